@@ -1,0 +1,44 @@
+"""What a codec declares: its streams, and how bfloat16 lives in arrays that know no bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One stream of a codec: ``shape`` of a row's piece in ``dtype`` as stored.
+
+    bfloat16 is stored as uint16 with ``view="bfloat16"`` because Zarr readers have no such dtype.
+    ``fill`` is what a Zarr reader sees where a row is missing; no encoder emits it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    fill: float | int | str
+    view: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row's piece."""
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def float_stream(name: str, dtype: str, shape: tuple[int, ...]) -> Stream:
+    """A stream of a model dtype; fill NaN (0x7fc0 is bfloat16's quiet NaN)."""
+    if dtype == "bfloat16":
+        return Stream(name, "uint16", shape, 0x7FC0, view="bfloat16")
+    return Stream(name, dtype, shape, "NaN")
+
+
+def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """bfloat16 is the upper half of float32: widening is exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

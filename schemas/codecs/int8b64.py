@@ -1,0 +1,47 @@
+"""``int8b64``: int8 in blocks of 64 columns, a bfloat16 scale a block, the 8 largest entries kept apart.
+
+Encoding of a row x of width W: the OUTLIERS entries of largest magnitude are stored as (index, bfloat16 value) and
+taken as 0 in the blocks; each block b of 64 columns has scale s_b = bfloat16(max|x| / 127) and codes
+q = clip(round(x / s_b), -127, 127), round half to even. -128 is never emitted: it is the fill of a missing row.
+Decoding: x = q * s_b, then the outliers put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
+
+BLOCK: Final = 64
+OUTLIERS: Final = 8
+
+
+def outliers(width: int) -> int:
+    """How many entries a row keeps apart: OUTLIERS, or fewer in a very narrow row."""
+    return min(OUTLIERS, width)
+
+
+def streams(width: int, dtype: str) -> tuple[Stream, ...]:
+    """``q`` codes, ``scale`` a block, ``outlier_index`` and ``outlier_value``; the same for every model dtype."""
+    kept = outliers(width)
+    index_dtype = "uint16" if width <= 1 << 16 else "uint32"
+    return (
+        Stream("q", "int8", (width,), -128),
+        float_stream("scale", "bfloat16", (-(-width // BLOCK),)),
+        Stream("outlier_index", index_dtype, (kept,), np.iinfo(index_dtype).max),
+        float_stream("outlier_value", "bfloat16", (kept,)),
+    )
+
+
+def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
+    """Rows of float32 ``[..., width]``."""
+    scale = bfloat16_to_float32(pieces["scale"].view(np.uint16))
+    x = pieces["q"].astype(np.float32)
+    x *= np.repeat(scale, BLOCK, axis=-1)[..., :width]
+    values = bfloat16_to_float32(pieces["outlier_value"].view(np.uint16))
+    np.put_along_axis(x, pieces["outlier_index"].astype(np.int64), values, axis=-1)
+    return x

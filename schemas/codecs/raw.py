@@ -1,0 +1,23 @@
+"""``raw`` and ``raw16``: the row as it is, in the model's dtype (``raw16`` narrows float32 to bfloat16)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
+
+
+def streams(width: int, dtype: str) -> tuple[Stream, ...]:
+    """One stream ``x`` of the row's own numbers."""
+    return (float_stream("x", dtype, (width,)),)
+
+
+def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
+    """Widen to float32, exactly."""
+    x = pieces["x"]
+    if dtype == "bfloat16":
+        return bfloat16_to_float32(x.view(np.uint16))
+    return x.astype(np.float32)

@@ -1,0 +1,83 @@
+"""The errors that every side shares.
+
+    TapError
+    ├── SpecError            what the caller asked for cannot be had (HTTP 400)
+    │   └── NotArmedError    … because the engine has no tap for it
+    ├── ConflictError        the id is already taken (HTTP 409)
+    ├── NotFoundError        no such capture, site or layer (HTTP 404)
+    ├── LimitError           larger than a stated limit (HTTP 413)
+    ├── ProtocolError        a message that breaks the frame protocol
+    ├── StoreError           a file operation failed; says which, where, and what to do
+    │   └── CorruptError     bytes that do not match their checksum
+    └── StartError           the engine, writer or API cannot start as configured
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConflictError",
+    "CorruptError",
+    "LimitError",
+    "NotArmedError",
+    "NotFoundError",
+    "ProtocolError",
+    "SpecError",
+    "StartError",
+    "StoreError",
+    "TapError",
+]
+
+
+class TapError(Exception):
+    """Base of every error raised on purpose by this project."""
+
+
+class SpecError(TapError, ValueError):
+    """A capture spec that cannot be honoured; names the field, its value and what would be valid."""
+
+    def __init__(self, field: str, value: object, reason: str) -> None:
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        super().__init__(f"capture.{field} = {shown}: {reason}" if field else f"capture = {shown}: {reason}")
+        self.field, self.value, self.reason = field, value, reason
+
+
+class NotArmedError(SpecError):
+    """The site or layer exists, but the engine was not started with a tap for it."""
+
+
+class ConflictError(TapError):
+    """The capture id is already in use."""
+
+
+class NotFoundError(TapError):
+    """Nothing under that name, or nothing that this caller may see."""
+
+
+class LimitError(TapError):
+    """The request is larger than a stated limit."""
+
+    def __init__(self, what: str, asked: int, limit: int, hint: str = "") -> None:
+        super().__init__(f"{what}: {asked} asked, limit {limit}" + (f"; {hint}" if hint else ""))
+        self.what, self.asked, self.limit = what, asked, limit
+
+
+class ProtocolError(TapError):
+    """A message that does not follow the frame protocol; the peer's message is dropped and counted."""
+
+
+class StoreError(TapError):
+    """A file operation that failed, with its place and a hint."""
+
+    def __init__(self, op: str, path: object, reason: object, hint: str = "") -> None:
+        super().__init__(f"{op} {path}: {reason}" + (f" ({hint})" if hint else ""))
+        self.op, self.path, self.reason, self.hint = op, str(path), reason, hint
+
+
+class CorruptError(StoreError):
+    """Stored bytes that do not match their checksum or their declared shape."""
+
+
+class StartError(TapError):
+    """A process that refuses to start, saying what it looked for and what it found."""

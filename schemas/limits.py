@@ -1,0 +1,42 @@
+"""Every named maximum, with its unit last. Sizes are checked against these before memory is taken."""
+
+from typing import Final
+
+PROTOCOL_VERSION: Final = 1
+STORE_VERSION: Final = 1
+
+# What a caller may ask for.
+spec_json_bytes_max: Final = 64 * 1024
+spec_sites_max: Final = 4096
+spec_intervals_max: Final = 4096
+spec_tags_max: Final = 64
+tag_key_chars_max: Final = 64
+tag_value_chars_max: Final = 512
+capture_samples_max: Final = 4096
+alias_chars_max: Final = 256
+position_max: Final = 2**31 - 1
+layers_max: Final = 1024
+width_max: Final = 1 << 20
+
+# What travels on the wire.
+message_header_bytes_max: Final = 16 * 1024 * 1024
+frame_bytes_target: Final = 8 * 1024 * 1024
+frame_delay_ms: Final = 50
+frame_bytes_max: Final = 512 * 1024 * 1024
+frame_rows_max: Final = 1 << 20
+frame_captures_max: Final = 1 << 16
+frame_runs_max: Final = 1 << 16
+payload_part_bytes: Final = 4 * 1024 * 1024
+sender_window_frames_max: Final = 1024
+heartbeat_interval_ms: Final = 1000
+engine_lost_after_ms: Final = 15_000
+
+# What lies on the disk.
+section_align_bytes: Final = 4096
+segment_bytes_target: Final = 256 * 1024 * 1024
+commit_bytes_target: Final = 32 * 1024 * 1024
+commit_delay_ms: Final = 50
+
+# What a reader may take at once.
+slice_bytes_max: Final = 1 << 30
+captures_page_max: Final = 1000

@@ -1,0 +1,93 @@
+"""The manifest: what a capture asked for, what was stored, and what is missing with its reason."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+REASONS: Final = ("prefix_cached", "dropped", "aborted", "not_armed", "engine_lost", "rejected_draft", "deleted")
+STATUSES: Final = ("pending", "running", "complete", "incomplete", "failed", "deleted")
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """Positions ``[start, stop)`` that were expected and are not there."""
+
+    start: int
+    stop: int
+    reason: str
+
+    @property
+    def rows(self) -> int:
+        """How many positions."""
+        return self.stop - self.start
+
+
+class Extent(msgspec.Struct, frozen=True):
+    """Rows of the capture in one frame: ``block`` is the segment's path below the store."""
+
+    block: str
+    frame: int  # byte offset of the frame in the block's main file
+    rows: int
+    position_min: int
+    position_max: int
+
+
+class SiteLayer(msgspec.Struct, frozen=True):
+    """One site × layer: expected = captured + missing, always."""
+
+    site: str
+    layer: int
+    codec: str
+    expected: int
+    captured: int
+    missing: list[Missing]
+
+
+class SiteInfo(msgspec.Struct, frozen=True):
+    """What a site's stored numbers are."""
+
+    site: str
+    width: int
+    codec: str
+    dtype: str  # the model's; a codec's streams follow from codec, width and dtype
+    streams: list[dict[str, Any]]  # name, dtype, shape, view
+    error_bound: str
+    meaning: str
+    transformer_lens: str | None  # with {l} for the layer
+    extents: list[Extent]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The whole truth about one capture (design: docs/store.md)."""
+
+    id: str
+    aliases: list[str]
+    status: str  # one of STATUSES
+    asked: dict[str, Any]
+    resolved: dict[str, Any]
+    tags: dict[str, str]
+    created_ms: int
+    engine: dict[str, Any]  # EngineInfo
+    prompt_len: int
+    total_len: int  # prompt + generated tokens known so far
+    end: int  # positions [0, end) were computed for the final sequence
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    finish_reason: str | None  # the engine's
+    client_finish_reason: str | None
+    stop_reason: str | int | None
+    cached: int
+    recomputed: int
+    sites: list[SiteInfo]
+    rows: list[SiteLayer]
+
+    @property
+    def expected(self) -> int:
+        """Rows expected over all sites and layers."""
+        return sum(entry.expected for entry in self.rows)
+
+    @property
+    def captured(self) -> int:
+        """Rows stored over all sites and layers."""
+        return sum(entry.captured for entry in self.rows)

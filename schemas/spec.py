@@ -1,0 +1,236 @@
+"""The capture spec: what one generation asks for, how it is checked, and what it resolves to.
+
+``parse_spec`` checks the shape of what a caller sent; ``resolve`` holds it against what the engine has armed. Both
+raise SpecError naming the field, the value and what would be valid, before anything is scheduled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
+
+from schemas import limits
+from schemas.codecs import DEFAULT_CODEC, check_codec
+from schemas.errors import LimitError, NotArmedError, SpecError
+from schemas.ids import check_ulid
+from schemas.sites import parse_site
+
+__all__ = ["Armed", "CaptureSpec", "Resolved", "intervals", "parse_spec", "resolve"]
+
+NAMED_POSITIONS: Final = ("all", "prompt", "generated", "last_prompt")
+_SLICE: Final = re.compile(r"(-?[0-9]{0,5}):(-?[0-9]{0,5})(?::([0-9]{1,5}))?", re.ASCII)
+_TAG_KEY: Final = re.compile(r"[A-Za-z0-9_.\-]+", re.ASCII)
+
+_Natural = Annotated[StrictInt, Field(ge=0, le=limits.position_max)]
+
+
+class CaptureSpec(BaseModel):
+    """What one generation asks to be captured; unknown fields are refused.
+
+    >>> parse_spec({"sites": ["blocks.12.hook_resid_post"], "positions": "last"}).positions
+    'last_prompt'
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True,
+        json_schema_extra={"examples": [{"sites": ["resid_post"], "layers": "::4", "positions": "all"}]},
+    )
+
+    sites: list[StrictStr] | None = Field(
+        None, max_length=limits.spec_sites_max,
+        description="Sites or TransformerLens names; a name with a layer in it fixes that layer. Default: what is armed.",
+    )
+    layers: Literal["all"] | list[_Natural] | StrictStr = Field(
+        "all", description='"all", a list of 0-based layers, or a slice "start:stop:step".')
+    positions: StrictStr | list[_Natural] | list[tuple[_Natural, _Natural]] = Field(
+        "all", description='"all", "prompt", "generated", "last_prompt" (or "last"), positions, or [[start, stop], …].')
+    codec: StrictStr | dict[StrictStr, StrictStr] = Field(DEFAULT_CODEC, description="A codec, or a map site → codec.")
+    prefix_cache: Literal["recompute", "allow"] | None = Field(
+        None, description="Whether cached prompt rows are computed again; default: where they could be missing.")
+    return_: Literal["reference", "inline"] = Field("reference", alias="return")
+    probe: list[StrictStr] = Field(default_factory=list, max_length=0, description="Reserved; no probe can be named yet.")
+    id: StrictStr | None = Field(None, description="A ULID; made by the service where absent.")
+    tags: dict[StrictStr, StrictStr] = Field(default_factory=dict, max_length=limits.spec_tags_max)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _alias_last(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("positions") == "last":
+            return {**value, "positions": "last_prompt"}
+        return value
+
+    def to_json(self) -> str:
+        """The canonical JSON that travels in ``SamplingParams.extra_args`` and in manifests."""
+        return self.model_dump_json(by_alias=True, exclude_defaults=True)
+
+
+class Armed(msgspec.Struct, frozen=True):
+    """The sites × layers that the engine has taps for; ``n_layers`` of the model."""
+
+    sites: dict[str, list[int]]
+    n_layers: int
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """A spec held against one engine: every site with its layers and codec, positions as asked."""
+
+    layers: dict[str, list[int]]
+    codec: dict[str, str]
+    positions: str | list[tuple[int, int]]
+    prefix_cache: str
+
+    @property
+    def empty(self) -> bool:
+        """Whether it captures nothing (legal: the zero-layer control of benchmarks)."""
+        return not any(self.layers.values()) or self.positions == []
+
+
+_VALID: Final = {
+    "sites": 'a list of sites, such as ["resid_post"] or ["blocks.12.hook_resid_post"]',
+    "layers": '"all", a list of layers, or a slice such as "0:32:4"',
+    "positions": '"all", "prompt", "generated", "last_prompt", a list of positions, or [[start, stop], …]',
+    "codec": "a codec name, or a map from site to codec name",
+    "prefix_cache": '"recompute" or "allow"',
+    "return": '"reference" or "inline"',
+    "probe": "an empty list: no probe is registered",
+    "id": "a ULID",
+    "tags": f"at most {limits.spec_tags_max} pairs of strings",
+}
+
+
+def parse_spec(value: object) -> CaptureSpec:
+    """A checked spec of a mapping or of its JSON text; SpecError or LimitError otherwise."""
+    if isinstance(value, str | bytes):
+        if len(value) > limits.spec_json_bytes_max:
+            raise LimitError("bytes of the capture spec", len(value), limits.spec_json_bytes_max)
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise SpecError("", "…", f"malformed JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise SpecError("", value, "must be an object such as {\"sites\": [\"resid_post\"]}")
+    try:
+        spec = CaptureSpec.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            raise SpecError(field, first["input"], f"unknown field; valid: {', '.join(_VALID)}") from None
+        raise SpecError(field, value.get(field, first["input"]), f"valid: {_VALID.get(field, first['msg'])}") from None
+    _check_values(spec)
+    return spec
+
+
+def _check_values(spec: CaptureSpec) -> None:
+    for name in spec.sites or ():
+        parse_site(name)
+    if isinstance(spec.layers, str) and spec.layers != "all":
+        match = _SLICE.fullmatch(spec.layers)
+        if match is None or match[3] == "0" or (match[3] or "1").strip("0") == "":
+            raise SpecError("layers", spec.layers, f"valid: {_VALID['layers']}")
+    if isinstance(spec.positions, str) and spec.positions not in NAMED_POSITIONS:
+        raise SpecError("positions", spec.positions, f"valid: {_VALID['positions']}")
+    if not isinstance(spec.positions, str):
+        if len(spec.positions) > limits.spec_intervals_max:
+            raise LimitError("capture.positions", len(spec.positions), limits.spec_intervals_max,
+                             "use [[start, stop], …] for ranges")
+        for item in spec.positions:
+            if isinstance(item, tuple) and item[0] >= item[1]:
+                raise SpecError("positions", list(item), "a range is [start, stop] with start < stop")
+    for site, codec in (spec.codec if isinstance(spec.codec, dict) else {"": spec.codec}).items():
+        if site:
+            parse_site(site, "codec")
+        check_codec(codec)
+    if spec.id is not None:
+        check_ulid(spec.id)
+    for key, text in spec.tags.items():
+        if len(key) > limits.tag_key_chars_max or _TAG_KEY.fullmatch(key) is None:
+            raise SpecError("tags", key, f"a key is 1 to {limits.tag_key_chars_max} of A-Z a-z 0-9 _ . -")
+        if len(text) > limits.tag_value_chars_max:
+            raise SpecError("tags", text, f"a value has at most {limits.tag_value_chars_max} characters")
+
+
+def resolve(spec: CaptureSpec, armed: Armed) -> Resolved:
+    """Sites, layers and codecs of a spec on an engine; SpecError or NotArmedError where they do not fit."""
+    asked = _layers_asked(spec.layers, armed.n_layers)
+    layers: dict[str, set[int]] = {}
+    for name in list(armed.sites) if spec.sites is None else spec.sites:
+        site, fixed = parse_site(name)
+        if site not in armed.sites:
+            raise NotArmedError("sites", name, f"not armed; armed: {', '.join(armed.sites) or 'nothing'} "
+                                               "(restart the engine with --arm to add sites)")
+        if fixed is None:
+            wanted = set(armed.sites[site]) if asked is None else asked
+        elif fixed >= armed.n_layers:
+            raise SpecError("sites", name, f"layer out of range; the model has layers 0 to {armed.n_layers - 1}")
+        elif asked is not None and fixed not in asked:
+            raise SpecError("layers", spec.layers, f"does not contain the layer that {name!r} fixes")
+        else:
+            wanted = {fixed}
+        if missing := sorted(wanted - set(armed.sites[site])):
+            raise NotArmedError("layers", missing, f"not armed for {site}; armed: {armed.sites[site]}")
+        layers.setdefault(site, set()).update(wanted)
+    return Resolved(
+        layers={site: sorted(chosen) for site, chosen in layers.items()},
+        codec=_codecs(spec, list(layers)),
+        positions=_positions(spec.positions),
+        prefix_cache=spec.prefix_cache or ("recompute" if _could_be_cached(spec.positions) else "allow"),
+    )
+
+
+def _layers_asked(layers: str | list[int], n_layers: int) -> set[int] | None:
+    """The layers asked for, None for all that are armed."""
+    if layers == "all":
+        return None
+    if isinstance(layers, str):
+        match = _SLICE.fullmatch(layers)
+        assert match is not None  # checked when parsed
+        parts = [int(part) if part not in (None, "", "-") else None for part in match.groups()]
+        return set(range(n_layers)[slice(*parts)])
+    if out := [layer for layer in layers if layer >= n_layers]:
+        raise SpecError("layers", out, f"out of range; the model has layers 0 to {n_layers - 1}")
+    return set(layers)
+
+
+def _codecs(spec: CaptureSpec, sites: list[str]) -> dict[str, str]:
+    if isinstance(spec.codec, str):
+        return dict.fromkeys(sites, spec.codec)
+    named = {parse_site(name, "codec")[0]: codec for name, codec in spec.codec.items()}
+    if extra := sorted(set(named) - set(sites)):
+        raise SpecError("codec", extra, f"names sites that are not captured; captured: {', '.join(sites)}")
+    return {site: named.get(site, DEFAULT_CODEC) for site in sites}
+
+
+def _positions(positions: str | list[int] | list[tuple[int, int]]) -> str | list[tuple[int, int]]:
+    """A name as it is; lists as sorted, disjoint, merged ``[start, stop)`` ranges."""
+    if isinstance(positions, str):
+        return positions
+    ranges = sorted((item, item + 1) if isinstance(item, int) else item for item in positions)
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _could_be_cached(positions: str | list[int] | list[tuple[int, int]]) -> bool:
+    # The last prompt token and every generated one are always computed; anything else may come from the cache.
+    return positions not in ("generated", "last_prompt") and positions != []
+
+
+def intervals(positions: str | list[tuple[int, int]], prompt_len: int) -> list[tuple[int, int]]:
+    """Resolved positions as sorted, disjoint ranges ``[start, stop)`` of absolute positions."""
+    named = {
+        "all": (0, limits.position_max),
+        "prompt": (0, prompt_len),
+        "generated": (prompt_len, limits.position_max),
+        "last_prompt": (prompt_len - 1, prompt_len),
+    }
+    return [named[positions]] if isinstance(positions, str) else list(positions)
