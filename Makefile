@@ -1,0 +1,69 @@
+# Everything from nothing but Python 3.11 and make: `make demo` and `make test` set themselves up first.
+
+PYTHON ?= python3.11
+VENV   := .venv
+PY     := $(VENV)/bin/python
+UV     := .uv/bin/uv
+LOCK   := requirements/cpu.lock
+STAMP  := $(VENV)/.installed
+
+# What differs between machines is taken from pip's own settings: uv does not read them by itself. Where no folder of
+# wheels is configured, the CPU build of torch comes from PyTorch's own index.
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+pip_setting = $(shell $(PYTHON) -m pip config get global.$(1) 2>/dev/null)
+comma := ,
+empty :=
+space := $(empty) $(empty)
+find_links = $(subst $(space),$(comma),$(strip $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(call pip_setting,find-links))))
+index_url = $(strip $(or $(UV_DEFAULT_INDEX),$(PIP_INDEX_URL),$(call pip_setting,index-url)))
+uv = $(if $(find_links),UV_FIND_LINKS='$(find_links)') $(if $(index_url),UV_DEFAULT_INDEX='$(index_url)') $(UV)
+torch_index = $(if $(find_links),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup fix check test demo bench lock clean
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: $(STAMP)  ## make .venv with everything that is locked in requirements/cpu.lock
+
+fix: $(STAMP)  ## repair what ruff can repair
+	$(VENV)/bin/ruff check --fix .
+
+check: $(STAMP)  ## lint, types, spelling
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/codespell
+
+test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest)
+	$(PY) -m pytest $(if $(K),-k "$(K)") $(ARGS)
+
+demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, compare (KEEP=1 leaves it running)
+	$(PY) -m vllm_tap.demo $(if $(KEEP),--keep)
+
+bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, writer GB/s
+	$(PY) -m bench
+
+# ── setting up ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+$(UV):
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "setup 1/3: uv, the installer, into .uv"
+	@$(PYTHON) -m venv .uv
+	@.uv/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.8,<1'
+
+$(STAMP): $(LOCK) pyproject.toml | $(UV)
+	@echo "setup 2/3: $$(grep -c '==' $(LOCK)) locked packages into $(VENV) (vLLM for CPU, torch, tools: about 3 GB)"
+	@test -x $(PY) || $(UV) venv --quiet --python $(PYTHON) $(VENV)
+	@$(uv) pip install --quiet --python $(PY) --no-deps $(torch_index) -r $(LOCK)
+	@echo "setup 3/3: this project, editable"
+	@$(uv) pip install --quiet --python $(PY) --no-deps -e .
+	@touch $@
+
+lock: | $(UV)  ## resolve requirements/*.lock again
+	@$(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
+	    --custom-compile-command "make lock" $(torch_index) \
+	    --extra cpu --extra demo --extra test --extra dev pyproject.toml -o $(LOCK)
+
+clean:  ## remove what setup made
+	rm -rf .venv .uv
