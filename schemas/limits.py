@@ -30,6 +30,8 @@ payload_part_bytes: Final = 4 * 1024 * 1024
 sender_window_frames_max: Final = 1024
 heartbeat_interval_ms: Final = 1000
 engine_lost_after_ms: Final = 15_000
+control_records_pending_max: Final = 4096
+control_submit_timeout_ms: Final = 5000
 
 # What lies on the disk.
 section_align_bytes: Final = 4096
