@@ -1,0 +1,82 @@
+"""How the plugin is configured: environment variables, because vLLM's processes inherit nothing else of ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from schemas.errors import SpecError, StartError
+from schemas.sites import parse_site
+
+TAP_VERSION: Final = "1"  # part of the compile-cache salt: change it when traced code changes
+
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the engine's processes need to know; every default is visible here."""
+
+    endpoint: str
+    arm: tuple[str, ...] = ("resid_post",)
+    ring_bytes: int = 256 * _MIB
+    on_full: str = "drop"  # "drop": generation never waits; "wait": nothing is lost
+    staging_bytes_max: int = 8 << 30
+    self_test: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.endpoint.startswith("ipc://"):
+            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: must be ipc://PATH (tcp needs CURVE keys)")
+        if len(self.endpoint) - len("ipc://") > 100:
+            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: a socket path has at most 100 characters")
+        if self.on_full not in ("drop", "wait"):
+            raise StartError(f"VLLM_TAP_ON_FULL={self.on_full!r}: valid: drop, wait")
+        if self.ring_bytes < 4 * _MIB:
+            raise StartError(f"VLLM_TAP_RING_BYTES={self.ring_bytes}: at least {4 * _MIB}")
+
+    def salt(self) -> str:
+        """What tells one traced graph from another in vLLM's compile caches."""
+        return f"vllm-tap {TAP_VERSION} {','.join(self.arm)}"
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfig | None:
+    """The configuration, or None where the plugin stays inert (no endpoint is set)."""
+    endpoint = environment.get("VLLM_TAP_ENDPOINT", "")
+    if not endpoint:
+        return None
+    return EngineConfig(
+        endpoint=endpoint,
+        arm=parse_arm(environment.get("VLLM_TAP_ARM", "resid_post")),
+        ring_bytes=_number(environment, "VLLM_TAP_RING_BYTES", 256 * _MIB),
+        on_full=environment.get("VLLM_TAP_ON_FULL", "drop"),
+        staging_bytes_max=_number(environment, "VLLM_TAP_STAGING_BYTES_MAX", 8 << 30),
+    )
+
+
+def parse_arm(text: str) -> tuple[str, ...]:
+    """Sites of a comma-separated list, in canonical names; taps go to every layer, so a name must fix none."""
+    sites: list[str] = []
+    for name in (part.strip() for part in text.split(",")):
+        if not name:
+            continue
+        try:
+            site, layer = parse_site(name)
+        except SpecError as error:
+            raise StartError(f"VLLM_TAP_ARM={text!r}: {name!r}: {error.reason}") from None
+        if layer is not None:
+            raise StartError(f"VLLM_TAP_ARM={text!r}: {name!r} fixes a layer; name the site alone ({site})")
+        if site not in sites:
+            sites.append(site)
+    if not sites:
+        raise StartError(f"VLLM_TAP_ARM={text!r}: names no site")
+    return tuple(sites)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise StartError(f"{name}={text!r}: must be a number of bytes") from None

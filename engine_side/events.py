@@ -1,0 +1,73 @@
+"""What the step thread hands to the sender thread, in order, through one deque."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_side.selection import Entry
+from engine_side.ticket import Ticket
+from schemas.spec import Resolved
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Opened:
+    """A request with a capture is running in ``slot``."""
+
+    slot: int
+    capture: str
+    request: str
+    ticket: Ticket
+    prompt_token_ids: list[int]
+    cached: int
+    created_ms: int
+
+    @property
+    def resolved(self) -> Resolved:
+        """The resolved spec."""
+        return self.ticket.resolved
+
+
+@dataclass(slots=True)
+class Run:
+    """Rows of one step encoded into the ring; valid once ``ready`` (a device event, or None) has happened."""
+
+    entry: Entry
+    slot: I64
+    position: I64
+    flags: I64
+    extents: dict[str, tuple[int, int]]  # stream → (offset, bytes)
+    tokens: int  # offset of the rows' int32 token ids
+    positions: int  # offset of the rows' int64 positions as the model used them
+    mark: int
+    ready: Any
+
+
+@dataclass(slots=True)
+class Lost:
+    """Rows that were selected and could not be kept."""
+
+    entry: Entry
+    slot: I64
+    position: I64
+
+
+@dataclass(slots=True)
+class Finished:
+    """The request in ``slot`` ended."""
+
+    slot: int
+    capture: str
+    reason: str
+    stop_reason: str | int | None
+    output_token_ids: list[int]
+    end: int
+    recomputed: int
+
+
+Event = Opened | Run | Lost | Finished

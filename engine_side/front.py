@@ -1,0 +1,67 @@
+"""What the front end does with a capture: check and resolve its spec, give it an id, report its end."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Final
+
+import numpy as np
+
+from engine_side.config import EngineConfig
+from engine_side.ticket import Ticket, decode, encode
+from schemas.channel import ControlChannel
+from schemas.control import ClientFinish
+from schemas.errors import SpecError
+from schemas.ids import new_ulid
+from schemas.limits import capture_samples_max
+from schemas.spec import Armed, parse_spec, resolve
+
+_SEEN_MAX: Final = 100_000
+_seen: OrderedDict[tuple[str, int], None] = OrderedDict()
+_lock = threading.Lock()
+_channel: ControlChannel | None = None
+
+
+def admit(value: object, count: object, *, n: int, prompt_number: int, arm: tuple[str, ...], n_layers: int) -> str:
+    """The ticket's JSON of a caller's spec; SpecError (a ValueError) where it cannot be had.
+
+    ``count`` is how many captures the whole HTTP request makes, where a gateway knows it (a prompt list makes more
+    than its n samples); ``prompt_number`` is this prompt's place in such a list.
+    """
+    spec = parse_spec(value)
+    resolved = resolve(spec, Armed({site: list(range(n_layers)) for site in arm}, n_layers))
+    if count is None:
+        count = n if prompt_number == 0 else (prompt_number + 1) * n
+    if not isinstance(count, int) or not 0 < count <= capture_samples_max:
+        raise SpecError("count", count, f"a request makes 1 to {capture_samples_max} captures")
+    ulid = spec.id or new_ulid()
+    base = prompt_number * n
+    if base + n > count:
+        raise SpecError("count", count, f"prompt {prompt_number} with n={n} makes samples up to {base + n - 1}")
+    with _lock:
+        if (ulid, base) in _seen:
+            raise SpecError("id", ulid, "already used; give every request its own id, or none")
+        _seen[ulid, base] = None
+        if len(_seen) > _SEEN_MAX:
+            _seen.popitem(last=False)
+    return encode(Ticket(id=ulid, asked=spec.to_json(), resolved=resolved, base=base, n=n, count=count))
+
+
+def forget(text: str) -> None:
+    """Free the id of a request that was refused after ``admit``."""
+    ticket = decode(text)
+    with _lock:
+        _seen.pop((ticket.id, ticket.base), None)
+
+
+def report_finish(config: EngineConfig, capture: str, reason: str, stop_reason: str | int | None,
+                  output_token_ids: list[int]) -> None:
+    """Tell the writer how the client saw the end; never waits."""
+    global _channel
+    with _lock:
+        if _channel is None:
+            _channel = ControlChannel(config.endpoint, role="front_end")
+    tokens = np.asarray(output_token_ids, "<u4").tobytes()
+    _channel.post(lambda seq: ClientFinish(seq=seq, capture=capture, reason=reason, stop_reason=stop_reason,
+                                           output_token_ids=tokens))

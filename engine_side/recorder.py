@@ -1,0 +1,237 @@
+"""The recorder: what a worker does once a step — choose rows, encode them into the ring, tell the sender.
+
+Nothing here touches a socket or a file, and no failure here reaches the step: it is counted, logged once, and the
+rows are reported as dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from engine_side import codecs as encoders
+from engine_side.device import SideStream
+from engine_side.events import I64, Event, Finished, Lost, Opened, Run
+from engine_side.ring import ALIGN, Ring
+from engine_side.selection import CaptureTable, Entry, Selected
+from engine_side.staging import Staging
+from engine_side.ticket import Ticket
+from schemas import codecs, limits
+
+logger = logging.getLogger("vllm.tap")
+
+_WAIT_S: Final = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the model as its runner laid it out; a seam makes it.
+
+    ``starts`` [n + 1] rows of each request, ``first`` [n] position of each request's first row (host's view);
+    ``positions`` and ``token_ids`` [rows] the tensors that the model really used.
+    """
+
+    requests: list[str]
+    starts: I64
+    first: I64
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A finish as the scheduler saw it (a seam carries it to the worker)."""
+
+    request: str
+    ticket: Ticket
+    reason: str
+    stop_reason: str | int | None
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    computed: int
+    drafts: bool
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened so far, for logs and metrics."""
+
+    steps: int = 0
+    rows: int = 0
+    bytes: int = 0
+    dropped: int = 0
+    failures: int = 0
+    position_mismatches: int = 0
+    waits: int = 0
+
+
+@dataclass(slots=True)
+class Layout:
+    """Bytes of one (row, layer) by stream, for an entry."""
+
+    names: list[str]
+    pieces: list[int]
+    shapes: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Owned by the step thread; ``outbox`` is read by the sender thread."""
+
+    staging: Staging
+    ring: Ring
+    dtype: str
+    on_full: str
+    side: SideStream
+    outbox: deque[Event] = field(default_factory=deque)
+    captures: CaptureTable = field(default_factory=CaptureTable)
+    counters: Counters = field(default_factory=Counters)
+    _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
+    _layouts: dict[tuple[str, str], Layout] = field(default_factory=dict)
+
+    # ── requests come and go ────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, request: str, ticket: Ticket, prompt_token_ids: list[int], cached: int) -> None:
+        """A request is scheduled for the first time (again after a preemption on some runners: then a no-op)."""
+        if request in self._tickets:
+            return
+        capture = ticket.capture_of(request)
+        slot = self.captures.open(request, ticket.resolved, len(prompt_token_ids))
+        self._tickets[request] = capture
+        now = time.time_ns() // 1_000_000
+        self.outbox.append(Opened(slot, capture, request, ticket, prompt_token_ids, cached, now))
+
+    def finish(self, end: End) -> None:
+        """A request ended; one that never ran is opened first, so that its manifest exists."""
+        if end.request not in self._tickets:
+            self.open(end.request, end.ticket, end.prompt_token_ids, 0)
+        slot = self.captures.close(end.request)
+        total = len(end.prompt_token_ids) + len(end.output_token_ids)
+        seen = int(self.captures.computed[slot])
+        if end.reason in ("stop", "length"):
+            # The last sampled token is never forwarded; under async scheduling a step more may have run.
+            last = total - 1
+        else:
+            # A preempted request counts 0 computed tokens although its rows were taken; drafts may overshoot.
+            last = min(total, end.computed if end.drafts else max(end.computed, seen))
+        self.outbox.append(Finished(
+            slot, self._tickets.pop(end.request), end.reason, end.stop_reason, end.output_token_ids,
+            max(last, 0), int(self.captures.recomputed[slot]),
+        ))
+
+    # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def before_step(self) -> None:
+        """The next step's graph overwrites staging: it waits until this step's rows are encoded."""
+        self.side.block_main()
+
+    def after_step(self, step: Step) -> None:
+        """Take the wanted rows of the step that was just enqueued."""
+        if not self.captures:
+            return
+        selected = self.captures.select(step.requests, step.starts, step.first)
+        if selected is None:
+            return
+        self.counters.steps += 1
+        plans = np.unique(selected.plan) if len(self.captures.plans) > 1 else selected.plan[:1]
+        with self.side.after_main():
+            for plan in plans:
+                part = selected if len(plans) == 1 else _only(selected, int(plan))
+                for entry in self.captures.plans[int(plan)]:
+                    self._take(step, entry, part)
+
+    def _take(self, step: Step, entry: Entry, selected: Selected) -> None:
+        """One entry's rows, in blocks of at most a frame."""
+        layout = self._layout(entry)
+        row_bytes = sum(layout.pieces) * len(entry.layers)
+        block = max(1, limits.frame_bytes_target // row_bytes)
+        for begin in range(0, len(selected.row), block):
+            rows = slice(begin, begin + block)
+            run = None
+            try:
+                run = self._encode(step, entry, layout, selected, rows)
+            except Exception:
+                self.counters.failures += 1
+                if self.counters.failures == 1:
+                    logger.exception("vllm-tap: taking rows of %s failed; they are dropped (logged once)", entry.site)
+            if run is None:
+                self.counters.dropped += len(selected.row[rows]) * len(entry.layers)
+                self.outbox.append(Lost(entry, selected.slot[rows], selected.position[rows]))
+            else:
+                self.outbox.append(run)
+
+    def _encode(self, step: Step, entry: Entry, layout: Layout, selected: Selected, rows: slice) -> Run | None:
+        """Encode a block into the ring; None when the ring is full and rows may be dropped."""
+        index = selected.row[rows]
+        n, n_layers = len(index), len(entry.layers)
+        sizes = [n * n_layers * piece for piece in layout.pieces]
+        offsets = np.cumsum([0] + [-(-size // ALIGN) * ALIGN for size in (*sizes, 4 * n, 8 * n)])
+        region = self._allocate(int(offsets[-1]))
+        if region is None:
+            return None
+        base, mark = region
+        try:
+            where = self.side.rows(index)
+            x = _gather(self.staging.buffers[entry.site], entry.layers, where)
+            pieces = encoders.encode(entry.codec, x)
+            extents = {}
+            for name, size, shape, dtype, offset in zip(
+                layout.names, sizes, layout.shapes, layout.dtypes, offsets, strict=False
+            ):
+                at = base + int(offset)
+                self.ring.view(at, (n_layers, n, *shape), dtype).copy_(pieces[name], non_blocking=True)
+                extents[name] = (at, size)
+            tokens, positions = base + int(offsets[len(sizes)]), base + int(offsets[len(sizes) + 1])
+            self.ring.view(tokens, (n,), torch.int32).copy_(step.token_ids[where], non_blocking=True)
+            self.ring.view(positions, (n,), torch.int64).copy_(step.positions[where], non_blocking=True)
+        except BaseException:
+            # The region was taken: hand it to the sender as an empty run, so that the ring's order holds.
+            self.outbox.append(Run(entry, selected.slot[:0], selected.position[:0], selected.flags[:0], {}, 0, 0, mark,
+                                   None))
+            raise
+        self.counters.rows += n * n_layers
+        self.counters.bytes += sum(sizes)
+        return Run(entry, selected.slot[rows], selected.position[rows], selected.flags[rows], extents, tokens,
+                   positions, mark, self.side.ready())
+
+    def _allocate(self, nbytes: int) -> tuple[int, int] | None:
+        region = self.ring.allocate(nbytes)
+        if region is None and self.on_full == "wait" and nbytes <= self.ring.capacity // 2:
+            self.counters.waits += 1
+            while region is None:
+                time.sleep(_WAIT_S)
+                region = self.ring.allocate(nbytes)
+        return region
+
+    def _layout(self, entry: Entry) -> Layout:
+        key = entry.site, entry.codec
+        if key not in self._layouts:
+            width = self.staging.buffers[entry.site].shape[-1]
+            declared = codecs.streams(entry.codec, width, self.dtype)
+            self._layouts[key] = Layout(
+                [stream.name for stream in declared], [stream.nbytes for stream in declared],
+                [stream.shape for stream in declared], [encoders.TORCH_DTYPES[stream.dtype] for stream in declared],
+            )
+        return self._layouts[key]
+
+
+def _only(selected: Selected, plan: int) -> Selected:
+    keep = selected.plan == plan
+    return Selected(selected.row[keep], selected.slot[keep], selected.position[keep], selected.flags[keep],
+                    selected.plan[keep])
+
+
+def _gather(buffer: torch.Tensor, layers: tuple[int, ...], where: Any) -> torch.Tensor:
+    """Rows ``where`` (a slice or an index tensor) of chosen layers: [layers, rows, width]."""
+    if len(layers) == buffer.shape[0]:
+        return buffer[:, where]
+    if len(layers) == 1 or layers[-1] - layers[0] + 1 == len(layers):
+        return buffer[layers[0] : layers[-1] + 1][:, where]
+    return torch.stack([buffer[layer][where] for layer in layers])

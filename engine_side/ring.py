@@ -1,0 +1,80 @@
+"""The ring: host memory that the device copies into and the writer maps, first in, first out.
+
+One thread (the step) allocates, one (the sender) releases; each owns one counter, so no lock is shared. The memory is
+a file that the writer process maps too; it is touched once at start, because first touch of fresh pages costs far
+more than the copies that follow.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import torch
+
+ALIGN: Final = 64
+
+
+class Ring:
+    """A byte ring of ``capacity``; ``head`` and ``tail`` count bytes ever allocated and released."""
+
+    def __init__(self, capacity: int, pinned: bool) -> None:
+        self.capacity = capacity - capacity % mmap.PAGESIZE
+        self.path = self._create()
+        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned = pinned
+        if pinned:
+            error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.capacity, 0)
+            if int(error) != 0:
+                raise OSError(f"cudaHostRegister of {self.capacity} bytes: error {int(error)}")
+        self._memory.zero_()
+        self.head = 0  # written by the step thread only
+        self.tail = 0  # written by the sender thread only
+
+    def _create(self) -> Path:
+        shared = Path("/dev/shm")
+        directory = shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+        file, path = tempfile.mkstemp(prefix="vllm-tap-ring-", dir=directory)
+        try:
+            os.ftruncate(file, self.capacity)
+            os.posix_fallocate(file, 0, self.capacity)  # a full /dev/shm must fail here, not as SIGBUS in a step
+            self._map = mmap.mmap(file, self.capacity)
+        except BaseException:
+            Path(path).unlink()
+            raise
+        finally:
+            os.close(file)
+        return Path(path)
+
+    def allocate(self, nbytes: int) -> tuple[int, int] | None:
+        """``(offset, mark)`` of contiguous bytes, None when full; releasing up to ``mark`` frees them."""
+        nbytes = -(-nbytes // ALIGN) * ALIGN
+        start = self.head % self.capacity
+        skip = self.capacity - start if start + nbytes > self.capacity else 0
+        if self.head + skip + nbytes - self.tail > self.capacity:
+            return None
+        offset = (start + skip) % self.capacity
+        self.head += skip + nbytes
+        return offset, self.head
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over ring memory."""
+        count = 1
+        for size in shape:
+            count *= size
+        itemsize = torch.empty((), dtype=dtype).element_size()
+        return self._memory[offset : offset + count * itemsize].view(dtype).view(shape)
+
+    def bytes_at(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes themselves, for checksums and for sending across hosts."""
+        return memoryview(self._map)[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Remove the file; the mapping goes with the process."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            self._pinned = False
+        self.path.unlink(missing_ok=True)

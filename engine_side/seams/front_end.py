@@ -1,0 +1,84 @@
+"""The front end: specs are checked where a request enters, and ends are seen as the client sees them.
+
+``InputProcessor.process_inputs`` serves ``vllm serve`` and ``LLM`` alike; a bad spec raises ValueError there, which
+the server answers with 400. A stop string looks like an abort inside the engine, so the front end reports its own end.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+from engine_side import front
+from engine_side.config import EngineConfig
+from engine_side.seams.patching import when_imported, wrap
+from engine_side.ticket import COUNT_KEY, KEY, find
+
+logger = logging.getLogger("vllm.tap")
+
+_COMPLETION = re.compile(r"cmpl-.+-([0-9]+)", re.ASCII)
+
+
+def connect(config: EngineConfig) -> None:
+    """Install the wrappers."""
+
+    def inputs(module: types.ModuleType) -> None:
+        wrap(module.InputProcessor, "process_inputs", lambda original: _process_inputs(original, config))
+
+    def outputs(module: types.ModuleType) -> None:
+        wrap(module.RequestState, "from_new_request", _from_new_request)
+        wrap(module.RequestState, "_new_completion_output", lambda original: _new_completion_output(original, config))
+
+    when_imported("vllm.v1.engine.input_processor", inputs)
+    when_imported("vllm.v1.engine.output_processor", outputs)
+
+
+def _process_inputs(original: Callable[..., Any], config: EngineConfig) -> Callable[..., Any]:
+    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        extra = getattr(params, "extra_args", None)
+        if not extra or KEY not in extra:
+            return original(self, request_id, prompt, params, *args, **kwargs)
+        n_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
+        prompt_number = int(match[1]) if (match := _COMPLETION.fullmatch(request_id)) else 0
+        text = front.admit(extra[KEY], extra.get(COUNT_KEY), n=params.n, prompt_number=prompt_number, arm=config.arm,
+                           n_layers=n_layers)
+        try:
+            request = original(self, request_id, prompt, params, *args, **kwargs)
+        except BaseException:
+            front.forget(text)
+            raise
+        rest = {key: value for key, value in extra.items() if key not in (KEY, COUNT_KEY)}
+        request.sampling_params.extra_args = {**rest, KEY: text}
+        return request
+
+    return process_inputs
+
+
+def _from_new_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_new_request(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        state = original(cls, *args, **kwargs)
+        request = kwargs.get("request") or next((arg for arg in args if hasattr(arg, "sampling_params")), None)
+        ticket = find(getattr(request, "sampling_params", None))
+        state.vllm_tap_capture = ticket.capture_of(state.request_id) if ticket else None
+        return state
+
+    return from_new_request
+
+
+def _new_completion_output(original: Callable[..., Any], config: EngineConfig) -> Callable[..., Any]:
+    def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any,
+                              **kwargs: Any) -> Any:
+        output = original(self, token_ids, finish_reason, stop_reason, *args, **kwargs)
+        capture = getattr(self, "vllm_tap_capture", None)
+        if finish_reason is not None and capture is not None:
+            try:
+                front.report_finish(config, capture, str(finish_reason), stop_reason,
+                                    list(self.detokenizer.output_token_ids))
+            except Exception:
+                logger.exception("vllm-tap: the end of %s as its client saw it was not reported", capture)
+        return output
+
+    return new_completion_output

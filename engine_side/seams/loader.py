@@ -1,0 +1,153 @@
+"""The model loader: taps go in after the weights are there and before anything is compiled or profiled.
+
+Wraps ``BaseModelLoader.load_model`` and the workers' ``compile_or_warm_up_model``, where the self-test runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from engine_side import worker
+from engine_side.architectures import MEANING, find_points
+from engine_side.config import TAP_VERSION, EngineConfig
+from engine_side.seams.patching import when_imported, wrap
+from engine_side.staging import allocate
+from engine_side.taps import install
+from schemas.control import EngineInfo
+from schemas.errors import StartError
+from schemas.spec import Armed
+
+logger = logging.getLogger("vllm.tap")
+
+_SELF_TEST_ROWS = 2
+
+
+def connect(config: EngineConfig) -> None:
+    """Install the wrappers."""
+
+    def loaders(module: types.ModuleType) -> None:
+        wrap(module.BaseModelLoader, "load_model", lambda original: _load_model(original, config))
+
+    when_imported("vllm.model_executor.model_loader.base_loader", loaders)
+    when_imported("vllm.v1.worker.gpu_worker", lambda module: _wrap_worker(module.Worker))
+    when_imported("vllm.v1.worker.cpu_worker", lambda module: _wrap_worker(module.CPUWorker))
+
+
+def _load_model(original: Callable[..., nn.Module], config: EngineConfig) -> Callable[..., nn.Module]:
+    def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        model = original(self, vllm_config, model_config, *args, **kwargs)
+        if model_config is vllm_config.model_config:  # a drafter loads through here too, with its own
+            tap_model(model, vllm_config, config)
+        return model
+
+    return load_model
+
+
+def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
+    """Allocate staging, install taps, start the sender."""
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise StartError(f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}: valid: 1")
+    n_layers = model_config.get_total_num_hidden_layers()
+    points = list(find_points(model, list(model_config.architectures), config.arm, n_layers))
+    hidden = model_config.get_hidden_size()
+    parameter = next(model.parameters())
+    dtype, device = model_config.dtype, parameter.device
+    staging = allocate(dict.fromkeys(config.arm, hidden), n_layers, _tokens_max(vllm_config), dtype, device,
+                       config.staging_bytes_max)
+    install(points, staging)
+    info = EngineInfo(
+        model=str(model_config.served_model_name or model_config.model),
+        model_dtype=str(dtype).removeprefix("torch."),
+        fingerprint=_fingerprint(model, model_config),
+        revision=str(model_config.revision or ""),
+        tokenizer=str(model_config.tokenizer or ""),
+        n_layers=n_layers,
+        armed=Armed({site: list(range(n_layers)) for site in config.arm}, n_layers),
+        widths=dict.fromkeys(config.arm, hidden),
+        max_model_len=model_config.max_model_len,
+        vllm_version=_vllm_version(),
+        tap_version=TAP_VERSION,
+        runner="",
+        world_size=parallel.world_size,
+        meaning={site: MEANING[site] for site in config.arm},
+    )
+    worker.start(config, info, staging, device)
+
+
+def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if worker.CURRENT is not None:
+            self_test(self.model_runner)
+        return result
+
+    return compile_or_warm_up_model
+
+
+def self_test(runner: Any) -> None:
+    """Poison staging, run a dummy step as compiled (on CUDA: replay its graph), and see every tap written.
+
+    Run twice: the first call may still record a graph.
+    """
+    current = worker.CURRENT
+    assert current is not None
+    for _ in range(2):
+        current.recorder.staging.poison()
+        with torch.inference_mode():
+            runner._dummy_run(_SELF_TEST_ROWS)
+        if current.recorder.side.cuda:
+            torch.cuda.synchronize()
+        if dead := current.recorder.staging.unwritten(_SELF_TEST_ROWS):
+            raise StartError(
+                f"vllm-tap: after a step of the compiled model these taps had written nothing: {', '.join(dead)}; "
+                f"looked for them in {type(runner).__module__}.{type(runner).__name__}. A stale compile cache "
+                "(VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward does that")
+    logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.recorder.staging.buffers.values()),
+                current.info.model)
+
+
+def _wrap_worker(cls: type) -> None:
+    """Warm-up and shutdown of a worker class; one that only inherits shutdown gets one of its own."""
+    wrap(cls, "compile_or_warm_up_model", _warm_up)
+    if "shutdown" not in cls.__dict__:
+        inherited = cls.shutdown  # type: ignore[attr-defined]
+        cls.shutdown = lambda self: inherited(self)  # type: ignore[attr-defined]
+
+    def shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
+        def stopped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            worker.stop()
+            return original(self, *args, **kwargs)
+
+        return stopped
+
+    wrap(cls, "shutdown", shutdown)
+
+
+def _tokens_max(vllm_config: Any) -> int:
+    """Rows that one step may write: the scheduler's budget, or the largest captured graph."""
+    sizes = getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or [0]
+    return int(max(vllm_config.scheduler_config.max_num_batched_tokens, *sizes))
+
+
+def _fingerprint(model: nn.Module, model_config: Any) -> str:
+    """xxh3 of the model's configuration and of the first bytes of a few of its parameters."""
+    digest = xxhash.xxh3_128(model_config.hf_config.to_json_string().encode())
+    parameters = sorted(model.named_parameters(), key=lambda item: item[0])
+    for name, parameter in parameters[:: max(1, len(parameters) // 16)]:
+        digest.update(name.encode())
+        digest.update(parameter.detach().flatten()[:256].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)

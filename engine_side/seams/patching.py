@@ -1,0 +1,71 @@
+"""Wrap attributes of modules when they are imported, once, and say clearly what was not found."""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from schemas.errors import StartError
+
+Callback = Callable[[types.ModuleType], None]
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Runs callbacks right after a module's own code has run."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callback]] = {}
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+                  ) -> importlib.machinery.ModuleSpec | None:
+        callbacks = self.waiting.pop(fullname, None)
+        if callbacks is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            self.waiting[fullname] = callbacks
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            for callback in callbacks:
+                callback(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_FINDER = _Finder()
+
+
+def when_imported(name: str, callback: Callback) -> None:
+    """Call ``callback(module)`` now if ``name`` is imported, else when it is."""
+    if name in sys.modules:
+        callback(sys.modules[name])
+        return
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+    _FINDER.waiting.setdefault(name, []).append(callback)
+
+
+def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace ``owner.name`` by ``make(original)``, once; StartError where there is no such attribute."""
+    original = owner.__dict__.get(name) if isinstance(owner, type) else getattr(owner, name, None)
+    if original is None:
+        raise StartError(f"vllm-tap: looked for {getattr(owner, '__qualname__', owner)}.{name} in this vLLM, "
+                         "not found; this version has no seam that vllm-tap knows")
+    is_classmethod = isinstance(original, classmethod)
+    function = original.__func__ if is_classmethod else original
+    if getattr(function, "vllm_tap", False):
+        return
+    replacement = make(function)
+    functools.update_wrapper(replacement, function)
+    replacement.vllm_tap = True  # type: ignore[attr-defined]
+    setattr(owner, name, classmethod(replacement) if is_classmethod else replacement)

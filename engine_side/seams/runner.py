@@ -1,0 +1,105 @@
+"""The model runners: which rows of a step are whose. Wraps ``execute_model`` of both runners' classes.
+
+The finishes that the scheduler saw ride on its output and are taken first: all rows of a finished request were
+computed in earlier calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine_side import worker
+from engine_side.recorder import Step
+from engine_side.seams.patching import when_imported, wrap
+from engine_side.seams.scheduler import FINISHED
+from engine_side.ticket import find
+
+logger = logging.getLogger("vllm.tap")
+
+Layout = Callable[[Any, Any], Step]
+_failed = False
+
+
+def connect() -> None:
+    """Install the wrappers."""
+
+    def first(module: types.ModuleType) -> None:
+        wrap(module.GPUModelRunner, "execute_model", lambda original: _execute_model(original, _layout_v1, "v1"))
+
+    def second(module: types.ModuleType) -> None:
+        wrap(module.GPUModelRunner, "execute_model", lambda original: _execute_model(original, _layout_v2, "v2"))
+
+    when_imported("vllm.v1.worker.gpu_model_runner", first)
+    when_imported("vllm.v1.worker.gpu.model_runner", second)
+
+
+def _execute_model(original: Callable[..., Any], layout: Layout, runner: str) -> Callable[..., Any]:
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        current = worker.CURRENT
+        if current is None or kwargs.get("dummy_run"):
+            return original(self, scheduler_output, *args, **kwargs)
+        _guarded(_before, current.recorder, scheduler_output)
+        result = original(self, scheduler_output, *args, **kwargs)
+        if scheduler_output.total_num_scheduled_tokens and current.recorder.captures:
+            _guarded(_after, current.recorder, self, scheduler_output, layout)
+        return result
+
+    return execute_model
+
+
+def _guarded(body: Callable[..., None], *args: Any) -> None:
+    """No exception of ours may end the engine; the first is logged."""
+    global _failed
+    try:
+        body(*args)
+    except Exception:
+        args[0].counters.failures += 1
+        if not _failed:
+            _failed = True
+            logger.exception("vllm-tap: capture failed in a step; generation goes on (logged once)")
+
+
+def _before(recorder: Any, scheduler_output: Any) -> None:
+    recorder.before_step()
+    for end in getattr(scheduler_output, FINISHED, ()):
+        recorder.finish(end)
+    for request in scheduler_output.scheduled_new_reqs:
+        ticket = find(request.sampling_params)
+        if ticket is not None:
+            recorder.open(request.req_id, ticket, request.prompt_token_ids or [], request.num_computed_tokens)
+
+
+def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: Layout) -> None:
+    with torch.inference_mode():
+        recorder.after_step(layout(runner, scheduler_output))
+
+
+def _layout_v1(runner: Any, scheduler_output: Any) -> Step:
+    batch, total = runner.input_batch, scheduler_output.total_num_scheduled_tokens
+    n = batch.num_reqs
+    positions = getattr(runner.positions, "gpu", runner.positions)
+    return Step(
+        requests=batch.req_ids[:n],
+        starts=runner.query_start_loc.np[: n + 1].astype(np.int64),
+        first=batch.num_computed_tokens_cpu[:n].astype(np.int64),
+        positions=positions[:total],
+        token_ids=runner.input_ids.gpu[:total],
+    )
+
+
+def _layout_v2(runner: Any, scheduler_output: Any) -> Step:
+    batch = runner.execute_model_state.input_batch
+    n, total = batch.num_reqs, batch.num_tokens
+    return Step(
+        requests=list(batch.req_ids[:n]),
+        starts=np.asarray(batch.query_start_loc_np[: n + 1], np.int64),
+        first=np.asarray(batch.num_computed_tokens_np[:n], np.int64),
+        positions=batch.positions[:total],
+        token_ids=batch.input_ids[:total],
+    )

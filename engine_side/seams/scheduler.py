@@ -1,0 +1,123 @@
+"""The scheduler and the engine core: every finish, prefix-cache reads, and the end of an orphaned engine.
+
+``Scheduler._free_request`` sees each finish with its reason and final tokens; the workers hold the rows. The finish
+rides to them as an attribute of the next scheduler output, so one ordered stream leaves the engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+from engine_side.recorder import End
+from engine_side.seams.patching import when_imported, wrap
+from engine_side.ticket import find
+
+logger = logging.getLogger("vllm.tap")
+
+FINISHED: Final = "vllm_tap_finished"
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def connect() -> None:
+    """Install the wrappers."""
+
+    def scheduler(module: types.ModuleType) -> None:
+        wrap(module.Scheduler, "_free_request", _free_request)
+        wrap(module.Scheduler, "schedule", _schedule)
+
+    def request(module: types.ModuleType) -> None:
+        wrap(module.Request, "get_skip_reading_prefix_cache", _skip_prefix_cache)
+
+    def core(module: types.ModuleType) -> None:
+        wrap(module.EngineCoreProc, "run_busy_loop", _run_busy_loop)
+
+    def client(module: types.ModuleType) -> None:
+        wrap(module.InprocClient, "get_output", _get_output)
+
+    when_imported("vllm.v1.core.sched.scheduler", scheduler)
+    when_imported("vllm.v1.request", request)
+    when_imported("vllm.v1.engine.core", core)
+    when_imported("vllm.v1.engine.core_client", client)
+
+
+def _free_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            ticket = find(request.sampling_params)
+            if ticket is not None:
+                self.__dict__.setdefault(FINISHED, []).append(End(
+                    request=request.request_id, ticket=ticket, reason=str(request.get_finished_reason()),
+                    stop_reason=request.stop_reason, prompt_token_ids=list(request.prompt_token_ids or ()),
+                    output_token_ids=list(request.output_token_ids),
+                    computed=min(request.num_computed_tokens, request.num_tokens),
+                    drafts=bool(getattr(self, "num_spec_tokens", 0)),
+                ))
+        except Exception:
+            logger.exception("vllm-tap: a finish was not seen; its capture will end as incomplete")
+        return original(self, request, *args, **kwargs)
+
+    return free_request
+
+
+def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        ended = self.__dict__.get(FINISHED)
+        if ended:
+            setattr(output, FINISHED, ended[:])
+            ended.clear()
+        return output
+
+    return schedule
+
+
+def _skip_prefix_cache(original: Callable[..., bool]) -> Callable[..., bool]:
+    def get_skip_reading_prefix_cache(self: Any) -> bool:
+        ticket = find(self.sampling_params)
+        if ticket is not None and ticket.resolved.prefix_cache == "recompute" and not ticket.resolved.empty:
+            return True
+        return original(self)
+
+    return get_skip_reading_prefix_cache
+
+
+def _run_busy_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run_busy_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _die_with_parent()
+        return original(self, *args, **kwargs)
+
+    return run_busy_loop
+
+
+def _die_with_parent() -> None:
+    """Without this, an engine whose API server is killed generates on for nobody and then idles forever.
+
+    The kernel sends SIGTERM when the *thread* that forked us ends; vLLM forks from its main thread.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+        logger.warning("vllm-tap: prctl(PR_SET_PDEATHSIG) failed; an orphaned engine would stay")
+    elif os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _get_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An engine in the caller's own process stops stepping after its last finish: one empty step delivers it."""
+
+    def get_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(self, *args, **kwargs)
+        scheduler = self.engine_core.scheduler
+        if scheduler.__dict__.get(FINISHED) and not scheduler.has_unfinished_requests():
+            self.engine_core.step_fn()
+        return outputs
+
+    return get_output

@@ -1,0 +1,343 @@
+"""The sender thread: closes frames, numbers what leaves, keeps it until the writer has it durable, sends again if not.
+
+It owns the socket and the ring's tail. Frames and control records leave in one sequence, so a Finish never overtakes
+the rows it speaks of.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+import zmq
+
+from engine_side.events import Event, Finished, Lost, Opened, Run
+from engine_side.recorder import Counters
+from engine_side.ring import Ring
+from engine_side.selection import Entry
+from schemas import codecs, control, limits
+from schemas.control import EngineInfo
+from schemas.frame import RowTable
+from schemas.ids import new_ulid
+
+logger = logging.getLogger("vllm.tap")
+
+_IDLE_POLL_MS = 10
+_BUSY_POLL_MS = 2
+_STALL_S = 3.0
+
+
+@dataclass(slots=True)
+class Pending:
+    """A frame that is still growing: runs of one entry."""
+
+    started: float
+    runs: list[Run] = field(default_factory=list)
+    names: list[list[str]] = field(default_factory=list)  # by run, the capture of each distinct slot
+    inverse: list[Any] = field(default_factory=list)  # by run, row → index into its names
+    nbytes: int = 0
+    rows: int = 0
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A numbered message, kept until it is durable."""
+
+    parts: list[bytes]
+    frame: control.Frame | None = None
+    marks: Sequence[int] = ()
+
+
+class Sender(threading.Thread):
+    """One stream of one worker to one writer."""
+
+    def __init__(self, endpoint: str, info: EngineInfo, ring: Ring, outbox: deque[Event], counters: Counters,
+                 rank: int = 0) -> None:
+        super().__init__(name="vllm-tap-sender", daemon=True)
+        self.stream = new_ulid()
+        self.epoch = time.time_ns() // 1_000_000
+        self._endpoint, self._info, self._ring, self._outbox, self._rank = endpoint, info, ring, outbox, rank
+        self._counters = counters
+        self._slots: dict[int, str] = {}
+        self._pending: dict[Entry, Pending] = {}
+        self._lost: dict[tuple[str, Entry], list[int]] = {}
+        self._seq = 0
+        self._unacked: OrderedDict[int, Outgoing] = OrderedDict()
+        self._next = 1  # the first number not sent on this connection
+        self._marks: deque[int] = deque()  # ring marks in the order of allocation
+        self._released: set[int] = set()
+        self._welcome: control.Welcome | None = None
+        self._refused: str | None = None
+        self._progress = (0, time.monotonic())  # (durable, since when)
+        self._closing = threading.Event()
+        self._socket: Any = None
+
+    # ── life ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> None:
+        """Until ``close``: take events, close frames, talk to the writer."""
+        context = zmq.Context()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.IMMEDIATE, 1)
+        self._socket.set(zmq.SNDHWM, limits.sender_window_frames_max)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.RECONNECT_IVL, 50)
+        self._socket.set(zmq.RECONNECT_IVL_MAX, 500)
+        self._socket.connect(self._endpoint)
+        next_ping = 0.0
+        deadline: float | None = None
+        try:
+            while True:
+                try:
+                    busy = self._take_events()
+                    self._close_old_frames(force=self._closing.is_set())
+                except Exception:
+                    # Never let the thread die: what it could not take is counted and the manifest will miss it.
+                    self._counters.failures += 1
+                    logger.exception("vllm-tap: the sender failed on an event")
+                    busy = True
+                now = time.monotonic()
+                if now >= next_ping:
+                    self._say(self._hello() if self._welcome is None else control.Ping())
+                    next_ping = now + (0.2 if self._welcome is None else limits.heartbeat_interval_ms / 1000)
+                self._send_unsent()
+                if self._socket.poll(_BUSY_POLL_MS if busy or self._pending else _IDLE_POLL_MS):
+                    self._receive()
+                if self._closing.is_set():
+                    deadline = deadline or now + 5.0
+                    if now > deadline or not (self._unacked or self._outbox or self._pending):
+                        break
+            self._say(control.Bye(self._seq))
+            if self._unacked:
+                logger.warning("vllm-tap: %d messages were not acknowledged before the end", len(self._unacked))
+        finally:
+            self._socket.close(linger=500)
+            context.term()
+
+    def close(self, timeout_s: float = 7.0) -> None:
+        """Flush what is there, say Bye and end; called once."""
+        self._closing.set()
+        if self.is_alive():
+            self.join(timeout_s)
+        self._ring.close()
+
+    # ── events to messages ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_events(self) -> bool:
+        taken = False
+        while self._outbox:
+            event = self._outbox[0]
+            if isinstance(event, Run) and event.ready is not None and not event.ready.query():
+                break
+            self._outbox.popleft()
+            taken = True
+            if isinstance(event, Run):
+                self._add_run(event)
+            elif isinstance(event, Lost):
+                self._add_lost(event)
+            elif isinstance(event, Opened):
+                self._open(event)
+            else:
+                self._finish(event)
+        return taken
+
+    def _open(self, event: Opened) -> None:
+        self._slots[event.slot] = event.capture
+        self._number(control.Open(
+            seq=self._seq + 1, capture=event.capture, request=event.request, asked=event.ticket.asked,
+            resolved=event.resolved, prompt_len=len(event.prompt_token_ids), cached=event.cached,
+            prompt_token_ids=np.asarray(event.prompt_token_ids, "<u4").tobytes(), created_ms=event.created_ms,
+        ))
+
+    def _finish(self, event: Finished) -> None:
+        for entry, pending in list(self._pending.items()):
+            if any(event.capture in names for names in pending.names):
+                self._close_frame(entry)
+        self._report_lost()
+        self._number(control.Finish(
+            seq=self._seq + 1, capture=event.capture, reason=event.reason, stop_reason=event.stop_reason,
+            output_token_ids=np.asarray(event.output_token_ids, "<u4").tobytes(), end=event.end,
+            recomputed=event.recomputed,
+        ))
+
+    def _add_run(self, run: Run) -> None:
+        self._marks.append(run.mark)
+        if not run.extents:
+            self._release([run.mark])
+            return
+        self._report_lost()
+        slots, inverse = np.unique(run.slot, return_inverse=True)
+        pending = self._pending.setdefault(run.entry, Pending(time.monotonic()))
+        pending.runs.append(run)
+        pending.names.append([self._slots[int(slot)] for slot in slots])
+        pending.inverse.append(inverse)
+        pending.nbytes += sum(size for _, size in run.extents.values())
+        pending.rows += len(run.slot)
+        if pending.nbytes >= limits.frame_bytes_target or len(pending.runs) >= 1024:
+            self._close_frame(run.entry)
+
+    def _add_lost(self, event: Lost) -> None:
+        if event.entry in self._pending:
+            self._close_frame(event.entry)  # what was taken before is older than the loss
+        for slot in np.unique(event.slot):
+            key = self._slots[int(slot)], event.entry
+            self._lost.setdefault(key, []).extend(int(p) for p in event.position[event.slot == slot])
+
+    def _report_lost(self) -> None:
+        lost, self._lost = self._lost, {}
+        for (capture, entry), positions in lost.items():
+            ordered = np.unique(np.asarray(positions))
+            for part in np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1):
+                self._number(control.Dropped(
+                    seq=self._seq + 1, capture=capture, site=entry.site, layers=list(entry.layers),
+                    start=int(part[0]), stop=int(part[-1]) + 1,
+                ))
+
+    def _close_old_frames(self, force: bool) -> None:
+        now = time.monotonic()
+        for entry, pending in list(self._pending.items()):
+            if force or now - pending.started >= limits.frame_delay_ms / 1000:
+                self._close_frame(entry)
+        self._report_lost()
+
+    def _close_frame(self, entry: Entry) -> None:
+        pending = self._pending.pop(entry)
+        captures = list(dict.fromkeys(name for names in pending.names for name in names))
+        number = {name: i for i, name in enumerate(captures)}
+        capture = np.concatenate([
+            np.asarray([number[name] for name in names])[inverse]
+            for names, inverse in zip(pending.names, pending.inverse, strict=True)
+        ])
+        table = RowTable(
+            capture.astype(np.uint32),
+            np.concatenate([self._positions(run) for run in pending.runs]).astype(np.uint32),
+            np.concatenate([np.frombuffer(self._ring.bytes_at(run.tokens, 4 * len(run.slot)), "<u4")
+                            for run in pending.runs]),
+            np.concatenate([run.flags for run in pending.runs]).astype(np.uint32),
+        ).to_bytes()
+        frame = control.Frame(
+            seq=self._seq + 1, site=entry.site, codec=entry.codec, dtype=self._info.model_dtype,
+            width=self._info.widths[entry.site], layers=list(entry.layers), captures=captures,
+            runs=[len(run.slot) for run in pending.runs], table_xxh3=xxhash.xxh3_64_intdigest(table),
+            streams=[self._stream_part(stream.name, pending.runs) for stream in
+                     codecs.streams(entry.codec, self._info.widths[entry.site], self._info.model_dtype)],
+            fingerprint=self._info.fingerprint, rank=self._rank, time_ns=time.time_ns(),
+        )
+        self._number(frame, table, [run.mark for run in pending.runs])
+
+    def _positions(self, run: Run) -> Any:
+        """The positions that the model used; they differ from the host's only where the host had to guess."""
+        used = np.frombuffer(self._ring.bytes_at(run.positions, 8 * len(run.slot)), "<i8")
+        if not np.array_equal(used, run.position):
+            self._counters.position_mismatches += 1
+        return used
+
+    def _stream_part(self, name: str, runs: list[Run]) -> control.StreamPart:
+        digest = xxhash.xxh3_64()
+        extents = [run.extents[name] for run in runs]
+        for offset, size in extents:
+            digest.update(self._ring.bytes_at(offset, size))
+        return control.StreamPart(name, sum(size for _, size in extents), digest.intdigest(), extents)
+
+    # ── the wire ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _number(self, message: control.Record | control.Frame, table: bytes = b"", marks: Sequence[int] = ()) -> None:
+        self._seq += 1
+        if isinstance(message, control.Frame):
+            self._unacked[self._seq] = Outgoing([control.encode(message), table], message, marks)
+        else:
+            self._unacked[self._seq] = Outgoing([control.encode(message)])
+
+    def _send_unsent(self) -> None:
+        if self._welcome is None:
+            return
+        while self._next <= self._seq:
+            outgoing = self._unacked.get(self._next)
+            if outgoing is not None:
+                parts: list[Any] = outgoing.parts
+                if outgoing.frame is not None and not self._welcome.ring:
+                    parts = self._inline(outgoing)
+                try:
+                    self._socket.send_multipart(parts, zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+            self._next += 1
+
+    def _inline(self, outgoing: Outgoing) -> list[Any]:
+        """The payload itself, for a writer that cannot map the ring."""
+        frame = outgoing.frame
+        assert frame is not None
+        bare = [msgspec.structs.replace(part, extents=[]) for part in frame.streams]
+        parts: list[Any] = [control.encode(msgspec.structs.replace(frame, streams=bare)), outgoing.parts[1]]
+        for stream in frame.streams:
+            payload = b"".join(self._ring.bytes_at(offset, size) for offset, size in stream.extents)
+            step = limits.payload_part_bytes
+            parts += [payload[at : at + step] for at in range(0, len(payload), step)]
+        return parts
+
+    def _say(self, message: control.Hello | control.Ping | control.Bye) -> None:
+        if self._refused is None:
+            try:
+                self._socket.send(control.encode(message), zmq.NOBLOCK)
+            except zmq.Again:
+                self._welcome = None  # nobody there: say Hello first when somebody is
+
+    def _hello(self) -> control.Hello:
+        return control.Hello(stream=self.stream, role="engine", epoch=self.epoch, rank=self._rank, pid=os.getpid(),
+                             engine=self._info, ring_path=str(self._ring.path), ring_bytes=self._ring.capacity)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                answer = control.decode_from_writer(data)
+            except msgspec.MsgspecError as error:
+                logger.error("vllm-tap: the writer sent what is no answer: %s", error)
+                continue
+            if isinstance(answer, control.Welcome):
+                self._welcome = answer
+                self._cover(answer.durable)
+                self._next = answer.durable + 1
+            elif isinstance(answer, control.Ack):
+                for seq, code, reason in answer.refused:
+                    logger.warning("vllm-tap: the writer refused message %d (%s): %s", seq, code, reason)
+                self._cover(answer.durable)
+            elif answer.code in ("hello", "resend"):
+                self._welcome = None
+                self._say(self._hello())
+            else:
+                self._refused = answer.reason
+                logger.error("vllm-tap: the writer refuses this engine (%s): %s", answer.code, answer.reason)
+
+    def _cover(self, durable: int) -> None:
+        """Forget what is durable; send again what has been out for long without progress."""
+        while self._unacked and next(iter(self._unacked)) <= durable:
+            _, outgoing = self._unacked.popitem(last=False)
+            self._release(outgoing.marks)
+        now = time.monotonic()
+        if durable > self._progress[0] or not self._unacked:
+            self._progress = durable, now
+        elif now - self._progress[1] > _STALL_S and self._next > durable + 1:
+            self._next = durable + 1
+            self._progress = durable, now
+
+    def _release(self, marks: Sequence[int]) -> None:
+        """Free ring memory in the order in which it was allocated."""
+        self._released.update(marks)
+        while self._marks and self._marks[0] in self._released:
+            mark = self._marks.popleft()
+            self._released.discard(mark)
+            self._ring.tail = mark
