@@ -41,7 +41,8 @@ def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str
     """Rows of float32 ``[..., width]``."""
     scale = bfloat16_to_float32(pieces["scale"].view(np.uint16))
     x = pieces["q"].astype(np.float32)
-    x *= np.repeat(scale, BLOCK, axis=-1)[..., :width]
+    with np.errstate(invalid="ignore"):  # a block of more infinities than outliers decodes to NaN, in silence
+        x *= np.repeat(scale, BLOCK, axis=-1)[..., :width]
     values = bfloat16_to_float32(pieces["outlier_value"].view(np.uint16))
     np.put_along_axis(x, pieces["outlier_index"].astype(np.int64), values, axis=-1)
     return x

@@ -1,0 +1,55 @@
+"""The ring: regions never overlap while they are held, and a full ring says so."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_side.ring import Ring
+
+CAPACITY = 1 << 16
+
+
+@pytest.fixture(scope="module")
+def shared_ring() -> Ring:
+    return Ring(CAPACITY, pinned=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(actions=st.lists(st.one_of(st.just(0), st.integers(1, CAPACITY // 2)), max_size=60))
+def test_regions_held_at_once_never_overlap(shared_ring: Ring, actions: list[int]) -> None:
+    ring = shared_ring
+    ring.tail = ring.head  # as if everything earlier had been released
+    held: deque[tuple[int, int, int]] = deque()
+    for size in actions:
+        if size == 0:
+            if held:
+                ring.tail = held.popleft()[2]
+            continue
+        region = ring.allocate(size)
+        if region is None:
+            assert held, "an empty ring must take half its capacity"
+            continue
+        offset, mark = region
+        assert 0 <= offset and offset + size <= ring.capacity
+        assert all(offset + size <= o or o + s <= offset for o, s, _ in held)
+        held.append((offset, size, mark))
+
+
+def test_what_a_tensor_writes_is_what_the_file_holds() -> None:
+    ring = Ring(CAPACITY, pinned=False)
+    try:
+        offset, _ = ring.allocate(300) or pytest.fail("an empty ring refused")
+        ring.view(offset, (3, 25), torch.float32).copy_(torch.arange(75.0).view(3, 25))
+        with ring.path.open("rb") as file:
+            file.seek(offset)
+            assert np.array_equal(np.frombuffer(file.read(300), np.float32), np.arange(75, dtype=np.float32))
+        assert ring.path.stat().st_mode & 0o077 == 0, "activations are user data: nobody else may read the ring"
+    finally:
+        ring.close()
+    assert not ring.path.exists()

@@ -1,0 +1,122 @@
+"""The capture spec: what is accepted, what it resolves to, and that every refusal names field, value and way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.errors import LimitError, NotArmedError, SpecError
+from schemas.ids import new_ulid
+from schemas.limits import position_max
+from schemas.sites import SITES, parse_site, transformer_lens_name
+from schemas.spec import Armed, intervals, parse_spec, resolve
+
+ARMED = Armed({"resid_post": [0, 1, 2, 3], "attn_out": [1, 3]}, n_layers=4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layers"),
+    [
+        ({}, {"resid_post": [0, 1, 2, 3], "attn_out": [1, 3]}),
+        ({"sites": ["resid_post"], "layers": "all"}, {"resid_post": [0, 1, 2, 3]}),
+        ({"sites": ["resid_post"], "layers": "::2"}, {"resid_post": [0, 2]}),
+        ({"sites": ["resid_post"], "layers": "-2:"}, {"resid_post": [2, 3]}),
+        ({"sites": ["blocks.1.hook_out", "resid_post.3"]}, {"resid_post": [1, 3]}),
+        ({"sites": ["blocks.1.hook_attn_out", "resid_post"], "layers": [1]}, {"attn_out": [1], "resid_post": [1]}),
+        ({"sites": []}, {}),
+        ({"layers": []}, {"resid_post": [], "attn_out": []}),
+    ],
+)
+def test_layers_resolve(spec: dict[str, Any], layers: dict[str, list[int]]) -> None:
+    assert resolve(parse_spec(spec), ARMED).layers == layers
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "says"),
+    [
+        ({"site": ["resid_post"]}, "site", "unknown field"),
+        ({"sites": ["nope"]}, "sites", "resid_post"),
+        ({"sites": "resid_post"}, "sites", "a list of sites"),
+        ({"sites": ["mlp_out"]}, "sites", "not armed; armed: resid_post, attn_out"),
+        ({"sites": ["attn_out"], "layers": [0]}, "layers", "not armed for attn_out; armed: [1, 3]"),
+        ({"sites": ["blocks.9.hook_out"]}, "sites", "layers 0 to 3"),
+        ({"sites": ["resid_post.1"], "layers": [2]}, "layers", "does not contain"),
+        ({"layers": [4]}, "layers", "0 to 3"),
+        ({"layers": [True]}, "layers", "a list of layers"),
+        ({"layers": "1"}, "layers", "a slice"),
+        ({"layers": "::0"}, "layers", "a slice"),
+        ({"positions": "some"}, "positions", "last_prompt"),
+        ({"positions": [-1]}, "positions", "[start, stop]"),
+        ({"positions": [[5, 5]]}, "positions", "start < stop"),
+        ({"positions": [2**40]}, "positions", "positions"),
+        ({"codec": "zip"}, "codec", "int8b64"),
+        ({"codec": {"mlp_out": "raw"}}, "codec", "not captured"),
+        ({"prefix_cache": "off"}, "prefix_cache", "recompute"),
+        ({"return": "file"}, "return", "inline"),
+        ({"probe": ["toxicity"]}, "probe", "no probe"),
+        ({"id": "../../etc/passwd"}, "id", "ULID"),
+        ({"id": new_ulid().lower()}, "id", "ULID"),
+        ({"tags": {"a/b": "x"}}, "tags", "A-Z"),
+        ({"tags": {"a": 1}}, "tags", "strings"),
+        ('{"sites": [', "", "malformed JSON"),
+        ("[]", "", "must be an object"),
+        (7, "", "must be an object"),
+    ],
+)
+def test_refusals_name_field_value_and_what_is_valid(spec: object, field: str, says: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        resolve(parse_spec(spec), ARMED)
+    assert raised.value.field == field
+    assert says in str(raised.value)
+
+
+def test_an_unarmed_site_is_its_own_error() -> None:
+    with pytest.raises(NotArmedError):
+        resolve(parse_spec({"sites": ["mlp_out"]}), ARMED)
+
+
+def test_a_spec_is_bounded_before_it_is_parsed() -> None:
+    with pytest.raises(LimitError):
+        parse_spec('{"tags": {"a": "' + "x" * 100_000 + '"}}')
+
+
+def test_the_canonical_json_says_the_same_again() -> None:
+    spec = parse_spec({"sites": ["resid_post.2"], "positions": "last", "return": "reference", "tags": {"run": "7"}})
+    assert parse_spec(spec.to_json()) == spec
+    assert spec.positions == "last_prompt"
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=12))
+def test_ranges_merge_to_the_same_positions(pairs: list[tuple[int, int]]) -> None:
+    ranges = [(start, start + size) for start, size in pairs]
+    resolved = resolve(parse_spec({"positions": [list(r) for r in ranges]}), ARMED)
+    merged = intervals(resolved.positions, prompt_len=5)
+    assert [p for a, b in merged for p in range(a, b)] == sorted({p for a, b in ranges for p in range(a, b)})
+    assert all(a[1] < b[0] for a, b in zip(merged, merged[1:], strict=False))
+
+
+def test_named_positions() -> None:
+    assert intervals("all", 7) == [(0, position_max)]
+    assert intervals("prompt", 7) == [(0, 7)]
+    assert intervals("generated", 7) == [(7, position_max)]
+    assert intervals("last_prompt", 7) == [(6, 7)]
+
+
+def test_only_positions_that_are_always_computed_read_the_prefix_cache() -> None:
+    def chosen(positions: object) -> str:
+        return resolve(parse_spec({"positions": positions}), ARMED).prefix_cache
+
+    assert [chosen(p) for p in ("all", "prompt", [3])] == ["recompute"] * 3
+    assert [chosen(p) for p in ("generated", "last_prompt", [])] == ["allow"] * 3
+
+
+def test_every_transformer_lens_name_leads_back_to_its_site() -> None:
+    for site in SITES.values():
+        for name in site.lens:
+            assert parse_site(name.format(l=11)) == (site.name, 11 if site.per_layer else None)
+        if site.lens:
+            printed = transformer_lens_name(site.name, 11)
+            assert printed is not None and parse_site(printed)[0] == site.name
