@@ -1,0 +1,5 @@
+"""``python -m vllm_tap`` is ``vllm-tap``."""
+
+from vllm_tap.cli import main
+
+main()

@@ -1,0 +1,189 @@
+"""One child process of the supervisor: started in its own session, its lines passed on, its whole session ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from vllm_tap.guard import session_members, signal_session
+
+__all__ = ["Child", "Guard", "Service"]
+
+_GUARD: Final = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
+_LINE_BYTES_MAX: Final = 16 * 1024
+_LINES_KEPT: Final = 20
+
+Report = Callable[[str, str], None]  # (name of the child, line)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the supervisor keeps running.
+
+    It is ready when it printed a line that starts with ``ready_line`` (where given) and ``ready_url`` (where given)
+    answers 200. ``restart``: start it again when it dies; else its death ends everything.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ready_line: str | None = None
+    ready_url: str | None = None
+    restart: bool = True
+
+
+class Guard:
+    """The process that ends every session when the supervisor is gone; started again where it dies itself."""
+
+    def __init__(self, socket_dir: Path) -> None:
+        self._socket_dir = socket_dir
+        self._sessions: set[int] = set()
+        self._process: asyncio.subprocess.Process | None = None
+        self._write_fd = -1
+
+    async def start(self) -> None:
+        """Starts the guard and tells it of the sessions that run."""
+        self._close()
+        read_fd, self._write_fd = os.pipe()
+        self._process = await asyncio.create_subprocess_exec(
+            *_GUARD, "guard", str(self._socket_dir), stdin=read_fd, stdout=asyncio.subprocess.DEVNULL)
+        os.close(read_fd)
+        for session in self._sessions:
+            self._tell(b"+", session)
+
+    async def died(self) -> int:
+        """Waits for the guard's own end and returns its exit status."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    @property
+    def fd(self) -> int:
+        """The end of the pipe that a starting child writes its id to."""
+        return self._write_fd
+
+    def started(self, session: int) -> None:
+        """The child told the guard by itself; kept for a guard that has to be started again."""
+        self._sessions.add(session)
+
+    def ended(self, session: int) -> None:
+        """A session of which nothing is left."""
+        self._sessions.discard(session)
+        self._tell(b"-", session)
+
+    async def stop(self) -> None:
+        """Ends the guard; whatever it still knows of is ended with it."""
+        self._close()
+        if self._process is not None:
+            await self._process.wait()
+
+    def _tell(self, sign: bytes, session: int) -> None:
+        with contextlib.suppress(OSError):  # a dead guard: the next one gets the whole list
+            os.write(self._write_fd, b"%s%d\n" % (sign, session))
+
+    def _close(self) -> None:
+        if self._write_fd >= 0:
+            os.close(self._write_fd)
+            self._write_fd = -1
+
+
+class Child:
+    """One run of a service."""
+
+    def __init__(self, service: Service, guard: Guard, report: Report) -> None:
+        self.service = service
+        self.ready_line = asyncio.Event()
+        self.last_lines: deque[str] = deque(maxlen=_LINES_KEPT)
+        self.started_s = time.monotonic()
+        self._guard = guard
+        self._report = report
+        self._process: asyncio.subprocess.Process | None = None
+        self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the id of its session."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Starts the program; must run in the supervisor's main thread, which the death signal is tied to."""
+        fd = self._guard.fd
+        self._process = await asyncio.create_subprocess_exec(
+            *_GUARD, "start", str(fd), str(os.getpid()), *self.service.command,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **self.service.environment}, pass_fds=(fd,))
+        self._guard.started(self._process.pid)
+        self._pump = asyncio.create_task(self._pass_lines(self._process))
+
+    async def _pass_lines(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        buffer = b""
+        while data := await process.stdout.read(_LINE_BYTES_MAX):
+            *lines, buffer = (buffer + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+            if len(buffer) > _LINE_BYTES_MAX:
+                lines, buffer = [*lines, buffer], b""
+            for line in lines:
+                self._take(line)
+        if buffer:
+            self._take(buffer)
+
+    def _take(self, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip()
+        if not text:
+            return
+        self.last_lines.append(text)
+        self._report(self.service.name, text)
+        if self.service.ready_line is not None and text.startswith(self.service.ready_line):
+            self.ready_line.set()
+
+    async def wait(self) -> int:
+        """Waits for the program's end, then ends what is left of its session, and returns the exit status."""
+        assert self._process is not None and self._pump is not None
+        status = await self._process.wait()
+        await self._end_session()
+        # Only a process that left the session could still hold the pipe: its lines are not waited for.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._pump, 1.0)
+        return status
+
+    async def stop(self, grace_s: float) -> bool:
+        """SIGTERM to the leader; after ``grace_s`` SIGKILL to the whole session. True where that was not needed."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(asyncio.shield(self._process.wait()), max(grace_s, 0.0))
+            gentle = True
+        except TimeoutError:
+            gentle = False
+            signal_session(self.pid, signal.SIGKILL)
+            await self._process.wait()
+        await self._end_session()
+        return gentle
+
+    def kill(self) -> None:
+        """SIGKILL to the whole session, now."""
+        signal_session(self.pid, signal.SIGKILL)
+
+    async def _end_session(self) -> None:
+        """Kills what the leader left behind, after a moment in which helpers may clean up behind it."""
+        for _ in range(25):
+            if not session_members(self.pid):
+                break
+            await asyncio.sleep(0.02)
+        for _ in range(200):
+            if not signal_session(self.pid, signal.SIGKILL):
+                self._guard.ended(self.pid)
+                return
+            await asyncio.sleep(0.02)
+        self._report(self.service.name, f"still there after SIGKILL: {session_members(self.pid)}")

