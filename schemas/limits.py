@@ -41,4 +41,9 @@ commit_delay_ms: Final = 50
 
 # What a reader may take at once.
 slice_bytes_max: Final = 1 << 30
+slices_in_flight_bytes_max: Final = 2 << 30
+slice_json_numbers_max: Final = 1 << 18
+wait_timeout_s_max: Final = 120
+header_missing_bytes_max: Final = 4096
+request_body_bytes_max: Final = 32 * 1024 * 1024
 captures_page_max: Final = 1000

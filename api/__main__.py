@@ -1,0 +1,68 @@
+"""``python -m api``: the HTTP service as a process. Exit 2 with one line where it cannot start as configured."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from api.app import create_app
+from api.config import Config
+from schemas.errors import StartError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; prints ``api ready URL`` when it accepts connections."""
+    parser = argparse.ArgumentParser("api", description="The HTTP service of vllm-tap.")
+    parser.add_argument("--store", type=Path, required=True, help="the writer's store, read only here")
+    parser.add_argument("--endpoint", required=True, help="the writer's socket, ipc://…")
+    parser.add_argument("--upstream", default=Config.__dataclass_fields__["upstream"].default, help="vLLM's server")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8100, help="0 takes any free one")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        config = Config(**vars(args))
+        listening = _listen(config)
+    except StartError as error:
+        print(f"api: {error}", file=sys.stderr)
+        return 2
+    asyncio.run(_serve(config, listening))
+    return 0
+
+
+def _listen(config: Config) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((config.host, config.port))
+    except OSError as error:
+        listening.close()
+        raise StartError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
+                         "choose another --port") from None
+    listening.listen(512)
+    return listening
+
+
+async def _serve(config: Config, listening: socket.socket) -> None:
+    # Callers who stay would hold the exit for ever: what is in flight gets a moment, then upstream is closed.
+    server = uvicorn.Server(uvicorn.Config(create_app(config), log_level="warning", access_log=False, lifespan="on",
+                                           timeout_graceful_shutdown=3, timeout_keep_alive=30))
+    serving = asyncio.ensure_future(server.serve([listening]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        print(f"api ready http://{host}:{listening.getsockname()[1]}", flush=True)
+    await serving
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

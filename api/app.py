@@ -1,0 +1,40 @@
+"""The application: routes, errors in one shape, metrics, and what is opened and closed with the process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from api import errors
+from api.config import Config
+from api.metrics import CountRequests, Metrics
+from api.routes import about, captures, generate, slices
+from api.service import Service
+from api.upstream import new_client
+from schemas.channel import ControlChannel
+
+__all__ = ["create_app"]
+
+
+def create_app(config: Config) -> FastAPI:
+    """The ASGI application; connects to the writer when it starts, and needs neither writer nor upstream to start."""
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.service = Service(config, metrics, ControlChannel(config.endpoint, "api"),
+                                    new_client(config.upstream, config.upstream_connect_s))
+        try:
+            yield
+        finally:
+            await app.state.service.close()
+
+    app = FastAPI(title="vllm-tap", summary="Read the inside of large language models while they serve.",
+                  lifespan=lifespan, redirect_slashes=False, redoc_url=None)
+    errors.install(app)
+    for part in (generate, captures, slices, about):
+        app.include_router(part.router)
+    app.add_middleware(CountRequests, metrics=metrics)
+    return app

@@ -1,0 +1,52 @@
+"""Settings of the API process, all defaults visible."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from schemas import limits
+from schemas.errors import StartError
+
+__all__ = ["Config"]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Where the store, the writer and the upstream are, and what one request may take. Times in seconds."""
+
+    store: Path
+    endpoint: str  # the writer's, ipc://… or tcp://…
+    upstream: str = "http://127.0.0.1:8101"  # vLLM's OpenAI server
+    host: str = "127.0.0.1"
+    port: int = 8100
+    body_bytes_max: int = limits.request_body_bytes_max
+    upstream_connect_s: float = 5.0
+    status_wait_s: float = 2.0  # how long an answer waits for its capture to become final
+    settle_s: float = 30.0  # after this, a capture that no engine has begun is closed as failed
+    submit_s: float = limits.control_submit_timeout_ms / 1000
+
+    def __post_init__(self) -> None:
+        """Raises StartError naming the setting, its value and what would be valid."""
+        if not is_loopback(self.host):
+            raise StartError(f"host = {self.host!r}: there are no API keys yet, so the service listens on loopback "
+                             "only (127.0.0.1, ::1 or localhost); use an SSH tunnel to reach it from elsewhere")
+        if not 0 <= self.port <= 65535:
+            raise StartError(f"port = {self.port}: valid: 0 (any free one) to 65535")
+        url = urlsplit(self.upstream)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise StartError(f"upstream = {self.upstream!r}: valid: a URL such as http://127.0.0.1:8101")
+        if not self.endpoint.startswith(("ipc://", "tcp://")):
+            raise StartError(f"endpoint = {self.endpoint!r}: valid: the writer's, such as ipc:///tmp/vllm-tap/writer.sock")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine can reach a socket bound to ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

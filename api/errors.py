@@ -1,0 +1,128 @@
+"""Every error as JSON in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+    ApiError                 an answer decided on in this package, with its status
+    └── BadParam             a query parameter or body field: 400, naming field, value and what would be valid
+    schemas.errors.TapError  mapped by ``status_of``
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from schemas.errors import (
+    ConflictError,
+    CorruptError,
+    LimitError,
+    NotArmedError,
+    NotFoundError,
+    ProtocolError,
+    SpecError,
+    StoreError,
+    TapError,
+)
+
+__all__ = ["ApiError", "BadParam", "error_response", "install", "status_of"]
+
+log = logging.getLogger("vllm_tap.api")
+
+# The first class that fits wins, so a subclass stands before its base.
+_STATUS: tuple[tuple[type[TapError], int, str], ...] = (
+    (NotArmedError, 400, "not_armed"),
+    (SpecError, 400, "invalid_capture"),
+    (ConflictError, 409, "conflict"),
+    (NotFoundError, 404, "not_found"),
+    (LimitError, 413, "too_large"),
+    (CorruptError, 500, "corrupt"),
+    (StoreError, 503, "store_unavailable"),
+    (ProtocolError, 503, "writer_refused"),
+)
+
+
+class ApiError(Exception):
+    """An error answer; ``message`` says what is wrong and what would help."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None,
+                 headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.param = status, code, message, param
+        self.headers = dict(headers or {})
+
+
+class BadParam(ApiError):
+    """A parameter with a value that it cannot have."""
+
+    def __init__(self, param: str, value: object, valid: str) -> None:
+        shown = repr(value)
+        shown = shown if len(shown) <= 120 else shown[:117] + "..."
+        super().__init__(400, "invalid_parameter", f"{param} = {shown}: {valid}", param)
+
+
+def status_of(error: TapError) -> tuple[int, str]:
+    """HTTP status and code of one of the shared errors."""
+    for kind, status, code in _STATUS:
+        if isinstance(error, kind):
+            return status, code
+    return 500, "internal"
+
+
+def body(status: int, code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    """The error object."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(status: int, code: str, message: str, param: str | None = None,
+                   headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The error object as an answer."""
+    return JSONResponse(body(status, code, message, param), status, headers=dict(headers or {}))
+
+
+def tap_response(error: TapError) -> JSONResponse:
+    """Any shared error as an answer."""
+    status, code = status_of(error)
+    param = None
+    if isinstance(error, SpecError):
+        param = f"capture.{error.field}" if error.field else "capture"
+    headers = {"Retry-After": "1"} if status == 503 else None
+    return error_response(status, code, str(error), param, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Gives every error of ``app``, the framework's own included, this shape."""
+
+    @app.exception_handler(ApiError)
+    async def _api(request: Request, error: ApiError) -> JSONResponse:
+        return error_response(error.status, error.code, error.message, error.param, error.headers)
+
+    @app.exception_handler(TapError)
+    async def _tap(request: Request, error: TapError) -> JSONResponse:
+        if status_of(error)[0] >= 500:
+            log.warning("%s %s: %s", request.method, request.url.path, error)
+        return tap_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        path = request.url.path[:200]
+        message, code = {
+            404: (f"nothing is served at {path!r}; see /openapi.json", "not_found"),
+            405: (f"{request.method} is not possible at {path!r}", "method_not_allowed"),
+        }.get(error.status_code, (str(error.detail), "http_error"))
+        return error_response(error.status_code, code, message, headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first.get("loc", ()))
+        return error_response(422, "invalid_parameter", f"{where}: {first.get('msg', 'invalid')}", where or None)
+
+    @app.exception_handler(Exception)
+    async def _any(request: Request, error: Exception) -> JSONResponse:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(500, "internal", "the service failed on this request; its log says why")

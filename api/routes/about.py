@@ -1,0 +1,126 @@
+"""What the service says of itself: capabilities, health, metrics; and vLLM's own routes that clients need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import httpx
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+from api.errors import BadParam
+from api.generation import parse_body
+from api.service import Service, service_of
+from api.slice_formats import DTYPES, available_formats
+from api.upstream import ClientGone, passed, read_body
+from schemas import limits
+from schemas.codecs import CODECS, DEFAULT_CODEC
+from schemas.control import EngineInfo
+from schemas.errors import TapError
+from schemas.sites import SITES
+
+router = APIRouter()
+
+
+@router.get("/v1/capabilities", tags=["service"])
+async def capabilities(request: Request) -> JSONResponse:
+    """What can be captured here and how it can be read; ``engine`` is null until one has connected."""
+    service = service_of(request)
+    try:
+        engine = await service.read(lambda reader: reader.engine())
+    except TapError:
+        engine = None
+    return JSONResponse({
+        "engine": None if engine is None else msgspec.to_builtins(engine),
+        "armed": {} if engine is None else {site: _armed(engine, site) for site in engine.armed.sites},
+        "codecs": {name: {"meaning": codec.meaning, "error": codec.error, "default": name == DEFAULT_CODEC}
+                   for name, codec in CODECS.items()},
+        "formats": list(available_formats()),
+        "dtypes": list(DTYPES),
+        "limits": {name: value for name, value in vars(limits).items()
+                   if name.startswith(("spec_", "tag_", "capture", "slice", "wait_", "request_", "alias_"))},
+        "versions": {"protocol": limits.PROTOCOL_VERSION, "store": limits.STORE_VERSION,
+                     "vllm_tap": engine.tap_version if engine else None,
+                     "vllm": engine.vllm_version if engine else None},
+    })
+
+
+def _armed(engine: EngineInfo, site: str) -> dict[str, Any]:
+    names = SITES[site].lens
+    return {"layers": engine.armed.sites[site], "width": engine.widths.get(site),
+            "meaning": engine.meaning.get(site, SITES[site].meaning), "transformer_lens": names[0] if names else None}
+
+
+@router.get("/healthz", tags=["service"])
+async def healthz() -> JSONResponse:
+    """200 while the process lives."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/readyz", tags=["service"])
+async def readyz(request: Request) -> JSONResponse:
+    """200 when a generation with a capture can be served, else 503 naming what is not ready."""
+    service = service_of(request)
+    checks = {"writer": _writer(service), "engine": await _engine(service), "upstream": await _upstream(service)}
+    ready = all(state == "ok" for state in checks.values())
+    if ready:
+        return JSONResponse({"status": "ready", "checks": checks})
+    lacking = "; ".join(f"{name}: {state}" for name, state in checks.items() if state != "ok")
+    return JSONResponse({"status": "not ready", "checks": checks, "error": {
+        "message": f"not ready: {lacking}", "type": "server_error", "param": None, "code": "not_ready"}}, 503)
+
+
+def _writer(service: Service) -> str:
+    return "ok" if service.channel.alive else f"no answer at {service.config.endpoint}"
+
+
+async def _engine(service: Service) -> str:
+    try:
+        engine = await service.read(lambda reader: reader.engine())
+    except TapError as error:
+        return str(error)
+    return "ok" if engine is not None else "none has connected to the writer"
+
+
+async def _upstream(service: Service) -> str:
+    try:
+        answer = await service.upstream.get("/health", timeout=2.0)
+    except httpx.HTTPError as error:
+        return f"no answer at {service.config.upstream} ({error or type(error).__name__})"
+    return "ok" if answer.status_code == 200 else f"/health answers {answer.status_code}"
+
+
+@router.get("/metrics", tags=["service"], response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    service = service_of(request)
+    service.metrics.writer_alive.set(service.channel.alive)
+    service.metrics.control_pending.set(service.channel.pending)
+    text = await anyio.to_thread.run_sync(generate_latest, service.metrics.registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/models", tags=["upstream"])
+@router.get("/v1/models/{model:path}", tags=["upstream"])
+@router.get("/version", tags=["upstream"])
+@router.post("/tokenize", tags=["upstream"])
+@router.post("/detokenize", tags=["upstream"])
+@router.post("/v1/responses", tags=["upstream"])
+async def others(request: Request) -> Response:
+    """vLLM's own routes, passed through."""
+    service = service_of(request)
+    data = await read_body(request, service.config.body_bytes_max)
+    if request.method == "POST":
+        body = parse_body(data)
+        if body.get("capture") is not None:
+            raise BadParam("capture", body["capture"], "taken by /v1/completions and /v1/chat/completions only")
+    try:
+        return await passed(service, request, data)
+    except ClientGone:
+        return Response(status_code=499)
+
+

@@ -1,0 +1,190 @@
+"""POST /v1/completions and /v1/chat/completions: vLLM's own, with one more field in and one more field out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import anyio
+import httpx
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from api.errors import ApiError
+from api.generation import Plan, parse_body, plan
+from api.service import Service, owner_of, service_of
+from api.sse import DoneFinder, last_event
+from api.upstream import ClientGone, Relay, broken, forward_headers, passed, read_body, send, while_connected
+from api.waiting import settle, status_of_all
+from schemas.control import Abandon, Own
+from schemas.errors import StoreError, TapError
+
+router = APIRouter()
+
+_NEVER_BEGUN: Final = "the engine never began it; is the plugin loaded in the model server?"
+_TAIL_BYTES: Final = 16 * 1024  # of a stream, to find its last event in
+
+
+@router.post("/v1/completions", tags=["generate"])
+async def completions(request: Request) -> Response:
+    """A completion; the body is vLLM's, plus ``capture``."""
+    return await generate(request, chat=False)
+
+
+@router.post("/v1/chat/completions", tags=["generate"])
+async def chat_completions(request: Request) -> Response:
+    """A chat completion; the body is vLLM's, plus ``capture``."""
+    return await generate(request, chat=True)
+
+
+async def generate(request: Request, chat: bool) -> Response:
+    """Without a capture the bytes pass through; with one it is owned first, then asked for."""
+    service = service_of(request)
+    data = await read_body(request, service.config.body_bytes_max)
+    body = parse_body(data)
+    try:
+        if body.get("capture") is None:
+            if "capture" in body:
+                del body["capture"]
+                data = json.dumps(body, ensure_ascii=False).encode()
+            return await passed(service, request, data)
+        engine = await service.read(lambda reader: reader.engine())
+        planned = plan(body, chat, engine, request.headers.get("x-request-id"))
+        return await _captured(service, request, planned)
+    except ClientGone:
+        return Response(status_code=499)  # nobody reads it; the number shows in the metrics
+
+
+async def _captured(service: Service, request: Request, planned: Plan) -> Response:
+    await _own(service, planned, owner_of(request))
+    headers = forward_headers(request.headers.items(), frozenset(("x-request-id", "accept-encoding", "content-type")))
+    asked = service.upstream.build_request("POST", request.url.path, content=planned.body, headers=[
+        *headers, ("x-request-id", planned.ulid), ("content-type", "application/json"), ("accept-encoding", "identity"),
+    ])
+    try:
+        answer = await while_connected(request, send(service, asked))
+        if answer.status_code >= 400:
+            return await _refused(service, planned, answer)
+        if answer.headers.get("content-type", "").startswith("text/event-stream"):
+            service.metrics.captures.labels("streamed").inc()
+            return Relay(answer, _with_capture_event(service, planned, answer), {"x-tap-capture": planned.ulid})
+        return await _plain(service, request, planned, answer)
+    except ApiError as error:
+        _abandon(service, planned, error.message)
+        raise
+    except ClientGone:
+        service.metrics.captures.labels("client_gone").inc()
+        service.spawn(settle(service, planned.ids, "the client left before the engine began"))
+        raise
+
+
+async def _own(service: Service, planned: Plan, owner: str) -> None:
+    created_ms = time.time_ns() // 1_000_000
+
+    def make(seq: int) -> Own:
+        return Own(seq=seq, capture=planned.ulid, count=planned.count, owner=owner, aliases=planned.aliases,
+                   tags=planned.tags, created_ms=created_ms)
+
+    try:
+        await service.submit(make)
+    except StoreError:
+        # It may still arrive: then nobody will ask for it, and it must not wait for ever.
+        _abandon(service, planned, "the writer did not answer in time")
+        raise
+
+
+def _abandon(service: Service, planned: Plan, reason: str) -> None:
+    """Closes the captures of a request that never reached the engine; the writer hears of it in its own time."""
+    service.metrics.captures.labels("abandoned").inc()
+    with contextlib.suppress(TapError):  # the writer is away and its queue full: then it was not owned either
+        service.channel.post(lambda seq: Abandon(seq=seq, capture=planned.ulid, reason=reason[:500]))
+
+
+async def _refused(service: Service, planned: Plan, answer: httpx.Response) -> Response:
+    """Upstream's own error, with its status and its words."""
+    service.metrics.upstream_failures.labels("status").inc()
+    try:
+        content = await answer.aread()
+    except httpx.HTTPError as error:
+        raise broken(service, error) from None
+    finally:
+        await answer.aclose()
+    _abandon(service, planned, f"the model server answered {answer.status_code}")
+    return _copy(answer, content)
+
+
+async def _plain(service: Service, request: Request, planned: Plan, answer: httpx.Response) -> Response:
+    async def read() -> bytes:
+        try:
+            return await answer.aread()
+        except httpx.HTTPError as error:
+            raise broken(service, error) from None
+
+    try:
+        content = await while_connected(request, read())
+    finally:
+        with anyio.CancelScope(shield=True):
+            await answer.aclose()
+    try:
+        body = json.loads(content)
+        body["capture"] = await _field(service, planned)
+    except (ValueError, TypeError):
+        raise ApiError(502, "upstream_broken", "the model server's answer is not a JSON object") from None
+    service.metrics.captures.labels("answered").inc()
+    headers = dict(forward_headers(answer.headers.multi_items(), frozenset(("content-type",))))
+    return JSONResponse(body, answer.status_code, headers={**headers, "x-tap-capture": planned.ulid})
+
+
+async def _field(service: Service, planned: Plan) -> dict[str, Any]:
+    """The ``capture`` field of an answer; waits a little for the captures to be final."""
+    status = await status_of_all(service, planned.ids, service.config.status_wait_s)
+    if status == "pending":
+        service.spawn(settle(service, planned.ids, _NEVER_BEGUN))
+    url = f"/v1/captures/{planned.ulid}"
+    return {"id": planned.ulid, "ids": planned.ids, "status": status, "manifest_url": url,
+            "activations_url": f"{url}/activations"}
+
+
+async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Upstream's events byte by byte, and ours just before ``data: [DONE]``."""
+    finder, ended, tail = DoneFinder(), False, b""
+    try:
+        async for chunk in answer.aiter_bytes():
+            before, done = finder.feed(chunk)
+            if before:
+                tail = (tail + before)[-_TAIL_BYTES:]
+                yield before
+            if done:
+                ended = True
+                yield await _event(service, planned, tail)
+                yield done
+        if rest := finder.rest():
+            yield rest
+    except httpx.HTTPError as error:
+        failure = broken(service, error)
+        service.metrics.upstream_failures.labels("broken").inc()
+        yield _sse({"error": {"message": failure.message, "type": "server_error", "param": None, "code": failure.code}})
+    finally:
+        if not ended:
+            service.spawn(settle(service, planned.ids, "the stream ended before the engine began"))
+
+
+async def _event(service: Service, planned: Plan, tail: bytes) -> bytes:
+    """A chunk without choices, otherwise like the last one: clients take a chunk's usage as the final one."""
+    last = last_event(tail)
+    event = {"id": planned.response_id, "object": "capture", "created": last.get("created", int(time.time())),
+             "model": last.get("model", ""), "choices": [], "capture": await _field(service, planned)}
+    return _sse(event if last.get("usage") is None else {**event, "usage": last["usage"]})
+
+
+def _sse(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+def _copy(answer: httpx.Response, content: bytes) -> Response:
+    headers = dict(forward_headers(answer.headers.multi_items(), frozenset(("content-encoding",))))
+    return Response(content, answer.status_code, headers=headers)

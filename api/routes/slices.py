@@ -1,0 +1,221 @@
+"""GET /v1/captures/{ref}/activations: rows of a capture, by site, layer and position."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from typing import Annotated, Any
+
+import anyio
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response, StreamingResponse
+
+from api.errors import ApiError, BadParam
+from api.service import Service, check_ref, owner_of, service_of
+from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES, Arrays, cast, encode, itemsize
+from api.slice_query import SliceQuery, parse_slice_query
+from api.waiting import FINAL, poll
+from schemas import limits
+from schemas.errors import LimitError
+from schemas.manifest import Manifest, Missing
+from schemas.reader import Slice
+
+router = APIRouter()
+
+_PIECE_BYTES = 1 << 20  # of one write to the socket
+
+
+@router.get("/v1/captures/{ref}/activations", tags=["captures"], response_class=Response)
+async def activations(
+    request: Request,
+    ref: str,
+    site: Annotated[list[str] | None, Query(description="Site or TransformerLens name; repeatable.")] = None,
+    layer: Annotated[list[str] | None, Query(description='"3", "0,2", "a:b:c" or "all"; repeatable.')] = None,
+    start: Annotated[str | None, Query(description="First position.")] = None,
+    stop: Annotated[str | None, Query(description="Position past the last one.")] = None,
+    format: Annotated[str | None, Query(description=", ".join(FORMATS))] = None,
+    dtype: Annotated[str | None, Query(description=", ".join(DTYPES))] = None,
+    wait: Annotated[str | None, Query(description="complete, rows")] = None,
+    timeout: Annotated[str | None, Query(description="Seconds to wait at most.")] = None,
+) -> Response:
+    """A slice; what is missing is named in X-Tap-Missing and never filled in."""
+    service, owner = service_of(request), owner_of(request)
+    query = parse_slice_query(request.query_params, request.headers.get("accept"))
+    ref = check_ref(ref)
+    manifest = await _manifest(service, ref, owner, query)
+    chosen = query.choose(_captured(manifest), int(manifest.engine.get("n_layers", 0)))
+    if query.format == "npy" and [len(layers) for layers in chosen.values()] != [1]:
+        raise BadParam("format", "npy", "holds one array: name one site and one layer, or use safetensors or npz")
+    held = _bytes(manifest, chosen, query)
+    with _held(service, held):
+        answer = await service.read(lambda reader: _read(
+            manifest, [reader.slice(manifest.id, site, layers, query.start, _stop(query), owner)
+                       for site, layers in chosen.items()], query))
+    headers = answer.headers(manifest, query)
+    service.metrics.slice_bytes.inc(answer.size)
+    return StreamingResponse(_send(service, answer), headers=headers, media_type=MEDIA_TYPES[query.format][0])
+
+
+async def _manifest(service: Service, ref: str, owner: str, query: SliceQuery) -> Manifest:
+    """The capture's manifest, after the waiting that was asked for; ApiError 504 where that was in vain."""
+
+    def look() -> Manifest:
+        reader = service.reader()
+        samples = reader.samples(ref, owner)
+        if len(samples) > 1:
+            shown = ", ".join(samples[:8]) + (", …" if len(samples) > 8 else "")
+            raise ApiError(400, "several_captures", f"{ref!r} names {len(samples)} captures; ask for one: {shown}",
+                           "ref")
+        return reader.manifest(ref, owner)
+
+    def enough(manifest: Manifest) -> bool:
+        if query.wait is None or manifest.status in FINAL:
+            return True
+        return query.wait == "rows" and query.stop is not None and _rows_there(manifest, query)
+
+    if query.wait is None:
+        return await anyio.to_thread.run_sync(look)
+    manifest = await poll(service, look, enough, query.timeout_s)
+    if not enough(manifest):
+        raise ApiError(504, "timeout", f"capture {manifest.id} is {manifest.status} after {query.timeout_s:g} s; "
+                       "ask again, or without wait to get the rows that are there")
+    return manifest
+
+
+def _rows_there(manifest: Manifest, query: SliceQuery) -> bool:
+    """Whether every position before ``query.stop`` of what is asked is there, or known to be missing."""
+    assert query.stop is not None
+    if manifest.end < query.stop:
+        return False
+    chosen = query.choose(_captured(manifest), int(manifest.engine.get("n_layers", 0)))
+    return not any(
+        gap.start < query.stop and gap.stop > query.start and gap.reason not in ("prefix_cached", "dropped")
+        for row in manifest.rows if row.layer in chosen.get(row.site, ()) for gap in row.missing
+    )
+
+
+def _captured(manifest: Manifest) -> dict[str, list[int]]:
+    """The layers of each site that the capture asked for."""
+    layers: dict[str, list[int]] = manifest.resolved.get("layers", {})
+    return layers
+
+
+def _stop(query: SliceQuery) -> int:
+    return limits.position_max if query.stop is None else query.stop
+
+
+def _bytes(manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery) -> int:
+    """Bytes of the slice, from the manifest alone; LimitError where they are too many."""
+    widths = {info.site: info.width for info in manifest.sites}
+    rows = {(row.site, row.layer): row.captured for row in manifest.rows}
+    numbers = 0
+    for site, layers in chosen.items():
+        most = max((rows.get((site, layer), 0) for layer in layers), default=0)
+        numbers += min(most, _stop(query) - query.start) * len(layers) * widths.get(site, 0)
+    if query.format == "json" and numbers > limits.slice_json_numbers_max:
+        raise LimitError("numbers in a json slice", numbers, limits.slice_json_numbers_max, "use format=safetensors")
+    if numbers * itemsize(query.dtype) > limits.slice_bytes_max:
+        raise LimitError("bytes of the slice", numbers * itemsize(query.dtype), limits.slice_bytes_max,
+                         "ask for fewer positions (start, stop), layers or sites at a time")
+    return numbers * 4  # rows are decoded to float32 on the way
+
+
+@contextmanager
+def _held(service: Service, nbytes: int) -> Iterator[None]:
+    """Counts memory that slices hold together; ApiError 429 where it would be too much."""
+    if service.slice_bytes and service.slice_bytes + nbytes > limits.slices_in_flight_bytes_max:
+        raise ApiError(429, "too_many_slices", "too many large slices are being read at once; ask again in a moment",
+                       headers={"Retry-After": "1"})
+    service.slice_bytes += nbytes
+    service.metrics.slices_in_flight.set(service.slice_bytes)
+    try:
+        yield
+    finally:
+        service.slice_bytes -= nbytes
+        service.metrics.slices_in_flight.set(service.slice_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Encoded rows and what the headers say of them."""
+
+    buffers: list[bytes | memoryview]
+    rows: int
+    start: int
+    stop: int
+    missing: list[Missing]
+
+    @property
+    def size(self) -> int:
+        return sum(len(buffer) for buffer in self.buffers)
+
+    def headers(self, manifest: Manifest, query: SliceQuery) -> dict[str, str]:
+        text, told = "[]", 0
+        for told in range(len(self.missing) + 1):
+            longer = json.dumps([msgspec.to_builtins(gap) for gap in self.missing[:told]], separators=(",", ":"))
+            if len(longer) > limits.header_missing_bytes_max:
+                told -= 1
+                break
+            text = longer
+        return {
+            "Content-Length": str(self.size), "X-Tap-Capture": manifest.id, "X-Tap-Status": manifest.status,
+            "X-Tap-Start": str(self.start), "X-Tap-Stop": str(self.stop), "X-Tap-Rows": str(self.rows),
+            "X-Tap-Clipped": "true" if query.stop is not None and self.stop < query.stop else "false",
+            "X-Tap-Missing": text, "X-Tap-Missing-Rows": str(sum(gap.rows for gap in self.missing)),
+            "X-Tap-Missing-Truncated": "true" if told < len(self.missing) else "false",
+        }
+
+
+def _read(manifest: Manifest, slices: Sequence[Slice], query: SliceQuery) -> _Answer:
+    """Rows present at every site and layer asked for, encoded."""
+    start, stop = max(piece.start for piece in slices), max(piece.stop for piece in slices)
+    if start >= stop and query.start > 0:
+        end = max(stop, manifest.end)
+        raise ApiError(416, "out_of_range", f"start = {query.start}: the capture has positions 0 to {end - 1}", "start",
+                       {"Content-Range": f"positions */{end}"})
+    positions = reduce(np.intersect1d, (piece.positions for piece in slices)).astype(np.uint32)
+    arrays: Arrays = {}
+    token_ids = np.zeros(len(positions), np.uint32)
+    for piece in slices:
+        keep = np.searchsorted(piece.positions, positions)
+        whole = len(keep) == len(piece.positions)
+        token_ids = piece.token_ids if whole else piece.token_ids[keep]
+        if query.dtype == "codes":
+            streams: dict[str, Any] = dict(piece.pieces)
+            rows = {f".{name}": array for name, array in streams.items()}
+        else:
+            rows = {"": cast(piece.values(), query.dtype)}
+        for suffix, array in rows.items():
+            for i, layer in enumerate(piece.layers):
+                arrays[f"{piece.site}.{layer}{suffix}"] = array[i] if whole else array[i][keep]
+    if query.format == "npy" and len(arrays) != 1:
+        raise BadParam("dtype", "codes", f"npy holds one array, this codec has {len(arrays)}; use safetensors")
+    index: Arrays = {"positions": positions, "token_ids": token_ids}
+    meta = {"capture": manifest.id, "dtype": query.dtype, "model_dtype": slices[0].dtype,
+            "codecs": json.dumps({piece.site: piece.codec for piece in slices}),
+            "widths": json.dumps({piece.site: piece.width for piece in slices})}
+    missing = merged(gap for piece in slices for gap in piece.missing)
+    return _Answer(encode(query.format, arrays, index, query.dtype, meta), len(positions), start, stop, missing)
+
+
+def merged(gaps: Any) -> list[Missing]:
+    """The gaps of several sites as one sorted list without doubles; neighbours of one reason become one."""
+    out: list[Missing] = []
+    for gap in sorted(set(gaps), key=lambda gap: (gap.reason, gap.start, gap.stop)):
+        if out and out[-1].reason == gap.reason and gap.start <= out[-1].stop:
+            out[-1] = Missing(out[-1].start, max(out[-1].stop, gap.stop), gap.reason)
+        else:
+            out.append(gap)
+    return sorted(out, key=lambda gap: gap.start)
+
+
+async def _send(service: Service, answer: _Answer) -> AsyncIterator[memoryview]:
+    for buffer in answer.buffers:
+        view = memoryview(buffer)
+        for at in range(0, len(view), _PIECE_BYTES):
+            yield view[at : at + _PIECE_BYTES]

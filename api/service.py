@@ -1,0 +1,104 @@
+"""What every request needs: the store's reader, the channel to the writer, the upstream client, the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anyio
+import httpx
+from fastapi import Request
+
+from api.config import Config
+from api.errors import ApiError
+from api.metrics import Metrics
+from schemas import limits
+from schemas.channel import ControlChannel
+from schemas.control import Record
+from schemas.errors import StoreError
+from schemas.ids import split_capture_id
+from schemas.reader import StoreReader
+
+__all__ = ["Service", "owner_of", "service_of"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Service:
+    """The parts of one running API process; made when it starts, closed when it stops."""
+
+    config: Config
+    metrics: Metrics
+    channel: ControlChannel
+    upstream: httpx.AsyncClient
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    slice_bytes: int = 0
+    _reader: StoreReader | None = None
+    _reader_lock: threading.Lock = field(default_factory=threading.Lock)
+    # A writer that does not answer holds a thread for seconds: these must not starve the readers' threads.
+    _submit_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(64))
+
+    def reader(self) -> StoreReader:
+        """The store's reader; opened on first use, since the writer makes the store. StoreError while there is none."""
+        with self._reader_lock:
+            if self._reader is None:
+                if not (self.config.store / "store.json").is_file():
+                    raise StoreError("open the store", self.config.store, "there is none yet",
+                                     "the writer makes it when it starts")
+                self._reader = StoreReader(self.config.store)
+            return self._reader
+
+    async def read(self, call: Callable[[StoreReader], T]) -> T:
+        """``call(reader)`` in a thread, since reading blocks."""
+        return await anyio.to_thread.run_sync(lambda: call(self.reader()))
+
+    async def submit(self, make: Callable[[int], Record]) -> None:
+        """The record, durable with the writer; raises what ``ControlChannel.submit`` raises."""
+        await anyio.to_thread.run_sync(lambda: self.channel.submit(make, self.config.submit_s),
+                                       limiter=self._submit_limit)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs ``work`` beside the requests; cancelled when the process stops."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def close(self) -> None:
+        """Ends what runs beside, flushes the channel, closes reader and client."""
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.upstream.aclose()
+        await anyio.to_thread.run_sync(self.channel.close)
+        if self._reader is not None:
+            self._reader.close()
+
+
+def service_of(request: Request) -> Service:
+    """The service behind a request."""
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def owner_of(request: Request) -> str:
+    """Whose captures the caller may see: "" on a service without keys."""
+    return ""
+
+
+def check_ref(ref: str) -> str:
+    """``ref`` if it can name a capture, else 404: it never becomes part of a path or of SQL text."""
+    if split_capture_id(ref) is None and not is_alias(ref):
+        raise ApiError(404, "not_found", f"no capture {ref[:100]!r}; a capture is named by its id (a ULID), "
+                       "the response id or the X-Request-Id", "ref")
+    return ref
+
+
+def is_alias(text: str) -> bool:
+    """Whether ``text`` may name a capture beside its id: short, and safe in a URL's path."""
+    return (0 < len(text) <= limits.alias_chars_max and text.isascii()
+            and all(char.isalnum() or char in "._:@+=~-" for char in text) and text.strip(".") != "")

@@ -1,0 +1,168 @@
+"""The query of a slice: which sites, layers and positions, in which format. Checked before anything is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.datastructures import QueryParams
+
+from api.errors import ApiError, BadParam
+from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES, available_formats
+from schemas import limits
+from schemas.errors import NotFoundError, SpecError
+from schemas.sites import parse_site
+
+__all__ = ["SliceQuery", "parse_slice_query", "seconds"]
+
+_NUMBER: Final = re.compile(r"[0-9]{1,10}", re.ASCII)
+_LAYER: Final = re.compile(r"[0-9]{1,4}", re.ASCII)
+_SLICE: Final = re.compile(r"(-?[0-9]{1,4})?:(-?[0-9]{1,4})?(?::([1-9][0-9]{0,3}))?", re.ASCII)
+_PARAMS: Final = ("site", "layer", "start", "stop", "format", "dtype", "wait", "timeout")
+_LAYER_VALID: Final = 'valid: a layer ("3"), several ("0,2"), a slice ("0:32:4") or "all"'
+
+
+@dataclass(frozen=True, slots=True)
+class SliceQuery:
+    """``sites`` as (site, layer fixed by the name or None); ``layers`` as asked; None means to the end."""
+
+    sites: list[tuple[str, int | None]]
+    layers: list[str]
+    start: int
+    stop: int | None
+    format: str
+    dtype: str
+    wait: str | None
+    timeout_s: float
+
+    def choose(self, captured: dict[str, list[int]], n_layers: int) -> dict[str, list[int]]:
+        """The layers to read of each site, out of what the capture has; NotFoundError where it has them not.
+
+        ``n_layers`` is the model's: what negative numbers in a layer slice count from.
+        """
+        chosen: dict[str, set[int]] = {}
+        for site, fixed in self.sites or [(site, None) for site in captured]:
+            if site not in captured:
+                raise NotFoundError(f"site {site!r} is not in this capture; it has: {', '.join(captured) or 'no rows'}")
+            chosen.setdefault(site, set()).update(self._layers(site, fixed, captured[site], n_layers))
+        return {site: sorted(layers) for site, layers in chosen.items()}
+
+    def _layers(self, site: str, fixed: int | None, have: list[int], n_layers: int) -> set[int]:
+        asked: set[int] = set()
+        for text in self.layers:
+            if match := _SLICE.fullmatch(text):
+                start, stop, step = (None if part is None else int(part) for part in match.groups())
+                asked |= set(range(n_layers)[start:stop:step]) & set(have)
+            else:
+                asked |= set(have) if text == "all" else {int(part) for part in text.split(",")}
+        if fixed is not None:
+            if self.layers and fixed not in asked:
+                raise BadParam("layer", self.layers, f"does not contain the layer {fixed} that the site's name fixes")
+            asked = {fixed}
+        elif not self.layers:
+            asked = set(have)
+        if absent := sorted(asked - set(have)) or ([] if asked else self.layers):
+            raise NotFoundError(f"layer {absent} of {site} is not in this capture; it has: {have}")
+        return asked
+
+
+def parse_slice_query(params: QueryParams, accept: str | None) -> SliceQuery:
+    """The checked query; BadParam names the parameter, its value and what would be valid; 406 for an Accept header."""
+    for name in params:
+        if name not in _PARAMS:
+            raise BadParam(name, params[name], f"unknown parameter; valid: {', '.join(_PARAMS)}")
+    for name in ("start", "stop", "format", "dtype", "wait", "timeout"):
+        if len(params.getlist(name)) > 1:
+            raise BadParam(name, params.getlist(name), "given more than once")
+    start, stop = _position(params, "start"), _position(params, "stop")
+    if start is not None and stop is not None and start >= stop:
+        raise BadParam("stop", stop, f"must be greater than start = {start}; a range is [start, stop)")
+    query = SliceQuery(
+        _sites(params.getlist("site")), _layer_texts(params.getlist("layer")), start or 0, stop,
+        _format(params.get("format"), accept), one_of(params, "dtype", DTYPES) or "float32",
+        one_of(params, "wait", ("complete", "rows")), seconds(params.get("timeout")),
+    )
+    if query.dtype == "bfloat16" and query.format in ("npy", "npz", "arrow"):
+        raise BadParam("dtype", "bfloat16", f"{query.format} has no bfloat16; use safetensors, or float16, float32")
+    if query.dtype == "codes" and query.format == "json":
+        raise BadParam("dtype", "codes", "json holds numbers only; use safetensors, npz or arrow")
+    return query
+
+
+def one_of(params: QueryParams, name: str, valid: Iterable[str]) -> str | None:
+    """The parameter's value, which must be one of ``valid``; None where it is absent."""
+    value = params.get(name)
+    if value is not None and value not in valid:
+        raise BadParam(name, value, f"valid: {', '.join(valid)}")
+    return value
+
+
+def seconds(value: str | None) -> float:
+    """A ``timeout`` parameter, in seconds; 10 where absent."""
+    if value is None:
+        return 10.0
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= limits.wait_timeout_s_max:
+        raise BadParam("timeout", value, f"valid: seconds from 0 to {limits.wait_timeout_s_max}")
+    return number
+
+
+def _position(params: QueryParams, name: str) -> int | None:
+    value = params.get(name)
+    if value is None:
+        return None
+    if _NUMBER.fullmatch(value) is None or int(value) > limits.position_max:
+        raise BadParam(name, value, f"valid: a position from 0 to {limits.position_max}")
+    return int(value)
+
+
+def _sites(names: list[str]) -> list[tuple[str, int | None]]:
+    if len(names) > limits.spec_sites_max:
+        raise BadParam("site", f"{len(names)} of them", f"at most {limits.spec_sites_max}")
+    try:
+        return [parse_site(name, "site") for name in names]
+    except SpecError as error:
+        raise BadParam("site", error.value, error.reason) from None
+
+
+def _layer_texts(texts: list[str]) -> list[str]:
+    for text in texts:
+        numbers = len(text) <= 8 * limits.layers_max and all(_LAYER.fullmatch(part) for part in text.split(","))
+        if not (numbers or text == "all" or _SLICE.fullmatch(text)):
+            raise BadParam("layer", text, _LAYER_VALID)
+    return texts
+
+
+def _format(asked: str | None, accept: str | None) -> str:
+    available = available_formats()
+    if asked is not None:
+        if asked in FORMATS and asked not in available:
+            raise BadParam("format", asked, f"needs pyarrow on the server; valid: {', '.join(available)}")
+        if asked not in FORMATS:
+            raise BadParam("format", asked, f"valid: {', '.join(available)}")
+        return asked
+    for media_type in _accepted(accept or "*/*"):
+        if media_type in ("*/*", "application/*"):
+            return "safetensors"
+        for name in available:
+            if media_type in MEDIA_TYPES[name]:
+                return name
+    raise ApiError(406, "not_acceptable", f"Accept = {(accept or '')[:120]!r}: none of its types can be had; valid: "
+                   + ", ".join(MEDIA_TYPES[name][0] for name in available), "Accept")
+
+
+def _accepted(accept: str) -> list[str]:
+    """The media types of an Accept header, best first."""
+    ranked = []
+    for part in accept[:4096].split(","):
+        media_type, _, rest = part.partition(";")
+        quality = re.search(r"\bq=([01](?:\.[0-9]{0,3})?)", rest)
+        weight = float(quality[1]) if quality else 1.0
+        if weight > 0:
+            ranked.append((-weight, media_type.strip().lower()))
+    return [media_type for _, media_type in sorted(ranked, key=lambda pair: pair[0])]

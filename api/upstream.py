@@ -1,0 +1,138 @@
+"""The upstream server: requests passed on, answers passed back, and a caller who leaves takes the request along."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any, Final, TypeVar
+
+import anyio
+import httpx
+from fastapi import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from api.errors import ApiError
+from api.service import Service
+
+__all__ = ["ClientGone", "Relay", "forward_headers", "new_client", "read_body", "send", "while_connected"]
+
+T = TypeVar("T")
+
+# Of one connection, not of the message (RFC 9110, section 7.6.1), and what the client library writes itself.
+_HOP: Final = frozenset((
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "host", "content-length", "expect",
+))
+
+
+class ClientGone(Exception):
+    """The caller closed the connection before the answer."""
+
+
+def new_client(base_url: str, connect_s: float) -> httpx.AsyncClient:
+    """A client without a read time-out, since a generation may take long.
+
+    Idle connections are dropped before the server (5 s in vLLM) does, so that no request is lost on a closing one.
+    """
+    return httpx.AsyncClient(
+        base_url=base_url, timeout=httpx.Timeout(None, connect=connect_s, write=60.0),
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0), trust_env=False, follow_redirects=False,
+    )
+
+
+async def read_body(request: Request, bytes_max: int) -> bytes:
+    """The body of a request; 413 before more than ``bytes_max`` bytes are held."""
+    stated = request.headers.get("content-length", "0")
+    if stated.isdecimal() and int(stated) > bytes_max:
+        raise ApiError(413, "too_large", f"the body has {stated} bytes, limit {bytes_max}")
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > bytes_max:
+            raise ApiError(413, "too_large", f"the body has more than {bytes_max} bytes, the limit")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def forward_headers(headers: Iterable[tuple[str, str]], drop: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
+    """The headers that travel on, in both directions."""
+    return [(name, value) for name, value in headers if name.lower() not in _HOP and name.lower() not in drop]
+
+
+async def send(service: Service, request: httpx.Request) -> httpx.Response:
+    """The upstream's answer, its body not yet read; ApiError 503 or 502 where there is none."""
+    try:
+        return await service.upstream.send(request, stream=True)
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        service.metrics.upstream_failures.labels("connect").inc()
+        raise ApiError(503, "upstream_unavailable", f"no connection to the model server at {service.config.upstream} "
+                       f"({error or type(error).__name__}); is it running?", headers={"Retry-After": "2"}) from None
+    except httpx.HTTPError as error:
+        service.metrics.upstream_failures.labels("broken").inc()
+        raise broken(service, error) from None
+
+
+def broken(service: Service, error: httpx.HTTPError) -> ApiError:
+    """The answer where upstream broke off."""
+    return ApiError(502, "upstream_broken", f"the model server at {service.config.upstream} broke off: "
+                    f"{error or type(error).__name__}")
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; where the caller leaves first, ``work`` is cancelled and ClientGone raised.
+
+    The request's body must have been read: what comes after it is the end of the connection.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Relay(StreamingResponse):
+    """A streamed answer from upstream, which is closed whatever ends the streaming."""
+
+    def __init__(self, upstream: httpx.Response, chunks: AsyncIterator[bytes], headers: dict[str, str] | None = None,
+                 media_type: str | None = None) -> None:
+        super().__init__(chunks, upstream.status_code, headers=None, media_type=media_type)
+        self.upstream = upstream
+        self.raw_headers = [
+            (name.lower().encode("latin-1"), value.encode("latin-1"))
+            for name, value in [*forward_headers(upstream.headers.multi_items()), *(headers or {}).items()]
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.upstream.aclose()
+
+
+async def relay_raw(service: Service, upstream: httpx.Response) -> AsyncIterator[bytes]:
+    """The upstream's bytes as they come, still in its content encoding."""
+    async for chunk in upstream.aiter_raw():
+        yield chunk
+
+
+async def passed(service: Service, request: Request, data: bytes) -> Response:
+    """A request that is none of our business: passed on and back, byte by byte."""
+    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    asked = service.upstream.build_request(request.method, path, content=data,
+                                           headers=forward_headers(request.headers.items()))
+    answer = await while_connected(request, send(service, asked))
+    headers = {"content-length": answer.headers["content-length"]} if "content-length" in answer.headers else None
+    return Relay(answer, relay_raw(service, answer), headers)

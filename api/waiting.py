@@ -1,0 +1,84 @@
+"""Waiting for captures: until they are final, until an engine has begun them, until rows are there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+import anyio
+
+from api.service import Service
+from schemas.control import Abandon
+from schemas.errors import NotFoundError, TapError
+
+__all__ = ["FINAL", "poll", "settle", "status_of_all"]
+
+T = TypeVar("T")
+
+FINAL: Final = frozenset(("complete", "incomplete", "failed", "deleted"))
+_FIRST_S, _LAST_S = 0.01, 0.25  # the pauses between looks grow from one to the other
+
+
+async def poll(service: Service, look: Callable[[], T], enough: Callable[[T], bool], timeout_s: float) -> T:
+    """The first ``look()`` that is ``enough``, else the last one before ``timeout_s`` seconds have passed.
+
+    ``look`` runs in a thread; NotFoundError from it is raised only when the time is over, since a record that is
+    durable shows in the catalog a moment later.
+    """
+    end_s, pause_s = time.monotonic() + timeout_s, _FIRST_S
+    while True:
+        try:
+            found = await anyio.to_thread.run_sync(look)
+            if enough(found) or time.monotonic() >= end_s:
+                return found
+        except NotFoundError:
+            if time.monotonic() >= end_s:
+                raise
+        await anyio.sleep(min(pause_s, max(0.0, end_s - time.monotonic())))
+        pause_s = min(_LAST_S, pause_s * 1.5)
+
+
+async def status_of_all(service: Service, ids: Sequence[str], timeout_s: float) -> str:
+    """One status for the captures of a request; waits until all are final, at most ``timeout_s`` seconds."""
+    known: dict[str, str] = {}
+
+    def look() -> str:
+        reader = service.reader()
+        for capture in ids:
+            if known.get(capture) not in FINAL:
+                known[capture] = reader.capture(capture).status
+        return combined(set(known.values()))
+
+    try:
+        return await poll(service, look, FINAL.__contains__, timeout_s)
+    except TapError:
+        return "pending"  # the answer of a generation does not fail because its capture cannot be looked up
+
+
+def combined(statuses: set[str]) -> str:
+    """The status that says the most cautious true thing of several captures."""
+    for status in ("pending", "running", "failed", "incomplete", "deleted"):
+        if status in statuses:
+            return status
+    return "complete"
+
+
+async def settle(service: Service, ids: Sequence[str], reason: str) -> None:
+    """Closes captures that no engine begins within ``settle_s`` seconds, so that none stays pending for ever."""
+    waiting = list(ids)
+
+    def look() -> list[str]:
+        reader = service.reader()
+        return [capture for capture in waiting if reader.capture(capture).status == "pending"]
+
+    try:
+        left = await poll(service, look, lambda found: not found, service.config.settle_s)
+        for capture in left:
+            service.channel.post(_abandon(capture, reason))
+    except TapError:
+        return  # deleted meanwhile, or no store: nothing to close
+
+
+def _abandon(capture: str, reason: str) -> Callable[[int], Abandon]:
+    return lambda seq: Abandon(seq=seq, capture=capture, reason=reason)
