@@ -7,14 +7,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from schemas.errors import (
     ConflictError,
@@ -28,7 +29,7 @@ from schemas.errors import (
     TapError,
 )
 
-__all__ = ["ApiError", "BadParam", "error_response", "install", "status_of"]
+__all__ = ["ApiError", "BadParam", "Json", "error_response", "install", "status_of"]
 
 log = logging.getLogger("vllm_tap.api")
 
@@ -78,13 +79,22 @@ def body(status: int, code: str, message: str, param: str | None = None) -> dict
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class Json(Response):
+    """JSON in ASCII: callers and upstream may send halves of surrogate pairs, which UTF-8 cannot hold."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
 def error_response(status: int, code: str, message: str, param: str | None = None,
-                   headers: Mapping[str, str] | None = None) -> JSONResponse:
+                   headers: Mapping[str, str] | None = None) -> Json:
     """The error object as an answer."""
-    return JSONResponse(body(status, code, message, param), status, headers=dict(headers or {}))
+    return Json(body(status, code, message, param), status, headers=dict(headers or {}))
 
 
-def tap_response(error: TapError) -> JSONResponse:
+def tap_response(error: TapError) -> Json:
     """Any shared error as an answer."""
     status, code = status_of(error)
     param = None
@@ -98,17 +108,17 @@ def install(app: FastAPI) -> None:
     """Gives every error of ``app``, the framework's own included, this shape."""
 
     @app.exception_handler(ApiError)
-    async def _api(request: Request, error: ApiError) -> JSONResponse:
+    async def _api(request: Request, error: ApiError) -> Json:
         return error_response(error.status, error.code, error.message, error.param, error.headers)
 
     @app.exception_handler(TapError)
-    async def _tap(request: Request, error: TapError) -> JSONResponse:
+    async def _tap(request: Request, error: TapError) -> Json:
         if status_of(error)[0] >= 500:
             log.warning("%s %s: %s", request.method, request.url.path, error)
         return tap_response(error)
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    async def _http(request: Request, error: HTTPException) -> Json:
         path = request.url.path[:200]
         message, code = {
             404: (f"nothing is served at {path!r}; see /openapi.json", "not_found"),
@@ -117,12 +127,12 @@ def install(app: FastAPI) -> None:
         return error_response(error.status_code, code, message, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def _validation(request: Request, error: RequestValidationError) -> Json:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first.get("loc", ()))
         return error_response(422, "invalid_parameter", f"{where}: {first.get('msg', 'invalid')}", where or None)
 
     @app.exception_handler(Exception)
-    async def _any(request: Request, error: Exception) -> JSONResponse:
+    async def _any(request: Request, error: Exception) -> Json:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return error_response(500, "internal", "the service failed on this request; its log says why")

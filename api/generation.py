@@ -14,7 +14,7 @@ from schemas.errors import LimitError
 from schemas.ids import new_ulid, sample_id
 from schemas.spec import CaptureSpec, parse_spec, resolve
 
-__all__ = ["Plan", "parse_body", "plan"]
+__all__ = ["Plan", "Wish", "parse_body", "plan", "wish"]
 
 _OURS = ("capture", "capture_count")  # the keys of vllm_xargs that carry a spec to the engine
 
@@ -53,11 +53,19 @@ def parse_body(data: bytes) -> dict[str, Any]:
     return body
 
 
-def plan(body: dict[str, Any], chat: bool, engine: EngineInfo | None, request_id: str | None) -> Plan:
-    """The plan for a parsed body that has a ``capture`` field, which is taken out of it.
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request with a ``capture`` field, checked as far as that goes without knowing the engine."""
 
-    Raises SpecError, NotArmedError, LimitError or ApiError before anything is asked of the writer or of upstream.
-    """
+    spec: CaptureSpec
+    count: int
+    chat: bool
+    request_id: str | None
+    body: dict[str, Any]  # without the field
+
+
+def wish(body: dict[str, Any], chat: bool, request_id: str | None) -> Wish:
+    """Checks a parsed body and takes the ``capture`` field out of it; SpecError, LimitError or ApiError."""
     spec = parse_spec(body.pop("capture"))
     if spec.return_ == "inline":
         raise BadParam("capture.return", "inline", 'not yet available; valid: "reference"')
@@ -70,24 +78,29 @@ def plan(body: dict[str, Any], chat: bool, engine: EngineInfo | None, request_id
     if count > limits.capture_samples_max:
         raise LimitError("captures of one request (prompts × n)", count, limits.capture_samples_max,
                          "send several requests")
+    if request_id is not None and not is_alias(request_id):
+        raise BadParam("X-Request-Id", request_id, "with a capture it becomes a name of the capture: 1 to "
+                       f"{limits.alias_chars_max} of A-Z a-z 0-9 . _ : @ + = ~ -")
+    if not isinstance(body.get("vllm_xargs") or {}, dict):
+        raise BadParam("vllm_xargs", body["vllm_xargs"], "must be an object")
+    return Wish(spec, count, chat, request_id, body)
+
+
+def plan(asked: Wish, engine: EngineInfo | None) -> Plan:
+    """What to tell the writer and upstream; SpecError, NotArmedError or ApiError where the engine cannot do it."""
     if engine is None:
         raise ApiError(503, "no_engine", "no engine has connected to the writer yet, so it is not known what can be "
                        "captured; is vLLM running with the plugin and VLLM_TAP_ENDPOINT?", headers={"Retry-After": "2"})
-    resolve(spec, engine.armed)
-    ulid = spec.id or new_ulid()
-    response_id = f"{'chatcmpl' if chat else 'cmpl'}-{ulid}"
-    return Plan(ulid, count, response_id, _aliases(request_id, response_id), dict(spec.tags),
-                _upstream_body(body, spec, ulid, count))
-
-
-def _upstream_body(body: dict[str, Any], spec: CaptureSpec, ulid: str, count: int) -> bytes:
-    xargs = body.get("vllm_xargs") or {}
-    if not isinstance(xargs, dict):
-        raise BadParam("vllm_xargs", xargs, "must be an object")
-    ours: dict[str, Any] = {"capture": spec.model_copy(update={"id": ulid}).to_json()}
-    if count > 1:
-        ours["capture_count"] = count
-    return json.dumps({**body, "vllm_xargs": {**xargs, **ours}}, ensure_ascii=False).encode()
+    resolve(asked.spec, engine.armed)
+    ulid = asked.spec.id or new_ulid()
+    response_id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{ulid}"
+    aliases = [response_id] if asked.request_id is None else [response_id, asked.request_id]
+    xargs: dict[str, Any] = {**(asked.body.get("vllm_xargs") or {}),
+                             "capture": asked.spec.model_copy(update={"id": ulid}).to_json()}
+    if asked.count > 1:
+        xargs["capture_count"] = asked.count
+    body = json.dumps({**asked.body, "vllm_xargs": xargs}).encode()
+    return Plan(ulid, asked.count, response_id, aliases, dict(asked.spec.tags), body)
 
 
 def _n(value: object) -> int:
@@ -103,12 +116,3 @@ def _prompts(prompt: object) -> int:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         return len(prompt)
     return 1
-
-
-def _aliases(request_id: str | None, response_id: str) -> list[str]:
-    if request_id is None:
-        return [response_id]
-    if not is_alias(request_id):
-        raise BadParam("X-Request-Id", request_id, "with a capture it becomes a name of the capture: 1 to "
-                       f"{limits.alias_chars_max} of A-Z a-z 0-9 . _ : @ + = ~ -")
-    return [response_id, request_id]

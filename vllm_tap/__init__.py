@@ -1,0 +1,64 @@
+"""Read the inside of large language models while vLLM serves them.
+
+>>> from vllm_tap import Client, open_store                                       # doctest: +SKIP
+>>> Client().generate("Hello", capture={"sites": ["resid_post"]})["resid_post", 12].shape    # doctest: +SKIP
+(20, 4096)
+>>> open_store("captures")["01J…"]["resid_post", 12].shape                        # doctest: +SKIP
+(20, 4096)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from schemas.errors import NotFoundError, SpecError, TapError
+    from schemas.manifest import Manifest, Missing
+    from vllm_tap.captures import Capture, Rows
+    from vllm_tap.client import Client, Generation
+    from vllm_tap.errors import BadRequest, Conflict, MissingRows, NotComplete, NotFound, ServiceError, Unavailable
+    from vllm_tap.store import Store, open_store
+
+__all__ = [
+    "BadRequest",
+    "Capture",
+    "Client",
+    "Conflict",
+    "Generation",
+    "Manifest",
+    "Missing",
+    "MissingRows",
+    "NotComplete",
+    "NotFound",
+    "NotFoundError",
+    "Rows",
+    "ServiceError",
+    "SpecError",
+    "Store",
+    "TapError",
+    "Unavailable",
+    "open_store",
+]
+
+# Imported when first used: the command line starts without loading what it does not need.
+_MODULES: Final = {
+    "vllm_tap.captures": ("Capture", "Rows"),
+    "vllm_tap.client": ("Client", "Generation"),
+    "vllm_tap.errors": ("BadRequest", "Conflict", "MissingRows", "NotComplete", "NotFound", "ServiceError",
+                        "Unavailable"),
+    "vllm_tap.store": ("Store", "open_store"),
+    "schemas.errors": ("NotFoundError", "SpecError", "TapError"),
+    "schemas.manifest": ("Manifest", "Missing"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module 'vllm_tap' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

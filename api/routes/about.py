@@ -8,11 +8,11 @@ import anyio
 import httpx
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
-from api.errors import BadParam
+from api.errors import BadParam, Json
 from api.generation import parse_body
 from api.service import Service, service_of
 from api.slice_formats import DTYPES, available_formats
@@ -27,14 +27,14 @@ router = APIRouter()
 
 
 @router.get("/v1/capabilities", tags=["service"])
-async def capabilities(request: Request) -> JSONResponse:
+async def capabilities(request: Request) -> Json:
     """What can be captured here and how it can be read; ``engine`` is null until one has connected."""
     service = service_of(request)
     try:
         engine = await service.read(lambda reader: reader.engine())
     except TapError:
         engine = None
-    return JSONResponse({
+    return Json({
         "engine": None if engine is None else msgspec.to_builtins(engine),
         "armed": {} if engine is None else {site: _armed(engine, site) for site in engine.armed.sites},
         "codecs": {name: {"meaning": codec.meaning, "error": codec.error, "default": name == DEFAULT_CODEC}
@@ -56,21 +56,21 @@ def _armed(engine: EngineInfo, site: str) -> dict[str, Any]:
 
 
 @router.get("/healthz", tags=["service"])
-async def healthz() -> JSONResponse:
+async def healthz() -> Json:
     """200 while the process lives."""
-    return JSONResponse({"status": "ok"})
+    return Json({"status": "ok"})
 
 
 @router.get("/readyz", tags=["service"])
-async def readyz(request: Request) -> JSONResponse:
+async def readyz(request: Request) -> Json:
     """200 when a generation with a capture can be served, else 503 naming what is not ready."""
     service = service_of(request)
     checks = {"writer": _writer(service), "engine": await _engine(service), "upstream": await _upstream(service)}
     ready = all(state == "ok" for state in checks.values())
     if ready:
-        return JSONResponse({"status": "ready", "checks": checks})
+        return Json({"status": "ready", "checks": checks})
     lacking = "; ".join(f"{name}: {state}" for name, state in checks.items() if state != "ok")
-    return JSONResponse({"status": "not ready", "checks": checks, "error": {
+    return Json({"status": "not ready", "checks": checks, "error": {
         "message": f"not ready: {lacking}", "type": "server_error", "param": None, "code": "not_ready"}}, 503)
 
 

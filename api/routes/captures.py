@@ -6,10 +6,9 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from api.errors import BadParam
+from api.errors import BadParam, Json
 from api.service import check_ref, owner_of, service_of
 from api.slice_query import one_of, seconds
 from api.waiting import FINAL, poll
@@ -28,7 +27,7 @@ async def captures(
     limit: Annotated[str, Query(description=f"1 to {limits.captures_page_max}")] = "100",
     before: Annotated[str | None, Query(description="A capture id: list what is older.")] = None,
     status: Annotated[str | None, Query(description=", ".join(STATUSES))] = None,
-) -> JSONResponse:
+) -> Json:
     """The caller's captures, newest first."""
     params = request.query_params
     for name in params:
@@ -43,7 +42,7 @@ async def captures(
     found = await service_of(request).read(
         lambda reader: reader.captures(owner=owner, status=status, limit=count, before=before))
     rows = [msgspec.to_builtins(row) for row in found]
-    return JSONResponse({"object": "list", "data": rows, "next": found[-1].id if len(found) == count else None})
+    return Json({"object": "list", "data": rows, "next": found[-1].id if len(found) == count else None})
 
 
 @router.get("/v1/captures/{ref}", tags=["captures"])
@@ -52,7 +51,7 @@ async def manifest(
     ref: str,
     wait: Annotated[str | None, Query(description="complete")] = None,
     timeout: Annotated[str | None, Query(description="Seconds to wait at most.")] = None,
-) -> JSONResponse:
+) -> Json:
     """The manifest; for a name of several captures, their ids.
 
     With ``wait=complete`` the answer comes when the status is final, or as it is when ``timeout`` seconds have passed.
@@ -76,8 +75,8 @@ async def manifest(
         return as_json(found), found.status in FINAL
 
     if wait is None:
-        return JSONResponse((await service.read(lambda _: look()))[0])
-    return JSONResponse((await poll(service, look, lambda seen: seen[1], timeout_s))[0])
+        return Json((await service.read(lambda _: look()))[0])
+    return Json((await poll(service, look, lambda seen: seen[1], timeout_s))[0])
 
 
 def as_json(found: Manifest) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from typing import Any, Final
 import anyio
 import httpx
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from api.errors import ApiError
-from api.generation import Plan, parse_body, plan
+from api.errors import ApiError, Json
+from api.generation import Plan, parse_body, plan, wish
 from api.service import Service, owner_of, service_of
 from api.sse import DoneFinder, last_event
 from api.upstream import ClientGone, Relay, broken, forward_headers, passed, read_body, send, while_connected
@@ -50,11 +49,11 @@ async def generate(request: Request, chat: bool) -> Response:
         if body.get("capture") is None:
             if "capture" in body:
                 del body["capture"]
-                data = json.dumps(body, ensure_ascii=False).encode()
+                data = json.dumps(body).encode()
             return await passed(service, request, data)
+        asked = wish(body, chat, request.headers.get("x-request-id"))
         engine = await service.read(lambda reader: reader.engine())
-        planned = plan(body, chat, engine, request.headers.get("x-request-id"))
-        return await _captured(service, request, planned)
+        return await _captured(service, request, plan(asked, engine))
     except ClientGone:
         return Response(status_code=499)  # nobody reads it; the number shows in the metrics
 
@@ -136,7 +135,7 @@ async def _plain(service: Service, request: Request, planned: Plan, answer: http
         raise ApiError(502, "upstream_broken", "the model server's answer is not a JSON object") from None
     service.metrics.captures.labels("answered").inc()
     headers = dict(forward_headers(answer.headers.multi_items(), frozenset(("content-type",))))
-    return JSONResponse(body, answer.status_code, headers={**headers, "x-tap-capture": planned.ulid})
+    return Json(body, answer.status_code, headers={**headers, "x-tap-capture": planned.ulid})
 
 
 async def _field(service: Service, planned: Plan) -> dict[str, Any]:
@@ -182,7 +181,7 @@ async def _event(service: Service, planned: Plan, tail: bytes) -> bytes:
 
 
 def _sse(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 def _copy(answer: httpx.Response, content: bytes) -> Response:
