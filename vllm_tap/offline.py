@@ -1,0 +1,261 @@
+"""``vllm-tap capture``: a file of prompts through vLLM in this process, every prompt a capture of its own.
+
+The writer runs beside it as in the service. Generation waits for the disk where it must (nothing is dropped), and the
+command ends when the store says that every capture has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from schemas.codecs import check_codec
+from schemas.errors import SpecError, TapError
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from schemas.sites import parse_site
+from schemas.spec import CaptureSpec, parse_spec
+from vllm_tap.prompt_file import Prompt, read_prompts
+from vllm_tap.services import check_arm, check_model, check_store, make_socket_dir
+from vllm_tap.writer_process import WriterProcess
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine, SamplingParams
+
+__all__ = ["CaptureJob", "run"]
+
+_IN_FLIGHT_MAX: Final = 1024  # requests handed to the engine and not finished: bounds memory, keeps batches full
+_FINISHES_S: Final = 60.0
+_REFUSED_SHOWN: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureJob:
+    """What ``vllm-tap capture`` was asked for; TapError where it cannot be."""
+
+    prompts: Path
+    model: str
+    store: Path
+    sites: str | None = None
+    layers: str = "all"
+    positions: str = "all"
+    codec: str = "int8b64"
+    max_tokens: int = 16
+    temperature: float = 0.0
+    arm: str | None = None
+    output: Path | None = None
+    durability: str = "fsync"
+    engine_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        check_store(self.store)
+        check_arm(self.armed)
+        check_codec(self.codec)
+        self.spec()
+
+    @property
+    def armed(self) -> str:
+        """The sites to tap: those of ``arm``, else those asked for, else resid_post."""
+        if self.arm is not None:
+            return self.arm
+        if self.sites is None:
+            return "resid_post"
+        return ",".join(dict.fromkeys(parse_site(name.strip())[0] for name in self.sites.split(",")))
+
+    def spec(self) -> CaptureSpec:
+        """The spec that every prompt gets; SpecError where it is malformed."""
+        asked: dict[str, Any] = {"codec": self.codec, "layers": _numbers(self.layers),
+                                 "positions": _numbers(self.positions)}
+        if self.sites is not None:
+            asked["sites"] = [name.strip() for name in self.sites.split(",")]
+        return parse_spec(asked)
+
+
+def _numbers(text: str) -> object:
+    """``[0, 5]`` of "0,5", the value of JSON text, else the text itself (a name or a slice)."""
+    if text.strip().startswith("["):
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise TapError(f"{text!r}: malformed list") from None
+    if all(part.strip().isdecimal() for part in text.split(",")):
+        return [int(part) for part in text.split(",")]
+    return text.strip()
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What came of the prompts."""
+
+    captures: dict[str, int] = field(default_factory=dict)  # capture id → line
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+def run(job: CaptureJob) -> int:
+    """Captures every prompt; 0 where all are complete, 1 where some were refused or are not complete.
+
+    Raises TapError (exit code 2) on malformed input, before anything is started.
+    """
+    total = sum(1 for _ in read_prompts(job.prompts))
+    if total == 0:
+        raise TapError(f"PROMPTS = {str(job.prompts)!r}: holds no prompt")
+    console = Console(stderr=True, highlight=False)
+    tally = _Tally()
+    began = time.monotonic()
+    with ExitStack() as stack:
+        socket_dir = make_socket_dir()
+        stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
+        endpoint = f"ipc://{socket_dir / 'writer.sock'}"
+        writer = stack.enter_context(WriterProcess(job.store.absolute(), endpoint, job.durability))
+        console.print(f"{total} prompts; starting vLLM with {job.model} (a minute)")
+        _set_environment(job, endpoint)
+        engine = _start_engine(job)
+        stack.callback(engine.engine_core.shutdown)
+        started = time.monotonic()
+        output = stack.enter_context(job.output.open("w", encoding="utf-8")) if job.output is not None else None
+        progress = stack.enter_context(Progress(
+            TextColumn("capturing"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(), console=console))
+        task = progress.add_task("", total=total, rate="")
+        try:
+            for line in _generate(engine, job, tally):
+                seconds = time.monotonic() - started
+                progress.update(task, advance=1, rate=f"{tally.generated_tokens / seconds:.0f} tokens/s")
+                if output is not None and line is not None:
+                    output.write(json.dumps(line, ensure_ascii=False) + "\n")
+        except KeyboardInterrupt:
+            if writer.failed is None:
+                raise
+            raise TapError(f"the writer failed: {writer.failed}") from None
+        finally:
+            progress.stop()
+        generated = time.monotonic() - started
+        statuses = _await_ends(job.store, tally)
+    _print_summary(console, job, tally, statuses, time.monotonic() - began, generated)
+    return 0 if not tally.refused and set(statuses) <= {"complete"} else 1
+
+
+def _set_environment(job: CaptureJob, endpoint: str) -> None:
+    os.environ |= {**job.environment, "VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": job.armed,
+                   "VLLM_TAP_ON_FULL": "wait", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def _start_engine(job: CaptureJob) -> LLMEngine:
+    from vllm import EngineArgs, LLMEngine
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm-tap capture … --")
+    EngineArgs.add_cli_args(parser)
+
+    def refuse(message: str) -> None:
+        raise TapError(f"after --: {message}")
+
+    parser.error = refuse
+    return LLMEngine.from_engine_args(
+        EngineArgs.from_cli_args(parser.parse_args(["--model", job.model, *job.engine_args])))
+
+
+def _generate(engine: LLMEngine, job: CaptureJob, tally: _Tally) -> Iterator[dict[str, Any] | None]:
+    """Runs every prompt; yields the output line of each as it ends, None for one that the engine refused."""
+    from vllm import SamplingParams
+
+    spec = job.spec()
+    waiting = read_prompts(job.prompts)
+    running: dict[str, tuple[Prompt, str]] = {}
+    exhausted = False
+    while running or not exhausted:
+        while not exhausted and len(running) < _IN_FLIGHT_MAX:
+            prompt = next(waiting, None)
+            if prompt is None:
+                exhausted = True
+                break
+            capture = prompt.id or new_ulid()
+            tags = {"line": str(prompt.line), **prompt.tags}
+            asked = spec.model_copy(update={"id": capture, "tags": tags}).to_json()
+            params = SamplingParams(max_tokens=job.max_tokens, temperature=job.temperature,
+                                    extra_args={"capture": asked})
+            try:
+                _add(engine, prompt, params)
+            except SpecError:
+                raise  # the spec is the same for all
+            except ValueError as error:
+                tally.refused.append((prompt.line, str(error)))
+                yield None
+                continue
+            running[str(prompt.line)] = (prompt, capture)
+            tally.captures[capture] = prompt.line
+        if not running:
+            continue
+        for output in engine.step():
+            if not output.finished:
+                continue
+            prompt, capture = running.pop(output.request_id)
+            done = output.outputs[0]
+            tally.prompt_tokens += len(output.prompt_token_ids or ())
+            tally.generated_tokens += len(done.token_ids)
+            yield {"line": prompt.line, "capture": capture, "text": done.text, "finish_reason": done.finish_reason,
+                   "prompt_tokens": len(output.prompt_token_ids or ()), "generated_tokens": len(done.token_ids)}
+
+
+def _add(engine: LLMEngine, prompt: Prompt, params: SamplingParams) -> None:
+    """Hands one prompt over as token ids, so that every vLLM version takes it; ValueError where it is refused."""
+    ids = prompt.token_ids
+    if ids is None:
+        tokenizer = engine.get_tokenizer()
+        if prompt.messages is not None:
+            text = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = tokenizer.encode(prompt.text)
+    engine.add_request(str(prompt.line), {"prompt_token_ids": ids}, params)
+
+
+def _await_ends(store: Path, tally: _Tally) -> Counter[str]:
+    """How many captures have each status, once none is open (or after a bounded wait)."""
+    deadline = time.monotonic() + _FINISHES_S
+    with StoreReader(store) as reader:
+        left = set(tally.captures)
+        statuses: Counter[str] = Counter()
+        while left:
+            for capture in sorted(left):
+                status = "pending"
+                with suppress(TapError):
+                    status = reader.capture(capture).status
+                if status not in ("pending", "running") or time.monotonic() > deadline:
+                    statuses[status] += 1
+                    left.discard(capture)
+            if left:
+                time.sleep(0.1)
+    return statuses
+
+
+def _print_summary(console: Console, job: CaptureJob, tally: _Tally, statuses: Counter[str], seconds: float,
+                   generated: float) -> None:
+    nbytes = sum(path.stat().st_size for path in job.store.rglob("*") if path.is_file())
+    tokens = tally.prompt_tokens + tally.generated_tokens
+    counts = ", ".join(f"{count} {status}" for status, count in statuses.most_common()) or "none"
+    console.print(f"captures: {counts}; {tally.prompt_tokens} prompt and {tally.generated_tokens} generated tokens "
+                  f"({tokens / max(generated, 1e-9):.0f} tokens/s), {seconds:.0f} s in all")
+    console.print(f"store {job.store}: {nbytes / 1e6:.1f} MB; look at it with: vllm-tap ls --store {job.store}",
+                  soft_wrap=True)
+    for line, reason in tally.refused[:_REFUSED_SHOWN]:
+        console.print(f"line {line} was refused: {' '.join(reason.split())}", markup=False, soft_wrap=True)
+    if len(tally.refused) > _REFUSED_SHOWN:
+        console.print(f"and {len(tally.refused) - _REFUSED_SHOWN} more lines were refused")
+

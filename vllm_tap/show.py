@@ -1,0 +1,125 @@
+"""Captures and manifests as tables for people, or as JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from schemas.errors import TapError
+from schemas.manifest import STATUSES, Manifest, SiteLayer
+from schemas.reader import StoreReader
+
+__all__ = ["print_captures", "print_manifest"]
+
+_STATUS_STYLES = {"complete": "green", "running": "cyan", "pending": "dim", "incomplete": "yellow", "failed": "red"}
+
+
+def print_captures(store: Path, status: str | None, limit: int, as_json: bool) -> None:
+    """The captures of a store, newest first."""
+    if status is not None and status not in STATUSES:
+        raise TapError(f"--status = {status!r}: valid are {', '.join(STATUSES)}")
+    with StoreReader(store) as reader:
+        rows = reader.captures(status=status, limit=limit)
+    if as_json:
+        for row in rows:
+            sys.stdout.buffer.write(msgspec.json.encode(row) + b"\n")
+        sys.stdout.buffer.flush()
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("capture", "status", "made", "sites", "tags"):
+        table.add_column(name, no_wrap=name == "capture")
+    table.add_column("prompt", justify="right")
+    table.add_column("total", justify="right")
+    table.add_column("ended")
+    for row in rows:
+        table.add_row(row.id, Text(row.status, _STATUS_STYLES.get(row.status, "")), _when(row.created_ms),
+                      " ".join(row.sites), Text(" ".join(f"{k}={v}" for k, v in row.tags.items())),
+                      str(row.prompt_len), str(row.total_len), Text(row.finish_reason or ""))
+    _console().print(table if rows else f"no captures in {store}")
+
+
+def print_manifest(store: Path, ref: str, as_json: bool) -> None:
+    """One capture; every sample of it where ``ref`` names several."""
+    with StoreReader(store) as reader:
+        manifests = [reader.manifest(sample) for sample in reader.samples(ref)]
+    if as_json:
+        for manifest in manifests:
+            sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+        sys.stdout.buffer.flush()
+        return
+    console = _console()
+    for manifest in manifests:
+        _print_one(console, manifest)
+
+
+def _print_one(console: Console, manifest: Manifest) -> None:
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="bold")
+    facts.add_column()
+    ended = manifest.client_finish_reason or manifest.finish_reason or "not yet"
+    if manifest.stop_reason is not None:
+        ended += f" ({manifest.stop_reason!r})"
+    for name, value in (
+        ("capture", Text(manifest.id)),
+        ("status", Text(manifest.status, _STATUS_STYLES.get(manifest.status, ""))),
+        ("also called", Text(", ".join(manifest.aliases) or "–")),
+        ("model", Text(f"{manifest.engine.get('model', '?')}, {manifest.engine.get('model_dtype', '?')}")),
+        ("made", Text(_when(manifest.created_ms))),
+        ("tokens", Text(f"{manifest.prompt_len} prompt + {manifest.total_len - manifest.prompt_len} generated"
+                        + (f", {manifest.cached} from the prefix cache" if manifest.cached else ""))),
+        ("ended", Text(ended)),
+        ("tags", Text(" ".join(f"{k}={v}" for k, v in manifest.tags.items()) or "–")),
+        ("rows", Text(f"{manifest.captured} of {manifest.expected} expected")),
+    ):
+        facts.add_row(name, value)
+    console.print(facts)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("site")
+    table.add_column("layers")
+    table.add_column("codec")
+    for name in ("width", "expected", "captured"):
+        table.add_column(name, justify="right")
+    table.add_column("missing")
+    widths = {info.site: info.width for info in manifest.sites}
+    for group in _alike(manifest.rows):
+        first = group[0]
+        gaps = ", ".join(f"{gap.start}–{gap.stop - 1} {gap.reason}" for gap in first.missing[:8])
+        if len(first.missing) > 8:
+            gaps += f", and {len(first.missing) - 8} more ranges"
+        table.add_row(first.site, _ranges([row.layer for row in group]), first.codec, str(widths.get(first.site, 0)),
+                      str(first.expected), str(first.captured), Text(gaps or "–"))
+    console.print(table)
+
+
+def _alike(rows: list[SiteLayer]) -> list[list[SiteLayer]]:
+    """Rows that differ in their layer alone, together."""
+    groups: dict[tuple[object, ...], list[SiteLayer]] = {}
+    for row in rows:
+        groups.setdefault((row.site, row.codec, row.expected, row.captured, tuple(row.missing)), []).append(row)
+    return list(groups.values())
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``0–3, 7`` for 0, 1, 2, 3, 7."""
+    parts: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
+
+
+def _when(ms: int) -> str:
+    return datetime.fromtimestamp(ms / 1000).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _console() -> Console:
+    # A pipe gets whole lines: a program that reads them has no width.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)

@@ -1,0 +1,92 @@
+"""A writer beside a program that captures offline: started, watched, started again where it dies, stopped cleanly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from schemas.errors import StartError
+from vllm_tap.services import writer_command
+
+__all__ = ["WriterProcess"]
+
+_READY_S: Final = 60.0
+_STOP_S: Final = 30.0
+_RESTARTS_MAX: Final = 5
+_GUARD: Final = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
+
+
+class WriterProcess:
+    """``python -m writer_service`` for the length of a ``with`` block.
+
+    The writer gets a death signal when this program dies, however it dies. A writer that dies is started again (the
+    engine keeps what was not yet safe); where that fails, ``failed`` says why and the main thread is interrupted.
+    """
+
+    def __init__(self, store: Path, endpoint: str, durability: str = "fsync") -> None:
+        self._command = writer_command(store, endpoint, durability)
+        self._lines: deque[str] = deque(maxlen=20)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self.failed: str | None = None
+
+    def __enter__(self) -> WriterProcess:
+        ready = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, args=(ready,), name="writer-watch", daemon=True)
+        self._watcher.start()
+        deadline = time.monotonic() + _READY_S
+        while not ready.wait(0.05):
+            if self.failed is not None or time.monotonic() > deadline:
+                self._stop()
+                raise StartError(f"the writer did not start: {self.failed or f'not ready in {_READY_S:.0f} s'}")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._stop()
+
+    def _watch(self, ready: threading.Event) -> None:
+        """Lives as long as the program, so the death signal of what it starts means the program's death."""
+        for attempt in range(_RESTARTS_MAX + 1):
+            if self._stopping.is_set():
+                return
+            process = subprocess.Popen(
+                [*_GUARD, "start", "-1", str(os.getpid()), *self._command], stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"})
+            self._process = process
+            assert process.stdout is not None
+            for data in process.stdout:
+                line = data.decode("utf-8", "replace").rstrip()
+                self._lines.append(line)
+                if line.startswith("writer ready"):
+                    ready.set()
+            status = process.wait()
+            if self._stopping.is_set():
+                return
+            if not ready.is_set():
+                self.failed = self._lines[-1] if self._lines else f"exit code {status}"
+                return
+            print(f"the writer ended (status {status}); starting it again", file=sys.stderr)
+            time.sleep(0.2 * 2**attempt)
+        self.failed = f"it ended {_RESTARTS_MAX + 1} times; last: {self._lines[-1] if self._lines else '–'}"
+        os.kill(os.getpid(), signal.SIGINT)  # the main thread may wait in an engine that waits for the writer
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self._watcher.join(5)
