@@ -36,7 +36,7 @@ def test_regions_held_at_once_never_overlap(shared_ring: Ring, actions: list[int
             assert held, "an empty ring must take half its capacity"
             continue
         offset, mark = region
-        assert 0 <= offset and offset + size <= ring.capacity
+        assert offset >= 0 and offset + size <= ring.capacity
         assert all(offset + size <= o or o + s <= offset for o, s, _ in held)
         held.append((offset, size, mark))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def test_ranges_merge_to_the_same_positions(pairs: list[tuple[int, int]]) -> Non
     resolved = resolve(parse_spec({"positions": [list(r) for r in ranges]}), ARMED)
     merged = intervals(resolved.positions, prompt_len=5)
     assert [p for a, b in merged for p in range(a, b)] == sorted({p for a, b in ranges for p in range(a, b)})
-    assert all(a[1] < b[0] for a, b in zip(merged, merged[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(merged))
 
 
 def test_named_positions() -> None:

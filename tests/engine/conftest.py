@@ -1,0 +1,60 @@
+"""One writer, one store and one environment for all engine tests of a session; engines come one a module."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from schemas.reader import StoreReader
+from tests.engine.reference import Reference
+from vllm_tap.tiny_model import cache_dir, tiny_model
+
+ENVIRONMENT = {
+    "VLLM_TAP_ARM": "resid_post,attn_out,mlp_out",
+    "VLLM_TAP_RING_BYTES": str(64 << 20),
+    "VLLM_TAP_ON_FULL": "wait",
+    "VLLM_CPU_CI_ENV": "1",  # Dynamo traces the whole graph; only Inductor's C++ compilation is left out
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+@pytest.fixture(scope="session")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreReader]:
+    """A reader on the store of a writer process that engines of this session send to."""
+    store = tmp_path_factory.mktemp("store")
+    with tempfile.TemporaryDirectory(prefix="vllm-tap-") as directory:
+        endpoint = f"ipc://{directory}/writer.sock"
+        writer = subprocess.Popen(
+            [sys.executable, "-m", "writer_service", "--store", str(store), "--endpoint", endpoint],
+            stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None and "writer ready" in writer.stdout.readline()
+        before = dict(os.environ)
+        os.environ.update(ENVIRONMENT, VLLM_TAP_ENDPOINT=endpoint, VLLM_CACHE_ROOT=str(cache_dir() / "vllm"))
+        try:
+            yield StoreReader(store)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+            writer.terminate()
+            assert writer.wait(15) == 0
+
+
+@pytest.fixture(scope="session")
+def reference_of() -> Callable[[str], Reference]:
+    """References by model family, made once."""
+    made: dict[str, Reference] = {}
+
+    def of(family: str) -> Reference:
+        if family not in made:
+            made[family] = Reference(Path(tiny_model(family)))
+        return made[family]
+
+    return of

@@ -1,0 +1,114 @@
+"""Real vLLM engines for tests, each with the plugin, all sending to one real writer process."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from schemas.errors import NotFoundError
+from schemas.ids import new_ulid
+from schemas.manifest import Manifest
+from schemas.reader import StoreReader
+from tests.engine.reference import Reference
+from vllm_tap.tiny_model import LAYERS, tiny_model
+
+SITES = ("resid_post", "attn_out", "mlp_out")
+
+
+@dataclass
+class Captured:
+    """A finished request with its capture."""
+
+    id: str
+    tokens: tuple[int, ...]  # prompt + generated
+    prompt_len: int
+    output: Any
+    manifest: Manifest
+
+
+@dataclass
+class Engine:
+    """An ``LLM`` and the store that its captures arrive in."""
+
+    llm: Any
+    reader: StoreReader
+    reference: Reference
+    limits: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]],
+            specs: Sequence[Any]) -> list[Any]:
+        """Generate all at once; a spec of None captures nothing. Returns Captured, or the RequestOutput alone."""
+        from vllm import SamplingParams
+
+        ids = [None if spec is None else new_ulid() for spec in specs]
+        sampling = [
+            SamplingParams(temperature=options.pop("temperature", 0.0), **options,
+                           extra_args=None if spec is None else {"capture": {**spec, "id": id_}})
+            for options, spec, id_ in zip([dict(p) for p in params], specs, ids, strict=True)
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
+        return [output if id_ is None else self.captured(id_, output) for id_, output in zip(ids, outputs, strict=True)]
+
+    def captured(self, id_: str, output: Any, sample: int = 0) -> Captured:
+        """Wait until the capture is final and read its manifest."""
+        manifest = self.final(id_)
+        tokens = (*output.prompt_token_ids, *output.outputs[sample].token_ids)
+        return Captured(id_, tokens, len(output.prompt_token_ids), output, manifest)
+
+    def final(self, id_: str, timeout_s: float = 20) -> Manifest:
+        """The manifest once its status is final."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                manifest = self.reader.manifest(id_)
+                if manifest.status not in ("pending", "running") and manifest.client_finish_reason is not None:
+                    return manifest
+            except NotFoundError:
+                manifest = None
+            assert time.monotonic() < deadline, f"{id_} did not end: {manifest and manifest.status}"
+            time.sleep(0.02)
+
+    def check(self, captured: Captured, tolerance: float = 1e-4) -> int:
+        """Every row of a ``raw`` capture against the reference; the manifest against itself. Returns rows seen."""
+        manifest, reference = captured.manifest, self.reference.rows(captured.tokens)
+        assert manifest.prompt_token_ids == list(captured.tokens[: captured.prompt_len])
+        assert manifest.output_token_ids == list(captured.tokens[captured.prompt_len :])
+        seen = 0
+        for entry in manifest.rows:
+            assert entry.expected == entry.captured + sum(missing.rows for missing in entry.missing)
+            rows = self.reader.slice(captured.id, entry.site, [entry.layer], 0, len(captured.tokens))
+            assert len(rows.positions) == entry.captured
+            assert (np.diff(rows.positions.astype(np.int64)) > 0).all()
+            assert np.array_equal(rows.token_ids, np.asarray(captured.tokens, np.uint32)[rows.positions])
+            difference = np.abs(rows.values()[0] - reference[entry.site, entry.layer][rows.positions])
+            assert np.isfinite(difference).all()
+            assert difference.max(initial=0) <= tolerance, f"{entry.site}.{entry.layer}: {difference.max()}"
+            seen += entry.captured
+        return seen
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+
+def start(reader: StoreReader, reference: Reference, family: str, **options: Any) -> Engine:
+    """An engine on the tiny model in float32."""
+    from vllm import LLM
+
+    options = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32, "dtype": "float32", "seed": 0, **options}
+    return Engine(LLM(str(tiny_model(family)), **options), reader, reference, options)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Random tokens of the tiny model's vocabulary (no special ones)."""
+    return [int(t) for t in np.random.default_rng(seed).integers(10, 2000, length)]
+
+
+ALL_ROWS = len(SITES) * LAYERS

@@ -1,0 +1,162 @@
+"""Every captured row of real vLLM against a Hugging Face forward of the same tokens, under real scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.errors import SpecError
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from tests.engine.engines import ALL_ROWS, SITES, Engine, prompt, start
+from tests.engine.reference import Reference
+from vllm_tap.tiny_model import LAYERS
+
+pytestmark = pytest.mark.timeout(600)
+
+BATCHED_TOKENS = 48
+RAGGED = [7, 60, 1, 33, 150, 49, 48, 2, 97, 20]
+RAW = {"codec": "raw"}
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def engine(request: pytest.FixtureRequest, reader: StoreReader,
+           reference_of: Callable[[str], Reference]) -> Iterator[Engine]:
+    """Chunked prefill is forced by a budget smaller than most prompts; the prefix cache is on, as by default."""
+    engine = start(reader, reference_of(request.param), request.param, max_num_batched_tokens=BATCHED_TOKENS)
+    yield engine
+    engine.close()
+
+
+def test_every_row_of_a_ragged_batch_in_chunks(engine: Engine) -> None:
+    prompts = [prompt(length, seed=length) for length in RAGGED]
+    lengths = [12, 3, 9, 1, 6, 17, 4, 8, 2, 10]
+    captured = engine.run(prompts, [{"max_tokens": n, "ignore_eos": True} for n in lengths], [RAW] * len(prompts))
+    for one, length in zip(captured, lengths, strict=True):
+        assert one.manifest.status == "complete"
+        assert engine.check(one) == ALL_ROWS * (one.prompt_len + length - 1)
+        assert not any(entry.missing for entry in one.manifest.rows)
+        assert one.manifest.finish_reason == one.manifest.client_finish_reason == "length"
+
+
+def test_many_specs_in_one_batch(engine: Engine) -> None:
+    specs = [
+        {**RAW, "sites": ["resid_post"], "layers": [2], "positions": "prompt"},
+        {**RAW, "sites": ["blocks.1.hook_mlp_out", "blocks.3.hook_attn_out"], "positions": "generated"},
+        {**RAW, "positions": "last", "layers": "::2"},
+        {**RAW, "positions": [0, 3, 4, 70, 4000], "sites": ["attn_out"]},
+        {**RAW, "positions": [[10, 12], [30, 65]], "layers": [0, 3]},
+        {"sites": []},
+        None,
+        {**RAW, "positions": []},
+    ]
+    prompts = [prompt(60, seed=100 + i) for i in range(len(specs))]
+    outcome = engine.run(prompts, [{"max_tokens": 9, "ignore_eos": True}] * len(specs), specs)
+    expected = [60, 2 * 8, 3 * 2, LAYERS * 3, 3 * 2 * 37, 0, None, 0]
+    for number, (one, count) in enumerate(zip(outcome, expected, strict=True)):
+        if count is not None:
+            assert (number, engine.check(one)) == (number, count)
+            assert one.manifest.status == "complete"
+
+
+def test_raw16_is_the_same_row_cast_and_int8b64_meets_its_bar(engine: Engine) -> None:
+    tokens = prompt(90, seed=7)
+    rows = {}
+    for codec in ("raw", "raw16", "int8b64"):
+        (one,) = engine.run([tokens], [{"max_tokens": 8, "ignore_eos": True}], [{"codec": codec}])
+        rows[codec] = {site: engine.reader.slice(one.id, site, range(LAYERS), 0, 200).values() for site in SITES}
+    for site in SITES:
+        cast = torch.from_numpy(rows["raw"][site]).to(torch.bfloat16).float().numpy()
+        assert np.array_equal(cast, rows["raw16"][site])
+        for layer in range(LAYERS):
+            x, y = (rows[codec][site][layer].astype(np.float64) for codec in ("raw", "int8b64"))
+            assert 10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()) >= 41, (site, layer)
+
+
+def test_generation_is_the_same_with_and_without_capture(engine: Engine) -> None:
+    prompts = [prompt(length, seed=length + 1) for length in RAGGED]
+    params = [{"max_tokens": 12}] * len(prompts)
+
+    def tokens(spec: dict[str, object] | None) -> list[list[int]]:
+        engine.llm.reset_prefix_cache()
+        outcome = engine.run(prompts, params, [spec] * len(prompts))
+        return [list((one.output if spec is not None else one).outputs[0].token_ids) for one in outcome]
+
+    first, second, captured = tokens(None), tokens(None), tokens({"codec": "int8b64"})
+    stable = [a == b for a, b in zip(first, second, strict=True)]
+    assert sum(stable) >= 8, "the engine does not equal itself: nothing to compare"
+    assert [c for c, ok in zip(captured, stable, strict=True) if ok] == [a for a, ok in zip(first, stable, strict=True)
+                                                                         if ok]
+
+
+def test_the_prefix_cache_hides_no_row_unless_allowed(engine: Engine) -> None:
+    tokens = prompt(200, seed=11)
+    engine.run([tokens], [{"max_tokens": 2}], [None])  # warm: whole blocks of this prompt are cached now
+    (recomputed,) = engine.run([tokens], [{"max_tokens": 5, "ignore_eos": True}], [RAW])
+    assert recomputed.manifest.cached == 0 and recomputed.manifest.status == "complete"
+    assert engine.check(recomputed) == ALL_ROWS * 204
+
+    (allowed,) = engine.run([tokens], [{"max_tokens": 5, "ignore_eos": True}], [{**RAW, "prefix_cache": "allow"}])
+    cached = allowed.output.num_cached_tokens
+    assert cached >= 32, "the prefix cache was not used: the test shows nothing"
+    assert engine.check(allowed) == ALL_ROWS * (204 - cached)
+    assert allowed.manifest.status == "complete"
+    for entry in allowed.manifest.rows:
+        assert [(m.start, m.stop, m.reason) for m in entry.missing] == [(0, cached, "prefix_cached")]
+
+    (generated,) = engine.run([tokens], [{"max_tokens": 5, "ignore_eos": True}], [{**RAW, "positions": "generated"}])
+    assert generated.output.num_cached_tokens == cached, "positions that are always computed must keep the cache"
+    assert engine.check(generated) == ALL_ROWS * 4
+
+
+def test_parallel_samples_make_one_capture_each(engine: Engine) -> None:
+    from vllm import SamplingParams
+
+    tokens, ulid = prompt(70, seed=13), new_ulid()
+    params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True,
+                            extra_args={"capture": {**RAW, "id": ulid}})
+    (output,) = engine.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    assert output.outputs[0].token_ids != output.outputs[1].token_ids
+    assert engine.reader.samples(ulid) == [f"{ulid}.0", f"{ulid}.1"]
+    for sample in range(2):
+        one = engine.captured(f"{ulid}.{sample}", output, sample)
+        assert engine.check(one) == ALL_ROWS * 78
+
+
+def test_stop_tokens_and_stop_strings_end_as_the_client_saw(engine: Engine) -> None:
+    tokens = prompt(40, seed=17)
+    (free,) = engine.run([tokens], [{"max_tokens": 12, "ignore_eos": True}], [None])
+    ids = list(free.outputs[0].token_ids)
+    (by_token,) = engine.run([tokens], [{"max_tokens": 12, "stop_token_ids": [ids[5]]}], [RAW])
+    kept = by_token.output.outputs[0].token_ids
+    assert list(kept) == ids[: ids.index(ids[5]) + 1]
+    assert by_token.manifest.finish_reason == by_token.manifest.client_finish_reason == "stop"
+    assert engine.check(by_token) == ALL_ROWS * (40 + len(kept) - 1)
+
+    text = free.outputs[0].text
+    word = text[len(text) // 2 :][:4]
+    (by_text,) = engine.run([tokens], [{"max_tokens": 12, "stop": [word], "ignore_eos": True}], [RAW])
+    assert by_text.output.outputs[0].finish_reason == "stop"
+    assert by_text.manifest.client_finish_reason == "stop" and by_text.manifest.finish_reason == "abort"
+    assert by_text.manifest.stop_reason == word
+    assert by_text.manifest.status == "complete"
+    produced = len(by_text.output.outputs[0].token_ids)
+    assert engine.check(by_text) in (ALL_ROWS * (40 + produced - 1), ALL_ROWS * (40 + produced))
+
+
+def test_bad_specs_are_refused_before_anything_is_scheduled(engine: Engine) -> None:
+    from vllm import SamplingParams
+
+    ulid = new_ulid()
+    engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}],
+                        SamplingParams(max_tokens=1, extra_args={"capture": {"id": ulid}}), use_tqdm=False)
+    for spec, field in [({"sites": ["nope"]}, "sites"), ({"layers": [99]}, "layers"), ({"sites": ["q"]}, "sites"),
+                        ({"id": ulid}, "id"), ('{"sites"', ""), ({"positions": [[4, 2]]}, "positions")]:
+        with pytest.raises(SpecError) as raised:
+            engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}],
+                                SamplingParams(max_tokens=1, extra_args={"capture": spec}), use_tqdm=False)
+        assert raised.value.field == field
+    assert engine.run([[5, 6]], [{"max_tokens": 2}], [RAW])[0].manifest.status == "complete"

@@ -1,0 +1,32 @@
+"""Preempted requests are computed again: every row once in the store's answer, the latest computation, none missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from schemas.reader import StoreReader
+from tests.engine.engines import ALL_ROWS, Engine, prompt, start
+from tests.engine.reference import Reference
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def engine(request: pytest.FixtureRequest, reader: StoreReader,
+           reference_of: Callable[[str], Reference]) -> Iterator[Engine]:
+    """Ten blocks of 32 tokens for six requests that want twice as many."""
+    engine = start(reader, reference_of(request.param), request.param, max_num_batched_tokens=48, max_model_len=256,
+                   num_gpu_blocks_override=10, enable_prefix_caching=False)
+    yield engine
+    engine.close()
+
+
+def test_rows_survive_preemption(engine: Engine) -> None:
+    prompts = [prompt(length, seed=length) for length in (30, 90, 17, 61, 5, 75, 44, 8)]
+    captured = engine.run(prompts, [{"max_tokens": 60, "ignore_eos": True}] * 8, [{"codec": "raw"}] * 8)
+    assert sum(one.manifest.recomputed for one in captured) > 0, "nothing was preempted: the test shows nothing"
+    for one in captured:
+        assert one.manifest.status == "complete"
+        assert engine.check(one) == ALL_ROWS * (one.prompt_len + 60 - 1)
