@@ -6,7 +6,8 @@ from typing import Any, Final
 
 import msgspec
 
-REASONS: Final = ("prefix_cached", "dropped", "aborted", "not_armed", "engine_lost", "rejected_draft", "deleted")
+REASONS: Final = ("prefix_cached", "dropped", "aborted", "not_armed", "engine_lost", "rejected_draft", "deleted",
+                  "pending")
 STATUSES: Final = ("pending", "running", "complete", "incomplete", "failed", "deleted")
 
 

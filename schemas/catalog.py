@@ -1,0 +1,232 @@
+"""The catalog: one SQLite file that says where every row lies. A cache: journals and blocks rebuild it."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from schemas.errors import StoreError
+
+__all__ = ["CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json", "find_capture"]
+
+CATALOG_VERSION: Final = 1
+DDL: Final = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE streams (
+    stream TEXT PRIMARY KEY, epoch INTEGER NOT NULL, role TEXT NOT NULL, covered INTEGER NOT NULL,
+    bye INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE TABLE engines (
+    stream TEXT PRIMARY KEY, epoch INTEGER NOT NULL, rank INTEGER NOT NULL, shard INTEGER NOT NULL, info TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE captures (
+    id TEXT PRIMARY KEY, ulid TEXT NOT NULL, sample INTEGER NOT NULL,
+    owner TEXT NOT NULL DEFAULT '', status TEXT NOT NULL, created_ms INTEGER NOT NULL, tags TEXT NOT NULL DEFAULT '{}',
+    own_stream TEXT, own_seq INTEGER,
+    stream TEXT, epoch INTEGER, request TEXT, open_seq INTEGER, asked TEXT, resolved TEXT,
+    prompt_len INTEGER NOT NULL DEFAULT 0, prompt_tokens BLOB NOT NULL DEFAULT x'', cached INTEGER NOT NULL DEFAULT 0,
+    finish_seq INTEGER, finish_reason TEXT, stop_reason TEXT, output_tokens BLOB NOT NULL DEFAULT x'',
+    "end" INTEGER, recomputed INTEGER NOT NULL DEFAULT 0, client_reason TEXT, client_stop TEXT,
+    total_len INTEGER NOT NULL DEFAULT 0,
+    lost INTEGER NOT NULL DEFAULT 0, failed TEXT, deleted INTEGER NOT NULL DEFAULT 0, hold INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX captures_ulid ON captures (ulid);
+CREATE INDEX captures_created ON captures (created_ms, id);
+CREATE INDEX captures_open ON captures (stream) WHERE finish_seq IS NULL;
+CREATE TABLE aliases (
+    n INTEGER PRIMARY KEY AUTOINCREMENT, alias TEXT NOT NULL, owner TEXT NOT NULL, ulid TEXT NOT NULL
+);
+CREATE INDEX aliases_alias ON aliases (alias, n);
+CREATE INDEX aliases_ulid ON aliases (ulid);
+CREATE TABLE segments (
+    number INTEGER PRIMARY KEY, sealed INTEGER NOT NULL, site TEXT NOT NULL, codec TEXT NOT NULL, dtype TEXT NOT NULL,
+    width INTEGER NOT NULL, fingerprint TEXT NOT NULL, main TEXT NOT NULL
+);
+CREATE TABLE frames (
+    stream TEXT NOT NULL, epoch INTEGER NOT NULL, seq INTEGER NOT NULL, segment INTEGER NOT NULL,
+    offset INTEGER NOT NULL, bytes INTEGER NOT NULL, covered INTEGER NOT NULL, PRIMARY KEY (stream, epoch, seq)
+) WITHOUT ROWID;
+CREATE INDEX frames_segment ON frames (segment, offset);
+CREATE TABLE extents (
+    capture TEXT NOT NULL, site TEXT NOT NULL, seq INTEGER NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL,
+    n INTEGER NOT NULL, pos_min INTEGER NOT NULL, pos_max INTEGER NOT NULL, layers BLOB NOT NULL, rows BLOB NOT NULL,
+    PRIMARY KEY (capture, site, seq)
+) WITHOUT ROWID;
+CREATE INDEX extents_segment ON extents (segment, offset);
+CREATE TABLE drops (
+    capture TEXT NOT NULL, site TEXT NOT NULL, seq INTEGER NOT NULL, layers BLOB NOT NULL,
+    start INTEGER NOT NULL, stop INTEGER NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (capture, site, seq)
+) WITHOUT ROWID;
+"""
+
+
+def connect_write(path: Path) -> sqlite3.Connection:
+    """The writer's connection; sqlite3.DatabaseError where the file is damaged."""
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
+    db.row_factory = sqlite3.Row
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("PRAGMA synchronous=NORMAL")
+    return db
+
+
+def connect_read(path: Path) -> sqlite3.Connection:
+    """A reader's connection; it writes nothing and works where nothing can be written."""
+    if not path.exists():
+        raise StoreError("open catalog", path, "no such file", "a writer makes the catalog at its start")
+    error: sqlite3.Error | None = None
+    # immutable: a store on read-only media whose WAL index cannot be made; it was left clean or is as of its last
+    # checkpoint.
+    for mode in ("mode=ro", "immutable=1"):
+        quoted = str(path.resolve()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+        uri = f"file:{quoted}?{mode}"
+        db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10)
+        db.row_factory = sqlite3.Row
+        try:
+            row = db.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
+        except sqlite3.Error as caught:
+            error = caught
+            db.close()
+            continue
+        if row is None or row["value"] != str(CATALOG_VERSION):
+            found = None if row is None else row["value"]
+            db.close()
+            raise StoreError("open catalog", path, f"version {found}, this reader knows {CATALOG_VERSION}",
+                             "start the writer once: it rebuilds the catalog")
+        return db
+    raise StoreError("open catalog", path, error, "start the writer once: it repairs or rebuilds the catalog")
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Rows of a capture in one frame; ``rows`` is uint32 ``[n, 2]`` of (position, row in the frame)."""
+
+    site: str
+    seq: int
+    segment: int
+    offset: int
+    layers: tuple[int, ...]
+    rows: np.ndarray[Any, np.dtype[np.uint32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A range of positions that the engine did not keep."""
+
+    site: str
+    seq: int
+    layers: tuple[int, ...]
+    start: int
+    stop: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Where a segment lies and what is in it; ``main`` names the codec's main stream."""
+
+    number: int
+    sealed: bool
+    site: str
+    codec: str
+    dtype: str
+    width: int
+    main: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A row of ``captures``, decoded."""
+
+    id: str
+    ulid: str
+    sample: int
+    owner: str
+    status: str
+    created_ms: int
+    tags: dict[str, str]
+    stream: str | None
+    asked: str | None
+    resolved: str | None
+    prompt_len: int
+    prompt_tokens: bytes
+    cached: int
+    finish_seq: int | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    output_tokens: bytes
+    end: int | None
+    recomputed: int
+    client_reason: str | None
+    total_len: int
+    lost: bool
+    failed: str | None
+    deleted: bool
+
+
+def pack_layers(layers: list[int]) -> bytes:
+    """Layers as little-endian uint16."""
+    return np.asarray(layers, "<u2").tobytes()
+
+
+def unpack_layers(data: bytes) -> tuple[int, ...]:
+    """The inverse."""
+    return tuple(np.frombuffer(data, "<u2").tolist())
+
+
+def capture_of(row: sqlite3.Row) -> Capture:
+    """A Capture of a row of ``SELECT * FROM captures``."""
+    stop = row["stop_reason"]
+    if row["finish_reason"] in (None, "abort"):  # a stop string is known to the front end alone
+        stop = row["client_stop"] or stop
+    return Capture(
+        id=row["id"], ulid=row["ulid"], sample=row["sample"], owner=row["owner"], status=row["status"],
+        created_ms=row["created_ms"], tags=json.loads(row["tags"]), stream=row["stream"], asked=row["asked"],
+        resolved=row["resolved"], prompt_len=row["prompt_len"], prompt_tokens=row["prompt_tokens"],
+        cached=row["cached"], finish_seq=row["finish_seq"], finish_reason=row["finish_reason"],
+        stop_reason=None if stop is None else json.loads(stop), output_tokens=row["output_tokens"], end=row["end"],
+        recomputed=row["recomputed"], client_reason=row["client_reason"], total_len=row["total_len"],
+        lost=bool(row["lost"]), failed=row["failed"], deleted=bool(row["deleted"]),
+    )
+
+
+def find_capture(db: sqlite3.Connection, capture: str) -> Capture | None:
+    """The capture of exactly this id."""
+    row = db.execute("SELECT * FROM captures WHERE id = ?", (capture,)).fetchone()
+    return None if row is None else capture_of(row)
+
+
+def load_extents(db: sqlite3.Connection, capture: str, site: str | None = None) -> list[Extent]:
+    """The extents of a capture, oldest first; of one site where it is given."""
+    where, args = ("AND site = ?", (capture, site)) if site else ("", (capture,))
+    query = f"SELECT site, seq, segment, offset, layers, rows FROM extents WHERE capture = ? {where} ORDER BY seq"
+    return [
+        Extent(r["site"], r["seq"], r["segment"], r["offset"], unpack_layers(r["layers"]),
+               np.frombuffer(r["rows"], "<u4").reshape(-1, 2))
+        for r in db.execute(query, args)
+    ]
+
+
+def load_drops(db: sqlite3.Connection, capture: str) -> list[Drop]:
+    """The ranges that were dropped of a capture, oldest first."""
+    query = "SELECT * FROM drops WHERE capture = ? ORDER BY seq"
+    return [Drop(r["site"], r["seq"], unpack_layers(r["layers"]), r["start"], r["stop"], r["reason"])
+            for r in db.execute(query, (capture,))]
+
+
+def load_segment(db: sqlite3.Connection, number: int) -> Segment | None:
+    """A segment by its number."""
+    r = db.execute("SELECT * FROM segments WHERE number = ?", (number,)).fetchone()
+    if r is None:
+        return None
+    return Segment(r["number"], bool(r["sealed"]), r["site"], r["codec"], r["dtype"], r["width"], r["main"])
+
+
+def engine_json(db: sqlite3.Connection, stream: str | None) -> dict[str, Any]:
+    """What the engine of a stream said of itself, ``{}`` where nothing is known."""
+    row = db.execute("SELECT info FROM engines WHERE stream = ?", (stream or "",)).fetchone()
+    return json.loads(row["info"]) if row else {}

@@ -1,0 +1,156 @@
+"""Which rows of a capture are there and why others are not: expected = captured + missing, for every site × layer.
+
+The latest computation of a (site, layer, position) wins by its sequence number; a drop supersedes older rows in its
+range; what lies at or past the end of a finished capture is stale and never served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from schemas.catalog import Capture, Drop, Extent
+from schemas.manifest import Missing
+from schemas.spec import Resolved, intervals
+
+__all__ = ["Coverage", "LayerGroup", "cover", "status_of", "status_of_cover"]
+
+I64 = npt.NDArray[np.int64]
+_UNFINISHED = "pending"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of a site with the same rows: ``positions`` sorted; ``extent`` and ``row`` say where each lies."""
+
+    layers: tuple[int, ...]
+    expected: int
+    positions: I64
+    extent: I64  # index into Coverage.extents[site]
+    row: I64
+    missing: list[Missing]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """The rows of a capture by site; ``end`` is where expected positions end (exclusive)."""
+
+    end: int
+    sites: dict[str, list[LayerGroup]]
+    extents: dict[str, list[Extent]]
+
+
+def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop]) -> Coverage:
+    """Hold what was stored of an opened capture against what it asked for."""
+    if capture.resolved is None:
+        return Coverage(0, {}, {})
+    resolved = msgspec.json.decode(capture.resolved, type=Resolved)
+    highest = max((int(extent.rows[:, 0].max(initial=0)) for extent in extents), default=-1)
+    finished = capture.finish_seq is not None
+    if finished:
+        served = capture.end or 0
+        total = capture.prompt_len + len(capture.output_tokens) // 4
+        expected_end = max(served, total - 1)
+    else:
+        served = expected_end = max(capture.prompt_len, highest + 1)
+    ranges = clip(intervals(resolved.positions, capture.prompt_len), expected_end)
+    by_site: dict[str, list[LayerGroup]] = {}
+    kept: dict[str, list[Extent]] = {}
+    for site, layers in resolved.layers.items():
+        kept[site] = [extent for extent in extents if extent.site == site]
+        site_drops = [drop for drop in drops if drop.site == site]
+        groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        extent_layers = [set(extent.layers) for extent in kept[site]]
+        drop_layers = [set(drop.layers) for drop in site_drops]
+        for layer in layers:
+            key = (tuple(i for i, has in enumerate(extent_layers) if layer in has),
+                   tuple(i for i, has in enumerate(drop_layers) if layer in has))
+            groups.setdefault(key, []).append(layer)
+        by_site[site] = [
+            _group(capture, tuple(members), kept[site], which, [site_drops[i] for i in dropped], ranges, served)
+            for (which, dropped), members in groups.items()
+        ]
+    return Coverage(expected_end, by_site, kept)
+
+
+def _group(
+    capture: Capture, layers: tuple[int, ...], extents: Sequence[Extent], which: Sequence[int], drops: Sequence[Drop],
+    ranges: list[tuple[int, int]], served: int,
+) -> LayerGroup:
+    expected = expand(ranges)
+    sizes = [len(extents[i].rows) for i in which]
+    stacked = np.concatenate([extents[i].rows for i in which]) if which else np.zeros((0, 2), np.uint32)
+    position, row = stacked[:, 0].astype(np.int64), stacked[:, 1].astype(np.int64)
+    extent = np.repeat(np.asarray(which, np.int64), sizes)
+    seq = np.repeat(np.asarray([extents[i].seq for i in which], np.int64), sizes)
+    order = np.lexsort((row, seq, position))
+    position, row, extent, seq = position[order], row[order], extent[order], seq[order]
+    latest = np.append(position[1:] != position[:-1], True) if len(position) else np.zeros(0, bool)
+    keep = latest & (position < served)
+    for drop in drops:
+        keep &= ~((position >= drop.start) & (position < drop.stop) & (seq < drop.seq))
+    position, row, extent = position[keep], row[keep], extent[keep]
+    wanted = np.isin(position, expected, assume_unique=True)
+    position, row, extent = position[wanted], row[wanted], extent[wanted]
+    absent = np.setdiff1d(expected, position, assume_unique=True)
+    return LayerGroup(layers, len(expected), position, extent, row, _missing(capture, absent, drops))
+
+
+def _missing(capture: Capture, absent: I64, drops: Sequence[Drop]) -> list[Missing]:
+    """Ranges of absent positions with their reasons."""
+    if not len(absent):
+        return []
+    names: list[str] = []
+
+    def name(reason: str) -> int:
+        if reason not in names:
+            names.append(reason)
+        return names.index(reason)
+
+    finished = capture.finish_seq is not None
+    rest = "dropped" if finished else "engine_lost" if capture.lost else _UNFINISHED
+    reason = np.full(len(absent), name(rest), np.int64)
+    if finished and capture.finish_reason in ("abort", "error"):
+        reason[absent >= (capture.end or 0)] = name("aborted")
+    reason[absent < capture.cached] = name("prefix_cached")
+    for drop in drops:
+        reason[(absent >= drop.start) & (absent < drop.stop)] = name(drop.reason)
+    starts = np.flatnonzero(np.append(True, (np.diff(absent) != 1) | (np.diff(reason) != 0)))
+    stops = np.append(starts[1:], len(absent))
+    return [Missing(int(absent[a]), int(absent[b - 1]) + 1, names[reason[a]])
+            for a, b in zip(starts, stops, strict=True)]
+
+
+def clip(ranges: Iterable[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """The ranges below ``end``."""
+    return [(max(start, 0), min(stop, end)) for start, stop in ranges if start < end and stop > 0]
+
+
+def expand(ranges: Sequence[tuple[int, int]]) -> I64:
+    """The positions of sorted, disjoint ranges."""
+    parts = [np.arange(start, stop, dtype=np.int64) for start, stop in ranges]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def status_of(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop]) -> str:
+    """The status that follows from what is stored (one of manifest.STATUSES)."""
+    return status_of_cover(capture, cover(capture, extents, drops))
+
+
+def status_of_cover(capture: Capture, coverage: Coverage) -> str:
+    """The same where the coverage is known."""
+    if capture.deleted:
+        return "deleted"
+    if capture.resolved is None:
+        return "failed" if capture.failed is not None else "pending"
+    if capture.finish_seq is None:
+        return "incomplete" if capture.lost else "running"
+    resolved = msgspec.json.decode(capture.resolved, type=Resolved)
+    allowed = {"prefix_cached"} if resolved.prefix_cache == "allow" else set()
+    groups = (group for groups in coverage.sites.values() for group in groups)
+    reasons = {missing.reason for group in groups for missing in group.missing}
+    return "incomplete" if reasons - allowed else "complete"

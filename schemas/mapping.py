@@ -1,0 +1,87 @@
+"""Mapped segments: a bounded cache of memory maps and of the frames that were checked in them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Final
+
+from schemas.catalog import Segment
+from schemas.errors import CorruptError, StoreError
+from schemas.segment import FrameView, parse_frame, verify_payload
+from schemas.zarr_layout import segment_places
+
+__all__ = ["SegmentMaps", "map_file"]
+
+maps_max: Final = 64
+frames_max: Final = 4096
+
+
+def map_file(path: Path) -> memoryview:
+    """The file, mapped read-only; an empty file is an empty view."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
+    finally:
+        os.close(fd)
+
+
+class SegmentMaps:
+    """Frames of a store by (segment, byte offset), each checked against its checksums once; thread-safe."""
+
+    def __init__(self, store: Path, uuid: bytes) -> None:
+        self._store, self._uuid = store, uuid
+        self._lock = threading.Lock()
+        self._maps: OrderedDict[int, tuple[Path, memoryview]] = OrderedDict()
+        self._frames: OrderedDict[tuple[int, int], FrameView] = OrderedDict()
+
+    def frame(self, segment: Segment, offset: int) -> FrameView:
+        """The frame at ``offset``; CorruptError names the block and the offset where bytes do not match."""
+        key = (segment.number, offset)
+        with self._lock:
+            if key in self._frames:
+                self._frames.move_to_end(key)
+                return self._frames[key]
+        path, data = self._map(segment, fresh=False)
+        try:
+            view = parse_frame(data, offset, self._uuid, segment.number, path)
+        except CorruptError:
+            # The map may be older than the frame: the file has grown since.
+            path, data = self._map(segment, fresh=True)
+            view = parse_frame(data, offset, self._uuid, segment.number, path)
+        verify_payload(view, path)
+        with self._lock:
+            self._frames[key] = view
+            while len(self._frames) > frames_max:
+                self._frames.popitem(last=False)
+        return view
+
+    def close(self) -> None:
+        """Forget all maps; they are unmapped when no array views them any more."""
+        with self._lock:
+            self._frames.clear()
+            self._maps.clear()
+
+    def _map(self, segment: Segment, fresh: bool) -> tuple[Path, memoryview]:
+        with self._lock:
+            if not fresh and segment.number in self._maps:
+                self._maps.move_to_end(segment.number)
+                return self._maps[segment.number]
+        places = segment_places(self._store, segment.number, segment.main)
+        # A segment moves once, from the last place to the first, while it is sealed. Looking from the last to the
+        # first and then once more finds it wherever it is at that moment.
+        for path in (*places[::-1], *places):
+            try:
+                mapped = (path, map_file(path))
+            except FileNotFoundError:
+                continue
+            with self._lock:
+                self._maps[segment.number] = mapped
+                while len(self._maps) > maps_max:
+                    self._maps.popitem(last=False)
+            return mapped
+        raise StoreError("open segment", places[0], "no such file", "the store was changed by hand, or is not complete")

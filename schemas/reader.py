@@ -1,0 +1,394 @@
+"""Read a store from disk: captures, manifests and slices. Needs no server, and works while the writer is down.
+
+>>> store = StoreReader("captures")                                              # doctest: +SKIP
+>>> store.slice("01J...", "resid_post", [12], 0, 10).values().shape              # doctest: +SKIP
+(1, 10, 4096)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from schemas import codecs, limits
+from schemas import manifest as manifests
+from schemas.catalog import (
+    Capture,
+    capture_of,
+    connect_read,
+    engine_json,
+    find_capture,
+    load_drops,
+    load_extents,
+    load_segment,
+)
+from schemas.control import EngineInfo
+from schemas.coverage import Coverage, LayerGroup, cover
+from schemas.errors import LimitError, NotFoundError, StoreError
+from schemas.ids import split_capture_id
+from schemas.manifest import Manifest, Missing
+from schemas.mapping import SegmentMaps
+from schemas.sites import SITES, parse_site
+from schemas.spec import Resolved
+from schemas.zarr_layout import block_name, open_name
+
+__all__ = ["CaptureRow", "Slice", "StoreReader", "read_store_uuid"]
+
+Array = npt.NDArray[Any]
+_INDEXED = re.compile(r"(.+)\.(0|[1-9][0-9]{0,5})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRow:
+    """One line of a listing; lengths are in tokens."""
+
+    id: str
+    owner: str
+    status: str
+    created_ms: int
+    tags: dict[str, str]
+    aliases: list[str]
+    sites: list[str]
+    prompt_len: int
+    total_len: int
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows ``[start, stop)`` of some layers of a site, as stored.
+
+    ``pieces[stream]`` is ``[layers, n, *stream.shape]``; ``positions`` and ``token_ids`` are uint32 ``[n]``. A
+    position is a row only if every asked layer has it; the others are in ``missing``. ``clipped`` says that the range
+    asked for reached past the end.
+    """
+
+    capture: str
+    site: str
+    layers: list[int]
+    codec: str
+    dtype: str
+    width: int
+    start: int
+    stop: int
+    positions: npt.NDArray[np.uint32]
+    token_ids: npt.NDArray[np.uint32]
+    pieces: dict[str, Array]
+    missing: list[Missing]
+    clipped: bool
+
+    def values(self) -> npt.NDArray[np.float32]:
+        """Decoded rows, float32 ``[layers, n, width]``."""
+        return codecs.decode(self.codec, self.pieces, self.width, self.dtype)
+
+
+def read_store_uuid(path: Path) -> bytes:
+    """The 16 bytes that name the store; StoreError where ``path`` is no store of a known version."""
+    file = path / "store.json"
+    try:
+        document = json.loads(file.read_text())
+        version, uuid = document["version"], bytes.fromhex(document["uuid"].replace("-", ""))
+    except FileNotFoundError:
+        raise StoreError("open store", path, "no store.json in it", "name the folder given to the writer") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError("open store", file, f"malformed: {error!r}") from None
+    if version != limits.STORE_VERSION or len(uuid) != 16:
+        raise StoreError("open store", file, f"version {version}, this program knows {limits.STORE_VERSION}")
+    return uuid
+
+
+class StoreReader:
+    """A store opened read-only; safe to use from several threads.
+
+    A ``ref`` is a capture id, or an alias (a response id, an X-Request-Id). ``owner`` restricts to one owner's
+    captures, None means any. NotFoundError is raised for what is not there, is deleted or belongs to others.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._maps = SegmentMaps(self.path, read_store_uuid(self.path))
+        self._lock = threading.RLock()
+        self._db = connect_read(self.path / "catalog.sqlite")
+
+    def close(self) -> None:
+        """Release files; slices taken before stay valid."""
+        with self._lock:
+            self._db.close()
+            self._maps.close()
+
+    def __enter__(self) -> StoreReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ── what is there ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def capture(self, ref: str, owner: str | None = None) -> CaptureRow:
+        """One capture's line."""
+        with self._lock:
+            return self._row(self._find(ref, owner))
+
+    def captures(
+        self, owner: str | None = None, status: str | None = None, limit: int = 100, before: str | None = None
+    ) -> list[CaptureRow]:
+        """Newest first; ``before`` is the id that the previous page ended with. Deleted ones only where asked for."""
+        if not 0 < limit <= limits.captures_page_max:
+            raise LimitError("captures in a page", limit, limits.captures_page_max)
+        where: list[str] = ["deleted = 0" if status != "deleted" else "1"]
+        args: list[str | int] = []
+        if owner is not None:
+            where.append("owner = ?")
+            args.append(owner)
+        if status is not None:
+            where.append("status = ?")
+            args.append(status)
+        with self._lock:
+            if before is not None:
+                last = self._find(before, owner)
+                where.append("(created_ms, id) < (?, ?)")
+                args += [last.created_ms, last.id]
+            condition = " AND ".join(where)
+            query = f"SELECT * FROM captures WHERE {condition} ORDER BY created_ms DESC, id DESC LIMIT {limit}"
+            return [self._row(capture_of(row)) for row in self._db.execute(query, args)]
+
+    def samples(self, ref: str, owner: str | None = None) -> list[str]:
+        """The capture ids under a ULID or an alias, in the order of their numbers."""
+        with self._lock:
+            if split_capture_id(ref) is None:
+                ref = self._resolve_alias(ref, owner)
+            ulid, index = split_capture_id(ref) or ("", None)
+            if index is not None:
+                return [self._find(ref, owner).id]
+            return [capture.id for capture in self._under(ulid, owner)]
+
+    def engine(self) -> EngineInfo | None:
+        """The newest engine that the store knows."""
+        with self._lock:
+            row = self._db.execute("SELECT info FROM engines ORDER BY epoch DESC LIMIT 1").fetchone()
+        return None if row is None else msgspec.json.decode(row["info"], type=EngineInfo)
+
+    def manifest(self, ref: str, owner: str | None = None) -> Manifest:
+        """The whole truth about one capture."""
+        with self._lock:
+            self._db.execute("BEGIN")
+            try:
+                capture = self._find(ref, owner)
+                coverage = cover(capture, load_extents(self._db, capture.id), load_drops(self._db, capture.id))
+                return self._manifest(capture, coverage)
+            finally:
+                self._db.execute("ROLLBACK")
+
+    # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def slice(
+        self, ref: str, site: str, layers: Sequence[int], start: int = 0, stop: int | None = None,
+        owner: str | None = None,
+    ) -> Slice:
+        """Rows at positions ``[start, stop)`` of some layers of a site, clipped to what the capture can have.
+
+        LimitError over ``limits.slice_bytes_max`` of stored bytes; CorruptError where stored bytes do not match.
+        """
+        site = parse_site(site, "site")[0]
+        with self._lock:
+            self._db.execute("BEGIN")
+            try:
+                capture = self._find(ref, owner)
+                resolved = _resolved(capture)
+                wanted = _check_layers(capture, resolved, site, layers)
+                coverage = cover(capture, load_extents(self._db, capture.id, site), load_drops(self._db, capture.id))
+                dtype, width = self._shape(capture, coverage, site)
+                segments = {extent.segment: load_segment(self._db, extent.segment) for extent in coverage.extents[site]}
+            finally:
+                self._db.execute("ROLLBACK")
+        first = max(start, 0)
+        last = coverage.end if stop is None else min(stop, coverage.end)
+        last = max(last, first)
+        clipped = start < 0 or (stop is not None and stop > coverage.end)
+        positions, picks = _common_rows(coverage.sites[site], wanted, first, last)
+        declared = codecs.streams(resolved.codec[site], width, dtype)
+        nbytes = len(wanted) * len(positions) * sum(stream.nbytes for stream in declared)
+        if nbytes > limits.slice_bytes_max:
+            raise LimitError("bytes of a slice", nbytes, limits.slice_bytes_max, "ask for fewer layers or positions")
+        pieces: dict[str, Array] = {
+            stream.name: np.empty((len(wanted), len(positions), *stream.shape), stream.dtype) for stream in declared
+        }
+        token_ids = np.zeros(len(positions), np.uint32)
+        for group_layers, extent_of, row_of in picks:
+            for index in np.unique(extent_of):
+                extent = coverage.extents[site][index]
+                segment = segments[extent.segment]
+                if segment is None:
+                    raise StoreError("read slice", self.path, f"segment {extent.segment} is not in the catalog",
+                                     "start the writer once: it repairs the catalog")
+                view = self._maps.frame(segment, extent.offset)
+                at = np.flatnonzero(extent_of == index)
+                rows = row_of[at]
+                source = view.pieces(np.searchsorted(view.frame.layers, [wanted[i] for i in group_layers]), rows)
+                for number, stream in enumerate(declared):
+                    target = pieces[stream.name].view(np.uint8).reshape(len(wanted), len(positions), stream.nbytes)
+                    target[np.ix_(np.asarray(group_layers), at)] = view.section(number)[source]
+                token_ids[at] = view.table.token_id[rows]
+        missing = _missing_of(coverage.sites[site], wanted, first, last)
+        return Slice(capture.id, site, list(layers), resolved.codec[site], dtype, width, first, last,
+                     positions.astype(np.uint32), token_ids, pieces, missing, clipped)
+
+    # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _under(self, ulid: str, owner: str | None) -> list[Capture]:
+        rows = self._db.execute("SELECT * FROM captures WHERE ulid = ? AND deleted = 0 ORDER BY sample", (ulid,))
+        found = [capture for capture in map(capture_of, rows) if owner is None or capture.owner == owner]
+        if not found:
+            raise NotFoundError(f"no capture {ulid}")
+        return found
+
+    def _find(self, ref: str, owner: str | None) -> Capture:
+        capture_id = ref if split_capture_id(ref) is not None else self._resolve_alias(ref, owner)
+        capture = find_capture(self._db, capture_id)
+        if capture is None:
+            ulid, index = split_capture_id(capture_id) or ("", None)
+            capture = find_capture(self._db, ulid) if index == 0 else None
+            if index is None:
+                under = self._under(ulid, owner)
+                if len(under) > 1:
+                    raise NotFoundError(f"{ref} has {len(under)} samples; ask for {under[0].id} … {under[-1].id}")
+                capture = under[0]
+        if capture is None or capture.deleted or (owner is not None and capture.owner != owner):
+            raise NotFoundError(f"no capture {ref[:limits.alias_chars_max]!r}")
+        return capture
+
+    def _resolve_alias(self, alias: str, owner: str | None) -> str:
+        query = "SELECT ulid FROM aliases WHERE alias = ? AND (? IS NULL OR owner = ?) ORDER BY n DESC LIMIT 1"
+        row = self._db.execute(query, (alias, owner, owner)).fetchone()
+        if row is not None:
+            return str(row["ulid"])
+        if match := _INDEXED.fullmatch(alias):
+            row = self._db.execute(query, (match[1], owner, owner)).fetchone()
+            if row is not None:
+                return f"{row['ulid']}.{match[2]}"
+        raise NotFoundError(f"no capture {alias[:limits.alias_chars_max]!r}")
+
+    def _row(self, capture: Capture) -> CaptureRow:
+        sites = list(_resolved(capture).layers) if capture.resolved is not None else []
+        return CaptureRow(capture.id, capture.owner, capture.status, capture.created_ms, capture.tags,
+                          self._aliases(capture), sites, capture.prompt_len, capture.total_len,
+                          capture.client_reason or capture.finish_reason)
+
+    def _aliases(self, capture: Capture) -> list[str]:
+        rows = self._db.execute("SELECT alias FROM aliases WHERE ulid = ? ORDER BY n", (capture.ulid,))
+        return [row["alias"] for row in rows]
+
+    def _shape(self, capture: Capture, coverage: Coverage, site: str) -> tuple[str, int]:
+        """dtype and width of a site: what was stored, else what the engine said it would be."""
+        for extent in coverage.extents.get(site, ()):
+            segment = load_segment(self._db, extent.segment)
+            if segment is not None:
+                return segment.dtype, segment.width
+        engine = engine_json(self._db, capture.stream)
+        return str(engine.get("model_dtype", "float32")), int(engine.get("widths", {}).get(site, 0))
+
+    def _manifest(self, capture: Capture, coverage: Coverage) -> Manifest:
+        resolved = json.loads(capture.resolved) if capture.resolved else {}
+        engine = engine_json(self._db, capture.stream)
+        sites, rows = [], []
+        for site, groups in coverage.sites.items():
+            codec = resolved["codec"][site]
+            dtype, width = self._shape(capture, coverage, site)
+            extents = []
+            for extent in coverage.extents[site]:
+                segment = load_segment(self._db, extent.segment)
+                sealed = segment is not None and segment.sealed
+                block = block_name(extent.segment) if sealed else open_name(extent.segment)
+                positions = extent.rows[:, 0]
+                extents.append(manifests.Extent(block, extent.offset, len(positions), int(positions.min()),
+                                                int(positions.max())))
+            declared = [
+                {"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "view": s.view, "fill": s.fill}
+                for s in codecs.streams(codec, width, dtype)
+            ] if width else []
+            meaning = engine.get("meaning", {}).get(site) or SITES[site].meaning
+            lens = SITES[site].lens[0] if SITES[site].lens else None
+            sites.append(manifests.SiteInfo(site, width, codec, dtype, declared, codecs.CODECS[codec].error, meaning,
+                                            lens, extents))
+            rows += [
+                manifests.SiteLayer(site, layer, codec, group.expected, len(group.positions), group.missing)
+                for group in groups for layer in group.layers
+            ]
+        rows.sort(key=lambda entry: (list(coverage.sites).index(entry.site), entry.layer))
+        return Manifest(
+            id=capture.id, aliases=self._aliases(capture), status=capture.status,
+            asked=json.loads(capture.asked) if capture.asked else {}, resolved=resolved, tags=capture.tags,
+            created_ms=capture.created_ms, engine=engine, prompt_len=capture.prompt_len, total_len=capture.total_len,
+            end=coverage.end if capture.end is None else capture.end,
+            prompt_token_ids=np.frombuffer(capture.prompt_tokens, "<u4").tolist(),
+            output_token_ids=np.frombuffer(capture.output_tokens, "<u4").tolist(),
+            finish_reason=capture.finish_reason, client_finish_reason=capture.client_reason,
+            stop_reason=capture.stop_reason, cached=capture.cached, recomputed=capture.recomputed,
+            sites=sites, rows=rows,
+        )
+
+
+def _resolved(capture: Capture) -> Resolved:
+    if capture.resolved is None:
+        why = f"it failed: {capture.failed}" if capture.failed is not None else "no engine has started it yet"
+        raise NotFoundError(f"capture {capture.id} has no rows: {why}")
+    return msgspec.json.decode(capture.resolved, type=Resolved)
+
+
+def _check_layers(capture: Capture, resolved: Resolved, site: str, layers: Sequence[int]) -> list[int]:
+    if site not in resolved.layers:
+        raise NotFoundError(f"capture {capture.id} has no site {site}; it has: {', '.join(resolved.layers) or 'none'}")
+    if absent := sorted(set(layers) - set(resolved.layers[site])):
+        raise NotFoundError(f"capture {capture.id} has no layer {absent} of {site}; it has: {resolved.layers[site]}")
+    if not layers or len(set(layers)) != len(layers):
+        raise NotFoundError(f"layers = {list(layers)}: name at least one layer, each once; "
+                            f"captured: {resolved.layers[site]}")
+    return list(layers)
+
+
+Pick = tuple[list[int], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+
+def _common_rows(groups: list[LayerGroup], wanted: list[int], start: int, stop: int) -> tuple[Array, list[Pick]]:
+    """Positions that every wanted layer has, and for each group of layers where their rows lie."""
+    used = [(group, [i for i, layer in enumerate(wanted) if layer in group.layers]) for group in groups]
+    used = [(group, members) for group, members in used if members]
+    positions = used[0][0].positions
+    for group, _ in used[1:]:
+        positions = np.intersect1d(positions, group.positions, assume_unique=True)
+    positions = positions[(positions >= start) & (positions < stop)]
+    picks = []
+    for group, members in used:
+        at = np.searchsorted(group.positions, positions)
+        picks.append((members, group.extent[at], group.row[at]))
+    return positions, picks
+
+
+def _missing_of(groups: list[LayerGroup], wanted: list[int], start: int, stop: int) -> list[Missing]:
+    """Missing ranges of any wanted layer within ``[start, stop)``; where layers differ, the first's reason."""
+    found: dict[int, str] = {}
+    used = [group for group in groups if set(group.layers) & set(wanted)]
+    if len(used) == 1:
+        clipped = [Missing(max(m.start, start), min(m.stop, stop), m.reason) for m in used[0].missing]
+        return [m for m in clipped if m.start < m.stop]
+    for group in used:
+        for m in group.missing:
+            for position in range(max(m.start, start), min(m.stop, stop)):
+                found.setdefault(position, m.reason)
+    merged: list[Missing] = []
+    for position in sorted(found):
+        if merged and merged[-1].stop == position and merged[-1].reason == found[position]:
+            merged[-1] = Missing(merged[-1].start, position + 1, found[position])
+        else:
+            merged.append(Missing(position, position + 1, found[position]))
+    return merged
+

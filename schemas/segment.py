@@ -1,0 +1,213 @@
+"""The segment format: frames one after the other, each a hashed head, its side streams and its main stream.
+
+    prelude 64 B | header (msgpack) | row table | pad | side streams | pad | main stream | pad     (pads to 4096)
+
+A segment is the journal file of one (site, codec, width, dtype, fingerprint) and later, unchanged but for an index
+appended to it, the shard of a Zarr array. The parser trusts no length: everything is held against limits, the file's
+size and the hash before it is used, and the walk ends at the first frame that is not whole.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from schemas import codecs, limits
+from schemas.codecs import Stream
+from schemas.control import Frame, StreamPart
+from schemas.errors import CorruptError, ProtocolError
+from schemas.frame import RowTable, check_frame, check_table
+
+__all__ = ["FrameHeader", "FrameView", "Layout", "encode_head", "frame_layout", "parse_frame", "verify_payload", "walk"]
+
+MAGIC: Final = b"TAPFRM01"
+SEGMENT_VERSION: Final = 1
+FLAG_REDACTED: Final = 1  # rows of a deleted capture were erased; stream checksums no longer hold
+# magic, version, flags, store uuid, segment number, header bytes, table bytes, total bytes, xxh3
+PRELUDE: Final = struct.Struct("<8sII16sQIIQQ")
+_HASH_AT: Final = PRELUDE.size - 8
+
+Bytes = npt.NDArray[np.uint8]
+Index = npt.NDArray[np.int64]
+
+
+class FrameHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The frame as it came, its ring extents dropped, and which stream it came from.
+
+    ``covered`` is the stream's durable number when the frame was appended: recovery counts on from there.
+    """
+
+    stream: str
+    epoch: int
+    covered: int
+    frame: Frame
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(FrameHeader)
+
+
+def align(nbytes: int) -> int:
+    """``nbytes`` rounded up to a section boundary."""
+    step = limits.section_align_bytes
+    return -(-nbytes // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Byte offsets of the sections from the frame's start; ``parts`` in the order of the codec's streams."""
+
+    parts: tuple[int, ...]
+    side_end: int
+    total: int
+
+
+def frame_layout(head_bytes: int, part_bytes: Sequence[int]) -> Layout:
+    """Where the sections of a frame lie: the first stream is the main one and comes last."""
+    offset = align(head_bytes)
+    sides = []
+    for nbytes in part_bytes[1:]:
+        sides.append(offset)
+        offset += nbytes
+    main = align(offset)
+    return Layout((main, *sides), offset, align(main + part_bytes[0]))
+
+
+def encode_head(store: bytes, number: int, header: FrameHeader, table: bytes | memoryview) -> tuple[bytes, Layout]:
+    """Prelude, header and row table of a frame, padded to the next section, and its layout.
+
+    ``store`` is the store's 16-byte uuid and ``number`` the segment's: bytes of a recycled file never pass.
+    """
+    frame = header.frame
+    if any(part.extents for part in frame.streams):
+        bare = [StreamPart(part.name, part.nbytes, part.xxh3) for part in frame.streams]
+        header = msgspec.structs.replace(header, frame=msgspec.structs.replace(frame, streams=bare))
+    body = _encoder.encode(header)
+    used = PRELUDE.size + len(body) + len(table)
+    layout = frame_layout(used, [part.nbytes for part in frame.streams])
+    return seal_head(store, number, 0, body, table, layout.total), layout
+
+
+def seal_head(store: bytes, number: int, flags: int, body: bytes, table: bytes | memoryview, total: int) -> bytes:
+    """The hashed head of encoded parts, padded to a section."""
+    fields = (MAGIC, SEGMENT_VERSION, flags, store, number, len(body), len(table), total)
+    head = b"".join((PRELUDE.pack(*fields, 0), body, table))
+    hashed = struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
+    return head[:_HASH_AT] + hashed + head[_HASH_AT + 8 :] + bytes(align(len(head)) - len(head))
+
+
+@dataclass(slots=True)
+class FrameView:
+    """A frame in a mapped segment; nothing of the payload is read until asked for.
+
+    ``offset`` is the frame's byte offset in ``data``; ``rows`` the number of its rows.
+    """
+
+    data: memoryview
+    offset: int
+    header: FrameHeader
+    flags: int
+    table: RowTable
+    rows: int
+    layout: Layout
+    declared: tuple[Stream, ...]
+    _first: Index = field(init=False)  # by row: the first row of its run
+    _count: Index = field(init=False)  # by row: how many rows its run has
+
+    def __post_init__(self) -> None:
+        runs = np.asarray(self.frame.runs, np.int64)
+        self._first = np.repeat(np.cumsum(runs) - runs, runs)
+        self._count = np.repeat(runs, runs)
+
+    @property
+    def frame(self) -> Frame:
+        """The frame's message."""
+        return self.header.frame
+
+    @property
+    def end(self) -> int:
+        """Offset of what follows the frame."""
+        return self.offset + self.layout.total
+
+    def pieces(self, layers: npt.ArrayLike, rows: npt.ArrayLike) -> Index:
+        """Index of the piece of each (layer, row) in any of the streams: int64 ``[len(layers), len(rows)]``.
+
+        ``layers`` are indexes into ``frame.layers``.
+        """
+        row = np.asarray(rows, np.int64)
+        layer = np.asarray(layers, np.int64)[:, None]
+        first, count = self._first[row], self._count[row]
+        index: Index = first * len(self.frame.layers) + layer * count + (row - first)
+        return index
+
+    def section(self, stream: int) -> Bytes:
+        """All pieces of a stream as bytes ``[rows × layers, piece bytes]``, a view of the file."""
+        piece = self.declared[stream].nbytes
+        count = self.rows * len(self.frame.layers)
+        at = self.offset + self.layout.parts[stream]
+        return np.frombuffer(self.data, np.uint8, count * piece, at).reshape(count, piece)
+
+
+def parse_frame(data: memoryview, offset: int, store: bytes, number: int, path: object) -> FrameView:
+    """The frame at ``offset`` of a segment; CorruptError (naming ``path`` and the offset) if it is not whole."""
+
+    def need(condition: bool, what: str) -> None:
+        if not condition:
+            raise CorruptError("read frame", f"{path} at byte {offset}", what)
+
+    need(0 <= offset <= len(data) - PRELUDE.size, "the file ends before the frame's prelude")
+    magic, version, flags, uuid, segment, n_header, n_table, total, digest = PRELUDE.unpack_from(data, offset)
+    need(magic == MAGIC, "no frame starts here")
+    need(version == SEGMENT_VERSION, f"format version {version}, this reader knows {SEGMENT_VERSION}")
+    need(uuid == store and segment == number, "the frame belongs to another store or segment")
+    need(n_header <= limits.message_header_bytes_max, f"header of {n_header} bytes")
+    need(n_table <= 16 * limits.frame_rows_max, f"row table of {n_table} bytes")
+    used = PRELUDE.size + n_header + n_table
+    need(used <= total <= len(data) - offset, f"frame of {total} bytes, {len(data) - offset} left in the file")
+    head = bytearray(data[offset : offset + used])
+    head[_HASH_AT : PRELUDE.size] = bytes(8)
+    need(xxhash.xxh3_64_intdigest(head) == digest, "the head does not match its checksum")
+    try:
+        header = _decoder.decode(memoryview(head)[PRELUDE.size : PRELUDE.size + n_header])
+        rows = check_frame(header.frame)
+        table = RowTable.from_bytes(bytes(head[used - n_table :]), rows)
+        check_table(header.frame, table)
+    except (msgspec.MsgspecError, ProtocolError) as error:
+        raise CorruptError("read frame", f"{path} at byte {offset}", error) from None
+    frame = header.frame
+    layout = frame_layout(used, [part.nbytes for part in frame.streams])
+    need(layout.total == total, f"frame of {total} bytes, its sections need {layout.total}")
+    declared = codecs.streams(frame.codec, frame.width, frame.dtype)
+    return FrameView(data, offset, header, flags, table, rows, layout, declared)
+
+
+def verify_payload(view: FrameView, path: object) -> None:
+    """CorruptError where a stream's bytes do not match its checksum (skipped for redacted frames)."""
+    if view.flags & FLAG_REDACTED:
+        return
+    for part, at in zip(view.frame.streams, view.layout.parts, strict=True):
+        start = view.offset + at
+        if xxhash.xxh3_64_intdigest(view.data[start : start + part.nbytes]) != part.xxh3:
+            raise CorruptError("read frame", f"{path} at byte {view.offset}", f"stream {part.name} does not match "
+                               "its checksum", "the rows of this frame are lost; others are not affected")
+
+
+def walk(data: memoryview, store: bytes, number: int, path: object, verify: bool) -> Iterator[FrameView]:
+    """The frames of a segment up to the first that is not whole; with ``verify``, payload included."""
+    offset = 0
+    while offset < len(data):
+        try:
+            view = parse_frame(data, offset, store, number, path)
+            if verify:
+                verify_payload(view, path)
+        except CorruptError:
+            return
+        yield view
+        offset = view.end

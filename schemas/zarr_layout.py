@@ -1,0 +1,76 @@
+"""Where things lie in a store, and the Zarr v3 metadata of a sealed block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["WRITER", "array_metadata", "block_name", "group_metadata", "main_chunk", "open_name", "segment_places"]
+
+WRITER: Final = "w0"
+BYTES: Final = {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+def open_name(number: int) -> str:
+    """Path below the store of a segment that is still a journal file."""
+    return f"writers/{WRITER}/journal/{number:08d}.open"
+
+
+def block_name(number: int) -> str:
+    """Path below the store of a sealed segment: a Zarr v3 group."""
+    return f"blocks/{WRITER}-{number:08d}.zarr"
+
+
+def building_name(number: int) -> str:
+    """Path below the store of a block that is being sealed."""
+    return f"blocks/.building-{WRITER}-{number:08d}"
+
+
+def main_chunk(main: str) -> str:
+    """Path below a block of the file that was the journal."""
+    return f"{main}/c/0/0/0"
+
+
+def segment_places(store: Path, number: int, main: str) -> tuple[Path, Path, Path]:
+    """Everywhere the bytes of a segment can be: sealed, being renamed, still a journal file."""
+    chunk = main_chunk(main)
+    return store / block_name(number) / chunk, store / building_name(number) / chunk, store / open_name(number)
+
+
+def array_metadata(
+    shape: Sequence[int], dtype: str, fill: Any, inner: Sequence[int] | None = None,
+    attributes: Mapping[str, Any] | None = None, names: Sequence[str] | None = None,
+) -> bytes:
+    """``zarr.json`` of an array of one chunk; with ``inner``, a shard of such chunks with its index at the end."""
+    codecs: list[dict[str, Any]] = [BYTES]
+    if inner is not None:
+        codecs = [{
+            "name": "sharding_indexed",
+            "configuration": {
+                "chunk_shape": list(inner),
+                "codecs": [BYTES],
+                "index_codecs": [BYTES, {"name": "crc32c"}],
+                "index_location": "end",
+            },
+        }]
+    document = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill,
+        "codecs": codecs,
+        "attributes": dict(attributes or {}),
+    }
+    if names is not None:
+        document["dimension_names"] = list(names)
+    return json.dumps(document, indent=1).encode()
+
+
+def group_metadata(attributes: Mapping[str, Any]) -> bytes:
+    """``zarr.json`` of a group."""
+    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}, indent=1).encode()

@@ -1,0 +1,57 @@
+"""``python -m writer_service --store DIR --endpoint ipc://…``: run a store's writer until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import sys
+from pathlib import Path
+
+from schemas import limits
+from schemas.errors import StartError, StoreError
+from writer_service.config import Config
+from writer_service.server import Writer
+
+
+def parse(argv: list[str]) -> Config:
+    """Flags as a Config; argparse ends the process with status 2 on a bad one."""
+    parser = argparse.ArgumentParser(prog="python -m writer_service", description=__doc__)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--endpoint", required=True, help="ipc://PATH in a directory of mode 0700")
+    parser.add_argument("--durability", default="fsync", help="what an Ack means: fsync (default) or os")
+    parser.add_argument("--segment-bytes", type=int, default=limits.segment_bytes_target)
+    parser.add_argument("--seal-idle-s", type=float, default=5.0)
+    parser.add_argument("--engine-lost-s", type=float, default=limits.engine_lost_after_ms / 1000)
+    args = parser.parse_args(argv)
+    return Config(args.store, args.endpoint, args.durability, args.segment_bytes, args.seal_idle_s, args.engine_lost_s)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 after a clean stop, 2 where the writer cannot start, 1 where it had to end."""
+    try:
+        writer = Writer(parse(sys.argv[1:] if argv is None else argv))
+    except (StartError, StoreError) as error:
+        print(f"writer: {error}", file=sys.stderr)
+        return 2
+
+    def stop(*_: object) -> None:
+        writer.stop = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        writer.run()
+    except StartError as error:
+        print(f"writer: {error}", file=sys.stderr)
+        return 2
+    except StoreError as error:
+        print(f"writer: {error}", file=sys.stderr)
+        return 1
+    counts = " ".join(f"{key}={value}" for key, value in dataclasses.asdict(writer.counters).items() if value)
+    print(f"writer stopped {counts}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""What the writer does to the catalog: apply journal entries, index frames, keep statuses true.
+
+Everything here is a function of the journal alone and may be done twice: replaying a log or a segment changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from schemas import codecs
+from schemas.catalog import CATALOG_VERSION, DDL, find_capture, load_drops, load_extents, pack_layers
+from schemas.control import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Frame, Hello, Hold, Open, Own
+from schemas.coverage import cover, status_of_cover
+from schemas.frame import RowTable
+from schemas.ids import sample_id, split_capture_id
+from writer_service.control_log import Entry, Lost
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """A frame that lies whole in a segment, as the catalog needs it."""
+
+    stream: str
+    epoch: int
+    covered: int
+    segment: int
+    offset: int
+    nbytes: int
+    frame: Frame
+    table: RowTable
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMade:
+    """A segment that the catalog must know before its first frame."""
+
+    number: int
+    site: str
+    codec: str
+    dtype: str
+    width: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSealed:
+    """A segment that is now a block."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentGone:
+    """A segment that ended without a frame."""
+
+    number: int
+
+
+Change = Entry | Indexed | SegmentMade | SegmentSealed | SegmentGone
+
+
+def create(db: sqlite3.Connection, uuid: str) -> None:
+    """Tables of an empty catalog."""
+    db.executescript(f"BEGIN; {DDL} COMMIT;")
+    set_meta(db, "version", str(CATALOG_VERSION))
+    set_meta(db, "store", uuid)
+
+
+def set_meta(db: sqlite3.Connection, key: str, value: str) -> None:
+    """Remember a value."""
+    db.execute("INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value))
+
+
+def get_meta(db: sqlite3.Connection, key: str) -> str | None:
+    """A value remembered before."""
+    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return None if row is None else str(row["value"])
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """All or nothing."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+
+
+def apply(db: sqlite3.Connection, changes: Iterable[Change]) -> set[str]:
+    """Apply changes in order inside a transaction; the captures whose status may have changed."""
+    touched: set[str] = set()
+    for change in changes:
+        match change:
+            case Entry():
+                touched |= _apply_entry(db, change)
+            case Indexed():
+                touched |= _index(db, change)
+            case SegmentMade():
+                main = codecs.streams(change.codec, change.width, change.dtype)[0].name
+                db.execute("INSERT OR IGNORE INTO segments VALUES (?, 0, ?, ?, ?, ?, ?, ?)",
+                           (change.number, change.site, change.codec, change.dtype, change.width,
+                            change.fingerprint, main))
+            case SegmentSealed():
+                db.execute("UPDATE segments SET sealed = 1 WHERE number = ?", (change.number,))
+            case SegmentGone():
+                db.execute("DELETE FROM segments WHERE number = ?", (change.number,))
+    return touched
+
+
+def refresh(db: sqlite3.Connection, captures: Iterable[str]) -> None:
+    """Make status and length of captures what follows from the rest of the catalog."""
+    for capture_id in captures:
+        capture = find_capture(db, capture_id)
+        if capture is None:
+            continue
+        coverage = cover(capture, load_extents(db, capture_id), load_drops(db, capture_id))
+        tokens = capture.prompt_len + len(capture.output_tokens) // 4
+        total = tokens if capture.finish_seq is not None else max(tokens, coverage.end)
+        db.execute("UPDATE captures SET status = ?, total_len = ? WHERE id = ?",
+                   (status_of_cover(capture, coverage), total, capture_id))
+
+
+def note_streams(db: sqlite3.Connection, covered: Iterable[tuple[str, int, str, int]]) -> None:
+    """Remember what of each (stream, epoch, role, number) is on the disk."""
+    db.executemany(
+        "INSERT INTO streams (stream, epoch, role, covered) VALUES (?, ?, ?, ?) ON CONFLICT (stream) DO UPDATE SET "
+        "epoch = excluded.epoch, role = excluded.role, bye = CASE WHEN excluded.epoch > epoch THEN 0 ELSE bye END, "
+        "covered = CASE WHEN excluded.epoch > epoch THEN excluded.covered ELSE max(covered, excluded.covered) END",
+        covered,
+    )
+
+
+# ── entries ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _apply_entry(db: sqlite3.Connection, entry: Entry) -> set[str]:
+    message = entry.message
+    match message:
+        case Hello():
+            note_streams(db, [(message.stream, message.epoch, message.role, 0)])
+            if message.engine is not None:
+                db.execute("INSERT OR REPLACE INTO engines VALUES (?, ?, ?, ?, ?)", (
+                    message.stream, message.epoch, message.rank, message.shard,
+                    msgspec.json.encode(message.engine).decode()))
+            return set()
+        case Bye():
+            db.execute("UPDATE streams SET bye = 1 WHERE stream = ? AND epoch = ?", (entry.stream, entry.epoch))
+            return set()
+        case Own():
+            return _own(db, entry, message)
+        case Open():
+            return _open(db, entry, message)
+        case Finish():
+            db.execute(
+                'UPDATE captures SET finish_seq = ?, finish_reason = ?, stop_reason = ?, output_tokens = ?, "end" = ?, '
+                "recomputed = ?, lost = 0 WHERE id = ? AND stream = ? AND deleted = 0",
+                (message.seq, message.reason, _json(message.stop_reason), message.output_token_ids, message.end,
+                 message.recomputed, message.capture, entry.stream))
+            return {message.capture}
+        case Dropped():
+            db.execute("INSERT OR REPLACE INTO drops SELECT id, ?, ?, ?, ?, ?, ? FROM captures WHERE id = ? AND "
+                       "deleted = 0", (message.site, message.seq, pack_layers(message.layers), message.start,
+                                       message.stop, message.reason, message.capture))
+            return {message.capture}
+        case ClientFinish():
+            db.execute("UPDATE captures SET client_reason = ?, client_stop = ?, output_tokens = CASE WHEN finish_seq "
+                       "IS NULL THEN ? ELSE output_tokens END WHERE id = ? AND deleted = 0",
+                       (message.reason, _json(message.stop_reason), message.output_token_ids, message.capture))
+            return {message.capture}
+        case Abandon():
+            ids = _ids(db, message.capture)
+            db.executemany("UPDATE captures SET failed = ? WHERE id = ? AND stream IS NULL",
+                           [(message.reason, capture) for capture in ids])
+            return set(ids)
+        case Delete():
+            ids = _ids(db, message.capture)
+            for capture in ids:
+                _forget(db, capture)
+            return set(ids)
+        case Hold():
+            ids = _ids(db, message.capture)
+            db.executemany("UPDATE captures SET hold = ? WHERE id = ?", [(int(message.on), capture) for capture in ids])
+            return set()
+        case Lost():
+            db.executemany("UPDATE captures SET lost = 1 WHERE id = ? AND finish_seq IS NULL",
+                           [(capture,) for capture in message.captures])
+            return set(message.captures)
+    return set()
+
+
+def _json(value: str | int | None) -> str | None:
+    return None if value is None else json.dumps(value)
+
+
+def _ids(db: sqlite3.Connection, capture: str) -> list[str]:
+    """The captures that a record names: the exact one, or all samples of a ULID."""
+    query = "SELECT id FROM captures WHERE (id = ? OR ulid = ?) AND deleted = 0"
+    ids = [row["id"] for row in db.execute(query, (capture, capture))]
+    return [capture] if capture in ids else ids
+
+
+def _own(db: sqlite3.Connection, entry: Entry, own: Own) -> set[str]:
+    tags = json.dumps(own.tags)
+    made = set()
+    for index in range(own.count):
+        capture = sample_id(own.capture, index, own.count)
+        db.execute(
+            "INSERT INTO captures (id, ulid, sample, owner, status, created_ms, tags, own_stream, own_seq) VALUES "
+            "(?, ?, ?, ?, 'pending', ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+            (capture, own.capture, index, own.owner, own.created_ms, tags, entry.stream, own.seq))
+        made.add(capture)
+    for alias in own.aliases:
+        known = db.execute("SELECT 1 FROM aliases WHERE alias = ? AND owner = ? AND ulid = ?",
+                           (alias, own.owner, own.capture)).fetchone()
+        if known is None:
+            db.execute("INSERT INTO aliases (alias, owner, ulid) VALUES (?, ?, ?)", (alias, own.owner, own.capture))
+    return made
+
+
+def _open(db: sqlite3.Connection, entry: Entry, opened: Open) -> set[str]:
+    ulid, index = split_capture_id(opened.capture) or (opened.capture, None)
+    # A sample that nobody announced belongs to whoever announced its siblings, never to everybody.
+    sibling = db.execute("SELECT owner, tags FROM captures WHERE ulid = ? AND own_seq IS NOT NULL LIMIT 1",
+                         (ulid,)).fetchone()
+    owner, tags = (sibling["owner"], sibling["tags"]) if sibling else ("", "{}")
+    db.execute(
+        "INSERT INTO captures (id, ulid, sample, owner, status, created_ms, tags) VALUES (?, ?, ?, ?, 'running', ?, ?) "
+        "ON CONFLICT (id) DO NOTHING", (opened.capture, ulid, index or 0, owner, opened.created_ms, tags))
+    db.execute(
+        "UPDATE captures SET stream = ?, epoch = ?, request = ?, open_seq = ?, asked = ?, resolved = ?, "
+        "prompt_len = ?, prompt_tokens = ?, cached = ? WHERE id = ? AND stream IS NULL AND deleted = 0",
+        (entry.stream, entry.epoch, opened.request, opened.seq, opened.asked,
+         msgspec.json.encode(opened.resolved).decode(), opened.prompt_len, opened.prompt_token_ids, opened.cached,
+         opened.capture))
+    return {opened.capture}
+
+
+def _forget(db: sqlite3.Connection, capture: str) -> None:
+    """A tombstone: the id stays taken, what was known of the content goes."""
+    db.execute(
+        "UPDATE captures SET deleted = 1, status = 'deleted', asked = NULL, resolved = NULL, prompt_tokens = x'', "
+        "output_tokens = x'', tags = '{}', stop_reason = NULL, client_stop = NULL WHERE id = ?", (capture,))
+    db.execute("DELETE FROM extents WHERE capture = ?", (capture,))
+    db.execute("DELETE FROM drops WHERE capture = ?", (capture,))
+
+
+# ── frames ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _index(db: sqlite3.Connection, item: Indexed) -> set[str]:
+    frame, table = item.frame, item.table
+    db.execute("INSERT OR REPLACE INTO frames VALUES (?, ?, ?, ?, ?, ?, ?)", (
+        item.stream, item.epoch, frame.seq, item.segment, item.offset, item.nbytes, item.covered))
+    touched = set()
+    layers = pack_layers(frame.layers)
+    order = np.argsort(table.capture, kind="stable")
+    starts = np.searchsorted(table.capture[order], np.arange(len(frame.captures) + 1))
+    for index, capture in enumerate(frame.captures):
+        rows = order[starts[index] : starts[index + 1]]
+        if not len(rows) or not _indexable(db, item, capture):
+            continue
+        positions = table.position[rows]
+        pairs = np.stack([positions, rows.astype(np.uint32)], axis=1).astype("<u4").tobytes()
+        db.execute("INSERT OR REPLACE INTO extents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (
+            capture, frame.site, frame.seq, item.segment, item.offset, len(rows), int(positions.min()),
+            int(positions.max()), layers, pairs))
+        touched.add(capture)
+    return touched
+
+
+def _indexable(db: sqlite3.Connection, item: Indexed, capture: str) -> bool:
+    """Rows count from the stream that opened the capture, between its Open and its Finish."""
+    row = db.execute("SELECT stream, epoch, open_seq, finish_seq, deleted FROM captures WHERE id = ?",
+                     (capture,)).fetchone()
+    return (
+        row is not None and not row["deleted"] and row["stream"] == item.stream and row["epoch"] == item.epoch
+        and row["open_seq"] < item.frame.seq and (row["finish_seq"] is None or item.frame.seq < row["finish_seq"])
+    )

@@ -1,0 +1,40 @@
+"""The writer's settings, all defaults visible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas import limits
+from schemas.errors import StartError
+
+ipc_path_bytes_max = 107  # sun_path of Linux, less its final zero
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``durability``: an Ack means on the disk ("fsync") or in the page cache ("os")."""
+
+    store: Path
+    endpoint: str
+    durability: str = "fsync"
+    segment_bytes: int = limits.segment_bytes_target
+    seal_idle_s: float = 5.0
+    engine_lost_s: float = limits.engine_lost_after_ms / 1000
+    commit_bytes: int = limits.commit_bytes_target
+    commit_delay_s: float = limits.commit_delay_ms / 1000
+
+    def __post_init__(self) -> None:
+        if self.durability not in ("fsync", "os"):
+            raise StartError(f"--durability = {self.durability!r}: valid: fsync, os")
+        if self.segment_bytes < limits.section_align_bytes:
+            raise StartError(f"--segment-bytes = {self.segment_bytes}: at least {limits.section_align_bytes}")
+        if self.seal_idle_s <= 0 or self.engine_lost_s <= 0:
+            raise StartError("--seal-idle-s and --engine-lost-s must be positive")
+        scheme, _, rest = self.endpoint.partition("://")
+        if scheme != "ipc" or not rest:
+            # tcp would let anybody on the network write into the store; it needs keys, which this version has not.
+            raise StartError(f"--endpoint = {self.endpoint!r}: must be ipc://PATH")
+        if len(rest.encode()) > ipc_path_bytes_max:
+            raise StartError(f"--endpoint = {self.endpoint!r}: {len(rest.encode())} bytes of path, the system's limit "
+                             f"is {ipc_path_bytes_max}; use a folder below the temporary directory")

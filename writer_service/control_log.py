@@ -1,0 +1,142 @@
+"""The control log: every record that was accepted, every engine's Hello, every decision of the writer, in order.
+
+    magic 8 B | version u32 | 0 u32 | store uuid 16 B      then records of     bytes u32 | 0 u32 | xxh3 u64 | msgpack
+
+It is the other half of the journal: catalog, owners, aliases and tombstones can be rebuilt from it and the segments.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import xxhash
+
+from schemas import limits
+from schemas.control import (
+    Abandon,
+    Bye,
+    ClientFinish,
+    Delete,
+    Dropped,
+    Finish,
+    Hello,
+    Hold,
+    Open,
+    Own,
+)
+from schemas.errors import StoreError
+from writer_service import fs
+
+MAGIC: Final = b"TAPLOG01"
+LOG_VERSION: Final = 1
+_HEAD: Final = struct.Struct("<8sII16s")
+_RECORD: Final = struct.Struct("<IIQ")
+
+
+class Lost(msgspec.Struct, tag="lost", forbid_unknown_fields=True):
+    """The writer closed captures whose engine vanished; a Finish that still comes wins over it."""
+
+    captures: list[str]
+    reason: str
+
+
+class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
+    """A number that was taken off the wire without storing anything: it closes the gap in the sequence."""
+
+    seq: int
+    code: str
+
+
+Message = Open | Finish | Dropped | Own | ClientFinish | Abandon | Delete | Hold | Hello | Bye | Lost | Refused
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One record with the stream that it came from; ``covered`` as in FrameHeader."""
+
+    stream: str
+    epoch: int
+    covered: int
+    time_ms: int
+    message: Message
+
+    @property
+    def seq(self) -> int:
+        """The number that the entry takes in its stream, 0 where it takes none."""
+        return 0 if isinstance(self.message, Hello | Lost | Bye) else self.message.seq
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Entry)
+
+
+def log_path(journal: Path, number: int) -> Path:
+    """Where log ``number`` lies."""
+    return journal / f"control-{number:08d}.log"
+
+
+def log_numbers(journal: Path) -> list[int]:
+    """The numbers of the logs that are there, oldest first."""
+    return sorted(int(path.stem.removeprefix("control-")) for path in journal.glob("control-[0-9]*.log"))
+
+
+@dataclass(slots=True)
+class ControlLog:
+    """The log being written; ``tail`` is where the next record goes, ``good`` what is known to be on the disk."""
+
+    number: int
+    path: Path
+    fd: int
+    tail: int
+    good: int
+    poisoned: bool = False
+
+    @classmethod
+    def create(cls, journal: Path, number: int, store: bytes) -> ControlLog:
+        """A new log with its head written and its name durable."""
+        path = log_path(journal, number)
+        fd = fs.open_new(path)
+        fs.write_at(fd, [_HEAD.pack(MAGIC, LOG_VERSION, 0, store)], 0)
+        fs.datasync(fd)
+        fs.sync_dir(journal)
+        return cls(number, path, fd, _HEAD.size, _HEAD.size)
+
+    def append(self, entry: Entry) -> None:
+        """Write a record; OSError leaves ``tail`` where it was."""
+        body = _encoder.encode(entry)
+        size = struct.pack("<II", len(body), 0)
+        digest = xxhash.xxh3_64_intdigest(size + body)
+        self.tail = fs.write_at(self.fd, [size + struct.pack("<Q", digest) + body], self.tail)
+
+
+def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, Entry]]:
+    """``(offset after it, entry)`` of the longest valid prefix from byte ``start`` on.
+
+    StoreError where the file is not a log of this store; a torn or damaged record ends the walk.
+    """
+    data = path.read_bytes()  # logs are rotated at a bounded size
+    if len(data) < _HEAD.size:
+        return
+    magic, version, _, uuid = _HEAD.unpack_from(data)
+    if magic != MAGIC or version != LOG_VERSION or uuid != store:
+        raise StoreError("read control log", path, "not a control log of this store and version",
+                         "move it out of the journal folder")
+    offset = max(start, _HEAD.size)
+    while offset + _RECORD.size <= len(data):
+        size, _, digest = _RECORD.unpack_from(data, offset)
+        end = offset + _RECORD.size + size
+        if size > 2 * limits.message_header_bytes_max or end > len(data):
+            return
+        body = data[offset + _RECORD.size : end]
+        if xxhash.xxh3_64_intdigest(data[offset : offset + 8] + body) != digest:
+            return
+        try:
+            entry = _decoder.decode(body)
+        except msgspec.MsgspecError:
+            return
+        yield end, entry
+        offset = end

@@ -1,0 +1,73 @@
+"""CRC-32C (Castagnoli, reflected 0x82f63b78) in NumPy, for shard indexes; megabytes in milliseconds.
+
+The bytes are cut into equal lanes that run through the byte table side by side; lanes are then joined pairwise:
+the CRC of A|B is that of A carried over len(B) zero bytes (a linear map of 32 bits) xor that of B.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+U32 = npt.NDArray[np.uint32]
+
+
+def _byte_table() -> U32:
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, (table >> 1) ^ np.uint32(0x82F63B78), table >> 1).astype(np.uint32)
+    return table
+
+
+_TABLE = _byte_table()
+_BITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
+
+
+def _apply(columns: U32, values: U32) -> U32:
+    """The linear map whose image of bit i is ``columns[i]``, of each value."""
+    out = np.zeros_like(values)
+    for bit in range(32):
+        out ^= np.where(values >> np.uint32(bit) & np.uint32(1), columns[bit], np.uint32(0)).astype(np.uint32)
+    return out
+
+
+def _zeros(nbytes: int) -> U32:
+    """The map that carries a CRC over ``nbytes`` zero bytes."""
+    result = _BITS.copy()
+    power = ((_BITS >> np.uint32(8)) ^ _TABLE[_BITS & 0xFF]).astype(np.uint32)
+    while nbytes:
+        if nbytes & 1:
+            result = _apply(power, result)
+        power = _apply(power, power)
+        nbytes >>= 1
+    return result
+
+
+def crc32c(data: bytes | bytearray | memoryview) -> int:
+    """The checksum, as crc32c libraries give it.
+
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    source = np.frombuffer(data, np.uint8)
+    size = len(source)
+    if size < 4:
+        crc = 0xFFFFFFFF
+        for byte in source.tolist():
+            crc = crc >> 8 ^ int(_TABLE[(crc ^ byte) & 0xFF])
+        return crc ^ 0xFFFFFFFF
+    lanes = 1 << max(0, min(12, (size // 64).bit_length() - 1))
+    length = -(-size // lanes)
+    # Leading zeros do not change a CRC that starts at 0; the customary start value is xored into the first 4 bytes.
+    padded = np.zeros(lanes * length, np.uint8)
+    padded[-size:] = source
+    padded[len(padded) - size : len(padded) - size + 4] ^= 0xFF
+    columns = np.ascontiguousarray(padded.reshape(lanes, length).T)
+    crcs = np.zeros(lanes, np.uint32)
+    for column in columns:
+        crcs = (crcs >> np.uint32(8)) ^ _TABLE[(crcs ^ column) & np.uint32(0xFF)]
+    carry = _zeros(length)
+    while len(crcs) > 1:
+        crcs = _apply(carry, crcs[0::2]) ^ crcs[1::2]
+        carry = _apply(carry, carry)
+    return int(crcs[0]) ^ 0xFFFFFFFF

@@ -1,0 +1,147 @@
+"""All file work of the writer: durable writes, appends from foreign memory, punching, renames, syncs.
+
+Callers go through this module (``fs.datasync(fd)``), so that a test can put a failing disk behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+_IOV_MAX: Final = 1024  # Linux's UIO_MAXIOV
+_PUNCH_KEEP_SIZE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+
+Buffer = bytes | bytearray | memoryview
+
+
+def open_new(path: Path) -> int:
+    """A descriptor of a file that must not exist yet, read and write."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def open_existing(path: Path) -> int:
+    """A descriptor of an existing file, read and write."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def write_at(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+    """Write all buffers one after the other from ``offset`` on; the offset after them. OSError as it comes."""
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    first = 0
+    while first < len(views):
+        written = os.pwritev(fd, views[first : first + _IOV_MAX], offset)
+        if written == 0:
+            raise OSError(5, "pwritev wrote nothing")
+        offset += written
+        while first < len(views) and written >= len(views[first]):
+            written -= len(views[first])
+            first += 1
+        if written:
+            views[first] = views[first][written:]
+    return offset
+
+
+def datasync(fd: int) -> None:
+    """The file's bytes and its size are on the disk; an OSError means that they may not be, now or ever."""
+    os.fdatasync(fd)
+
+
+def truncate(fd: int, nbytes: int) -> None:
+    """Cut the file to ``nbytes``."""
+    os.ftruncate(fd, nbytes)
+
+
+def sync_dir(path: Path) -> None:
+    """The directory's entries are on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_dirs(path: Path) -> None:
+    """The directory and its parents, each entry synced."""
+    if path.is_dir():
+        return
+    make_dirs(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+    sync_dir(path.parent)
+
+
+def write_durable(path: Path, data: bytes) -> None:
+    """Replace a small file whole: temporary file, sync, rename, sync of the directory."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        write_at(fd, [data], 0)
+        datasync(fd)
+    finally:
+        os.close(fd)
+    rename(temporary, path)
+
+
+def write_new(path: Path, data: Buffer) -> None:
+    """A file inside a directory that is not visible yet: written and synced, its name not."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        write_at(fd, [data], 0)
+        datasync(fd)
+    finally:
+        os.close(fd)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename, and sync the directories on both sides."""
+    source.rename(target)
+    sync_dir(target.parent)
+    if source.parent != target.parent:
+        sync_dir(source.parent)
+
+
+def remove(path: Path) -> None:
+    """Unlink a file; the directory is synced."""
+    path.unlink(missing_ok=True)
+    sync_dir(path.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory and what is in it, never following a link."""
+    for entry in list(os.scandir(path)):
+        if entry.is_dir(follow_symlinks=False):
+            remove_tree(Path(entry.path))
+        else:
+            Path(entry.path).unlink()
+    path.rmdir()
+
+
+def punch(fd: int, offset: int, nbytes: int) -> bool:
+    """Free the blocks of a byte range, which then reads as zeros; False where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fallocate"):
+        return False
+    call = libc.fallocate
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return int(call(fd, _PUNCH_KEEP_SIZE, offset, nbytes)) == 0
+
+
+def lock(path: Path) -> int | None:
+    """A descriptor holding the exclusive lock of ``path`` until the process ends; None where another has it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def close(fd: int) -> None:
+    """Close without an error: what counts was synced before."""
+    with contextlib.suppress(OSError):
+        os.close(fd)

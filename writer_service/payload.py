@@ -1,0 +1,44 @@
+"""Find and check the bytes of a frame: in the sender's ring, or in the message's parts. Nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from schemas.control import Frame
+from schemas.errors import ProtocolError
+from writer_service.streams import Ring
+
+
+def find_payload(frame: Frame, ring: Ring | None, parts: Sequence[memoryview]) -> list[list[memoryview]]:
+    """The buffers of each stream in order, checked against its size and xxh3; ProtocolError otherwise.
+
+    ``frame`` has passed check_frame: extents fit its runs.
+    """
+    streams: list[list[memoryview]] = []
+    used = 0
+    if ring is not None:
+        ring.check()
+    for part in frame.streams:
+        if part.extents:
+            if ring is None:
+                raise ProtocolError(f"frame {frame.seq}: {part.name} lies in a ring that cannot be read; send parts")
+            buffers = [ring.run(offset, nbytes) for offset, nbytes in part.extents]
+        else:
+            buffers, size = [], 0
+            while size < part.nbytes and used < len(parts):
+                buffers.append(parts[used])
+                size += parts[used].nbytes
+                used += 1
+            if size != part.nbytes:
+                raise ProtocolError(f"frame {frame.seq}: {part.name} has {size} bytes in parts, {part.nbytes} named")
+        digest = xxhash.xxh3_64()
+        for buffer in buffers:
+            digest.update(buffer)
+        if digest.intdigest() != part.xxh3:
+            raise ProtocolError(f"frame {frame.seq}: stream {part.name} does not match its checksum")
+        streams.append(buffers)
+    if used != len(parts):
+        raise ProtocolError(f"frame {frame.seq}: {len(parts) - used} payload parts too many")
+    return streams

@@ -1,0 +1,317 @@
+"""What a writer does before it receives anything: take the lock, mend the journal, make the catalog true.
+
+Policy: the longest valid prefix of every journal file is kept and what follows it is cut; no other file is touched
+for it. A damaged frame inside a sealed block costs that frame alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+import uuid as uuids
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from schemas import codecs, limits
+from schemas.catalog import CATALOG_VERSION, connect_write
+from schemas.control import Bye, Hello
+from schemas.errors import CorruptError, StartError, StoreError
+from schemas.mapping import map_file
+from schemas.reader import read_store_uuid
+from schemas.segment import FrameView, parse_frame, walk
+from schemas.zarr_layout import WRITER, block_name, main_chunk, open_name
+from writer_service import catalog, fs, sealing
+from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
+from writer_service.control_log import log_numbers, log_path, read_log
+
+apply_at_once = 512
+
+
+@dataclass(slots=True)
+class Sequence:
+    """What the store holds of one stream: ``covered`` and everything below, and single numbers past it."""
+
+    epoch: int
+    role: str
+    covered: int = 0
+    seqs: set[int] = field(default_factory=set)
+    bye: bool = False
+
+    def note(self, epoch: int, covered: int, seq: int) -> None:
+        """A frame or entry was found."""
+        if epoch < self.epoch:
+            return
+        if epoch > self.epoch:
+            self.epoch, self.covered, self.bye = epoch, 0, False
+            self.seqs.clear()
+        self.covered = max(self.covered, covered)
+        if seq > self.covered:
+            self.seqs.add(seq)
+
+    def settle(self) -> None:
+        """Count on from ``covered`` over what is there without a gap."""
+        while self.covered + 1 in self.seqs:
+            self.covered += 1
+        self.seqs = {seq for seq in self.seqs if seq > self.covered}
+
+
+@dataclass(slots=True)
+class Recovered:
+    """The state that a writer goes on from."""
+
+    uuid: bytes
+    epoch: int
+    lock: int
+    next_segment: int
+    next_log: int
+    streams: dict[str, Sequence]
+    to_seal: list[int]
+    cut_bytes: int = 0
+    rebuilt: bool = False
+
+
+def take_lock(store: Path) -> tuple[int, int]:
+    """(descriptor, epoch) of this writer; StartError where another one has the store."""
+    folder = store / "writers" / WRITER
+    fs.make_dirs(folder / "journal")
+    fs.make_dirs(store / "blocks")
+    fd = fs.lock(folder / "LOCK")
+    if fd is None:
+        raise StartError(f"store {store}: another writer has it (writers/{WRITER}/LOCK); stop it first")
+    try:
+        before = int(os.pread(fd, 64, 0).split()[0])
+    except (IndexError, ValueError):
+        before = 0
+    # The count never repeats even where the lock file was lost: it never falls behind the clock.
+    epoch = max(before + 1, int(time.time()))
+    fs.write_at(fd, [f"{epoch} {os.getpid()}\n".ljust(64).encode()], 0)
+    fs.datasync(fd)
+    return fd, epoch
+
+
+def make_store(store: Path) -> bytes:
+    """The store's uuid; the folder becomes a store where it is empty or new."""
+    fs.make_dirs(store)
+    file = store / "store.json"
+    if not file.exists():
+        if strange := [entry.name for entry in store.iterdir() if entry.name not in ("writers", "blocks")]:
+            raise StartError(f"store {store}: the folder is not empty and has no store.json (it has {strange[0]!r}); "
+                             "name a new or empty folder")
+        document = {"format": "vllm-tap store", "version": limits.STORE_VERSION, "uuid": str(uuids.uuid4()),
+                    "created_ms": time.time_ns() // 1_000_000}
+        fs.write_durable(file, json.dumps(document, indent=1).encode())
+    return read_store_uuid(store)
+
+
+def recover(store: Path) -> Recovered:
+    """Everything above; StartError or StoreError where the store cannot be used."""
+    uuid = make_store(store)
+    lock, epoch = take_lock(store)
+    db, rebuilt = open_catalog(store, uuid)
+    try:
+        state = Recovered(uuid, epoch, lock, 1, 1, {}, [], rebuilt=rebuilt)
+        _load_streams(db, state)
+        finish_seals(store)
+        touched = replay_logs(db, store, state)
+        touched |= _index_blocks(db, store, state)
+        touched |= _scan_open(db, store, state)
+        with catalog.transaction(db):
+            catalog.refresh(db, touched)
+            for sequence in state.streams.values():
+                sequence.settle()
+            catalog.note_streams(db, [(name, s.epoch, s.role, s.covered) for name, s in state.streams.items()])
+        return state
+    finally:
+        db.close()
+
+
+def rebuild(store: Path) -> Recovered:
+    """Make the catalog again from journals and blocks alone; the store must have no writer."""
+    for suffix in ("", "-wal", "-shm"):
+        fs.remove(store / f"catalog.sqlite{suffix}")
+    return recover(store)
+
+
+def open_catalog(store: Path, uuid: bytes) -> tuple[sqlite3.Connection, bool]:
+    """The catalog, a new empty one where it is missing, damaged or of another store or version."""
+    path = store / "catalog.sqlite"
+    if path.exists():
+        try:
+            db = connect_write(path)
+            version, owner = catalog.get_meta(db, "version"), catalog.get_meta(db, "store")
+            check = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if version == str(CATALOG_VERSION) and owner == uuid.hex() and check == "ok":
+                return db, False
+            db.close()
+        except sqlite3.DatabaseError:
+            pass
+        for suffix in ("", "-wal", "-shm"):
+            aside = store / f"catalog.sqlite{suffix}"
+            if aside.exists():
+                fs.rename(aside, store / f"catalog.damaged{suffix}")
+    db = connect_write(path)
+    catalog.create(db, uuid.hex())
+    return db, True
+
+
+def finish_seals(store: Path) -> None:
+    """Go on with seals that had passed the point of no return, throw the others away."""
+    blocks = store / "blocks"
+    for building in blocks.glob(f".building-{WRITER}-*"):
+        number = int(building.name.rsplit("-", 1)[1])
+        if any(building.glob(main_chunk("*"))) and not (store / open_name(number)).exists():
+            sealing.finish(store, number)
+        else:
+            fs.remove_tree(building)
+    fs.sync_dir(blocks)
+
+
+def _load_streams(db: sqlite3.Connection, state: Recovered) -> None:
+    for row in db.execute("SELECT * FROM streams"):
+        state.streams[row["stream"]] = Sequence(row["epoch"], row["role"], row["covered"], bye=bool(row["bye"]))
+    for row in db.execute("SELECT f.* FROM frames f JOIN streams s ON s.stream = f.stream AND s.epoch = f.epoch "
+                          "WHERE f.seq > s.covered"):
+        state.streams[row["stream"]].note(row["epoch"], row["covered"], row["seq"])
+
+
+def replay_logs(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str]:
+    """Apply what the catalog lacks of the control logs; a torn tail is cut off the newest."""
+    journal = store / "writers" / WRITER / "journal"
+    log, _, offset = (catalog.get_meta(db, "log") or "0:0").partition(":")
+    touched: set[str] = set()
+    numbers = log_numbers(journal)
+    for number in numbers:
+        if number < int(log):
+            continue
+        path = log_path(journal, number)
+        end = start = int(offset) if number == int(log) else 0
+        entries: list[Change] = []
+        for after, entry in read_log(path, state.uuid, start):
+            end = after
+            entries.append(entry)
+            known = state.streams.setdefault(entry.stream, Sequence(entry.epoch, "engine"))
+            known.note(entry.epoch, entry.covered, entry.seq)
+            if isinstance(entry.message, Hello):
+                known.role = entry.message.role
+            elif isinstance(entry.message, Bye):
+                known.bye = True
+        with catalog.transaction(db):
+            touched |= catalog.apply(db, entries)
+            catalog.set_meta(db, "log", f"{number}:{end}")
+        if number == numbers[-1]:
+            state.cut_bytes += _cut(path, end)
+    state.next_log = numbers[-1] + 1 if numbers else 1
+    return touched
+
+
+def _cut(path: Path, end: int) -> int:
+    extra = path.stat().st_size - end
+    if extra > 0:
+        fd = fs.open_existing(path)
+        try:
+            fs.truncate(fd, end)
+            fs.datasync(fd)
+        finally:
+            fs.close(fd)
+    return max(extra, 0)
+
+
+def _indexed(view: FrameView, number: int) -> Indexed:
+    header = view.header
+    return Indexed(header.stream, header.epoch, header.covered, number, view.offset, view.layout.total, header.frame,
+                   view.table)
+
+
+def _made(view: FrameView, number: int) -> SegmentMade:
+    frame = view.frame
+    return SegmentMade(number, frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
+
+
+def _note_all(db: sqlite3.Connection, state: Recovered, number: int, views: list[FrameView]) -> set[str]:
+    """Index frames that the catalog lacks and count them for their streams."""
+    known = {(row["stream"], row["epoch"], row["seq"])
+             for row in db.execute("SELECT stream, epoch, seq FROM frames WHERE segment = ?", (number,))}
+    changes: list[Change] = [_made(views[0], number)] if views else []
+    for view in views:
+        header = view.header
+        sequence = state.streams.setdefault(header.stream, Sequence(header.epoch, "engine"))
+        sequence.note(header.epoch, header.covered, header.frame.seq)
+        if (header.stream, header.epoch, header.frame.seq) not in known:
+            changes.append(_indexed(view, number))
+    touched: set[str] = set()
+    for start in range(0, len(changes), apply_at_once):
+        with catalog.transaction(db):
+            touched |= catalog.apply(db, changes[start : start + apply_at_once])
+    return touched
+
+
+def _index_blocks(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str]:
+    """Blocks that the catalog does not know as sealed."""
+    touched: set[str] = set()
+    known = {row["number"] for row in db.execute("SELECT number FROM segments WHERE sealed = 1")}
+    for block in sorted((store / "blocks").glob(f"{WRITER}-*.zarr")):
+        number = int(block.name.removesuffix(".zarr").rsplit("-", 1)[1])
+        state.next_segment = max(state.next_segment, number + 1)
+        if number in known:
+            continue
+        views = list(_block_frames(block, number, state.uuid))
+        touched |= _note_all(db, state, number, views)
+        with catalog.transaction(db):
+            catalog.apply(db, [SegmentSealed(number)])
+    return touched
+
+
+def _block_frames(block: Path, number: int, uuid: bytes) -> list[FrameView]:
+    """The whole frames of a block: its list of offsets leads past a damaged one."""
+    try:
+        attributes = json.loads((block / "zarr.json").read_text())["attributes"]
+        main = codecs.streams(attributes["codec"]["name"], attributes["width"], attributes["model_dtype"])[0].name
+        offsets = memoryview((block / "frame" / "c" / "0").read_bytes()).cast("Q").tolist()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError("read block", block, repr(error), "move the block out of the store and start again") from None
+    path = block / main_chunk(main)
+    data = map_file(path)
+    views = []
+    for offset in offsets:
+        try:
+            views.append(parse_frame(data, offset, uuid, number, path))
+        except CorruptError:
+            continue
+    return views
+
+
+def _scan_open(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str]:
+    """Journal files: keep the longest valid prefix, cut the rest, and have them sealed."""
+    touched: set[str] = set()
+    journal = store / "writers" / WRITER / "journal"
+    for path in sorted(journal.glob("[0-9]*.open")):
+        number = int(path.stem)
+        state.next_segment = max(state.next_segment, number + 1)
+        data = map_file(path)
+        views = list(walk(data, state.uuid, number, path, verify=True))
+        end = views[-1].end if views else 0
+        with catalog.transaction(db):
+            gone = [row["capture"] for row in db.execute(
+                "SELECT DISTINCT capture FROM extents WHERE segment = ? AND offset >= ?", (number, end))]
+            db.execute("DELETE FROM extents WHERE segment = ? AND offset >= ?", (number, end))
+            db.execute("DELETE FROM frames WHERE segment = ? AND offset >= ?", (number, end))
+        touched |= set(gone) | _note_all(db, state, number, views)
+        del data
+        if views:
+            del views
+            state.cut_bytes += _cut(path, end)
+            fd = fs.open_existing(path)
+            fs.datasync(fd)
+            fs.close(fd)
+            state.to_seal.append(number)
+        else:
+            state.cut_bytes += path.stat().st_size
+            fs.remove(path)
+            with catalog.transaction(db):
+                catalog.apply(db, [SegmentGone(number)])
+    return touched
+
+
+__all__ = ["Recovered", "Sequence", "block_name", "rebuild", "recover"]

@@ -1,0 +1,239 @@
+"""Sealing: a journal file becomes the shard of a Zarr v3 array, its bytes where they are.
+
+Steps, each of which can be done again after a crash:
+ 1. the small arrays and all metadata are written into blocks/.building-…       (a crash: the folder is thrown away)
+ 2. the shard index is appended to the journal file and synced                  (a crash: recovery cuts it off)
+ 3. the journal file is renamed into the folder                                 (a crash: recovery goes on with 4)
+ 4. the folder is renamed to its final name; then the catalog is told
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from schemas import codecs, limits
+from schemas.codecs import Stream
+from schemas.mapping import map_file
+from schemas.segment import SEGMENT_VERSION, FrameView, walk
+from schemas.zarr_layout import (
+    WRITER,
+    array_metadata,
+    block_name,
+    building_name,
+    group_metadata,
+    main_chunk,
+    open_name,
+)
+from writer_service import fs
+from writer_service.crc32c import crc32c
+
+MISSING: Final = np.uint64(2**64 - 1)
+ROW_COLUMNS: Final = ("capture", "position", "token_id", "flags")
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What is gathered of a segment's frames; R rows, L layers (sorted union)."""
+
+    layers: list[int]
+    captures: list[str]
+    row: dict[str, npt.NDArray[np.uint32]]  # by ROW_COLUMNS, [R]
+    present: npt.NDArray[np.bool_]  # [R, L]
+    index: npt.NDArray[np.uint64]  # [R, L, 2]: offset and bytes of the main piece
+    checksum: npt.NDArray[np.uint64]  # [R, L]: xxh3 of a row's pieces in the order of the streams
+    sides: dict[str, Array]  # [R, L, *shape]
+    frames: npt.NDArray[np.uint64]  # byte offset of each frame
+
+
+def fill_of(stream: Stream) -> Any:
+    """A stream's fill value as NumPy takes it."""
+    return float("nan") if stream.fill == "NaN" else stream.fill
+
+
+def gather(frames: list[FrameView], declared: tuple[Stream, ...]) -> Columns:
+    """Columns of a segment's frames, in the order of the file."""
+    layers = sorted({layer for view in frames for layer in view.frame.layers})
+    rows, width = sum(view.rows for view in frames), len(layers)
+    captures: dict[str, int] = {}
+    row = {name: np.empty(rows, np.uint32) for name in ROW_COLUMNS}
+    present = np.zeros((rows, width), bool)
+    index = np.full((rows, width, 2), MISSING, np.uint64)
+    checksum = np.zeros((rows, width), np.uint64)
+    sides = {s.name: np.full((rows, width, *s.shape), fill_of(s), s.dtype) for s in declared[1:]}
+    start = 0
+    for view in frames:
+        stop = start + view.rows
+        at = np.searchsorted(layers, view.frame.layers)
+        known = np.array([captures.setdefault(name, len(captures)) for name in view.frame.captures], np.uint32)
+        row["capture"][start:stop] = known[view.table.capture]
+        row["position"][start:stop] = view.table.position
+        row["token_id"][start:stop] = view.table.token_id
+        row["flags"][start:stop] = view.table.flags
+        present[start:stop, at] = True
+        pieces = view.pieces(np.arange(len(at)), np.arange(view.rows)).T  # [rows, layers]
+        index[start:stop, at, 0] = view.offset + view.layout.parts[0] + pieces * declared[0].nbytes
+        index[start:stop, at, 1] = declared[0].nbytes
+        checksum[start:stop, at] = piece_checksums(view)[pieces]
+        for number, side in enumerate(declared[1:], 1):
+            stored = view.section(number)[pieces].reshape(-1).view(side.dtype)
+            sides[side.name][start:stop, at] = stored.reshape(view.rows, len(at), *side.shape)
+        start = stop
+    offsets = np.array([view.offset for view in frames], np.uint64)
+    return Columns(layers, list(captures), row, present, index, checksum, sides, offsets)
+
+
+def piece_checksums(view: FrameView) -> npt.NDArray[np.uint64]:
+    """xxh3 of all bytes of each piece, streams one after the other: uint64 ``[rows × layers]``."""
+    joined = np.concatenate([view.section(number) for number in range(len(view.declared))], axis=1)
+    flat, step = memoryview(joined.tobytes()), joined.shape[1]
+    digest = xxhash.xxh3_64_intdigest
+    return np.array([digest(flat[at : at + step]) for at in range(0, joined.size, step)], np.uint64)
+
+
+def seal(
+    store: Path, uuid: bytes, number: int, fd: int, epoch: int, engines: Mapping[str, Mapping[str, Any]]
+) -> bool:
+    """Make a block of journal file ``number``, open as ``fd`` and wholly on the disk; False where it has no frame.
+
+    ``epoch`` is the writer's; ``engines`` maps streams to what is known of them. OSError leaves the journal file
+    readable; sealing can be tried again.
+    """
+    path = store / open_name(number)
+    data = map_file(path)
+    frames = list(walk(data, uuid, number, path, verify=False))
+    if not frames:
+        fs.remove(path)
+        return False
+    end = frames[-1].end
+    first = frames[0].frame
+    declared = frames[0].declared
+    columns = gather(frames, declared)
+    building = store / building_name(number)
+    if building.exists():
+        fs.remove_tree(building)
+    fs.make_dirs(building)
+    attributes = _attributes(number, frames, columns, uuid, epoch, engines)
+    _write_arrays(building, declared, columns)
+    (building / main_chunk(declared[0].name)).parent.mkdir(parents=True)
+    shape = (*columns.present.shape, *declared[0].shape)
+    inner = (1, 1, *declared[0].shape)
+    fs.write_new(building / declared[0].name / "zarr.json",
+                 array_metadata(shape, declared[0].dtype, declared[0].fill, inner, _stream_attributes(declared[0]),
+                                ("row", "layer", "dim")))
+    fs.write_new(building / "zarr.json", group_metadata(attributes))
+    _sync_tree(building)
+    del frames, data, first
+    footer = columns.index.astype("<u8").tobytes()
+    fs.truncate(fd, end)
+    fs.write_at(fd, [footer, crc32c(footer).to_bytes(4, "little")], end)
+    fs.datasync(fd)
+    fs.rename(path, building / main_chunk(declared[0].name))
+    finish(store, number)
+    return True
+
+
+def finish(store: Path, number: int) -> None:
+    """The last step: the folder gets its name."""
+    fs.rename(store / building_name(number), store / block_name(number))
+
+
+def _stream_attributes(stream: Stream) -> dict[str, Any]:
+    return {"view": stream.view} if stream.view else {}
+
+
+def _write_arrays(building: Path, declared: tuple[Stream, ...], columns: Columns) -> None:
+    for side in declared[1:]:
+        _write_layered(building / side.name, columns.sides[side.name], side)
+    for name in ROW_COLUMNS:
+        _write_whole(building / name, columns.row[name], ("row",))
+    _write_whole(building / "present", columns.present, ("row", "layer"))
+    _write_whole(building / "checksum", columns.checksum, ("row", "layer"))
+    _write_whole(building / "frame", columns.frames, ("frame",))
+
+
+def _write_whole(folder: Path, array: Array, names: tuple[str, ...]) -> None:
+    """An array in one chunk."""
+    chunk = folder.joinpath("c", *["0"] * array.ndim)
+    chunk.parent.mkdir(parents=True)
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    fs.write_new(chunk, little.tobytes())
+    fs.write_new(folder / "zarr.json", array_metadata(array.shape, array.dtype.name, _zero(array), names=names))
+
+
+def _zero(array: Array) -> Any:
+    return False if array.dtype == bool else 0
+
+
+def _write_layered(folder: Path, array: Array, stream: Stream) -> None:
+    """A side array ``[rows, layers, *shape]`` as a shard of one chunk a layer: one layer is one read."""
+    rows, layers = array.shape[:2]
+    chunk = folder.joinpath("c", *["0"] * array.ndim)
+    chunk.parent.mkdir(parents=True)
+    body = np.ascontiguousarray(array.swapaxes(0, 1)).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+    step = len(body) // layers
+    index = np.array([[layer * step, step] for layer in range(layers)], "<u8").tobytes()
+    fs.write_new(chunk, b"".join((body, index, crc32c(index).to_bytes(4, "little"))))
+    inner = (rows, 1, *array.shape[2:])
+    names = ("row", "layer", "dim")
+    fs.write_new(folder / "zarr.json",
+                 array_metadata(array.shape, stream.dtype, stream.fill, inner, _stream_attributes(stream), names))
+
+
+def _sync_tree(folder: Path) -> None:
+    for below in folder.rglob("*"):
+        if below.is_dir():
+            fs.sync_dir(below)
+    fs.sync_dir(folder)
+    fs.sync_dir(folder.parent)
+
+
+def _attributes(
+    number: int, frames: list[FrameView], columns: Columns, uuid: bytes, epoch: int,
+    engines: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What a stranger needs to read the block without this project's code."""
+    frame = frames[0].frame
+    streams: dict[tuple[str, int], list[int]] = {}
+    for view in frames:
+        streams.setdefault((view.header.stream, view.header.epoch), []).append(view.frame.seq)
+    codec = codecs.CODECS[frame.codec]
+    return {
+        "format": "vllm-tap block",
+        "store_version": limits.STORE_VERSION,
+        "segment_version": SEGMENT_VERSION,
+        "store": uuid.hex(),
+        "writer": WRITER,
+        "writer_epoch": epoch,
+        "segment": number,
+        "streams": [
+            {"stream": stream, "epoch": began, "first_seq": min(seqs), "last_seq": max(seqs),
+             "engine": dict(engines.get(stream, {}))}
+            for (stream, began), seqs in streams.items()
+        ],
+        "site": frame.site,
+        "width": frame.width,
+        "model_dtype": frame.dtype,
+        "fingerprint": frame.fingerprint,
+        "layers": columns.layers,
+        "captures": columns.captures,
+        "codec": {
+            "name": frame.codec,
+            "meaning": codec.meaning,
+            "error_bound": codec.error,
+            "streams": [
+                {"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "view": s.view, "fill": s.fill}
+                for s in frames[0].declared
+            ],
+        },
+        "axes": "row r, layer l: layers[l] is the model's layer, captures[capture[r]] the capture",
+        "frames_end": frames[-1].end,
+    }
