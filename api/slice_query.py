@@ -77,8 +77,8 @@ def parse_slice_query(params: QueryParams, accept: str | None) -> SliceQuery:
         if len(params.getlist(name)) > 1:
             raise BadParam(name, params.getlist(name), "given more than once")
     start, stop = _position(params, "start"), _position(params, "stop")
-    if start is not None and stop is not None and start >= stop:
-        raise BadParam("stop", stop, f"must be greater than start = {start}; a range is [start, stop)")
+    if stop is not None and (start or 0) >= stop:
+        raise BadParam("stop", stop, f"must be greater than start = {start or 0}; a range is [start, stop)")
     query = SliceQuery(
         _sites(params.getlist("site")), _layer_texts(params.getlist("layer")), start or 0, stop,
         _format(params.get("format"), accept), one_of(params, "dtype", DTYPES) or "float32",

@@ -217,9 +217,9 @@ class ControlChannel:
                     self._new_stream()
                     self._hello(dealer)
                     return
-                self._cover(durable)
                 self._welcomed = True
-                self._resend(dealer)
+                self._resend(dealer, above=durable)
+                self._send(dealer, encode(Ping()))  # its Ack covers the others, and says which of them were refused
             case Ack(durable=durable, refused=refused):
                 reasons = {seq: (code, reason) for seq, code, reason in refused}
                 self._refuse(reasons)
@@ -257,8 +257,8 @@ class ControlChannel:
             self._send(dealer, item.data)
             item.sent_s = time.monotonic()
 
-    def _resend(self, dealer: zmq.Socket[bytes]) -> None:
-        for item in list(self._sent):
+    def _resend(self, dealer: zmq.Socket[bytes], above: int = 0) -> None:
+        for item in [item for item in self._sent if item.seq > above]:
             self._send(dealer, item.data)
             item.sent_s = time.monotonic()
 

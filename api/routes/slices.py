@@ -51,6 +51,10 @@ async def activations(
     chosen = query.choose(_captured(manifest), int(manifest.engine.get("n_layers", 0)))
     if query.format == "npy" and [len(layers) for layers in chosen.values()] != [1]:
         raise BadParam("format", "npy", "holds one array: name one site and one layer, or use safetensors or npz")
+    end = max(manifest.end, manifest.total_len - 1)
+    if 0 < query.start >= end:
+        raise ApiError(416, "out_of_range", f"start = {query.start}: the capture has {end} positions from 0 on", "start",
+                       {"Content-Range": f"positions */{end}"})
     held = _bytes(manifest, chosen, query)
     with _held(service, held):
         answer = await service.read(lambda reader: _read(
@@ -174,10 +178,6 @@ class _Answer:
 def _read(manifest: Manifest, slices: Sequence[Slice], query: SliceQuery) -> _Answer:
     """Rows present at every site and layer asked for, encoded."""
     start, stop = max(piece.start for piece in slices), max(piece.stop for piece in slices)
-    if start >= stop and query.start > 0:
-        end = max(stop, manifest.end)
-        raise ApiError(416, "out_of_range", f"start = {query.start}: the capture has positions 0 to {end - 1}", "start",
-                       {"Content-Range": f"positions */{end}"})
     positions = reduce(np.intersect1d, (piece.positions for piece in slices)).astype(np.uint32)
     arrays: Arrays = {}
     token_ids = np.zeros(len(positions), np.uint32)

@@ -1,0 +1,186 @@
+"""Plays the engine's side of the protocol over a real socket, with rows that a test can make again by itself.
+
+The numbers of a row follow from (sample, site, layer, position) alone, so whoever reads them back can tell exactly
+what must be there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zmq
+
+from schemas import codecs
+from schemas.control import (
+    Ack,
+    Dropped,
+    EngineInfo,
+    Finish,
+    Frame,
+    Hello,
+    Open,
+    Ping,
+    Record,
+    Refuse,
+    StreamPart,
+    Welcome,
+    decode_from_writer,
+    encode,
+)
+from schemas.frame import RowTable
+from schemas.ids import new_ulid
+from schemas.sites import SITES
+from schemas.spec import Armed, CaptureSpec, Resolved, intervals, resolve
+
+F32 = npt.NDArray[np.float32]
+
+LAYERS = 4
+WIDTH = 96  # not a multiple of int8b64's block
+ARMED = Armed(sites={"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}, n_layers=LAYERS)
+
+
+def engine_info(dtype: str) -> EngineInfo:
+    """What the played engine says of itself."""
+    return EngineInfo(model="played", model_dtype=dtype, fingerprint="f1", revision="", tokenizer="bytes",
+                      n_layers=LAYERS, armed=ARMED, widths=dict.fromkeys(ARMED.sites, WIDTH), max_model_len=4096,
+                      vllm_version="0", tap_version="0", runner="played")
+
+
+def rows(sample: int, site: str, layer: int, positions: list[int], dtype: str) -> F32:
+    """The true rows ``[n, WIDTH]``, rounded to the model's dtype."""
+    seed = list(SITES).index(site)
+    x = np.stack([np.random.default_rng([sample, seed, layer, p]).standard_normal(WIDTH).astype(np.float32) * 3
+                  for p in positions]) if positions else np.zeros((0, WIDTH), np.float32)
+    return from_bits(to_bits(x)) if dtype == "bfloat16" else x.astype(dtype).astype(np.float32)
+
+
+def to_bits(x: F32) -> npt.NDArray[np.uint16]:
+    """bfloat16 bits of finite numbers, nearest, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bits(bits: npt.NDArray[np.uint16]) -> F32:
+    """The inverse, exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def encode_rows(codec: str, x: F32, dtype: str) -> dict[str, npt.NDArray[np.generic]]:
+    """Stored pieces of rows ``[..., WIDTH]``: written down from the codec's description, row by row."""
+    if codec in ("raw", "raw16"):
+        kept = codecs.stored_dtype(codec, dtype)
+        return {"x": to_bits(x) if kept == "bfloat16" else x.astype(kept)}
+    kept = np.argsort(-np.abs(x), axis=-1, kind="stable")[..., :8]
+    outliers = np.take_along_axis(x, kept, -1)
+    rest = x.copy()
+    np.put_along_axis(rest, kept, 0, -1)
+    padded = np.zeros((*x.shape[:-1], 128), np.float32)
+    padded[..., :WIDTH] = rest
+    blocks = padded.reshape(*x.shape[:-1], 2, 64)
+    scale = to_bits(np.abs(blocks).max(-1) / 127)
+    step = from_bits(scale)[..., None]
+    q = np.clip(np.rint(np.divide(blocks, step, out=np.zeros_like(blocks), where=step > 0)), -127, 127)
+    return {"q": q.reshape(padded.shape)[..., :WIDTH].astype(np.int8), "scale": scale,
+            "outlier_index": kept.astype(np.uint16), "outlier_value": to_bits(outliers)}
+
+
+def decoded(codec: str, sample: int, site: str, layer: int, positions: list[int], dtype: str) -> F32:
+    """What a reader must get, bit for bit."""
+    return codecs.decode(codec, encode_rows(codec, rows(sample, site, layer, positions, dtype), dtype), WIDTH, dtype)
+
+
+class EnginePlayer:
+    """One engine stream; every method returns when the writer holds what was sent durably."""
+
+    def __init__(self, endpoint: str, dtype: str = "bfloat16", ping: bool = True) -> None:
+        self.dtype, self.stream, self.seq = dtype, new_ulid(), 0
+        self._lock = threading.RLock()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(endpoint)
+        self._closed = threading.Event()
+        self._hello = Hello(stream=self.stream, role="engine", epoch=time.time_ns() // 1_000_000,
+                            engine=engine_info(dtype))
+        self._socket.send(encode(self._hello))
+        assert isinstance(self._receive(), Welcome)
+        if ping:
+            threading.Thread(target=self._ping, daemon=True).start()
+
+    def _receive(self, timeout_s: float = 10.0) -> Welcome | Ack | Refuse:
+        if not self._socket.poll(int(timeout_s * 1000)):
+            raise TimeoutError("the writer did not answer")
+        return decode_from_writer(self._socket.recv())
+
+    def _ping(self) -> None:
+        while not self._closed.wait(0.5):
+            with self._lock, contextlib.suppress(TimeoutError):
+                self._send(encode(Ping()))
+
+    def _send(self, *parts: bytes, seq: int = 0) -> list[tuple[int, str, str]]:
+        with self._lock:
+            self._socket.send_multipart(parts)
+            refused: list[tuple[int, str, str]] = []
+            while True:
+                answer = self._receive()
+                assert isinstance(answer, Ack), answer
+                refused += answer.refused
+                if answer.durable >= seq:
+                    return refused
+
+    def record(self, make: type[Record], **fields: object) -> list[tuple[int, str, str]]:
+        """A control record; what the writer refused of the stream."""
+        with self._lock:
+            self.seq += 1
+            return self._send(encode(make(seq=self.seq, **fields)), seq=self.seq)
+
+    def open(self, capture: str, spec: CaptureSpec, tokens: list[int], cached: int = 0) -> Resolved:
+        """Begins a capture."""
+        resolved = resolve(spec, ARMED)
+        self.record(Open, capture=capture, request=f"req-{capture}", asked=spec.to_json(), resolved=resolved,
+                    prompt_len=len(tokens), prompt_token_ids=np.array(tokens, "<u4").tobytes(), cached=cached,
+                    created_ms=time.time_ns() // 1_000_000)
+        return resolved
+
+    def send_rows(self, capture: str, sample: int, resolved: Resolved, prompt_len: int, tokens: list[int],
+                  positions: list[int]) -> None:
+        """Rows at those of ``positions`` that the spec selects; ``tokens`` are prompt and output together."""
+        ranges = intervals(resolved.positions, prompt_len)
+        chosen = [p for p in positions if any(start <= p < stop for start, stop in ranges)]
+        for site, layers in resolved.layers.items():
+            if not chosen or not layers:
+                continue
+            codec = resolved.codec[site]
+            x = np.stack([rows(sample, site, layer, chosen, self.dtype) for layer in layers])
+            pieces = {name: array.tobytes() for name, array in encode_rows(codec, x, self.dtype).items()}
+            table = RowTable(*(np.array(column, np.uint32) for column in (
+                [0] * len(chosen), chosen, [tokens[p] for p in chosen], [int(p >= prompt_len) for p in chosen])))
+            data = table.to_bytes()
+            parts = [StreamPart(name, len(piece), xxhash.xxh3_64_intdigest(piece)) for name, piece in pieces.items()]
+            with self._lock:
+                self.seq += 1
+                frame = Frame(seq=self.seq, site=site, codec=codec, dtype=self.dtype, width=WIDTH, layers=layers,
+                              captures=[capture], runs=[len(chosen)], table_xxh3=xxhash.xxh3_64_intdigest(data),
+                              streams=parts, fingerprint="f1", time_ns=time.time_ns())
+                refused = self._send(encode(frame), data, *pieces.values(), seq=self.seq)
+            assert not refused, refused
+
+    def drop(self, capture: str, site: str, layers: list[int], start: int, stop: int) -> None:
+        """Says that rows were not kept."""
+        self.record(Dropped, capture=capture, site=site, layers=layers, start=start, stop=stop)
+
+    def finish(self, capture: str, reason: str, output: list[int], end: int) -> None:
+        """Ends a capture."""
+        self.record(Finish, capture=capture, reason=reason, stop_reason=None,
+                    output_token_ids=np.array(output, "<u4").tobytes(), end=end)
+
+    def close(self) -> None:
+        """Goes silent, as a killed engine does."""
+        self._closed.set()
+        with self._lock:
+            self._socket.close(linger=0)
+            self._context.term()

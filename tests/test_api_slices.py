@@ -1,0 +1,238 @@
+"""Slices over HTTP: in every format and dtype exactly what was sent, and every wrong question gets its reason."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from safetensors.numpy import load as load_safetensors
+from safetensors.torch import load as load_torch
+
+from schemas import codecs
+from tests.api_stack import Stack, running
+from tests.engine_player import WIDTH, decoded, encode_rows, from_bits, rows, to_bits
+
+PROMPT = "What is inside?"
+P, G = len(PROMPT), 6
+END = P + G - 1  # the last sampled token was never computed
+ALL = list(range(END))
+SPEC = {"sites": ["resid_post", "attn_out"], "codec": {"resid_post": "raw", "attn_out": "int8b64"}}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running(tmp_path_factory.mktemp("slices")) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def capture(stack: Stack) -> str:
+    body = stack.complete(PROMPT, max_tokens=G, capture=SPEC).json()
+    assert body["capture"]["status"] == "complete", body
+    return str(body["capture"]["id"])
+
+
+@pytest.fixture(scope="module")
+def holed(stack: Stack) -> str:
+    """A capture with rows that were dropped and rows that came from the prefix cache."""
+    body = stack.complete(PROMPT, max_tokens=G, play={"drop": ["resid_post", [1, 2], 8, 11], "cached": 4},
+                          capture={"sites": ["resid_post"], "codec": "raw", "prefix_cache": "allow"}).json()
+    assert body["capture"]["status"] == "incomplete", body
+    return str(body["capture"]["id"])
+
+
+def get(stack: Stack, capture: str, query: str, **headers: str):
+    return stack.http.get(f"/v1/captures/{capture}/activations?{query}", headers=headers)
+
+
+@pytest.mark.parametrize(("site", "codec"), [("resid_post", "raw"), ("attn_out", "int8b64")])
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("format_", ["safetensors", "npy", "npz", "arrow", "json"])
+def test_each_format_is_bit_exact(stack: Stack, capture: str, site: str, codec: str, layer: int, format_: str) -> None:
+    answer = get(stack, capture, f"site={site}&layer={layer}&format={format_}")
+    assert answer.status_code == 200, answer.text
+    want = decoded(codec, 0, site, layer, ALL, "bfloat16")
+    name, positions = f"{site}.{layer}", ALL
+    if format_ == "safetensors":
+        arrays = load_safetensors(answer.content)
+        got, positions = arrays[name], arrays["positions"].tolist()
+        assert bytes(arrays["token_ids"].astype(np.uint8)) == PROMPT.encode() + b"abcde"
+    elif format_ == "npy":
+        got = np.load(io.BytesIO(answer.content), allow_pickle=False)
+    elif format_ == "npz":
+        with np.load(io.BytesIO(answer.content), allow_pickle=False) as arrays:
+            got, positions = arrays[name], arrays["positions"].tolist()
+    elif format_ == "arrow":
+        table = pa.ipc.open_file(answer.content).read_all()
+        got = np.stack(table[name].combine_chunks().to_numpy(zero_copy_only=False))
+        positions = table["positions"].to_pylist()
+    else:
+        body = json.loads(answer.content)
+        got, positions = np.array(body["arrays"][name], np.float32), body["positions"]
+    assert got.dtype == np.float32 and got.shape == (END, WIDTH)
+    assert positions == ALL
+    assert got.tobytes() == want.tobytes()
+    assert int(answer.headers["content-length"]) == len(answer.content)
+
+
+def test_several_sites_and_layers_in_one_file(stack: Stack, capture: str) -> None:
+    answer = get(stack, capture, "site=blocks.2.hook_resid_post&site=attn_out.1&start=3&stop=9")
+    arrays = load_safetensors(answer.content)
+    assert set(arrays) == {"resid_post.2", "attn_out.1", "positions", "token_ids"}
+    assert arrays["resid_post.2"].tobytes() == rows(0, "resid_post", 2, ALL[3:9], "bfloat16").tobytes()
+    assert arrays["attn_out.1"].tobytes() == decoded("int8b64", 0, "attn_out", 1, ALL[3:9], "bfloat16").tobytes()
+    assert answer.headers["x-tap-start"] == "3" and answer.headers["x-tap-stop"] == "9"
+
+
+def test_without_parameters_it_is_everything(stack: Stack, capture: str) -> None:
+    arrays = load_safetensors(get(stack, capture, "").content)
+    names = {f"{site}.{layer}" for site in ("resid_post", "attn_out") for layer in range(4)}
+    assert set(arrays) == names | {"positions", "token_ids"}
+
+
+@pytest.mark.parametrize(("query", "layers"), [
+    ("layer=all", [0, 1, 2, 3]), ("layer=0,2", [0, 2]), ("layer=0&layer=3", [0, 3]), ("layer=1:3", [1, 2]),
+    ("layer=::2", [0, 2]), ("layer=-1:", [3]), ("layer=2:100", [2, 3]),
+])
+def test_layer_expressions(stack: Stack, capture: str, query: str, layers: list[int]) -> None:
+    arrays = load_safetensors(get(stack, capture, f"site=resid_post&{query}").content)
+    assert sorted(arrays) == sorted([f"resid_post.{layer}" for layer in layers] + ["positions", "token_ids"])
+
+
+def test_dtypes(stack: Stack, capture: str) -> None:
+    want = rows(0, "resid_post", 1, ALL, "bfloat16")
+    half = load_safetensors(get(stack, capture, "site=resid_post&layer=1&dtype=float16").content)["resid_post.1"]
+    assert half.tobytes() == want.astype(np.float16).tobytes()
+    bits = load_torch(get(stack, capture, "site=resid_post&layer=1&dtype=bfloat16").content)["resid_post.1"]
+    assert str(bits.dtype) == "torch.bfloat16" and bits.float().numpy().tobytes() == want.tobytes()
+
+
+def test_codes_are_the_stored_streams(stack: Stack, capture: str) -> None:
+    arrays = load_safetensors(get(stack, capture, "site=attn_out&layer=2&dtype=codes").content)
+    stored = encode_rows("int8b64", rows(0, "attn_out", 2, ALL, "bfloat16"), "bfloat16")
+    for name, array in stored.items():
+        assert arrays[f"attn_out.2.{name}"].tobytes() == array.tobytes(), name
+    again = {name: arrays[f"attn_out.2.{name}"] for name in stored}
+    assert codecs.decode("int8b64", again, WIDTH, "bfloat16").shape == (END, WIDTH)
+    one = np.load(io.BytesIO(get(stack, capture, "site=resid_post&layer=0&dtype=codes&format=npy").content))
+    assert one.tobytes() == to_bits(rows(0, "resid_post", 0, ALL, "bfloat16")).tobytes()
+
+
+@pytest.mark.parametrize(("accept", "media_type"), [
+    ("application/x-npy", "application/x-npy"), ("application/json, */*;q=0.1", "application/json"),
+    ("*/*", "application/vnd.safetensors"), ("application/vnd.apache.arrow.file", "application/vnd.apache.arrow.file"),
+    ("text/html;q=0.9, application/x-npz;q=0.3, application/x-npy;q=0", "application/x-npz"),
+])
+def test_accept_header(stack: Stack, capture: str, accept: str, media_type: str) -> None:
+    answer = get(stack, capture, "site=resid_post&layer=0", accept=accept)
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith(media_type)
+
+
+def test_a_range_past_the_end_is_clipped_and_says_so(stack: Stack, capture: str) -> None:
+    answer = get(stack, capture, f"site=resid_post&layer=0&start={END - 2}&stop=5000")
+    assert load_safetensors(answer.content)["positions"].tolist() == ALL[-2:]
+    assert answer.headers["x-tap-clipped"] == "true" and answer.headers["x-tap-stop"] == str(END)
+    inside = get(stack, capture, f"site=resid_post&layer=0&stop={END}")
+    assert inside.headers["x-tap-clipped"] == "false"
+
+
+def test_missing_rows_are_named_and_not_filled(stack: Stack, holed: str) -> None:
+    answer = get(stack, holed, "site=resid_post&layer=1")
+    assert json.loads(answer.headers["x-tap-missing"]) == [
+        {"start": 0, "stop": 4, "reason": "prefix_cached"}, {"start": 8, "stop": 11, "reason": "dropped"}]
+    assert answer.headers["x-tap-missing-rows"] == "7" and answer.headers["x-tap-status"] == "incomplete"
+    there = [p for p in ALL if p >= 4 and p not in (8, 9, 10)]
+    arrays = load_safetensors(answer.content)
+    assert arrays["positions"].tolist() == there
+    assert arrays["resid_post.1"].tobytes() == rows(0, "resid_post", 1, there, "bfloat16").tobytes()
+    other = get(stack, holed, "site=resid_post&layer=0")
+    assert json.loads(other.headers["x-tap-missing"]) == [{"start": 0, "stop": 4, "reason": "prefix_cached"}]
+
+
+def test_by_every_name(stack: Stack) -> None:
+    answer = stack.http.post("/v1/completions", headers={"X-Request-Id": "my-request.7"}, json={
+        "model": "played", "prompt": PROMPT, "capture": {"sites": ["resid_post"]}}).json()
+    assert answer["id"] == f"cmpl-{answer['capture']['id']}"
+    contents = {get(stack, name, "layer=0").content for name in (answer["capture"]["id"], answer["id"], "my-request.7",
+                                                                  answer["capture"]["id"] + ".0")}
+    assert len(contents) == 1
+
+
+@pytest.mark.parametrize(("query", "param", "says"), [
+    ("site=resid_pst", "site", "resid_post"),
+    ("site=blocks.9.hook_nothing", "site", "unknown site"),
+    ("site=../../etc/passwd", "site", "unknown site"),
+    ("layer=x", "layer", "valid"),
+    ("layer=1:2:0", "layer", "valid"),
+    ("layer=", "layer", "valid"),
+    ("layer=1,,2", "layer", "valid"),
+    ("layer=٣", "layer", "valid"),
+    ("site=blocks.2.hook_resid_post&layer=1", "layer", "fixes"),
+    ("start=-1", "start", "valid"),
+    ("start=1e3", "start", "valid"),
+    ("start=99999999999", "start", "valid"),
+    ("start=5&stop=5", "stop", "greater"),
+    ("start=5&stop=2", "stop", "greater"),
+    ("stop=0", "stop", "greater"),
+    ("start=1&start=2", "start", "more than once"),
+    ("format=hdf5", "format", "safetensors"),
+    ("format=npy", "format", "one array"),
+    ("format=npy&site=attn_out&layer=0&dtype=codes", "dtype", "one array"),
+    ("format=json&dtype=codes", "dtype", "numbers"),
+    ("format=npz&dtype=bfloat16", "dtype", "safetensors"),
+    ("dtype=float64", "dtype", "float32"),
+    ("wait=forever", "wait", "complete"),
+    ("timeout=soon", "timeout", "seconds"),
+    ("timeout=nan", "timeout", "seconds"),
+    ("timeout=1e9", "timeout", "seconds"),
+    ("layers=1", "layers", "valid: site, layer"),
+])
+def test_bad_parameters_name_field_value_and_what_is_valid(
+    stack: Stack, capture: str, query: str, param: str, says: str
+) -> None:
+    answer = get(stack, capture, query)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
+    assert param in error["message"] and says in error["message"]
+
+
+@pytest.mark.parametrize(("query", "status"), [
+    ("site=mlp_out", 404), ("site=resid_post&layer=9", 404), ("site=blocks.7.hook_resid_post", 404),
+    ("layer=9:", 404), (f"start={END}", 416), ("start=4000000", 416),
+])
+def test_what_the_capture_does_not_have(stack: Stack, capture: str, query: str, status: int) -> None:
+    answer = get(stack, capture, query)
+    assert answer.status_code == status and answer.json()["error"]["message"]
+    if status == 416:
+        assert answer.headers["content-range"] == f"positions */{END}"
+
+
+def test_not_acceptable(stack: Stack, capture: str) -> None:
+    answer = get(stack, capture, "", accept="image/png")
+    assert answer.status_code == 406 and "safetensors" in answer.json()["error"]["message"]
+
+
+def test_a_safetensors_header_is_well_formed(stack: Stack, capture: str) -> None:
+    content = get(stack, capture, "site=resid_post&layer=0").content
+    size, = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8:8 + size])
+    assert (8 + size) % 8 == 0
+    assert header["__metadata__"]["capture"] == capture
+    assert max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__") == \
+        len(content) - 8 - size
+
+
+def test_rounding_to_bfloat16_matches_torch() -> None:
+    import torch
+
+    from api.slice_formats import cast
+
+    x = np.random.default_rng(1).standard_normal(4096).astype(np.float32) * np.float32(1e3)
+    x[:4] = [np.inf, -np.inf, 0.0, -0.0]
+    assert cast(x, "bfloat16").tobytes() == torch.from_numpy(x).to(torch.bfloat16).view(torch.uint16).numpy().tobytes()
+    assert np.isnan(from_bits(cast(np.array([np.nan], np.float32), "bfloat16")))[0]

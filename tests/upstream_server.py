@@ -1,0 +1,188 @@
+"""A model server's HTTP side, small and real: OpenAI's wire format, and an engine that sends its rows to the writer.
+
+What a request wants of it beside text travels in the field ``play``, which a gateway must pass through untouched:
+
+    status        answer with this error instead
+    delay_s       before the first token, and between tokens of a stream
+    break_after   cut the connection after so many stream chunks
+    drop          [site, [layers], start, stop]: say that these rows were dropped
+    cached        so many leading prompt positions are not computed
+    unopened      serve the text without any capture
+    unfinished    leave the capture running
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from schemas.ids import sample_id
+from schemas.spec import parse_spec, resolve
+from tests.engine_player import ARMED, EnginePlayer
+
+MODEL = "played"
+
+
+class Upstream:
+    """The state of the server: its engine, and what it was asked."""
+
+    def __init__(self, endpoint: str, dtype: str) -> None:
+        self.engine = EnginePlayer(endpoint, dtype) if endpoint else None
+        self.seen: list[dict[str, Any]] = []
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def health(self, request: Request) -> Response:
+        return Response()
+
+    async def log(self, request: Request) -> Response:
+        return JSONResponse(self.seen)
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        return JSONResponse({"tokens": list(body["prompt"].encode())})
+
+    async def generate(self, request: Request) -> Response:
+        body = await request.json()
+        seen: dict[str, Any] = {"path": request.url.path, "headers": dict(request.headers), "body": body,
+                                "ended": None}
+        self.seen.append(seen)
+        play = body.get("play", {})
+        if "status" in play:
+            return JSONResponse({"error": {"message": "as asked", "type": "played", "param": None,
+                                           "code": play["status"]}}, play["status"])
+        work = Work(self, body, request, seen)
+        if body.get("stream"):
+            return StreamingResponse(work.stream(), media_type="text/event-stream")
+        return await work.plain()
+
+
+class Work:
+    """One request being served."""
+
+    def __init__(self, upstream: Upstream, body: dict[str, Any], request: Request, seen: dict[str, Any]) -> None:
+        self.body, self.seen, self.engine, self.request = body, seen, upstream.engine, request
+        self.chat = "messages" in body
+        self.play = body.get("play", {})
+        self.name = ("chatcmpl-" if self.chat else "cmpl-") + request.headers.get("x-request-id", "none")
+        prompts = [body["messages"][-1]["content"]] if self.chat else body["prompt"]
+        prompts = prompts if isinstance(prompts, list) and not isinstance(prompts[0], int) else [prompts]
+        self.prompts = [list(p.encode()) if isinstance(p, str) else p for p in prompts]
+        self.n = body.get("n") or 1
+        self.out = [ord("a") + i % 26 for i in range(body.get("max_tokens", 4))]
+        xargs = body.get("vllm_xargs") or {}
+        self.spec = None
+        if "capture" in xargs and self.engine is not None and not self.play.get("unopened"):
+            self.spec = parse_spec(xargs["capture"])
+            assert xargs.get("capture_count", 1) == len(self.prompts) * self.n
+
+    def captures(self) -> list[tuple[str, int, list[int]]]:
+        count = len(self.prompts) * self.n
+        assert self.spec is not None and self.spec.id is not None
+        return [(sample_id(self.spec.id, i, count), i, self.prompts[i // self.n]) for i in range(count)]
+
+    def begin(self) -> None:
+        if self.spec is None or self.engine is None:
+            return
+        cached = self.play.get("cached", 0)
+        for capture, sample, prompt in self.captures():
+            resolved = self.engine.open(capture, self.spec, prompt, cached)
+            self.engine.send_rows(capture, sample, resolved, len(prompt), prompt, list(range(cached, len(prompt))))
+            if "drop" in self.play:
+                self.engine.drop(capture, *self.play["drop"])
+
+    def end(self, reason: str, out: list[int]) -> None:
+        self.seen["ended"] = reason
+        if self.spec is None or self.engine is None or self.play.get("unfinished"):
+            return
+        for capture, sample, prompt in self.captures():
+            end = len(prompt) + len(out) - (reason != "abort")
+            self.engine.send_rows(capture, sample, resolve(self.spec, ARMED), len(prompt), prompt + out,
+                                  list(range(len(prompt), end)))
+            self.engine.finish(capture, reason, out, end)
+
+    async def plain(self) -> Response:
+        await asyncio.to_thread(self.begin)
+        until = time.monotonic() + self.play.get("delay_s", 0)
+        while time.monotonic() < until:
+            await asyncio.sleep(0.02)
+            if await self.request.is_disconnected():
+                await asyncio.to_thread(self.end, "abort", [])
+                return Response(status_code=499)
+        await asyncio.to_thread(self.end, "length", self.out)
+        text = bytes(self.out).decode()
+        choices = [{"index": i, "finish_reason": "length", "logprobs": None,
+                    **({"message": {"role": "assistant", "content": text}} if self.chat else {"text": text})}
+                   for i in range(len(self.prompts) * self.n)]
+        return JSONResponse({"id": self.name, "object": "chat.completion" if self.chat else "text_completion",
+                             "created": 1, "model": MODEL, "choices": choices, "usage": self.usage()})
+
+    def usage(self) -> dict[str, int]:
+        prompt, out = sum(map(len, self.prompts)), len(self.out) * len(self.prompts) * self.n
+        return {"prompt_tokens": prompt, "completion_tokens": out, "total_tokens": prompt + out}
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        done: list[int] = []
+        reason = "abort"
+        try:
+            await asyncio.to_thread(self.begin)
+            for token in self.out:
+                await asyncio.sleep(self.play.get("delay_s", 0))
+                done.append(token)
+                if self.play.get("break_after") == len(done):
+                    raise ConnectionAbortedError("as asked")
+                yield self.event({"choices": [self.delta(bytes([token]).decode(), None)]})
+            reason = "length"
+            yield self.event({"choices": [self.delta("", "length")]})
+            if (self.body.get("stream_options") or {}).get("include_usage"):
+                yield self.event({"choices": [], "usage": self.usage()})
+            await asyncio.to_thread(self.end, "length", self.out)
+            yield b"data: [DONE]\n\n"
+        finally:
+            if reason == "abort":
+                # A thread of its own: this task is being cancelled.
+                threading.Thread(target=self.end, args=("abort", list(done))).start()
+
+    def delta(self, text: str, reason: str | None) -> dict[str, Any]:
+        what = {"delta": {"content": text}} if self.chat else {"text": text}
+        return {"index": 0, "finish_reason": reason, "logprobs": None, **what}
+
+    def event(self, value: dict[str, Any]) -> bytes:
+        return b"data: " + json.dumps({
+            "id": self.name, "object": "chat.completion.chunk" if self.chat else "text_completion", "created": 1,
+            "model": MODEL, **value}).encode() + b"\n\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--endpoint", default="")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--port", type=int, default=0)
+    args = parser.parse_args()
+    upstream = Upstream(args.endpoint, args.dtype)
+    app = Starlette(routes=[
+        Route("/v1/models", upstream.models), Route("/health", upstream.health), Route("/_log", upstream.log),
+        Route("/tokenize", upstream.tokenize, methods=["POST"]),
+        Route("/v1/completions", upstream.generate, methods=["POST"]),
+        Route("/v1/chat/completions", upstream.generate, methods=["POST"]),
+    ])
+    listening = socket.create_server(("127.0.0.1", args.port))
+    print(f"upstream ready http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listening])
+
+
+if __name__ == "__main__":
+    main()
