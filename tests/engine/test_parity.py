@@ -116,7 +116,7 @@ def test_parallel_samples_make_one_capture_each(engine: Engine) -> None:
     from vllm import SamplingParams
 
     tokens, ulid = prompt(70, seed=13), new_ulid()
-    params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=9, ignore_eos=True,
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=9, ignore_eos=True,
                             extra_args={"capture": {**RAW, "id": ulid}})
     (output,) = engine.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
     assert output.outputs[0].token_ids != output.outputs[1].token_ids

@@ -1,0 +1,280 @@
+"""The whole line over HTTP: one supervised service with real vLLM, read back and compared with Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from schemas.ids import new_ulid
+from tests.engine.conftest import ENVIRONMENT
+from tests.engine.reference import Reference
+from vllm_tap.client import Client
+from vllm_tap.tiny_model import LAYERS, cache_dir
+
+pytestmark = pytest.mark.timeout(600)
+
+SITES = ("resid_post", "attn_out", "mlp_out")
+
+
+@dataclass
+class Service:
+    """A running ``vllm-tap serve`` and ways to talk to it."""
+
+    url: str
+    store: Path
+    process: subprocess.Popen[str]
+    reference: Reference
+    lines: list[str]
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    @property
+    def model(self) -> str:
+        return str(self.openai.models.list().data[0].id)
+
+    def manifest(self, ref: str) -> dict[str, Any]:
+        response = httpx.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 20}, timeout=30)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def check(self, ref: str, tolerance: float = 1e-4) -> dict[str, Any]:
+        """Every row of a ``raw`` capture, fetched over HTTP as safetensors, against the reference."""
+        from safetensors.numpy import load
+
+        manifest = self.manifest(ref)
+        tokens = (*manifest["prompt_token_ids"], *manifest["output_token_ids"])
+        reference = self.reference.rows(tuple(tokens))
+        for entry in manifest["rows"]:
+            missing = sum(m["stop"] - m["start"] for m in entry["missing"])
+            assert entry["expected"] == entry["captured"] + missing
+            if entry["captured"] == 0:
+                continue
+            response = httpx.get(f"{self.url}/v1/captures/{ref}/activations", params={
+                "site": entry["site"], "layer": str(entry["layer"])}, timeout=30)
+            assert response.status_code == 200, response.text
+            arrays = load(response.content)
+            positions = arrays["positions"]
+            assert len(positions) == entry["captured"]
+            assert np.array_equal(arrays["token_ids"], np.asarray(tokens)[positions])
+            rows = arrays[f"{entry['site']}.{entry['layer']}"]
+            difference = np.abs(rows - reference[entry["site"], entry["layer"]][positions])
+            assert difference.max() <= tolerance, (entry["site"], entry["layer"], difference.max())
+        return manifest
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[str], Reference]) -> Iterator[Service]:
+    store, port = tmp_path_factory.mktemp("serve") / "captures", _free_port()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
+    environment |= {k: v for k, v in ENVIRONMENT.items() if not k.startswith("VLLM_TAP_")}
+    environment |= {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_tap", "serve", "--tiny", "--port", str(port), "--engine-port", str(_free_port()),
+         "--store", str(store), "--arm", ",".join(SITES), "--", "--dtype", "float32", "--max-num-batched-tokens", "48",
+         "--max-num-seqs", "16", "--block-size", "32", "--max-model-len", "1024"],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    lines: list[str] = []
+    ready = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip())
+            if "vllm-tap is ready" in line:
+                ready.set()
+        ready.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        assert ready.wait(240) and process.poll() is None, "\n".join(lines[-40:])
+        yield Service(f"http://127.0.0.1:{port}", store, process, reference_of("qwen3"), lines)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0, "\n".join(lines[-40:])
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _chat(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_chat_request_and_its_slices_by_every_name(service: Service) -> None:
+    response = service.openai.chat.completions.create(
+        model=service.model, messages=_chat("What does layer two think of this sentence?"), max_tokens=12,
+        extra_headers={"X-Request-Id": "my-own-name-17"}, extra_body={"capture": {"codec": "raw"}})
+    capture = response.model_extra["capture"]  # type: ignore[index]
+    assert response.id == f"chatcmpl-{capture['id']}"
+    manifest = service.check(capture["id"])
+    assert manifest["status"] == "complete"
+    assert len(manifest["rows"]) == len(SITES) * LAYERS
+    assert manifest["total_len"] == response.usage.total_tokens  # type: ignore[union-attr]
+    for name in (capture["id"], response.id, "my-own-name-17"):
+        assert service.manifest(name)["id"] == capture["id"]
+
+
+def test_streaming_ends_with_the_capture(service: Service) -> None:
+    chunks = list(service.openai.chat.completions.create(
+        model=service.model, messages=_chat("Stream me."), max_tokens=10, stream=True,
+        extra_body={"capture": {"codec": "raw", "positions": "generated"}}))
+    capture = chunks[-1].model_extra["capture"]  # type: ignore[index]
+    manifest = service.check(capture["id"])
+    assert {entry["captured"] for entry in manifest["rows"]} == {len(manifest["output_token_ids"]) - 1}
+
+
+def test_two_requests_at_once_with_their_own_specs(service: Service) -> None:
+    specs = [{"codec": "raw", "sites": ["resid_post"], "layers": [1]},
+             {"codec": "raw", "sites": ["blocks.3.hook_mlp_out"], "positions": "prompt"}]
+    ids: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        response = service.openai.completions.create(
+            model=service.model, prompt="one and two and three " * (8 + number), max_tokens=40,
+            extra_body={"capture": specs[number], "ignore_eos": True})
+        ids[number] = response.model_extra["capture"]["id"]  # type: ignore[index]
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = service.check(ids[0]), service.check(ids[1])
+    assert [(e["site"], e["layer"]) for e in first["rows"]] == [("resid_post", 1)]
+    assert first["rows"][0]["captured"] == first["prompt_len"] + 39
+    assert [(e["site"], e["layer"], e["captured"]) for e in second["rows"]] == [("mlp_out", 3, second["prompt_len"])]
+
+
+def test_prompt_lists_and_samples_make_one_capture_each(service: Service) -> None:
+    response = service.openai.completions.create(
+        model=service.model, prompt=["a first prompt", "and a second, longer one"], n=2, temperature=1.0,
+        max_tokens=6, extra_body={"capture": {"codec": "raw"}, "ignore_eos": True, "return_token_ids": True})
+    capture = response.model_extra["capture"]  # type: ignore[index]
+    assert capture["ids"] == [f"{capture['id']}.{i}" for i in range(4)]
+    for choice in response.choices:
+        manifest = service.check(f"{capture['id']}.{choice.index}")
+        assert manifest["output_token_ids"] == choice.model_extra["token_ids"]  # type: ignore[index]
+
+
+def test_a_client_that_leaves_gets_a_manifest_that_adds_up(service: Service) -> None:
+    ulid = new_ulid()
+    with httpx.stream("POST", f"{service.url}/v1/completions", timeout=30, json={
+        "model": service.model, "prompt": "count to one thousand", "max_tokens": 900, "ignore_eos": True,
+        "stream": True, "temperature": 0, "capture": {"id": ulid, "codec": "raw"},
+    }) as response:
+        for number, _ in enumerate(response.iter_lines()):
+            if number > 10:
+                break
+    manifest = service.check(ulid)
+    assert manifest["finish_reason"] == "abort"
+    assert 5 < len(manifest["output_token_ids"]) < 890
+    assert all(entry["captured"] >= manifest["total_len"] - 1 for entry in manifest["rows"])
+
+
+def test_the_same_tokens_with_and_without_capture(service: Service) -> None:
+    def tokens(**extra: Any) -> list[int]:
+        response = service.openai.completions.create(
+            model=service.model, prompt="the same again, please", max_tokens=24, temperature=0,
+            extra_body={"return_token_ids": True, "ignore_eos": True, **extra})
+        return list(response.choices[0].model_extra["token_ids"])  # type: ignore[index]
+
+    first, second = tokens(), tokens()
+    assert first == second, "the engine does not equal itself: nothing to compare"
+    assert tokens(capture={}) == first
+
+
+def test_the_python_client_reads_rows_by_name(service: Service) -> None:
+    client = Client(service.url)
+    generation = client.generate("Rows by name.", max_tokens=5, capture={"codec": "raw"}, ignore_eos=True)
+    ours, theirs = generation["resid_post", 2], generation["blocks.2.hook_resid_post"]
+    assert np.array_equal(ours, theirs)
+    manifest = service.manifest(generation.capture_id)
+    tokens = tuple(manifest["prompt_token_ids"] + manifest["output_token_ids"])
+    assert np.abs(ours - service.reference.rows(tokens)["resid_post", 2][:-1]).max() <= 1e-4
+
+
+def test_killing_the_writer_loses_nothing_that_was_acknowledged(service: Service) -> None:
+    def writer() -> int:
+        listed = subprocess.run(["pgrep", "-f", f"writer_service.*{service.store}"], capture_output=True, text=True)
+        return int(listed.stdout.split()[0])
+
+    results: dict[int, Any] = {}
+
+    def ask(number: int) -> None:
+        results[number] = service.openai.completions.create(
+            model=service.model, prompt=f"tell me a long story, number {number}", max_tokens=300, temperature=0,
+            extra_body={"capture": {"codec": "raw"}, "ignore_eos": True, "return_token_ids": True})
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(3)]
+    first = writer()
+    for thread in threads:
+        thread.start()
+    time.sleep(0.8)
+    os.kill(first, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    for response in results.values():
+        assert len(response.choices[0].model_extra["token_ids"]) == 300
+        manifest = service.check(response.model_extra["capture"]["id"])
+        assert manifest["status"] == "complete"
+        assert {e["captured"] for e in manifest["rows"]} == {manifest["total_len"] - 1}
+    assert writer() != first
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"capture": {"sites": ["nope"]}}, 400, "unknown site"),
+        ({"capture": {"sites": ["q"]}}, 400, "armed: resid_post, attn_out, mlp_out"),
+        ({"capture": {"layers": [4]}}, 400, "0 to 3"),
+        ({"capture": {"positions": [[9, 3]]}}, 400, "start < stop"),
+        ({"capture": {"id": "../x"}}, 400, "ULID"),
+        ({"capture": {"nonsense": 1}}, 400, "unknown field"),
+        ({"capture": {}, "use_beam_search": True, "n": 2}, 400, "beam"),
+        ({"capture": {}, "prompt": "x " * 3000}, 400, "maximum context length"),
+        ({"capture": {}, "model": "someone-else"}, 404, "does not exist"),
+    ],
+)
+def test_bad_requests_are_refused_with_a_reason(service: Service, body: dict[str, Any], status: int, says: str) -> None:
+    response = httpx.post(f"{service.url}/v1/completions", timeout=30,
+                          json={"model": service.model, "prompt": "hi", "max_tokens": 2, **body})
+    assert (response.status_code, says in response.text) == (status, True), response.text
+
+
+def test_an_id_is_used_once(service: Service) -> None:
+    body = {"model": service.model, "prompt": "hi", "max_tokens": 2, "capture": {"id": new_ulid()}}
+    assert httpx.post(f"{service.url}/v1/completions", json=body, timeout=30).status_code == 200
+    again = httpx.post(f"{service.url}/v1/completions", json=body, timeout=30)
+    assert again.status_code == 409 and body["capture"]["id"] in again.text  # type: ignore[index]
+
+
+def test_delete_hides_at_once(service: Service) -> None:
+    client = Client(service.url)
+    generation = client.generate("Forget me.", max_tokens=3, capture={})
+    service.manifest(generation.capture_id)
+    assert httpx.delete(f"{service.url}/v1/captures/{generation.capture_id}").status_code == 204
+    assert httpx.get(f"{service.url}/v1/captures/{generation.capture_id}").status_code == 404
+    assert generation.capture_id not in json.dumps(httpx.get(f"{service.url}/v1/captures").json())
