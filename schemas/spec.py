@@ -153,6 +153,8 @@ def _check_values(spec: CaptureSpec) -> None:
             raise SpecError("tags", key, f"a key is 1 to {limits.tag_key_chars_max} of A-Z a-z 0-9 _ . -")
         if len(text) > limits.tag_value_chars_max:
             raise SpecError("tags", text, f"a value has at most {limits.tag_value_chars_max} characters")
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise SpecError("tags", text, "valid: text without lone surrogates, which no file or message can hold")
 
 
 def resolve(spec: CaptureSpec, armed: Armed) -> Resolved:

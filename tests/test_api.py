@@ -144,7 +144,7 @@ def test_an_empty_spec_is_legal(stack: Stack) -> None:
     ({"capture": {"id": "a" * 300}}, 400, "capture.id", "ULID"),
     ({"capture": {"tags": {"../x": "y"}}}, 400, "capture.tags", "A-Z"),
     ({"capture": {"nonsense": 1}}, 400, "capture.nonsense", "unknown field"),
-    ({"capture": {"\ud800": 1}}, 400, "capture.\ud800", "unknown field"),
+    ({"capture": {"\ud800": 1}}, 400, "capture", "unicode"),
     ({"capture": {"tags": {"a": "\ud800"}}}, 400, "capture.tags", "valid"),
     ({"capture": True}, 400, "capture", "object"),
     ({"capture": {"return": "inline"}}, 400, "capture.return", "not yet available"),
@@ -195,8 +195,10 @@ def test_malformed_json(stack: Stack, content: bytes) -> None:
 
 
 def test_a_body_over_the_limit_is_not_read(stack: Stack) -> None:
-    stated = stack.http.post("/v1/completions", content=b"{}", headers={"content-length": str(1 << 40)})
-    assert stated.status_code == 413
+    host, port = stack.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1099511627776\r\n\r\n{}")
+        assert connection.recv(65536).split()[1] == b"413"
 
     def endless() -> Iterator[bytes]:
         for _ in range(40):
@@ -307,7 +309,7 @@ def test_names_that_name_nothing(stack: Stack, ref: str) -> None:
         with socket.create_connection((host, int(port)), 10) as connection:
             connection.sendall(f"{method} /v1/captures/{ref}{suffix} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
                                .encode())
-            answer = b"".join(iter(lambda: connection.recv(65536), b""))  # noqa: B023
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.split()[1] in (b"404", b"400", b"405"), head
         assert json.loads(body)["error"]["message"]
@@ -317,8 +319,8 @@ def test_names_that_name_nothing(stack: Stack, ref: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [
-    ("GET", "/nothing", 404), ("GET", "/v1/captures/", 404), ("PUT", "/v1/captures", 405), ("GET", "/v1/completions", 405),
-    ("POST", "/v1/load_lora_adapter", 404), ("POST", "/v1/captures/x", 405),
+    ("GET", "/nothing", 404), ("GET", "/v1/captures/", 404), ("PUT", "/v1/captures", 405),
+    ("GET", "/v1/completions", 405), ("POST", "/v1/load_lora_adapter", 404), ("POST", "/v1/captures/x", 405),
 ])
 def test_the_frameworks_errors_have_the_same_shape(stack: Stack, method: str, path: str, status: int) -> None:
     answer = stack.http.request(method, path)

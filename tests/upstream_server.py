@@ -124,7 +124,7 @@ class Work:
                 return Response(status_code=499)
         await asyncio.to_thread(self.end, "length", self.out)
         text = bytes(self.out).decode()
-        choices = [{"index": i, "finish_reason": "length", "logprobs": None,
+        choices = [{"index": i, "finish_reason": "stop", "logprobs": None,
                     **({"message": {"role": "assistant", "content": text}} if self.chat else {"text": text})}
                    for i in range(len(self.prompts) * self.n)]
         return JSONResponse({"id": self.name, "object": "chat.completion" if self.chat else "text_completion",
@@ -146,7 +146,7 @@ class Work:
                     raise ConnectionAbortedError("as asked")
                 yield self.event({"choices": [self.delta(bytes([token]).decode(), None)]})
             reason = "length"
-            yield self.event({"choices": [self.delta("", "length")]})
+            yield self.event({"choices": [self.delta("", "stop")]})
             if (self.body.get("stream_options") or {}).get("include_usage"):
                 yield self.event({"choices": [], "usage": self.usage()})
             await asyncio.to_thread(self.end, "length", self.out)

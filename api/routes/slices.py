@@ -24,6 +24,7 @@ from schemas import limits
 from schemas.errors import LimitError
 from schemas.manifest import Manifest, Missing
 from schemas.reader import Slice
+from schemas.sites import SITES
 
 router = APIRouter()
 
@@ -48,13 +49,16 @@ async def activations(
     query = parse_slice_query(request.query_params, request.headers.get("accept"))
     ref = check_ref(ref)
     manifest = await _manifest(service, ref, owner, query)
+    if not manifest.resolved:
+        # Never begun, or failed: the reader knows which, and its NotFoundError says so.
+        await service.read(lambda reader: reader.slice(manifest.id, next(iter(SITES)), [0], owner=owner))
     chosen = query.choose(_captured(manifest), int(manifest.engine.get("n_layers", 0)))
     if query.format == "npy" and [len(layers) for layers in chosen.values()] != [1]:
         raise BadParam("format", "npy", "holds one array: name one site and one layer, or use safetensors or npz")
     end = max(manifest.end, manifest.total_len - 1)
     if 0 < query.start >= end:
-        raise ApiError(416, "out_of_range", f"start = {query.start}: the capture has {end} positions from 0 on", "start",
-                       {"Content-Range": f"positions */{end}"})
+        raise ApiError(416, "out_of_range", f"start = {query.start}: the capture has {end} positions, from 0 on",
+                       "start", {"Content-Range": f"positions */{end}"})
     held = _bytes(manifest, chosen, query)
     with _held(service, held):
         answer = await service.read(lambda reader: _read(
