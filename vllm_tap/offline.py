@@ -37,6 +37,7 @@ __all__ = ["CaptureJob", "run"]
 
 _IN_FLIGHT_MAX: Final = 1024  # requests handed to the engine and not finished: bounds memory, keeps batches full
 _FINISHES_S: Final = 60.0
+_SHUTDOWN_S: Final = 20.0
 _REFUSED_SHOWN: Final = 20
 
 
@@ -122,10 +123,10 @@ def run(job: CaptureJob) -> int:
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         endpoint = f"ipc://{socket_dir / 'writer.sock'}"
         writer = stack.enter_context(WriterProcess(job.store.absolute(), endpoint, job.durability))
-        console.print(f"{total} prompts; starting vLLM with {job.model} (a minute)")
+        console.print(f"{total} prompts; starting vLLM with {job.model} (a minute)", soft_wrap=True)
         _set_environment(job, endpoint)
         engine = _start_engine(job)
-        stack.callback(engine.engine_core.shutdown)
+        stack.callback(engine.engine_core.shutdown, timeout=_SHUTDOWN_S)
         started = time.monotonic()
         output = stack.enter_context(job.output.open("w", encoding="utf-8")) if job.output is not None else None
         progress = stack.enter_context(Progress(
@@ -153,7 +154,9 @@ def run(job: CaptureJob) -> int:
 def _set_environment(job: CaptureJob, endpoint: str) -> None:
     os.environ |= {**job.environment, "VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": job.armed,
                    "VLLM_TAP_ON_FULL": "wait", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # A progress bar is no place for vLLM's log; VLLM_LOGGING_LEVEL=INFO and PYTHONWARNINGS=default bring it back.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 
 def _start_engine(job: CaptureJob) -> LLMEngine:
@@ -168,7 +171,8 @@ def _start_engine(job: CaptureJob) -> LLMEngine:
 
     parser.error = refuse
     return LLMEngine.from_engine_args(
-        EngineArgs.from_cli_args(parser.parse_args(["--model", job.model, *job.engine_args])))
+        EngineArgs.from_cli_args(parser.parse_args(
+            ["--model", job.model, "--no-use-tqdm-on-load", *job.engine_args])))
 
 
 def _generate(engine: LLMEngine, job: CaptureJob, tally: _Tally) -> Iterator[dict[str, Any] | None]:
@@ -194,7 +198,9 @@ def _generate(engine: LLMEngine, job: CaptureJob, tally: _Tally) -> Iterator[dic
                 _add(engine, prompt, params)
             except SpecError:
                 raise  # the spec is the same for all
-            except ValueError as error:
+            except Exception as error:
+                if not _is_refusal(error):
+                    raise
                 tally.refused.append((prompt.line, str(error)))
                 yield None
                 continue
@@ -211,6 +217,11 @@ def _generate(engine: LLMEngine, job: CaptureJob, tally: _Tally) -> Iterator[dic
             tally.generated_tokens += len(done.token_ids)
             yield {"line": prompt.line, "capture": capture, "text": done.text, "finish_reason": done.finish_reason,
                    "prompt_tokens": len(output.prompt_token_ids or ()), "generated_tokens": len(done.token_ids)}
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the engine says that the prompt is at fault: a ValueError, since vLLM 0.32 a class of its own."""
+    return isinstance(error, ValueError) or any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__)
 
 
 def _add(engine: LLMEngine, prompt: Prompt, params: SamplingParams) -> None:

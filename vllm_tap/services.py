@@ -156,7 +156,8 @@ def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
          "--host", "127.0.0.1", "--port", str(config.engine_port),
          # Without it SIGTERM kills the workers at once, open captures and all.
          "--shutdown-timeout", "10", *config.engine_args),
-        {"VLLM_NO_USAGE_STATS": "1", **common, **tap_environment(config, endpoint)},
+        {"VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"), **common,
+         **tap_environment(config, endpoint)},
         ready_url=f"{upstream}/health",
         restart=False,
     )

@@ -32,7 +32,7 @@ RESTARTS_WINDOW_S: Final = 60.0
 STOP_S: Final = 14.5
 _STILL_EVERY_S: Final = 10.0
 # When each child is killed that has not gone, in seconds after the stop began.
-_STOP_BY_S: Final = {"api": 5.0, "captures": 6.0, "engine": 12.0, "writer": STOP_S}
+_STOP_BY_S: Final = {"api": 5.0, "captures": 6.0, "engine": 12.5, "writer": STOP_S}
 
 Output = Callable[[str, str], None]
 
