@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -43,6 +44,19 @@ from schemas.spec import Armed, Resolved
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = "resid_post"
+
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], timeout_s: float = 10.0) -> T:
+    """What the condition gives once it is true, or at last after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value or time.monotonic() > deadline:
+            return value
+        time.sleep(0.02)
 
 
 class WriterProcess:
@@ -90,7 +104,9 @@ class WriterProcess:
             self.process.communicate()
 
 
-def engine_info(width: int = 64, n_layers: int = 4, dtype: str = "float32", sites: Sequence[str] = (SITE,)) -> EngineInfo:
+def engine_info(
+    width: int = 64, n_layers: int = 4, dtype: str = "float32", sites: Sequence[str] = (SITE,)
+) -> EngineInfo:
     """What a small engine would say of itself."""
     return EngineInfo(
         model="tiny", model_dtype=dtype, fingerprint="f" * 16, revision="", tokenizer="tiny", n_layers=n_layers,
@@ -105,6 +121,8 @@ def pieces_of(codec: str, width: int, dtype: str, keys: np.ndarray[Any, Any]) ->
         mixed = (keys[..., None].astype(np.uint64) * np.uint64(2654435761) + np.uint64(number * 97)
                  + np.arange(stream.nbytes, dtype=np.uint64) * np.uint64(40503)) >> np.uint64(7)
         data = (mixed & np.uint64(0x3F)).astype(np.uint8)  # small bytes: never NaN in float32, never the fill
+        if stream.name == "outlier_index":
+            data[..., 1::2] = 0  # an index below 64
         out[stream.name] = data
     return out
 
@@ -219,8 +237,8 @@ class Sender:
             tags: dict[str, str] | None = None) -> int:
         return self.send(Own(self.next(), capture, count, owner, list(aliases), tags or {}, time.time_ns() // 10**6))
 
-    def open(self, capture: str, prompt_len: int = 8, layers: dict[str, list[int]] | None = None, codec: str = "int8b64",
-             positions: Any = "all", prefix_cache: str = "recompute", cached: int = 0, request: str = "r") -> int:
+    def open(self, capture: str, prompt_len: int = 8, layers: dict[str, list[int]] | None = None,
+             codec: str = "int8b64", positions: Any = "all", prefix_cache: str = "recompute", cached: int = 0, request: str = "r") -> int:
         layers = layers or {SITE: [0, 1, 2, 3]}
         return self.send(Open(
             self.next(), capture, request, '{"sites":["resid_post"]}',
@@ -245,7 +263,8 @@ class Sender:
 
     def frame(self, rows: Sequence[tuple[str, int, Sequence[int]]], runs: Sequence[int] | None = None,
               layers: Sequence[int] = (0, 1, 2, 3), codec: str = "int8b64", width: int = 64, dtype: str = "float32",
-              version: int = 0, site: str = SITE, send: bool = True, ring_at: int | None = None) -> tuple[Frame, list[bytes]]:
+              version: int = 0, site: str = SITE, send: bool = True,
+              ring_at: int | None = None) -> tuple[Frame, list[bytes]]:
         """A frame of rows: (capture id, number of the capture in its content, positions) each; one run by default.
 
         ``ring_at`` writes the payload into the ring file from there on and names it by extents.
@@ -261,7 +280,7 @@ class Sender:
         streams, parts = [], []
         for stream in codecs.streams(codec, width, dtype):
             data = []
-            for a, b in zip(bounds, bounds[1:], strict=False):
+            for a, b in pairwise(bounds):
                 keys = ((position[a:b] * 131 + np.asarray(layers)[:, None]) * 17 + content[a:b]) * 7 + version
                 data.append(pieces_of(codec, width, dtype, keys)[stream.name].tobytes())
             joined = b"".join(data)
@@ -284,6 +303,13 @@ class Sender:
 
     def close(self) -> None:
         self.socket.close()
+
+    def __enter__(self) -> Sender:
+        self.hello()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def expected_pieces(capture: int, positions: Sequence[int], layers: Sequence[int], codec: str = "int8b64",

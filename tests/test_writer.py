@@ -2,50 +2,549 @@
 
 from __future__ import annotations
 
-import time
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from schemas.errors import NotFoundError
+from schemas.control import Frame, Refuse, StreamPart
+from schemas.errors import LimitError, NotFoundError, SpecError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
-from tests.store_helpers import SITE, Sender, WriterProcess, assert_adds_up, assert_rows
+from tests.store_helpers import (
+    ROOT,
+    SITE,
+    Sender,
+    WriterProcess,
+    assert_adds_up,
+    assert_rows,
+    engine_info,
+    until,
+)
 
 
-def until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if value or time.monotonic() > deadline:
-            return value
-        time.sleep(0.02)
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
 
 
-def test_a_capture_from_open_to_slice(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    with WriterProcess(store) as writer:
-        engine = Sender(writer.endpoint)
-        assert engine.hello().durable == 0
+@pytest.fixture
+def writer(store: Path) -> Iterator[WriterProcess]:
+    with WriterProcess(store) as process:
+        yield process
+
+
+@pytest.fixture
+def engine(writer: WriterProcess) -> Iterator[Sender]:
+    with Sender(writer.endpoint) as sender:
+        yield sender
+
+
+@pytest.fixture
+def api(writer: WriterProcess) -> Iterator[Sender]:
+    with Sender(writer.endpoint, role="api") as sender:
+        yield sender
+
+
+def final(reader: StoreReader, capture: str, owner: str | None = None) -> str:
+    """The status, once it is no longer running; the catalog follows an engine's Ack a moment later."""
+
+    def settled() -> bool:
+        try:
+            return reader.capture(capture, owner).status not in ("running", "pending")
+        except NotFoundError:
+            return False
+
+    until(settled)
+    return reader.capture(capture, owner).status
+
+
+def test_a_capture_from_open_to_slice(store: Path, writer: WriterProcess, engine: Sender) -> None:
+    capture = new_ulid()
+    engine.open(capture)
+    engine.frame([(capture, 1, range(8))])
+    engine.frame([(capture, 1, [8])])
+    engine.frame([(capture, 1, [9, 10])], runs=[1, 1])
+    engine.finish(capture, end=11, output=4)
+    engine.wait()
+    with StoreReader(store) as reader:
+        assert final(reader, capture) == "complete"
+        manifest = reader.manifest(capture)
+        assert_adds_up(manifest)
+        assert (manifest.expected, manifest.captured, manifest.total_len) == (44, 44, 12)
+        assert manifest.output_token_ids == [1000, 1001, 1002, 1003]
+        assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 11), 1, range(11))
+        part = reader.slice(capture, "blocks.2.hook_resid_post", [2], 7, 100)
+        assert part.clipped and part.stop == 11
+        assert_rows(part, 1, [7, 8, 9, 10])
+        assert_rows(reader.slice(capture, SITE, [3, 1], 2, 9), 1, range(2, 9))
+        assert part.values().shape == (1, 4, 64)
+        engine_seen = reader.engine()
+        assert engine_seen is not None and engine_seen.model == "tiny"
+        writer.stop()
+        assert (store / "blocks" / "w0-00000001.zarr" / "zarr.json").exists()
+        # The reader still holds the file under its old name; a new one finds it under the new name.
+        assert_rows(reader.slice(capture, SITE, [0, 3], 0, 11), 1, range(11))
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(capture, SITE, [0, 3], 0, 11), 1, range(11))
+        assert reader.manifest(capture).sites[0].extents[0].block == "blocks/w0-00000001.zarr"
+
+
+def test_slices_that_cannot_be(store: Path, engine: Sender) -> None:
+    capture = new_ulid()
+    engine.open(capture)
+    engine.frame([(capture, 1, range(8))])
+    engine.finish(capture, end=8)
+    engine.wait()
+    with StoreReader(store) as reader:
+        final(reader, capture)
+        with pytest.raises(NotFoundError, match=r"no layer \[9\].*\[0, 1, 2, 3\]"):
+            reader.slice(capture, SITE, [9], 0, 1)
+        with pytest.raises(NotFoundError, match="no site attn_out; it has: resid_post"):
+            reader.slice(capture, "attn_out", [0], 0, 1)
+        with pytest.raises(SpecError, match="unknown site"):
+            reader.slice(capture, "nonsense", [0], 0, 1)
+        with pytest.raises(NotFoundError, match="at least one layer"):
+            reader.slice(capture, SITE, [], 0, 1)
+        for ref in ("../../etc/passwd", "", "x" * 10_000, "'; DROP TABLE captures; --", new_ulid()):
+            with pytest.raises(NotFoundError):
+                reader.slice(ref, SITE, [0], 0, 1)
+        assert reader.slice(capture, SITE, [0], 5, 2).positions.tolist() == []
+        with pytest.raises(LimitError):
+            reader.captures(limit=10**6)
+
+
+def test_payload_in_a_ring_is_read_in_place(store: Path, writer: WriterProcess, tmp_path: Path) -> None:
+    ring = tmp_path / "ring"
+    ring.write_bytes(bytes(1 << 20))
+    sender = Sender(writer.endpoint, ring=ring, ring_bytes=1 << 20)
+    assert sender.hello().ring
+    capture = new_ulid()
+    sender.open(capture, prompt_len=40)
+    sender.frame([(capture, 1, range(30))], runs=[10, 15, 5], ring_at=4096)
+    sender.frame([(capture, 1, range(30, 40))], ring_at=200_000)
+    sender.finish(capture, end=40)
+    sender.wait()
+    with StoreReader(store) as reader:
+        assert final(reader, capture) == "complete"
+        assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 40), 1, range(40))
+    sender.close()
+
+
+def test_a_ring_that_lies(store: Path, writer: WriterProcess, tmp_path: Path) -> None:
+    """Extents outside the ring, a ring that was cut, and rings that are no files: refused, and the writer lives."""
+    ring = tmp_path / "ring"
+    ring.write_bytes(bytes(1 << 16))
+    link = tmp_path / "link"
+    link.symlink_to("/etc/passwd")
+    for path, size in ((link, 100), (tmp_path, 100), (Path("/dev/zero"), 4096), (ring, 1 << 40), (tmp_path / "no", 1)):
+        with Sender(writer.endpoint, ring=path, ring_bytes=size) as bad:
+            assert bad.hello().ring is False, path
+    sender = Sender(writer.endpoint, ring=ring, ring_bytes=1 << 16)
+    assert sender.hello().ring
+    capture = new_ulid()
+    sender.open(capture)
+    good, parts = sender.frame([(capture, 1, range(8))], ring_at=0, send=False)
+
+    def with_extents(extents: list[tuple[int, int]]) -> Frame:
+        q = good.streams[0]
+        changed = [StreamPart(q.name, q.nbytes, q.xxh3, extents), *good.streams[1:]]
+        return Frame(**{**{f: getattr(good, f) for f in good.__struct_fields__}, "seq": sender.next(),
+                        "streams": changed})
+
+    size = good.streams[0].nbytes
+    for extents in ([(1 << 16, size)], [(-1, size)], [(2**62, size)], [(0, size - 1)], [(0, size), (0, 0)], [(64, size)]):
+        sender.send(with_extents(extents), *parts)
+    sender.wait()
+    assert {code for code, _ in sender.refused.values()} == {"malformed"} and len(sender.refused) == 6
+    with open(ring, "r+b") as file:
+        file.truncate(10)
+    sender.send(with_extents(good.streams[0].extents), *parts)
+    sender.wait()
+    assert "cut" in sender.refused[sender.seq][1]
+    sender.close()
+
+
+def test_duplicates_and_gaps(store: Path, engine: Sender) -> None:
+    capture = new_ulid()
+    engine.open(capture)
+    for position in range(8):
+        engine.frame([(capture, 1, [position])])
+    for seq in sorted(engine.kept):
+        engine.socket.send_multipart(engine.kept[seq])
+    engine.wait()
+    before = engine.seq
+    ahead, parts = engine.frame([(capture, 1, [9])], send=False)
+    engine.seq = before + 5
+    late, late_parts = engine.frame([(capture, 1, [10])], send=False)
+    assert late.seq == before + 6
+    from schemas.control import encode
+
+    engine.socket.send_multipart([encode(late), *late_parts])  # a gap: not taken
+    ack = engine.sync()
+    assert (ack.durable, ack.visible) == (before, before)
+    engine.seq = before
+    engine.send(ahead, *parts)
+    engine.finish(capture, end=10, output=2)
+    engine.wait()
+    with StoreReader(store) as reader:
+        final(reader, capture)
+        manifest = reader.manifest(capture)
+        assert_adds_up(manifest)
+        assert [m.start for m in manifest.rows[0].missing] == [8]
+        assert_rows(reader.slice(capture, SITE, [0, 1], 0, 11), 1, [0, 1, 2, 3, 4, 5, 6, 7, 9])
+        assert len(manifest.sites[0].extents) == 9
+
+
+def test_unknown_identities_are_told_to_greet(writer: WriterProcess) -> None:
+    sender = Sender(writer.endpoint)
+    sender.open(new_ulid())
+    answer = sender.receive()
+    assert isinstance(answer, Refuse) and answer.code == "hello"
+    sender.wait()  # greets, sends again
+    assert sender.durable == 1
+    sender.close()
+
+
+def test_versions_epochs_and_names_of_streams(writer: WriterProcess, engine: Sender) -> None:
+    for change in ({"epoch": 5, "stream": engine.stream}, {"stream": "../../x"}):
+        other = Sender(writer.endpoint, **change)  # type: ignore[arg-type]
+        with pytest.raises(AssertionError, match=r"stale|malformed"):
+            other.hello()
+        other.close()
+
+
+def test_recomputed_rows_the_latest_wins(store: Path, engine: Sender) -> None:
+    capture = new_ulid()
+    engine.open(capture)
+    engine.frame([(capture, 1, range(8))], version=0)
+    engine.frame([(capture, 1, range(2, 6))], version=1)
+    engine.frame([(capture, 1, [3])], version=2, layers=[0, 1])
+    engine.finish(capture, end=8)
+    engine.wait()
+    with StoreReader(store) as reader:
+        assert final(reader, capture) == "complete"
+        assert_rows(reader.slice(capture, SITE, [2, 3], 2, 6), 1, range(2, 6), version=1)
+        assert_rows(reader.slice(capture, SITE, [0, 1], 3, 4), 1, [3], version=2)
+        assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 6, 8), 1, [6, 7])
+        mixed = reader.slice(capture, SITE, [1, 2], 3, 4)
+        assert mixed.positions.tolist() == [3]
+        assert not np.array_equal(mixed.pieces["q"][0], mixed.pieces["q"][1])
+
+
+def test_a_drop_supersedes_what_was_there_and_later_rows_supersede_it(store: Path, engine: Sender) -> None:
+    capture = new_ulid()
+    engine.open(capture)
+    engine.frame([(capture, 1, range(8))])
+    engine.dropped(capture, 2, 6)
+    engine.frame([(capture, 1, [4])], version=3)
+    engine.dropped(capture, 7, 8, layers=[3])
+    engine.finish(capture, end=8)
+    engine.wait()
+    with StoreReader(store) as reader:
+        assert final(reader, capture) == "incomplete"
+        manifest = reader.manifest(capture)
+        assert_adds_up(manifest)
+        by_layer = {row.layer: [(m.start, m.stop, m.reason) for m in row.missing] for row in manifest.rows}
+        assert by_layer[0] == [(2, 4, "dropped"), (5, 6, "dropped")]
+        assert by_layer[3] == [(2, 4, "dropped"), (5, 6, "dropped"), (7, 8, "dropped")]
+        assert_rows(reader.slice(capture, SITE, [0], 4, 5), 1, [4], version=3)
+        both = reader.slice(capture, SITE, [0, 3], 0, 8)
+        assert both.positions.tolist() == [0, 1, 4, 6]
+        assert [(m.start, m.stop) for m in both.missing] == [(2, 4), (5, 6), (7, 8)]
+        assert [(m.start, m.stop) for m in reader.slice(capture, SITE, [0], 3, 7).missing] == [(3, 4), (5, 6)]
+
+
+def test_rows_past_the_end_are_stale(store: Path, engine: Sender) -> None:
+    capture = new_ulid()
+    engine.open(capture, prompt_len=4)
+    engine.frame([(capture, 1, range(10))])
+    engine.finish(capture, end=6, output=3)
+    engine.wait()
+    with StoreReader(store) as reader:
+        assert final(reader, capture) == "complete"
+        assert_rows(reader.slice(capture, SITE, [0], 0, 99), 1, range(6))
+
+
+@pytest.mark.parametrize(
+    ("prefix_cache", "cached", "reason", "end", "output", "rows", "status", "missing"),
+    [
+        ("allow", 4, "stop", 9, 2, range(4, 9), "complete", [(0, 4, "prefix_cached")]),
+        ("recompute", 4, "stop", 9, 2, range(4, 9), "incomplete", [(0, 4, "prefix_cached")]),
+        ("allow", 4, "stop", 9, 2, range(9), "complete", []),
+        ("recompute", 0, "abort", 5, 0, range(5), "incomplete", [(5, 7, "aborted")]),
+        ("recompute", 0, "stop", 9, 2, range(8), "incomplete", [(8, 9, "dropped")]),
+        ("recompute", 0, "abort", 10, 2, range(10), "complete", []),
+    ],
+)
+def test_reasons_and_statuses(
+    store: Path, engine: Sender, prefix_cache: str, cached: int, reason: str, end: int, output: int, rows: range,
+    status: str, missing: list[tuple[int, int, str]],
+) -> None:
+    capture = new_ulid()
+    engine.open(capture, prefix_cache=prefix_cache, cached=cached)
+    engine.frame([(capture, 1, rows)])
+    engine.finish(capture, end=end, output=output, reason=reason)
+    engine.wait()
+    with StoreReader(store) as reader:
+        assert final(reader, capture) == status
+        manifest = reader.manifest(capture)
+        assert_adds_up(manifest)
+        assert [(m.start, m.stop, m.reason) for m in manifest.rows[0].missing] == missing
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [("prompt", 8), ("generated", 3), ("last_prompt", 1), ([(1, 3), (9, 50)], 4), ([], 0)],
+)
+def test_expected_rows_follow_the_positions_asked(
+    store: Path, engine: Sender, positions: object, expected: int
+) -> None:
+    capture = new_ulid()
+    engine.open(capture, positions=positions)
+    engine.frame([(capture, 1, range(11))])
+    engine.finish(capture, end=11, output=4)
+    engine.wait()
+    with StoreReader(store) as reader:
+        assert final(reader, capture) == "complete"
+        assert [row.captured for row in reader.manifest(capture).rows] == [expected] * 4
+
+
+def test_a_running_capture_can_be_read(store: Path, engine: Sender) -> None:
+    capture = new_ulid()
+    engine.open(capture)
+    engine.frame([(capture, 1, range(6))])
+    engine.wait()
+    with StoreReader(store) as reader:
+        until(lambda: reader.captures())
+        assert until(lambda: reader.manifest(capture).captured == 24)
+        manifest = reader.manifest(capture)
+        assert manifest.status == "running"
+        assert_adds_up(manifest)
+        assert [(m.start, m.stop, m.reason) for m in manifest.rows[0].missing] == [(6, 8, "pending")]
+
+
+def test_ids_owners_samples_and_aliases(store: Path, writer: WriterProcess, engine: Sender, api: Sender) -> None:
+    one, many = new_ulid(), new_ulid()
+    api.own(one, owner="alice", aliases=["chatcmpl-1", "req-7"], tags={"k": "v"})
+    api.own(many, count=3, owner="alice", aliases=["cmpl-2"])
+    api.wait()
+    with StoreReader(store) as reader:  # an Ack to an API means that readers see it
+        assert reader.capture(one).status == "pending"
+        assert reader.capture("chatcmpl-1", "alice").id == one
+        assert reader.capture(f"{one}.0", "alice").id == one
+        for ref, owner in ((one, "bob"), ("chatcmpl-1", "bob"), ("req-7", ""), (many, "alice")):
+            with pytest.raises(NotFoundError):
+                reader.capture(ref, owner)
+        assert reader.samples("cmpl-2", "alice") == [f"{many}.{i}" for i in range(3)]
+        assert reader.capture("cmpl-2.1").id == f"{many}.1"
+        with Sender(writer.endpoint, role="api") as rival:
+            rival.own(one, owner="bob")
+            rival.own(many, owner="bob", aliases=["chatcmpl-1"])
+            rival.own(new_ulid(), owner="bob", aliases=["chatcmpl-1"])
+            rival.wait()
+            assert [rival.refused[n][0] for n in (1, 2)] == ["conflict", "conflict"]
+            assert 3 not in rival.refused
+        assert reader.capture("chatcmpl-1", "alice").id == one
+        assert reader.capture("chatcmpl-1", "bob").owner == "bob"
+        engine.open(one)
+        engine.open(f"{many}.5")
+        engine.wait()
+        until(lambda: reader.captures(status="running") and reader.capture(f"{many}.5").status == "running")
+        assert reader.capture(one).owner == "alice" and reader.capture(one).tags == {"k": "v"}
+        assert reader.capture(f"{many}.5").owner == "alice"  # never everybody's
+        assert {row.id for row in reader.captures(owner="bob")} == {reader.capture("chatcmpl-1", "bob").id}
+        pages = [reader.captures(limit=2)]
+        while pages[-1]:
+            pages.append(reader.captures(limit=2, before=pages[-1][-1].id))
+        listed = [row.id for page in pages for row in page]
+        assert len(listed) == len(set(listed)) == 6
+
+
+def test_a_capture_belongs_to_the_engine_that_opened_it(store: Path, writer: WriterProcess, engine: Sender) -> None:
+    capture = new_ulid()
+    engine.open(capture)
+    engine.wait()
+    with Sender(writer.endpoint) as rival:
+        rival.open(capture, request="other")
+        rival.frame([(capture, 9, range(8))])
+        rival.finish(capture, end=8)
+        rival.wait()
+        assert [rival.refused[n][0] for n in (1, 3)] == ["conflict", "conflict"] and 2 not in rival.refused
+    engine.frame([(capture, 1, range(8))])
+    engine.finish(capture, end=8)
+    engine.frame([(capture, 9, range(8))])
+    engine.dropped(capture, 0, 8)
+    engine.finish(capture, end=2)
+    engine.open(capture)
+    engine.wait()
+    assert [engine.refused[n][0] for n in (5, 6, 7)] == ["stale", "stale", "conflict"]
+    with StoreReader(store) as reader:
+        assert final(reader, capture) == "complete"
+        assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 8), 1, range(8))
+    assert "rows_not_indexed=16" in writer.stop()
+
+
+def test_abandoned_and_client_finished(store: Path, engine: Sender, api: Sender) -> None:
+    from schemas.control import Abandon
+
+    never, stopped = new_ulid(), new_ulid()
+    api.own(never)
+    api.own(stopped)
+    api.send(Abandon(api.next(), never, "the engine answered 503"))
+    api.wait()
+    engine.open(stopped)
+    engine.open(never)
+    engine.frame([(stopped, 1, range(10))])
+    engine.finish(stopped, end=10, output=2, reason="abort")
+    engine.wait()
+    api.client_finish(stopped, "stop")
+    api.send(Abandon(api.next(), stopped, "too late"))
+    api.client_finish(new_ulid(), "stop")
+    api.wait()
+    assert engine.refused[2][0] == "conflict"
+    assert api.refused[5][0] == "conflict" and api.refused[6][0] == "not_found"
+    with StoreReader(store) as reader:
+        assert reader.capture(never).status == "failed"
+        with pytest.raises(NotFoundError, match="503"):
+            reader.slice(never, SITE, [0], 0, 1)
+        manifest = reader.manifest(stopped)
+        assert (manifest.finish_reason, manifest.client_finish_reason, manifest.stop_reason) == ("abort", "stop", "END")
+        assert manifest.status == "complete"
+
+
+def test_delete_hides_at_once_and_holds_win(store: Path, writer: WriterProcess, engine: Sender, api: Sender) -> None:
+    from schemas.control import Hold
+
+    ulid = new_ulid()
+    api.own(ulid, count=2, aliases=["x-1"])
+    api.wait()
+    for sample in range(2):
+        engine.open(f"{ulid}.{sample}")
+        engine.frame([(f"{ulid}.{sample}", sample, range(8))])
+    engine.finish(f"{ulid}.0", end=8)
+    engine.wait()
+    api.send(Hold(api.next(), ulid, True))
+    api.delete(ulid)
+    api.wait()
+    assert api.refused[3][0] == "held"
+    with StoreReader(store) as reader:
+        assert final(reader, f"{ulid}.0") == "complete"
+        api.send(Hold(api.next(), ulid, False))
+        api.delete(f"{ulid}.0")
+        api.wait()
+        for ref in (f"{ulid}.0",):
+            for call in (reader.capture, reader.manifest, lambda ref: reader.slice(ref, SITE, [0], 0, 1)):
+                with pytest.raises(NotFoundError):
+                    call(ref)
+        assert reader.samples("x-1") == [f"{ulid}.1"]
+        api.delete("x")
+        api.delete(ulid)
+        api.delete(ulid)
+        api.wait()
+        assert api.refused[6][0] == "not_found" and api.refused[8][0] == "not_found"
+        with pytest.raises(NotFoundError):
+            reader.samples("x-1")
+        assert [row.id for row in reader.captures()] == []
+        assert len(reader.captures(status="deleted")) == 2
+        engine.frame([(f"{ulid}.1", 1, [8])])  # still generating: its rows are no longer kept for anybody
+        engine.wait()
+        api.own(ulid)
+        api.wait()
+        assert api.refused[api.seq][0] == "conflict"  # a tombstone keeps the id taken
+    assert "rows_not_indexed=1" in writer.stop()
+
+
+def test_engine_lost_by_silence_by_bye_and_come_back(store: Path, tmp_path: Path) -> None:
+    with WriterProcess(store, "--engine-lost-s", "0.6") as writer, StoreReader(store) as reader:
+        silent, leaving = Sender(writer.endpoint), Sender(writer.endpoint)
+        first, second = new_ulid(), new_ulid()
+        for sender, capture in ((silent, first), (leaving, second)):
+            sender.hello()
+            sender.open(capture)
+            sender.frame([(capture, 1, range(5))])
+            sender.wait()
+        leaving.bye()
+        assert final(reader, second) == "incomplete"
+        assert reader.capture(first).status == "running"
+        assert final(reader, first) == "incomplete"
+        for capture in (first, second):
+            manifest = reader.manifest(capture)
+            assert_adds_up(manifest)
+            assert [(m.start, m.stop, m.reason) for m in manifest.rows[0].missing] == [(5, 8, "engine_lost")]
+        # It was only paused: the rest comes, and the finish says what is true.
+        silent.frame([(first, 1, range(5, 8))])
+        silent.finish(first, end=8)
+        silent.wait()
+        assert until(lambda: reader.capture(first).status == "complete")
+        silent.close()
+        leaving.close()
+
+
+def test_second_writer_is_refused(store: Path, writer: WriterProcess, tmp_path: Path) -> None:
+    other = subprocess.run(
+        [sys.executable, "-m", "writer_service", "--store", str(store), "--endpoint", writer.endpoint + "2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert other.returncode == 2 and other.stdout == ""
+    assert "another writer has it" in other.stderr and other.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--endpoint", "tcp://0.0.0.0:5555"], "must be ipc"),
+        (["--endpoint", "ipc:///tmp/" + "x" * 200], "107"),
+        (["--durability", "hope"], "fsync, os"),
+        (["--seal-idle-s", "0"], "positive"),
+    ],
+)
+def test_bad_settings_end_the_start(store: Path, flags: list[str], says: str) -> None:
+    argv = [sys.executable, "-m", "writer_service", "--store", str(store), "--endpoint", "ipc:///tmp/tap-none/w", *flags]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_folder_of_somebody_else_is_not_made_a_store(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    argv = [sys.executable, "-m", "writer_service", "--store", str(tmp_path), "--endpoint", "ipc:///tmp/tap-none/w"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and "not empty" in done.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_os_durability_acks_after_the_write(store: Path) -> None:
+    with WriterProcess(store, "--durability", "os") as writer, Sender(writer.endpoint) as engine:
         capture = new_ulid()
         engine.open(capture)
         engine.frame([(capture, 1, range(8))])
-        engine.frame([(capture, 1, [8]), ], runs=[1])
-        engine.frame([(capture, 1, [9, 10])], runs=[1, 1])
-        engine.finish(capture, end=11, output=4)
+        engine.finish(capture, end=8)
+        engine.wait()
+        writer.kill()
+        writer.start()
+        assert engine.hello().durable == 3  # a crash of the process loses nothing that was acknowledged
+        with StoreReader(store) as reader:
+            assert final(reader, capture) == "complete"
+
+
+def test_many_sites_codecs_and_captures_in_one_frame(store: Path, writer: WriterProcess) -> None:
+    sites = ("resid_post", "attn_out")
+    captures = [new_ulid() for _ in range(5)]
+    with Sender(writer.endpoint, engine=engine_info(width=96, dtype="bfloat16", sites=sites)) as engine:
+        for capture in captures:
+            engine.open(capture, prompt_len=3, layers={site: [0, 2] for site in sites}, codec="raw")
+        for site in sites:
+            engine.frame([(capture, i, range(3)) for i, capture in enumerate(captures)], runs=[6, 9], layers=[0, 2],
+                         codec="raw", width=96, dtype="bfloat16", site=site)
+        for capture in captures:
+            engine.finish(capture, end=3)
         engine.wait()
         with StoreReader(store) as reader:
-            assert until(lambda: reader.capture(capture).status == "complete", 1.0)
-            manifest = reader.manifest(capture)
-            assert_adds_up(manifest)
-            assert (manifest.expected, manifest.captured, manifest.total_len) == (44, 44, 12)
-            assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 11), 1, range(11))
-            part = reader.slice(capture, "blocks.2.hook_resid_post", [2], 7, 100)
-            assert part.clipped and part.stop == 11
-            assert_rows(part, 1, [7, 8, 9, 10])
-            assert reader.engine().model == "tiny"
-            with pytest.raises(NotFoundError):
-                reader.capture(new_ulid())
-            writer.stop()
-            assert (store / "blocks" / "w0-00000001.zarr" / "zarr.json").exists()
-            assert_rows(reader.slice(capture, SITE, [0, 3], 0, 11), 1, range(11))
+            for i, capture in enumerate(captures):
+                assert final(reader, capture) == "complete"
+                for site in sites:
+                    got = reader.slice(capture, site, [2, 0], 0, 3)
+                    assert (got.dtype, got.width, got.pieces["x"].dtype) == ("bfloat16", 96, np.uint16)
+                    assert_rows(got, i, range(3))

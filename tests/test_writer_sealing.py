@@ -1,0 +1,182 @@
+"""A sealed segment is an ordinary Zarr v3 group: three independent readers see the same rows, missing ones as fill."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from schemas import codecs
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from schemas.sites import SITES
+from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, expected_pieces, until
+
+DTYPES = {"int8b64": "bfloat16", "raw": "float32", "raw16": "float16"}
+
+
+def filled(tmp_path: Path, codec: str, width: int) -> tuple[Path, str]:
+    """A store with one sealed block in which layers 0 and 2 lack some rows."""
+    store, capture = tmp_path / "store", new_ulid()
+    dtype = DTYPES[codec]
+    with WriterProcess(store) as writer, Sender(writer.endpoint, engine=engine_info(width, dtype=dtype)) as engine:
+        engine.open(capture, codec=codec)
+        args: dict[str, Any] = {"codec": codec, "width": width, "dtype": dtype}
+        engine.frame([(capture, 1, range(5))], runs=[2, 3], **args)
+        engine.frame([(capture, 1, range(5, 8))], layers=[1, 3], **args)
+        engine.wait()
+        writer.stop()
+    return store / "blocks" / "w0-00000001.zarr", capture
+
+
+def read_zarr(path: Path) -> np.ndarray:
+    import zarr
+
+    return np.asarray(zarr.open_array(str(path), mode="r")[...])
+
+
+def read_zarrs(path: Path) -> np.ndarray:
+    import zarr
+    import zarrs  # noqa: F401
+
+    with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}):
+        return np.asarray(zarr.open_array(str(path), mode="r")[...])
+
+
+def read_tensorstore(path: Path) -> np.ndarray:
+    import tensorstore as ts
+
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}
+    return np.asarray(ts.open(spec, open=True).result().read().result())
+
+
+@pytest.mark.parametrize("codec", ["int8b64", "raw", "raw16"])
+def test_three_readers_agree_bit_for_bit(tmp_path: Path, codec: str) -> None:
+    width = 96
+    block, capture = filled(tmp_path, codec, width)
+    attributes = json.loads((block / "zarr.json").read_text())["attributes"]
+    assert attributes["layers"] == [0, 1, 2, 3] and attributes["captures"] == [capture]
+    assert attributes["site"] == SITE and attributes["codec"]["name"] == codec
+    assert [s["name"] for s in attributes["codec"]["streams"]] == [s.name for s in codecs.streams(codec, width, DTYPES[codec])]
+    assert attributes["streams"][0]["engine"]["model"] == "tiny"
+    for read in (read_zarr, read_zarrs, read_tensorstore):
+        present = read(block / "present")
+        assert present[:5].all() and not present[5:, [0, 2]].any() and present[5:, [1, 3]].all()
+        assert read(block / "position").tolist() == list(range(8))
+        assert read(block / "token_id").tolist() == list(range(5000, 5008))
+        assert read(block / "capture").tolist() == [0] * 8
+        wanted = expected_pieces(1, range(8), range(4), codec, width, DTYPES[codec])
+        for stream in codecs.streams(codec, width, DTYPES[codec]):
+            got = read(block / stream.name)
+            assert got.dtype == stream.dtype and got.shape == (8, 4, *stream.shape)
+            stored = np.ascontiguousarray(got).view(np.uint8).reshape(8, 4, -1)
+            for layer in range(4):
+                rows = 5 if layer in (0, 2) else 8
+                assert np.array_equal(stored[:rows, layer], wanted[stream.name][layer, :rows])
+                fill = np.full(got[rows:, layer].shape, float("nan") if stream.fill == "NaN" else stream.fill, got.dtype)
+                assert np.array_equal(got[rows:, layer], fill, equal_nan=got.dtype.kind == "f")
+        checksum = read(block / "checksum")
+        joined = np.concatenate([wanted[s.name] for s in codecs.streams(codec, width, DTYPES[codec])], axis=-1)
+        assert checksum[4, 3] == xxhash.xxh3_64_intdigest(joined[3, 4].tobytes())
+
+
+def test_the_group_opens_as_a_group(tmp_path: Path) -> None:
+    import zarr
+
+    block, _ = filled(tmp_path, "int8b64", 64)
+    group = zarr.open_group(str(block), mode="r")
+    names = {name for name, _ in group.arrays()}
+    assert names == {"q", "scale", "outlier_index", "outlier_value", "capture", "position", "token_id", "flags", "present",
+                     "checksum", "frame"}
+    assert group.attrs["format"] == "vllm-tap block" and group["scale"].attrs["view"] == "bfloat16"
+
+
+def test_readers_go_on_while_segments_are_sealed(tmp_path: Path) -> None:
+    """Tiny segments, sealed all the time under a reader's feet: it never sees anything but the rows."""
+    store, capture = tmp_path / "store", new_ulid()
+    with (
+        WriterProcess(store, "--segment-bytes", "65536", "--seal-idle-s", "0.2") as writer,
+        Sender(writer.endpoint) as engine,
+    ):
+        engine.open(capture, prompt_len=1)
+        engine.frame([(capture, 1, [0])])
+        engine.wait()
+        done = threading.Event()
+        failures: list[BaseException] = []
+        reads = [0]
+
+        def read() -> None:
+            try:
+                while not done.is_set():
+                    with StoreReader(store) as reader:  # a cold cache each time
+                        got = reader.slice(capture, SITE, [0, 2], 0, None)
+                        assert_rows(got, 1, range(len(got.positions)))
+                        reads[0] += 1
+            except BaseException as error:
+                failures.append(error)
+
+        with StoreReader(store) as first:
+            until(lambda: first.captures() and first.manifest(capture).captured)
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for start in range(1, 161, 4):
+            engine.frame([(capture, 1, range(start, start + 4))])
+            if start % 5 == 0:
+                engine.wait()
+        engine.finish(capture, end=161, output=161)
+        engine.wait()
+        until(lambda: len(list((store / "blocks").glob("w0-*.zarr"))) > 3)
+        done.set()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+        assert reads[0] > 3
+        with StoreReader(store) as reader:
+            assert until(lambda: reader.capture(capture).status == "complete")
+            assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 161), 1, range(161))
+
+
+def test_one_reader_in_many_threads(tmp_path: Path) -> None:
+    block, capture = filled(tmp_path, "int8b64", 64)
+    failures: list[BaseException] = []
+    with StoreReader(block.parent.parent) as reader:
+
+        def read(layer: int) -> None:
+            try:
+                for _ in range(20):
+                    assert_rows(reader.slice(capture, SITE, [layer], 0, 5), 1, range(5))
+                    assert reader.manifest(capture).captured == 26
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=read, args=(layer,)) for layer in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures, failures
+
+
+def test_rot_in_a_block_is_named_and_costs_only_its_frame(tmp_path: Path) -> None:
+    from schemas.errors import CorruptError
+
+    block, capture = filled(tmp_path, "int8b64", 64)
+    main = block / "q" / "c" / "0" / "0" / "0"
+    data = bytearray(main.read_bytes())
+    second = int(np.fromfile(block / "frame" / "c" / "0", "<u8")[1])
+    data[second + 8192] ^= 0x01  # somewhere in the second frame's payload
+    main.write_bytes(data)
+    with StoreReader(block.parent.parent) as reader:
+        assert_rows(reader.slice(capture, SITE, [1], 0, 5), 1, range(5))
+        with pytest.raises(CorruptError, match=f"w0-00000001.zarr/q/c/0/0/0 at byte {second}"):
+            reader.slice(capture, SITE, [1], 5, 8)
+
+
+def test_every_site_has_a_name_that_can_be_stored() -> None:
+    assert all(name.isidentifier() for name in SITES)
