@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,25 +28,42 @@ ENVIRONMENT = {
 }
 
 
+@dataclass
+class Store:
+    """A store and the real writer process that owns it."""
+
+    path: Path
+    writer: subprocess.Popen[str]
+
+
 @pytest.fixture(scope="session")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreReader]:
-    """A reader on the store of a writer process that engines of this session send to."""
-    store = tmp_path_factory.mktemp("store")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """The store that the engines of this session send to."""
+    path = tmp_path_factory.mktemp("store")
     with tempfile.TemporaryDirectory(prefix="vllm-tap-") as directory:
         endpoint = f"ipc://{directory}/writer.sock"
         writer = subprocess.Popen(
-            [sys.executable, "-m", "writer_service", "--store", str(store), "--endpoint", endpoint],
+            [sys.executable, "-m", "writer_service", "--store", str(path), "--endpoint", endpoint],
             stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None and "writer ready" in writer.stdout.readline()
         before = dict(os.environ)
         os.environ.update(ENVIRONMENT, VLLM_TAP_ENDPOINT=endpoint, VLLM_CACHE_ROOT=str(cache_dir() / "vllm"))
         try:
-            yield StoreReader(store)
+            yield Store(path, writer)
         finally:
             os.environ.clear()
             os.environ.update(before)
+            writer.send_signal(signal.SIGCONT)
             writer.terminate()
             assert writer.wait(15) == 0
+            writer.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def reader(store: Store) -> Iterator[StoreReader]:
+    """A reader on the session's store."""
+    with StoreReader(store.path) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

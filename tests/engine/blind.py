@@ -1,0 +1,64 @@
+"""Starts an engine that must refuse to start; run as ``python -m tests.engine.blind CASE`` (see test_blind.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def _bypassed_attention() -> dict[str, Any]:
+    """A model that calls its attention around ``self_attn.forward``, as a fused implementation could."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3ForCausalLM
+
+    from vllm_tap.tiny_model import tiny_model
+
+    class BypassingLayer(Qwen3DecoderLayer):  # type: ignore[misc]
+        def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
+            if residual is None:
+                residual = hidden_states
+                hidden_states = self.input_layernorm(hidden_states)
+            else:
+                hidden_states, residual = self.input_layernorm(hidden_states, residual)
+            hidden_states = Qwen3Attention.forward(self.self_attn, positions, hidden_states)
+            hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+            return self.mlp(hidden_states), residual
+
+    class BypassingModel(Qwen3ForCausalLM):  # type: ignore[misc]
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            for layer in self.model.layers:
+                layer.__class__ = BypassingLayer
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", BypassingModel)
+    return {"model": str(tiny_model())}
+
+
+def _unknown_architecture() -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2,
+        "ffn_dim": 128, "num_attention_heads": 2, "vocab_size": 512, "max_position_embeddings": 256,
+        "word_embed_proj_dim": 64, "torch_dtype": "float32"}))
+    return {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 128}
+
+
+def _tiny() -> dict[str, Any]:
+    from vllm_tap.tiny_model import tiny_model
+
+    return {"model": str(tiny_model())}
+
+
+CASES = {"bypassed": _bypassed_attention, "unknown": _unknown_architecture, "tiny": _tiny}
+
+if __name__ == "__main__":
+    from vllm import LLM
+
+    LLM(**{"max_model_len": 512, "dtype": "float32", **CASES[sys.argv[1]]()})
+    print("STARTED")

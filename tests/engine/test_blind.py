@@ -1,0 +1,37 @@
+"""Loud when blind: an engine whose taps would see nothing does not start, and says what it looked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import ENVIRONMENT
+from vllm_tap.tiny_model import cache_dir
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "says"),
+    [
+        ("bypassed", {}, ["these taps had written nothing: attn_out.0, attn_out.1, attn_out.2, attn_out.3;"]),
+        ("unknown", {}, ["no tap is known for the architecture OPTForCausalLM", "Qwen3ForCausalLM"]),
+        ("tiny", {"VLLM_TAP_STAGING_BYTES_MAX": "100000"}, ["staging needs", "VLLM_TAP_STAGING_BYTES_MAX"]),
+        ("tiny", {"VLLM_TAP_ARM": "nope"}, ["VLLM_TAP_ARM='nope'", "unknown site"]),
+    ],
+)
+def test_an_engine_that_would_be_blind_does_not_start(
+    case: str, settings: dict[str, str], says: list[str], tmp_path: Path
+) -> None:
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_TAP_ENDPOINT": f"ipc://{tmp_path}/w.sock"[:95],
+                   "VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), **settings}
+    run = subprocess.run([sys.executable, "-m", "tests.engine.blind", case], env=environment, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
+                         cwd=Path(__file__).parents[2])
+    assert run.returncode != 0 and "STARTED" not in run.stdout, run.stdout[-3000:]
+    for words in says:
+        assert words in run.stdout, run.stdout[-3000:]
