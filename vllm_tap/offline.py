@@ -14,14 +14,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from schemas.channel import ControlChannel
 from schemas.codecs import check_codec
-from schemas.errors import SpecError, TapError
+from schemas.control import Abandon, Own
+from schemas.errors import ConflictError, SpecError, TapError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from schemas.sites import parse_site
@@ -31,11 +35,13 @@ from vllm_tap.services import check_arm, check_model, check_store, make_socket_d
 from vllm_tap.writer_process import WriterProcess
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, SamplingParams
+    from vllm import LLMEngine
 
 __all__ = ["CaptureJob", "run"]
 
 _IN_FLIGHT_MAX: Final = 1024  # requests handed to the engine and not finished: bounds memory, keeps batches full
+_BATCH: Final = 64  # prompts announced to the writer in one commit
+_ANNOUNCE_S: Final = 60.0
 _FINISHES_S: Final = 60.0
 _SHUTDOWN_S: Final = 20.0
 _REFUSED_SHOWN: Final = 20
@@ -112,7 +118,7 @@ def run(job: CaptureJob) -> int:
 
     Raises TapError (exit code 2) on malformed input, before anything is started.
     """
-    total = sum(1 for _ in read_prompts(job.prompts))
+    total = _count(job.prompts)
     if total == 0:
         raise TapError(f"PROMPTS = {str(job.prompts)!r}: holds no prompt")
     console = Console(stderr=True, highlight=False)
@@ -123,6 +129,8 @@ def run(job: CaptureJob) -> int:
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         endpoint = f"ipc://{socket_dir / 'writer.sock'}"
         writer = stack.enter_context(WriterProcess(job.store.absolute(), endpoint, job.durability))
+        channel = ControlChannel(endpoint, "cli")
+        stack.callback(channel.close)
         console.print(f"{total} prompts; starting vLLM with {job.model} (a minute)", soft_wrap=True)
         _set_environment(job, endpoint)
         engine = _start_engine(job)
@@ -134,7 +142,7 @@ def run(job: CaptureJob) -> int:
             TimeRemainingColumn(), console=console))
         task = progress.add_task("", total=total, rate="")
         try:
-            for line in _generate(engine, job, tally):
+            for line in _generate(engine, job, tally, channel):
                 seconds = time.monotonic() - started
                 progress.update(task, advance=1, rate=f"{tally.generated_tokens / seconds:.0f} tokens/s")
                 if output is not None and line is not None:
@@ -149,6 +157,17 @@ def run(job: CaptureJob) -> int:
         statuses = _await_ends(job.store, tally)
     _print_summary(console, job, tally, statuses, time.monotonic() - began, generated)
     return 0 if not tally.refused and set(statuses) <= {"complete"} else 1
+
+
+def _count(path: Path) -> int:
+    """How many prompts a file has; TapError where a line is malformed or an id comes twice."""
+    total = 0
+    ids: dict[str, int] = {}
+    for prompt in read_prompts(path):
+        total += 1
+        if prompt.id is not None and ids.setdefault(prompt.id, prompt.line) != prompt.line:
+            raise TapError(f"{path}, line {prompt.line}: id = {prompt.id!r} is that of line {ids[prompt.id]} already")
+    return total
 
 
 def _set_environment(job: CaptureJob, endpoint: str) -> None:
@@ -175,37 +194,30 @@ def _start_engine(job: CaptureJob) -> LLMEngine:
             ["--model", job.model, "--no-use-tqdm-on-load", *job.engine_args])))
 
 
-def _generate(engine: LLMEngine, job: CaptureJob, tally: _Tally) -> Iterator[dict[str, Any] | None]:
+def _generate(engine: LLMEngine, job: CaptureJob, tally: _Tally,
+              channel: ControlChannel) -> Iterator[dict[str, Any] | None]:
     """Runs every prompt; yields the output line of each as it ends, None for one that the engine refused."""
-    from vllm import SamplingParams
-
-    spec = job.spec()
     waiting = read_prompts(job.prompts)
     running: dict[str, tuple[Prompt, str]] = {}
     exhausted = False
     while running or not exhausted:
-        while not exhausted and len(running) < _IN_FLIGHT_MAX:
-            prompt = next(waiting, None)
-            if prompt is None:
-                exhausted = True
-                break
-            capture = prompt.id or new_ulid()
-            tags = {"line": str(prompt.line), **prompt.tags}
-            asked = spec.model_copy(update={"id": capture, "tags": tags}).to_json()
-            params = SamplingParams(max_tokens=job.max_tokens, temperature=job.temperature,
-                                    extra_args={"capture": asked})
-            try:
-                _add(engine, prompt, params)
-            except SpecError:
-                raise  # the spec is the same for all
-            except Exception as error:
-                if not _is_refusal(error):
-                    raise
-                tally.refused.append((prompt.line, str(error)))
-                yield None
-                continue
-            running[str(prompt.line)] = (prompt, capture)
-            tally.captures[capture] = prompt.line
+        while not exhausted and len(running) <= _IN_FLIGHT_MAX - _BATCH:
+            batch = list(islice(waiting, _BATCH))
+            exhausted = not batch
+            for prompt, capture, asked in _announce(channel, job, batch):
+                try:
+                    _add(engine, prompt, asked, job)
+                except SpecError:
+                    raise  # the spec is the same for all
+                except Exception as error:
+                    if not _is_refusal(error):
+                        raise
+                    tally.refused.append((prompt.line, str(error)))
+                    channel.post(partial(Abandon, capture=capture, reason=str(error)[:500]))
+                    yield None
+                    continue
+                running[str(prompt.line)] = (prompt, capture)
+                tally.captures[capture] = prompt.line
         if not running:
             continue
         for output in engine.step():
@@ -219,13 +231,42 @@ def _generate(engine: LLMEngine, job: CaptureJob, tally: _Tally) -> Iterator[dic
                    "prompt_tokens": len(output.prompt_token_ids or ()), "generated_tokens": len(done.token_ids)}
 
 
+def _announce(channel: ControlChannel, job: CaptureJob, batch: list[Prompt]) -> list[tuple[Prompt, str, CaptureSpec]]:
+    """Tells the writer of the captures to come (their tags, that their ids are taken), in one commit for all."""
+    spec = job.spec()
+    announced = []
+    for prompt in batch:
+        capture = prompt.id or new_ulid()
+        tags = {"line": str(prompt.line), **prompt.tags}
+        own = partial(Own, capture=capture, count=1, owner="", aliases=[], tags=tags,
+                      created_ms=time.time_ns() // 1_000_000)
+        if prompt.id is None:
+            channel.post(own)
+        else:
+            try:
+                channel.submit(own)  # an id of the caller's may be taken
+            except ConflictError as error:
+                raise TapError(f"{job.prompts}, line {prompt.line}: id = {prompt.id!r}: {error}") from None
+        announced.append((prompt, capture, spec.model_copy(update={"id": capture, "tags": tags})))
+    deadline = time.monotonic() + _ANNOUNCE_S
+    while channel.pending:
+        if time.monotonic() > deadline:
+            raise TapError(f"the writer took no record for {_ANNOUNCE_S:.0f} s; is its disk full?")
+        time.sleep(0.002)
+    return announced
+
+
 def _is_refusal(error: Exception) -> bool:
     """Whether the engine says that the prompt is at fault: a ValueError, since vLLM 0.32 a class of its own."""
     return isinstance(error, ValueError) or any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__)
 
 
-def _add(engine: LLMEngine, prompt: Prompt, params: SamplingParams) -> None:
-    """Hands one prompt over as token ids, so that every vLLM version takes it; ValueError where it is refused."""
+def _add(engine: LLMEngine, prompt: Prompt, asked: CaptureSpec, job: CaptureJob) -> None:
+    """Hands one prompt over as token ids, so that every vLLM version takes it."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=job.max_tokens, temperature=job.temperature,
+                            extra_args={"capture": asked.to_json()})
     ids = prompt.token_ids
     if ids is None:
         tokenizer = engine.get_tokenizer()

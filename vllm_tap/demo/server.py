@@ -1,0 +1,78 @@
+"""``vllm-tap serve --tiny`` as the demo runs it: a process of its own, its lines in a file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from schemas.errors import TapError
+
+__all__ = ["Server"]
+
+_GUARD: Final = (sys.executable, "-I", "-S", str(Path(__file__).parent.with_name("guard.py")))
+_READY_S: Final = 300.0
+_STOP_S: Final = 20.0
+
+
+class Server:
+    """A running ``vllm-tap serve``; with ``keep`` it lives on when this process ends."""
+
+    def __init__(self, folder: Path, arm: str, keep: bool) -> None:
+        self.store, self.log = folder / "store", folder / "serve.log"
+        port = _free_port(8100)
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-P", "-m", "vllm_tap", "serve", "--tiny", "--arm", arm, "--store", str(self.store),
+                   "--port", str(port), "--engine-port", str(_free_port(port + 1)), "--seal-idle-s", "1"]
+        with self.log.open("wb") as log:
+            # A death signal ties it to this process, unless it is to be kept.
+            start = [] if keep else [*_GUARD, "start", "-1", str(os.getpid())]
+            self.process = subprocess.Popen([*start, *command], stdin=subprocess.DEVNULL, stdout=log,
+                                            stderr=subprocess.STDOUT, start_new_session=keep)
+
+    def wait_ready(self, tell: Callable[[str], None]) -> None:
+        """Until ``/readyz`` answers 200; TapError with the last lines where the server ends instead."""
+        began = time.monotonic()
+        told = 0
+        while not self._ready():
+            lines = self.log.read_text(errors="replace").splitlines()
+            if self.process.poll() is not None:
+                raise TapError("the server ended before it was ready:\n" + "\n".join(lines[-20:]))
+            if time.monotonic() - began > _READY_S:
+                raise TapError(f"the server was not ready in {_READY_S:.0f} s; its lines are in {self.log}")
+            for line in lines[told:]:
+                if line.lstrip().startswith("serve |"):
+                    tell(line.partition("|")[2].strip())
+            told = len(lines)
+            time.sleep(0.3)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        self.process.terminate()
+        return self.process.wait(_STOP_S)
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/readyz", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+
+def _free_port(wanted: int) -> int:
+    """``wanted`` where it is free, else any that is."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return int(probe.getsockname()[1])
+            except OSError:
+                continue
+    raise TapError("no free port on 127.0.0.1")
