@@ -34,7 +34,7 @@ def heat_map(client: Client, manifest: Manifest, path: Path) -> None:
     axes.axvline(manifest.prompt_len - 0.5, color="white", linewidth=1, linestyle="--")
     axes.set_ylabel("layer")
     axes.set_title("norm of the residual stream after each block (dashed: generation begins)", fontsize=9)
-    figure.colorbar(image, ax=axes)
+    figure.colorbar(image, ax=axes, pad=0.01)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
