@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
@@ -51,11 +54,28 @@ def _listen(config: Config) -> socket.socket:
     return listening
 
 
+class _Server(uvicorn.Server):
+    """A server whose signals are handled here: being asked to stop is a clean end, with exit status 0."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 async def _serve(config: Config, listening: socket.socket) -> None:
-    # Callers who stay would hold the exit for ever: what is in flight gets a moment, then upstream is closed.
-    server = uvicorn.Server(uvicorn.Config(create_app(config), log_level="warning", access_log=False, lifespan="on",
-                                           timeout_graceful_shutdown=3, timeout_keep_alive=30))
+    app = create_app(config)
+    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on",
+                                    timeout_graceful_shutdown=round(config.stop_grace_s) + 3, timeout_keep_alive=30))
     serving = asyncio.ensure_future(server.serve([listening]))
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        # Callers who stay would hold the exit for ever: what is in flight gets a moment, then upstream is closed.
+        server.should_exit = True
+        loop.call_later(config.stop_grace_s, lambda: asyncio.ensure_future(app.state.service.stop()))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if server.started:

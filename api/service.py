@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ from api.errors import ApiError
 from api.metrics import Metrics
 from schemas import limits
 from schemas.channel import ControlChannel
-from schemas.control import Record
-from schemas.errors import StoreError
+from schemas.control import Abandon, Record
+from schemas.errors import StoreError, TapError
 from schemas.ids import split_capture_id
 from schemas.reader import StoreReader
 
@@ -36,6 +37,9 @@ class Service:
     channel: ControlChannel
     upstream: httpx.AsyncClient
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    streams: set[httpx.Response] = field(default_factory=set)  # answers being passed on
+    unsettled: dict[str, str] = field(default_factory=dict)  # captures that no engine began yet → why none may
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
     slice_bytes: int = 0
     _reader: StoreReader | None = None
     _reader_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -67,8 +71,21 @@ class Service:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
+    async def stop(self) -> None:
+        """Ends the generations in flight, which makes the engine close their captures."""
+        self.stopping.set()
+        for answer in list(self.streams):
+            await answer.aclose()
+
+    def abandon(self, capture: str, reason: str) -> None:
+        """Closes a capture that no engine began; the writer refuses it, harmlessly, where one did."""
+        with contextlib.suppress(TapError):  # the writer is away and its queue full: no more can be done
+            self.channel.post(lambda seq: Abandon(seq=seq, capture=capture, reason=reason[:500]))
+
     async def close(self) -> None:
         """Ends what runs beside, flushes the channel, closes reader and client."""
+        for capture, reason in self.unsettled.items():
+            self.abandon(capture, reason)
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)

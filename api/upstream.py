@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any, Final, TypeVar
 
@@ -18,6 +19,8 @@ from api.service import Service
 __all__ = ["ClientGone", "Relay", "forward_headers", "new_client", "read_body", "send", "while_connected"]
 
 T = TypeVar("T")
+
+log = logging.getLogger("vllm_tap.api")
 
 # Of one connection, not of the message (RFC 9110, section 7.6.1), and what the client library writes itself.
 _HOP: Final = frozenset((
@@ -69,32 +72,41 @@ async def send(service: Service, request: httpx.Request) -> httpx.Response:
         raise ApiError(503, "upstream_unavailable", f"no connection to the model server at {service.config.upstream} "
                        f"({error or type(error).__name__}); is it running?", headers={"Retry-After": "2"}) from None
     except httpx.HTTPError as error:
-        service.metrics.upstream_failures.labels("broken").inc()
         raise broken(service, error) from None
 
 
-def broken(service: Service, error: httpx.HTTPError) -> ApiError:
-    """The answer where upstream broke off."""
+def stopped() -> ApiError:
+    """The answer where this service is being stopped."""
+    return ApiError(503, "stopping", "the service is being stopped", headers={"Retry-After": "5"})
+
+
+def broken(service: Service, error: httpx.HTTPError | httpx.StreamError) -> ApiError:
+    """The answer where upstream broke off, or was closed because the service stops."""
+    if service.stopping.is_set():
+        return stopped()
+    service.metrics.upstream_failures.labels("broken").inc()
     return ApiError(502, "upstream_broken", f"the model server at {service.config.upstream} broke off: "
                     f"{error or type(error).__name__}")
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(service: Service, request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``; where the caller leaves first, ``work`` is cancelled and ClientGone raised.
 
-    The request's body must have been read: what comes after it is the end of the connection.
+    The request's body must have been read: what comes after it is the end of the connection. A stop of the service
+    ends ``work`` too, with 503.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
+    stopping = asyncio.ensure_future(service.stopping.wait())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        await asyncio.wait({task, gone, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone if gone.done() else stopped()
     finally:
-        gone.cancel()
-        task.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        for each in (task, gone, stopping):
+            each.cancel()
+        await asyncio.gather(task, gone, stopping, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:
@@ -105,27 +117,26 @@ async def _disconnected(request: Request) -> None:
 class Relay(StreamingResponse):
     """A streamed answer from upstream, which is closed whatever ends the streaming."""
 
-    def __init__(self, upstream: httpx.Response, chunks: AsyncIterator[bytes], headers: dict[str, str] | None = None,
-                 media_type: str | None = None) -> None:
-        super().__init__(chunks, upstream.status_code, headers=None, media_type=media_type)
-        self.upstream = upstream
+    def __init__(self, service: Service, upstream: httpx.Response, chunks: AsyncIterator[bytes],
+                 headers: dict[str, str] | None = None) -> None:
+        super().__init__(chunks, upstream.status_code)
+        self.service, self.upstream = service, upstream
         self.raw_headers = [
             (name.lower().encode("latin-1"), value.encode("latin-1"))
             for name, value in [*forward_headers(upstream.headers.multi_items()), *(headers or {}).items()]
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.service.streams.add(self.upstream)
         try:
             await super().__call__(scope, receive, send)
+        except* (httpx.HTTPError, httpx.StreamError) as errors:
+            # The answer has begun: leaving it unfinished makes the server cut the connection, which callers notice.
+            log.warning("%s: %s", scope["path"], broken(self.service, errors.exceptions[0]))  # type: ignore[arg-type]
         finally:
+            self.service.streams.discard(self.upstream)
             with anyio.CancelScope(shield=True):
                 await self.upstream.aclose()
-
-
-async def relay_raw(service: Service, upstream: httpx.Response) -> AsyncIterator[bytes]:
-    """The upstream's bytes as they come, still in its content encoding."""
-    async for chunk in upstream.aiter_raw():
-        yield chunk
 
 
 async def passed(service: Service, request: Request, data: bytes) -> Response:
@@ -133,6 +144,6 @@ async def passed(service: Service, request: Request, data: bytes) -> Response:
     path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
     asked = service.upstream.build_request(request.method, path, content=data,
                                            headers=forward_headers(request.headers.items()))
-    answer = await while_connected(request, send(service, asked))
+    answer = await while_connected(service, request, send(service, asked))
     headers = {"content-length": answer.headers["content-length"]} if "content-length" in answer.headers else None
-    return Relay(answer, relay_raw(service, answer), headers)
+    return Relay(service, answer, answer.aiter_raw(), headers)

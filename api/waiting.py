@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
@@ -9,7 +10,6 @@ from typing import Final, TypeVar
 import anyio
 
 from api.service import Service
-from schemas.control import Abandon
 from schemas.errors import NotFoundError, TapError
 
 __all__ = ["FINAL", "poll", "settle", "status_of_all"]
@@ -18,22 +18,24 @@ T = TypeVar("T")
 
 FINAL: Final = frozenset(("complete", "incomplete", "failed", "deleted"))
 _FIRST_S, _LAST_S = 0.01, 0.25  # the pauses between looks grow from one to the other
+_APPEARS_S: Final = 0.5  # what is durable shows in the catalog within this time
 
 
 async def poll(service: Service, look: Callable[[], T], enough: Callable[[T], bool], timeout_s: float) -> T:
     """The first ``look()`` that is ``enough``, else the last one before ``timeout_s`` seconds have passed.
 
-    ``look`` runs in a thread; NotFoundError from it is raised only when the time is over, since a record that is
-    durable shows in the catalog a moment later.
+    ``look`` runs in a thread; NotFoundError from it is raised only after a moment, since what is durable may not be in
+    the catalog yet.
     """
-    end_s, pause_s = time.monotonic() + timeout_s, _FIRST_S
+    started_s, pause_s = time.monotonic(), _FIRST_S
+    end_s = started_s + timeout_s
     while True:
         try:
             found = await anyio.to_thread.run_sync(look)
             if enough(found) or time.monotonic() >= end_s:
                 return found
         except NotFoundError:
-            if time.monotonic() >= end_s:
+            if time.monotonic() >= min(end_s, started_s + _APPEARS_S):
                 raise
         await anyio.sleep(min(pause_s, max(0.0, end_s - time.monotonic())))
         pause_s = min(_LAST_S, pause_s * 1.5)
@@ -65,20 +67,18 @@ def combined(statuses: set[str]) -> str:
 
 
 async def settle(service: Service, ids: Sequence[str], reason: str) -> None:
-    """Closes captures that no engine begins within ``settle_s`` seconds, so that none stays pending for ever."""
-    waiting = list(ids)
+    """Closes captures that no engine begins within ``settle_s`` seconds, so that none stays pending for ever.
+
+    The service closes what is still ``unsettled`` when it stops.
+    """
+    service.unsettled.update(dict.fromkeys(ids, reason))
 
     def look() -> list[str]:
         reader = service.reader()
-        return [capture for capture in waiting if reader.capture(capture).status == "pending"]
+        return [capture for capture in ids if reader.capture(capture).status == "pending"]
 
-    try:
-        left = await poll(service, look, lambda found: not found, service.config.settle_s)
-        for capture in left:
-            service.channel.post(_abandon(capture, reason))
-    except TapError:
-        return  # deleted meanwhile, or no store: nothing to close
-
-
-def _abandon(capture: str, reason: str) -> Callable[[int], Abandon]:
-    return lambda seq: Abandon(seq=seq, capture=capture, reason=reason)
+    with contextlib.suppress(TapError):  # deleted meanwhile, or no store: nothing to close
+        for capture in await poll(service, look, lambda found: not found, service.config.settle_s):
+            service.abandon(capture, reason)
+    for capture in ids:
+        service.unsettled.pop(capture, None)

@@ -229,6 +229,12 @@ def test_a_stream_that_upstream_cuts_ends_with_an_error_event(stack: Stack) -> N
     assert len(events) == 3 and "[DONE]" not in answer.text
 
 
+def test_a_stream_without_a_capture_that_upstream_cuts_is_cut(stack: Stack) -> None:
+    with pytest.raises(httpx.RemoteProtocolError):
+        stack.complete("x", stream=True, max_tokens=9, play={"break_after": 3})
+    assert "Traceback" not in stack.processes["api"].log.read_text()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_caller_who_leaves_takes_the_request_along(stack: Stack, stream: bool) -> None:
     ulid = new_ulid()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -19,8 +18,8 @@ from api.service import Service, owner_of, service_of
 from api.sse import DoneFinder, last_event
 from api.upstream import ClientGone, Relay, broken, forward_headers, passed, read_body, send, while_connected
 from api.waiting import settle, status_of_all
-from schemas.control import Abandon, Own
-from schemas.errors import StoreError, TapError
+from schemas.control import Own
+from schemas.errors import StoreError
 
 router = APIRouter()
 
@@ -65,12 +64,13 @@ async def _captured(service: Service, request: Request, planned: Plan) -> Respon
         *headers, ("x-request-id", planned.ulid), ("content-type", "application/json"), ("accept-encoding", "identity"),
     ])
     try:
-        answer = await while_connected(request, send(service, asked))
+        answer = await while_connected(service, request, send(service, asked))
         if answer.status_code >= 400:
             return await _refused(service, planned, answer)
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
             service.metrics.captures.labels("streamed").inc()
-            return Relay(answer, _with_capture_event(service, planned, answer), {"x-tap-capture": planned.ulid})
+            events = _with_capture_event(service, planned, answer)
+            return Relay(service, answer, events, {"x-tap-capture": planned.ulid})
         return await _plain(service, request, planned, answer)
     except ApiError as error:
         _abandon(service, planned, error.message)
@@ -99,8 +99,7 @@ async def _own(service: Service, planned: Plan, owner: str) -> None:
 def _abandon(service: Service, planned: Plan, reason: str) -> None:
     """Closes the captures of a request that never reached the engine; the writer hears of it in its own time."""
     service.metrics.captures.labels("abandoned").inc()
-    with contextlib.suppress(TapError):  # the writer is away and its queue full: then it was not owned either
-        service.channel.post(lambda seq: Abandon(seq=seq, capture=planned.ulid, reason=reason[:500]))
+    service.abandon(planned.ulid, reason)
 
 
 async def _refused(service: Service, planned: Plan, answer: httpx.Response) -> Response:
@@ -124,7 +123,7 @@ async def _plain(service: Service, request: Request, planned: Plan, answer: http
             raise broken(service, error) from None
 
     try:
-        content = await while_connected(request, read())
+        content = await while_connected(service, request, read())
     finally:
         with anyio.CancelScope(shield=True):
             await answer.aclose()
@@ -163,9 +162,8 @@ async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Res
                 yield done
         if rest := finder.rest():
             yield rest
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.StreamError) as error:
         failure = broken(service, error)
-        service.metrics.upstream_failures.labels("broken").inc()
         yield _sse({"error": {"message": failure.message, "type": "server_error", "param": None, "code": failure.code}})
     finally:
         if not ended:
