@@ -53,9 +53,10 @@ $(UV):
 	@.uv/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.8,<1'
 
 $(STAMP): $(LOCK) pyproject.toml | $(UV)
-	@echo "setup 2/3: $$(grep -c '==' $(LOCK)) locked packages into $(VENV) (vLLM for CPU, torch, tools: about 3 GB)"
+	@echo "setup 2/3: $$(grep -c '==' $(LOCK)) locked packages into $(VENV) (vLLM for CPU, torch, tools: about 4 GB)"
 	@test -x $(PY) || $(UV) venv --quiet --python $(PYTHON) $(VENV)
-	@$(uv) pip install --quiet --python $(PY) --no-deps $(torch_index) -r $(LOCK)
+	@# Compiled now: an engine start imports vLLM in four processes, and PYTHONDONTWRITEBYTECODE would make each pay.
+	@$(uv) pip install --quiet --compile-bytecode --python $(PY) --no-deps $(torch_index) -r $(LOCK)
 	@echo "setup 3/3: this project, editable"
 	@$(uv) pip install --quiet --python $(PY) --no-deps -e .
 	@touch $@
