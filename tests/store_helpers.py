@@ -74,8 +74,12 @@ class WriterProcess:
         program = [str(self.script)] if self.script else ["-m", "writer_service"]
         self.process = subprocess.Popen(
             [sys.executable, *program, "--store", str(self.store), "--endpoint", self.endpoint, *self.flags],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True)
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 30)
         line = self.process.stdout.readline() if ready else ""
@@ -109,17 +113,30 @@ def engine_info(
 ) -> EngineInfo:
     """What a small engine would say of itself."""
     return EngineInfo(
-        model="tiny", model_dtype=dtype, fingerprint="f" * 16, revision="", tokenizer="tiny", n_layers=n_layers,
-        armed=Armed({site: list(range(n_layers)) for site in sites}, n_layers), widths=dict.fromkeys(sites, width),
-        max_model_len=4096, vllm_version="0", tap_version="0", runner="v1")
+        model="tiny",
+        model_dtype=dtype,
+        fingerprint="f" * 16,
+        revision="",
+        tokenizer="tiny",
+        n_layers=n_layers,
+        armed=Armed({site: list(range(n_layers)) for site in sites}, n_layers),
+        widths=dict.fromkeys(sites, width),
+        max_model_len=4096,
+        vllm_version="0",
+        tap_version="0",
+        runner="v1",
+    )
 
 
 def pieces_of(codec: str, width: int, dtype: str, keys: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """Deterministic stored bytes of rows by an integer key each: uint8 ``[*keys.shape, piece bytes]`` by stream."""
     out = {}
     for number, stream in enumerate(codecs.streams(codec, width, dtype)):
-        mixed = (keys[..., None].astype(np.uint64) * np.uint64(2654435761) + np.uint64(number * 97)
-                 + np.arange(stream.nbytes, dtype=np.uint64) * np.uint64(40503)) >> np.uint64(7)
+        mixed = (
+            keys[..., None].astype(np.uint64) * np.uint64(2654435761)
+            + np.uint64(number * 97)
+            + np.arange(stream.nbytes, dtype=np.uint64) * np.uint64(40503)
+        ) >> np.uint64(7)
         data = (mixed & np.uint64(0x3F)).astype(np.uint8)  # small bytes: never NaN in float32, never the fill
         if stream.name == "outlier_index":
             data[..., 1::2] = 0  # an index below 64
@@ -135,8 +152,16 @@ def key_of(capture: int, position: Any, layer: Any, version: int = 0) -> Any:
 class Sender:
     """Speaks the protocol as an engine or API would, synchronously; keeps what is not acknowledged."""
 
-    def __init__(self, endpoint: str, role: str = "engine", stream: str | None = None, epoch: int | None = None,
-                 engine: EngineInfo | None = None, ring: Path | None = None, ring_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        role: str = "engine",
+        stream: str | None = None,
+        epoch: int | None = None,
+        engine: EngineInfo | None = None,
+        ring: Path | None = None,
+        ring_bytes: int = 0,
+    ) -> None:
         self.stream, self.role = stream or new_ulid(), role
         self.epoch = epoch or time.time_ns() // 1_000_000
         self.engine = engine or (engine_info() if role == "engine" else None)
@@ -158,9 +183,19 @@ class Sender:
 
     def hello(self) -> Welcome:
         """Greet, and send again what the writer does not have."""
-        self.socket.send(encode(Hello(
-            self.stream, self.role, self.epoch, engine=self.engine, pid=os.getpid(),
-            ring_path=str(self.ring) if self.ring else None, ring_bytes=self.ring_bytes)))
+        self.socket.send(
+            encode(
+                Hello(
+                    self.stream,
+                    self.role,
+                    self.epoch,
+                    engine=self.engine,
+                    pid=os.getpid(),
+                    ring_path=str(self.ring) if self.ring else None,
+                    ring_bytes=self.ring_bytes,
+                )
+            )
+        )
         while True:
             answer = self.receive(10)
             if isinstance(answer, Welcome):
@@ -233,17 +268,41 @@ class Sender:
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def own(self, capture: str, count: int = 1, owner: str = "", aliases: Sequence[str] = (),
-            tags: dict[str, str] | None = None) -> int:
+    def own(
+        self,
+        capture: str,
+        count: int = 1,
+        owner: str = "",
+        aliases: Sequence[str] = (),
+        tags: dict[str, str] | None = None,
+    ) -> int:
         return self.send(Own(self.next(), capture, count, owner, list(aliases), tags or {}, time.time_ns() // 10**6))
 
-    def open(self, capture: str, prompt_len: int = 8, layers: dict[str, list[int]] | None = None,
-             codec: str = "int8b64", positions: Any = "all", prefix_cache: str = "recompute", cached: int = 0, request: str = "r") -> int:
+    def open(
+        self,
+        capture: str,
+        prompt_len: int = 8,
+        layers: dict[str, list[int]] | None = None,
+        codec: str = "int8b64",
+        positions: Any = "all",
+        prefix_cache: str = "recompute",
+        cached: int = 0,
+        request: str = "r",
+    ) -> int:
         layers = layers or {SITE: [0, 1, 2, 3]}
-        return self.send(Open(
-            self.next(), capture, request, '{"sites":["resid_post"]}',
-            Resolved(layers, dict.fromkeys(layers, codec), positions, prefix_cache), prompt_len,
-            np.arange(prompt_len, dtype="<u4").tobytes(), cached, time.time_ns() // 10**6))
+        return self.send(
+            Open(
+                self.next(),
+                capture,
+                request,
+                '{"sites":["resid_post"]}',
+                Resolved(layers, dict.fromkeys(layers, codec), positions, prefix_cache),
+                prompt_len,
+                np.arange(prompt_len, dtype="<u4").tobytes(),
+                cached,
+                time.time_ns() // 10**6,
+            )
+        )
 
     def finish(self, capture: str, end: int, output: int = 0, reason: str = "stop") -> int:
         tokens = np.arange(1000, 1000 + output, dtype="<u4").tobytes()
@@ -261,10 +320,19 @@ class Sender:
     def bye(self) -> None:
         self.socket.send(encode(Bye(self.seq)))
 
-    def frame(self, rows: Sequence[tuple[str, int, Sequence[int]]], runs: Sequence[int] | None = None,
-              layers: Sequence[int] = (0, 1, 2, 3), codec: str = "int8b64", width: int = 64, dtype: str = "float32",
-              version: int = 0, site: str = SITE, send: bool = True,
-              ring_at: int | None = None) -> tuple[Frame, list[bytes]]:
+    def frame(
+        self,
+        rows: Sequence[tuple[str, int, Sequence[int]]],
+        runs: Sequence[int] | None = None,
+        layers: Sequence[int] = (0, 1, 2, 3),
+        codec: str = "int8b64",
+        width: int = 64,
+        dtype: str = "float32",
+        version: int = 0,
+        site: str = SITE,
+        send: bool = True,
+        ring_at: int | None = None,
+    ) -> tuple[Frame, list[bytes]]:
         """A frame of rows: (capture id, number of the capture in its content, positions) each; one run by default.
 
         ``ring_at`` writes the payload into the ring file from there on and names it by extents.
@@ -274,8 +342,12 @@ class Sender:
         content = np.concatenate([np.full(len(p), n) for _, n, p in rows])
         position = np.concatenate([np.asarray(p) for _, _, p in rows])
         runs = list(runs or [len(position)])
-        table = RowTable(index.astype(np.uint32), position.astype(np.uint32), (position + 5000).astype(np.uint32),
-                         np.zeros(len(position), np.uint32)).to_bytes()
+        table = RowTable(
+            index.astype(np.uint32),
+            position.astype(np.uint32),
+            (position + 5000).astype(np.uint32),
+            np.zeros(len(position), np.uint32),
+        ).to_bytes()
         bounds = np.cumsum([0, *runs])
         streams, parts = [], []
         for stream in codecs.streams(codec, width, dtype):
@@ -295,8 +367,20 @@ class Sender:
             else:
                 parts.append(joined)
             streams.append(StreamPart(stream.name, len(joined), xxhash.xxh3_64_intdigest(joined), extents))
-        frame = Frame(self.next(), site, codec, dtype, width, list(layers), captures, runs,
-                      xxhash.xxh3_64_intdigest(table), streams, "f" * 16, time_ns=time.time_ns())
+        frame = Frame(
+            self.next(),
+            site,
+            codec,
+            dtype,
+            width,
+            list(layers),
+            captures,
+            runs,
+            xxhash.xxh3_64_intdigest(table),
+            streams,
+            "f" * 16,
+            time_ns=time.time_ns(),
+        )
         if send:
             self.send(frame, table, *parts)
         return frame, [table, *parts]
@@ -312,8 +396,15 @@ class Sender:
         self.close()
 
 
-def expected_pieces(capture: int, positions: Sequence[int], layers: Sequence[int], codec: str = "int8b64",
-                    width: int = 64, dtype: str = "float32", version: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+def expected_pieces(
+    capture: int,
+    positions: Sequence[int],
+    layers: Sequence[int],
+    codec: str = "int8b64",
+    width: int = 64,
+    dtype: str = "float32",
+    version: int = 0,
+) -> dict[str, np.ndarray[Any, Any]]:
     """What a slice of those rows must hold, bytes ``[layers, n, piece bytes]`` by stream."""
     keys = key_of(capture, np.asarray(positions)[None, :], np.asarray(layers)[:, None], version)
     return pieces_of(codec, width, dtype, keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ UUID = bytes(range(16))
 STREAM = new_ulid()
 
 
-def build(seq: int, runs: list[int], layers: list[int], codec: str = "int8b64", width: int = 80,
-          dtype: str = "bfloat16") -> tuple[Frame, bytes, list[list[memoryview]], dict[str, Any]]:
+def build(
+    seq: int, runs: list[int], layers: list[int], codec: str = "int8b64", width: int = 80, dtype: str = "bfloat16"
+) -> tuple[Frame, bytes, list[list[memoryview]], dict[str, Any]]:
     """A frame, its table, its runs by stream, and the content ``[layers, rows, piece]`` by stream."""
     rng = np.random.default_rng(seq)
     rows = sum(runs)
@@ -39,16 +41,29 @@ def build(seq: int, runs: list[int], layers: list[int], codec: str = "int8b64", 
     for stream in codecs.streams(codec, width, dtype):
         values = rng.integers(0, 256, (len(layers), rows, stream.nbytes), np.uint8)
         content[stream.name] = values
-        pieces = [values[:, a:b].tobytes() for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        pieces = [values[:, a:b].tobytes() for a, b in pairwise(bounds)]
         buffers.append([memoryview(piece) for piece in pieces])
         joined = b"".join(pieces)
         parts.append(StreamPart(stream.name, len(joined), xxhash.xxh3_64_intdigest(joined), [(5, 1)] * len(pieces)))
-    frame = Frame(seq, "resid_post", codec, dtype, width, layers, [new_ulid(), new_ulid() + ".3"], runs,
-                  xxhash.xxh3_64_intdigest(table), parts, "f")
+    frame = Frame(
+        seq,
+        "resid_post",
+        codec,
+        dtype,
+        width,
+        layers,
+        [new_ulid(), new_ulid() + ".3"],
+        runs,
+        xxhash.xxh3_64_intdigest(table),
+        parts,
+        "f",
+    )
     return frame, table, buffers, content
 
 
-def segment_of(path: Path, frames: list[tuple[Frame, bytes, list[list[memoryview]], Any]], number: int = 3) -> list[int]:
+def segment_of(
+    path: Path, frames: list[tuple[Frame, bytes, list[list[memoryview]], Any]], number: int = 3
+) -> list[int]:
     """Write a segment; the end of each frame."""
     fd = fs.open_new(path)
     segment = OpenSegment(SegmentMade(number, "resid_post", "int8b64", "bfloat16", 80, "f"), path, fd)
@@ -157,9 +172,22 @@ def test_a_header_that_lies_under_a_true_hash(tmp_path: Path) -> None:
     good = bytes(head) + bytes(layout.total - len(head))
     assert parse_frame(memoryview(good), 0, UUID, 3, "s").rows == 3
     for changes in (
-        {"runs": [2**40]}, {"runs": [-3]}, {"runs": []}, {"layers": [0, 0]}, {"layers": [5, 1]}, {"layers": [10**9]},
-        {"width": 1 << 30}, {"width": 64}, {"codec": "raw"}, {"codec": "pickle"}, {"captures": ["../../x"]},
-        {"captures": []}, {"site": "nowhere"}, {"streams": []}, {"dtype": "object"}, {"seq": 0},
+        {"runs": [2**40]},
+        {"runs": [-3]},
+        {"runs": []},
+        {"layers": [0, 0]},
+        {"layers": [5, 1]},
+        {"layers": [10**9]},
+        {"width": 1 << 30},
+        {"width": 64},
+        {"codec": "raw"},
+        {"codec": "pickle"},
+        {"captures": ["../../x"]},
+        {"captures": []},
+        {"site": "nowhere"},
+        {"streams": []},
+        {"dtype": "object"},
+        {"seq": 0},
     ):
         bad = msgspec.structs.replace(frame, **changes)
         body = msgspec.msgpack.encode(FrameHeader(STREAM, 5, 0, bad))
@@ -179,7 +207,9 @@ def test_no_bytes_make_the_walk_fail_or_read_changed_frames(data: st.DataObject)
         joined = b"".join(runs)
         body[at : at + len(joined)] = joined
     original = bytes(body)
-    checked = [range(PRELUDE.size)] + [range(at, at + p.nbytes) for at, p in zip(layout.parts, frame.streams, strict=True)]
+    checked = [range(PRELUDE.size)] + [
+        range(at, at + p.nbytes) for at, p in zip(layout.parts, frame.streams, strict=True)
+    ]
     for _ in range(data.draw(st.integers(1, 4))):
         zone = data.draw(st.sampled_from(checked))
         body[data.draw(st.sampled_from(zone))] ^= data.draw(st.integers(1, 255))

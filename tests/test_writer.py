@@ -152,11 +152,19 @@ def test_a_ring_that_lies(store: Path, writer: WriterProcess, tmp_path: Path) ->
     def with_extents(extents: list[tuple[int, int]]) -> Frame:
         q = good.streams[0]
         changed = [StreamPart(q.name, q.nbytes, q.xxh3, extents), *good.streams[1:]]
-        return Frame(**{**{f: getattr(good, f) for f in good.__struct_fields__}, "seq": sender.next(),
-                        "streams": changed})
+        return Frame(
+            **{**{f: getattr(good, f) for f in good.__struct_fields__}, "seq": sender.next(), "streams": changed}
+        )
 
     size = good.streams[0].nbytes
-    for extents in ([(1 << 16, size)], [(-1, size)], [(2**62, size)], [(0, size - 1)], [(0, size), (0, 0)], [(64, size)]):
+    for extents in (
+        [(1 << 16, size)],
+        [(-1, size)],
+        [(2**62, size)],
+        [(0, size - 1)],
+        [(0, size), (0, 0)],
+        [(64, size)],
+    ):
         sender.send(with_extents(extents), *parts)
     sender.wait()
     assert {code for code, _ in sender.refused.values()} == {"malformed"} and len(sender.refused) == 6
@@ -281,8 +289,16 @@ def test_rows_past_the_end_are_stale(store: Path, engine: Sender) -> None:
     ],
 )
 def test_reasons_and_statuses(
-    store: Path, engine: Sender, prefix_cache: str, cached: int, reason: str, end: int, output: int, rows: range,
-    status: str, missing: list[tuple[int, int, str]],
+    store: Path,
+    engine: Sender,
+    prefix_cache: str,
+    cached: int,
+    reason: str,
+    end: int,
+    output: int,
+    rows: range,
+    status: str,
+    missing: list[tuple[int, int, str]],
 ) -> None:
     capture = new_ulid()
     engine.open(capture, prefix_cache=prefix_cache, cached=cached)
@@ -487,7 +503,11 @@ def test_engine_lost_by_silence_by_bye_and_come_back(store: Path, tmp_path: Path
 def test_second_writer_is_refused(store: Path, writer: WriterProcess, tmp_path: Path) -> None:
     other = subprocess.run(
         [sys.executable, "-m", "writer_service", "--store", str(store), "--endpoint", writer.endpoint + "2"],
-        cwd=ROOT, capture_output=True, text=True, timeout=30)
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     assert other.returncode == 2 and other.stdout == ""
     assert "another writer has it" in other.stderr and other.stderr.count("\n") == 1
 
@@ -502,7 +522,16 @@ def test_second_writer_is_refused(store: Path, writer: WriterProcess, tmp_path: 
     ],
 )
 def test_bad_settings_end_the_start(store: Path, flags: list[str], says: str) -> None:
-    argv = [sys.executable, "-m", "writer_service", "--store", str(store), "--endpoint", "ipc:///tmp/tap-none/w", *flags]
+    argv = [
+        sys.executable,
+        "-m",
+        "writer_service",
+        "--store",
+        str(store),
+        "--endpoint",
+        "ipc:///tmp/tap-none/w",
+        *flags,
+    ]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
 
@@ -536,8 +565,15 @@ def test_many_sites_codecs_and_captures_in_one_frame(store: Path, writer: Writer
         for capture in captures:
             engine.open(capture, prompt_len=3, layers={site: [0, 2] for site in sites}, codec="raw")
         for site in sites:
-            engine.frame([(capture, i, range(3)) for i, capture in enumerate(captures)], runs=[6, 9], layers=[0, 2],
-                         codec="raw", width=96, dtype="bfloat16", site=site)
+            engine.frame(
+                [(capture, i, range(3)) for i, capture in enumerate(captures)],
+                runs=[6, 9],
+                layers=[0, 2],
+                codec="raw",
+                width=96,
+                dtype="bfloat16",
+                site=site,
+            )
         for capture in captures:
             engine.finish(capture, end=3)
         engine.wait()

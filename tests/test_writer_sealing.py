@@ -62,7 +62,9 @@ def test_three_readers_agree_bit_for_bit(tmp_path: Path, codec: str) -> None:
     attributes = json.loads((block / "zarr.json").read_text())["attributes"]
     assert attributes["layers"] == [0, 1, 2, 3] and attributes["captures"] == [capture]
     assert attributes["site"] == SITE and attributes["codec"]["name"] == codec
-    assert [s["name"] for s in attributes["codec"]["streams"]] == [s.name for s in codecs.streams(codec, width, DTYPES[codec])]
+    assert [s["name"] for s in attributes["codec"]["streams"]] == [
+        s.name for s in codecs.streams(codec, width, DTYPES[codec])
+    ]
     assert attributes["streams"][0]["engine"]["model"] == "tiny"
     for read in (read_zarr, read_zarrs, read_tensorstore):
         present = read(block / "present")
@@ -78,7 +80,9 @@ def test_three_readers_agree_bit_for_bit(tmp_path: Path, codec: str) -> None:
             for layer in range(4):
                 rows = 5 if layer in (0, 2) else 8
                 assert np.array_equal(stored[:rows, layer], wanted[stream.name][layer, :rows])
-                fill = np.full(got[rows:, layer].shape, float("nan") if stream.fill == "NaN" else stream.fill, got.dtype)
+                fill = np.full(
+                    got[rows:, layer].shape, float("nan") if stream.fill == "NaN" else stream.fill, got.dtype
+                )
                 assert np.array_equal(got[rows:, layer], fill, equal_nan=got.dtype.kind == "f")
         checksum = read(block / "checksum")
         joined = np.concatenate([wanted[s.name] for s in codecs.streams(codec, width, DTYPES[codec])], axis=-1)
@@ -91,8 +95,19 @@ def test_the_group_opens_as_a_group(tmp_path: Path) -> None:
     block, _ = filled(tmp_path, "int8b64", 64)
     group = zarr.open_group(str(block), mode="r")
     names = {name for name, _ in group.arrays()}
-    assert names == {"q", "scale", "outlier_index", "outlier_value", "capture", "position", "token_id", "flags", "present",
-                     "checksum", "frame"}
+    assert names == {
+        "q",
+        "scale",
+        "outlier_index",
+        "outlier_value",
+        "capture",
+        "position",
+        "token_id",
+        "flags",
+        "present",
+        "checksum",
+        "frame",
+    }
     assert group.attrs["format"] == "vllm-tap block" and group["scale"].attrs["view"] == "bfloat16"
 
 

@@ -71,9 +71,13 @@ class SegmentSet:
             self.retired.append(self._open.pop(oldest))
         made = SegmentMade(self._next, frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
         path = self._store / open_name(made.number)
+        self._next += 1  # a number whose file failed is not used again
         fd = fs.open_new(path)
-        self._next += 1
-        fs.sync_dir(path.parent)
+        try:
+            fs.sync_dir(path.parent)
+        except OSError:
+            fs.close(fd)
+            raise
         segment = self._open[key] = OpenSegment(made, path, fd)
         return segment, True
 

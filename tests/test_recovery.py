@@ -1,0 +1,360 @@
+"""What survives: kills, torn tails, failed syncs, full disks, a lost catalog, seals cut in half."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.errors import NotFoundError
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
+from writer_service import fs, recovery
+
+FAULTY = ROOT / "tests" / "faulty_writer.py"
+
+
+def status_is(store: Path, capture: str, status: str) -> bool:
+    def check() -> bool:
+        with StoreReader(store) as reader:
+            try:
+                return reader.capture(capture).status == status
+            except NotFoundError:
+                return False
+
+    return until(check)
+
+
+def rebuilt(store: Path) -> None:
+    """Make the catalog again from the rest, in this process."""
+    state = recovery.rebuild(store)
+    fs.close(state.lock)
+
+
+def dump(store: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """Everything in the catalog but where a log is read on."""
+    db = sqlite3.connect(store / "catalog.sqlite")
+    tables = {}
+    for (table,) in db.execute(
+        "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    ).fetchall():
+        rows = db.execute(f"SELECT * FROM {table}").fetchall()
+        tables[table] = sorted((row for row in rows if row[0] != "log"), key=repr)
+    db.close()
+    return tables
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kill_9_in_mid_stream(tmp_path: Path, seed: int) -> None:
+    """Killed at any moment, several times: what was acknowledged is there, the rest comes again, nothing is double."""
+    rng = random.Random(seed)
+    store = tmp_path / "store"
+    capture = new_ulid()
+    position = 0
+    with WriterProcess(store, "--segment-bytes", "200000", "--seal-idle-s", "0.3") as writer:
+        engine = Sender(writer.endpoint)
+        engine.hello()
+        engine.open(capture, prompt_len=1)
+        for _ in range(3):
+            for _ in range(rng.randrange(5, 40)):
+                size = rng.choice([1, 1, 1, 7, 60])
+                engine.frame([(capture, 1, range(position, position + size))])
+                position += size
+                if rng.random() < 0.3:
+                    engine.receive(rng.random() * 0.03)
+            acknowledged = engine.durable
+            writer.kill()
+            found = rebuilt_copy(store, tmp_path / f"copy-{writer.process.pid}")
+            assert found >= acknowledged
+            writer.start()
+            welcome = engine.hello()
+            assert acknowledged <= welcome.durable
+        engine.finish(capture, end=position, output=position)
+        engine.wait()
+        assert status_is(store, capture, "complete")
+        with StoreReader(store) as reader:
+            assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, position), 1, range(position))
+            manifest = reader.manifest(capture)
+            assert_adds_up(manifest)
+            assert sum(extent.rows for extent in manifest.sites[0].extents) == position  # nothing twice
+        writer.stop()
+        engine.close()
+    before = dump(store)
+    rebuilt(store)
+    assert dump(store) == before
+
+
+def rebuilt_copy(store: Path, copy: Path) -> int:
+    """The last number of the stream that a copy of the dead store gives, from its files alone."""
+    shutil.copytree(store, copy)
+    state = recovery.rebuild(copy)
+    fs.close(state.lock)
+    return max(sequence.covered for sequence in state.streams.values())
+
+
+def running_store(tmp_path: Path) -> tuple[Path, str, Sender, WriterProcess]:
+    """A killed writer's store with three frames in an open segment."""
+    store, capture = tmp_path / "store", new_ulid()
+    writer = WriterProcess(store, "--seal-idle-s", "60")
+    engine = Sender(writer.endpoint)
+    engine.hello()
+    engine.open(capture, prompt_len=9)
+    for start in (0, 3, 6):
+        engine.frame([(capture, 1, range(start, start + 3))])
+    engine.wait()
+    writer.kill()
+    return store, capture, engine, writer
+
+
+def chop(nbytes: int) -> Any:
+    return lambda data: data[:-nbytes]
+
+
+def flip(at: int) -> Any:
+    def edit(data: bytes) -> bytes:
+        changed = bytearray(data)
+        changed[at] ^= 1
+        return bytes(changed)
+
+    return edit
+
+
+TAILS: dict[str, tuple[str, Any, int, int]] = {
+    # which file, edit, positions that survive, the last number that the writer then still has
+    "garbage_after": ("open", lambda data: data + b"TAPFRM01" + b"\xff" * 900, 9, 4),
+    "zeros_after": ("open", lambda data: data + bytes(1 << 20), 9, 4),
+    "last_frame_torn": ("open", chop(100), 6, 3),
+    "two_frames_torn": ("open", lambda data: data[: len(data) // 2], 3, 2),
+    "payload_bit": ("open", flip(-4000), 6, 3),
+    "everything_gone": ("open", lambda data: b"", 0, 1),
+    "log_garbage_after": ("log", lambda data: data + b"\x40\0\0\0\0\0\0\0junkjunk", 9, 4),
+    "log_torn_behind_open": ("log", lambda data: data + data[32:70], 9, 4),
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("catalog", ["kept", "lost"])
+def test_torn_tails(tmp_path: Path, name: str, catalog: str) -> None:
+    which, edit, survives, durable = TAILS[name]
+    store, capture, engine, writer = running_store(tmp_path)
+    (path,) = (store / "writers/w0/journal").glob("*.open" if which == "open" else "control-*.log")
+    path.write_bytes(edit(path.read_bytes()))
+    if catalog == "lost":
+        for file in store.glob("catalog.sqlite*"):
+            file.unlink()
+    with writer:
+        writer.start()
+        with StoreReader(store) as reader:
+            assert reader.capture(capture).status == "running"
+            assert_rows(reader.slice(capture, SITE, [0, 3], 0, 9), 1, range(survives))
+            manifest = reader.manifest(capture)
+            assert_adds_up(manifest)
+        welcome = engine.hello()
+        if catalog == "lost":
+            assert welcome.durable == durable
+        # A fourth frame after it: the store goes on wherever it stands.
+        assert writer.process.poll() is None
+    engine.close()
+
+
+def test_a_damaged_catalog_is_rebuilt(tmp_path: Path) -> None:
+    store, capture, engine, writer = running_store(tmp_path)
+    for file in store.glob("catalog.sqlite-*"):
+        file.unlink()
+    data = bytearray((store / "catalog.sqlite").read_bytes())
+    data[: len(data)] = b"\xa5" * len(data)
+    (store / "catalog.sqlite").write_bytes(data)
+    with writer:
+        writer.start()
+        with StoreReader(store) as reader:
+            assert_rows(reader.slice(capture, SITE, [0], 0, 9), 1, range(9))
+        assert (store / "catalog.damaged").exists()
+    engine.close()
+
+
+def test_rebuild_equals_with_owners_aliases_and_tombstones(tmp_path: Path) -> None:
+    from schemas.control import Abandon, Hold
+
+    store = tmp_path / "store"
+    ulids = [new_ulid() for _ in range(5)]
+    with WriterProcess(store, "--seal-idle-s", "0.2") as writer, Sender(writer.endpoint) as engine:
+        with Sender(writer.endpoint, role="api") as api:
+            for number, ulid in enumerate(ulids):
+                api.own(
+                    ulid, count=1 + (number == 3), owner=f"o{number}", aliases=[f"r{number}", "same"], tags={"n": "1"}
+                )
+            api.send(Abandon(api.next(), ulids[4], "refused"))
+            api.wait()
+            for capture in (*ulids[:3], f"{ulids[3]}.1"):
+                engine.open(capture)
+                engine.frame([(capture, 1, range(8))])
+                engine.dropped(capture, 3, 4)
+            engine.finish(ulids[0], end=8)
+            engine.finish(ulids[1], end=8)
+            engine.wait()
+            until(lambda: any((store / "blocks").glob("w0-*.zarr")))
+            engine.frame([(ulids[2], 1, range(8, 12))])
+            engine.wait()
+            api.delete(ulids[1])
+            api.client_finish(ulids[0], "stop")
+            api.send(Hold(api.next(), ulids[0], True))
+            api.own(ulids[0], owner="thief")
+            api.wait()
+            engine.bye()
+            assert status_is(store, ulids[2], "incomplete")
+        writer.stop()
+    before = dump(store)
+    assert {row[4] for row in before["captures"]} == {"incomplete", "deleted", "pending", "failed"}
+    rebuilt(store)
+    assert dump(store) == before
+    with StoreReader(store) as reader:
+        assert reader.capture("r0", "o0").id == ulids[0]
+        with pytest.raises(NotFoundError):
+            reader.capture(ulids[1])
+        assert reader.capture("same").id == ulids[4]
+
+
+def test_engines_that_do_not_come_back_are_lost(tmp_path: Path) -> None:
+    store, capture, engine, writer = running_store(tmp_path)
+    writer.flags = ("--engine-lost-s", "0.5")
+    with writer:
+        writer.start()
+        assert status_is(store, capture, "incomplete")
+        writer.stop()
+    engine.close()
+
+
+def fault(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setenv("FAULT", what)
+
+
+@pytest.mark.parametrize("where", [".open", "control-"])
+def test_a_failed_sync_is_never_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The file is given up, the stream told to send again, and everything arrives in another file."""
+    fault(monkeypatch, f"datasync:{where}:3:1:EIO")
+    store, captures = tmp_path / "store", [new_ulid() for _ in range(2)]
+    with WriterProcess(store, "--seal-idle-s", "60", script=FAULTY) as writer, Sender(writer.endpoint) as engine:
+        for capture in captures:
+            engine.open(capture, prompt_len=6)
+            for position in range(6):
+                engine.frame([(capture, 1, [position])])
+                engine.wait()
+            engine.finish(capture, end=6)
+            engine.wait()
+        assert [refusal.code for refusal in engine.refusals] == ["resend"]
+        for capture in captures:
+            assert status_is(store, capture, "complete")
+            with StoreReader(store) as reader:
+                assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 6), 1, range(6))
+        writer.kill()
+        monkeypatch.delenv("FAULT")
+        writer.script = None
+        writer.start()
+        writer.stop()
+    before = dump(store)
+    rebuilt(store)
+    assert dump(store) == before
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(captures[0], SITE, [0, 1, 2, 3], 0, 6), 1, range(6))
+
+
+def test_a_failed_sync_forgets_what_the_record_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Own and a Delete that did not reach the disk are taken again, not refused as already done."""
+    fault(monkeypatch, "datasync:control-:3:2:EIO")
+    store, ulid = tmp_path / "store", new_ulid()
+    with WriterProcess(store, script=FAULTY) as writer, Sender(writer.endpoint, role="api") as api:
+        api.own(ulid, owner="a")
+        api.wait()
+        api.delete(ulid)
+        api.wait()
+        assert api.refusals and not api.refused
+        with StoreReader(store) as reader:
+            assert [row.id for row in reader.captures(status="deleted")] == [ulid]
+
+
+@pytest.mark.parametrize("where", [".open", "control-", "journal"])
+def test_a_full_disk_and_space_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """No Ack while nothing can be written; reads live on; everything goes on when there is space."""
+    full = tmp_path / "full"
+    fault(monkeypatch, f"{'open_new' if where == 'journal' else 'write_at'}:{where}:1:1:ENOSPC")
+    monkeypatch.setenv("FAULT_WHILE", str(full))
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store, script=FAULTY) as writer, Sender(writer.endpoint) as engine:
+        engine.open(capture, prompt_len=6)
+        if where != "journal":
+            engine.frame([(capture, 1, [0, 1])])
+        engine.wait()
+        full.touch()
+        acknowledged = engine.durable
+        for position in range(0 if where == "journal" else 2, 6):
+            engine.frame([(capture, 1, [position])])
+        engine.finish(capture, end=6)
+        for _ in range(5):
+            engine.sync()
+        if where != "control-":
+            assert engine.durable == acknowledged
+        assert engine.durable < engine.seq
+        with StoreReader(store) as reader:
+            until(lambda: reader.captures())
+            assert reader.capture(capture).status == "running"
+        full.unlink()
+        engine.wait()
+        assert status_is(store, capture, "complete")
+        with StoreReader(store) as reader:
+            assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 6), 1, range(6))
+
+
+SEAL_CUTS = {
+    "before_arrays": "write_new:building:1:1:die",
+    "between_arrays": "write_new:building:9:1:die",
+    "before_footer": "truncate:.open:1:1:die",
+    "after_footer": "rename:.open:1:1:die",
+    "before_last_rename": "rename:.building:1:1:die",
+    "failing_arrays": "write_new:building:3:1:EIO",
+    "failing_rename": "rename:.open:1:1:EIO",
+    "failing_last_rename": "rename:.building:1:1:EIO",
+}
+
+
+@pytest.mark.parametrize("name", SEAL_CUTS)
+def test_a_seal_cut_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fault(monkeypatch, SEAL_CUTS[name])
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store, script=FAULTY) as writer, Sender(writer.endpoint) as engine:
+        engine.open(capture, prompt_len=9)
+        engine.frame([(capture, 1, range(9))])
+        engine.finish(capture, end=9)
+        engine.wait()
+        assert status_is(store, capture, "complete")
+        writer.process.terminate()
+        writer.process.communicate(timeout=20)
+        assert writer.process.returncode == (-9 if SEAL_CUTS[name].endswith("die") else 0)
+        with StoreReader(store) as reader:  # wherever the file is now
+            assert_rows(reader.slice(capture, SITE, [0, 1], 0, 9), 1, range(9))
+        monkeypatch.delenv("FAULT")
+        writer.script = None
+        writer.start()
+        writer.stop()
+        assert [path.name for path in (store / "blocks").iterdir()] == ["w0-00000001.zarr"]
+        assert not list((store / "writers/w0/journal").glob("*.open"))
+        with StoreReader(store) as reader:
+            assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 9), 1, range(9))
+
+
+def test_a_reader_needs_no_writer_and_writes_nothing(tmp_path: Path) -> None:
+    store, capture, engine, writer = running_store(tmp_path)
+    with writer:
+        writer.start()
+        writer.stop()
+    engine.close()
+    copy = tmp_path / "copy"
+    shutil.copytree(store, copy)
+    for file in copy.glob("catalog.sqlite-*"):
+        file.unlink()
+    with StoreReader(copy) as reader:
+        assert_rows(reader.slice(capture, SITE, [0], 0, 9), 1, range(9))

@@ -1,0 +1,211 @@
+"""The journal: segments and control log behind one group commit; what is on the disk is then told to the catalog."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from schemas.control import Frame
+from schemas.frame import RowTable
+from schemas.segment import FrameHeader
+from schemas.zarr_layout import WRITER
+from writer_service import fs
+from writer_service.catalog import Change, Indexed, SegmentGone, SegmentSealed
+from writer_service.commits import Batch, CatalogThread, Syncer, SyncResult, Waker
+from writer_service.config import Config
+from writer_service.control_log import ControlLog, Entry, Message
+from writer_service.segments import OpenSegment, SegmentSet
+from writer_service.streams import SenderState
+
+log_bytes_max: Final = 64 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start."""
+
+    frames: int = 0
+    records: int = 0
+    payload_bytes: int = 0
+    duplicates: int = 0
+    gaps: int = 0
+    malformed: int = 0
+    refused: int = 0
+    rows_not_indexed: int = 0
+    disk_errors: int = 0
+    commits: int = 0
+    sealed: int = 0
+
+
+class Journal:
+    """Appends come from the main loop alone; syncs and the catalog run beside it."""
+
+    def __init__(self, config: Config, uuid: bytes, next_log: int, next_segment: int, waker: Waker) -> None:
+        self._config, self._uuid = config, uuid
+        self.counters = Counters()
+        self.folder = config.store / "writers" / WRITER / "journal"
+        self._next_log = next_log
+        self._log = self._new_log()
+        self.segments = SegmentSet(config.store, next_segment, config.segment_bytes)
+        self._syncer = Syncer(waker)
+        self.catalog = CatalogThread(config.store / "catalog.sqlite", waker)
+        self._batch = Batch(1)
+
+    @property
+    def batch_number(self) -> int:
+        """The number of the commit now being filled."""
+        return self._batch.number
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything appended is on the disk and in the catalog."""
+        return not self._batch.started and self._syncer.batch is None and not self.catalog.busy
+
+    def names(self, stream: str) -> bool:
+        """Whether the commit now being filled has something of a stream."""
+        return stream in self._batch.covered
+
+    # ── append ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def append_frame(
+        self, state: SenderState, frame: Frame, table_bytes: bytes, table: RowTable, payload: Sequence[list[memoryview]]
+    ) -> None:
+        """A checked frame from wherever its bytes lie. OSError: nothing happened, it can come again."""
+        header = FrameHeader(state.stream, state.epoch, state.durable, frame)
+        segment, made = self.segments.for_frame(frame)
+        if made:
+            self.change(segment.made)
+        offset = segment.append(self._uuid, header, table_bytes, payload)
+        segment.last_append = time.monotonic()
+        nbytes = segment.tail - offset
+        bare = msgspec.structs.replace(frame, streams=[])  # where it lay in the ring is nobody's business any more
+        self.change(Indexed(state.stream, state.epoch, header.covered, segment.number, offset, nbytes, bare, table))
+        self._batch.nbytes += nbytes
+        self.counters.frames += 1
+        self.counters.payload_bytes += sum(part.nbytes for part in frame.streams)
+
+    def append_entry(self, state: SenderState, message: Message, urgent: bool = True) -> None:
+        """A record to the control log. OSError: nothing happened, it can come again."""
+        log = self._log
+        # A full log is left only when all of it is on the disk: the next commit syncs the new one alone.
+        if log.poisoned or (log.tail >= log_bytes_max and log.tail == log.good):
+            self._log = self._new_log()
+            fs.close(log.fd)
+        entry = Entry(state.stream, state.epoch, state.durable, time.time_ns() // 1_000_000, message)
+        before = self._log.tail
+        self._log.append(entry)
+        self.change(entry)
+        self._batch.nbytes += self._log.tail - before
+        self._batch.urgent |= urgent
+
+    def _new_log(self) -> ControlLog:
+        number, self._next_log = self._next_log, self._next_log + 1  # a number whose file failed is not used again
+        return ControlLog.create(self.folder, number, self._uuid)
+
+    def change(self, change: Change) -> None:
+        """Something that the catalog must hear of with the next commit."""
+        self._begin()
+        self._batch.changes.append(change)
+
+    def note(self, state: SenderState) -> None:
+        """The next commit covers what was taken of the stream so far."""
+        self._begin()
+        self._batch.covered[state.stream] = (state.epoch, state.role, state.received)
+
+    def _begin(self) -> None:
+        if not self._batch.started:
+            self._batch.started = time.monotonic()
+
+    # ── commit ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wait_s(self, now: float) -> float | None:
+        """Seconds until a commit is due, None where nothing waits for one."""
+        batch = self._batch
+        if not batch.started or self._syncer.batch is not None:
+            return None
+        if self.catalog.full:
+            return 0.02
+        if batch.urgent or batch.nbytes >= self._config.commit_bytes:
+            return 0.0
+        return max(0.0, batch.started + self._config.commit_delay_s - now)
+
+    def commit_if_due(self, now: float) -> None:
+        """Start a commit where one is due."""
+        if self.wait_s(now) == 0.0:
+            self.start_commit()
+
+    def start_commit(self) -> None:
+        """Sync what was appended since the last commit, while the main loop goes on; one at a time."""
+        if not self._batch.started or self._syncer.batch is not None:
+            return
+        batch = self._batch
+        batch.log_position = (self._log.number, self._log.tail)
+        files: list[OpenSegment | ControlLog] = [
+            segment for segment in self.segments.all() if segment.tail > segment.good and not segment.poisoned
+        ]
+        if self._log.tail > self._log.good:
+            files.append(self._log)
+        self._batch = Batch(batch.number + 1)
+        self._syncer.start(batch, files)
+
+    def end_commit(self) -> tuple[Batch, bool] | None:
+        """The commit that ended, once, and whether it is on the disk; None while none has."""
+        finished = self._syncer.finished()
+        if finished is None:
+            return None
+        batch, results = finished
+        if any(result.error for result in results):
+            self._give_up(batch, results)
+            return batch, False
+        self.counters.commits += 1
+        for result in results:
+            result.file.good = max(result.file.good, result.tail)
+        self.catalog.put(batch)
+        return batch, True
+
+    def _give_up(self, failed: Batch, results: list[SyncResult]) -> None:
+        """A failed sync is final for its file, and everything appended since the last good commit is given up.
+
+        All files are cut back to that commit, so that there is one line between what is there and what is not. All
+        senders are told to send again; what they send goes into new files.
+        """
+        for result in results:
+            if result.error is not None:
+                self.disk_error("sync", result.file.path, result.error)
+                result.file.poisoned = True
+        files: list[OpenSegment | ControlLog] = [*self.segments.all(), self._log]
+        for file in files:
+            if file.tail > file.good or file.poisoned:
+                file.poisoned = True
+                try:
+                    fs.truncate(file.fd, file.good)
+                except OSError as error:
+                    self.disk_error("truncate", file.path, error)
+        while self.catalog.busy and self.catalog.failed is None:
+            time.sleep(0.01)
+        lost = (*failed.changes, *self._batch.changes)
+        self._batch = Batch(self._batch.number + 1)
+        for change in lost:
+            if isinstance(change, SegmentSealed | SegmentGone):  # true whatever was synced
+                self.change(change)
+
+    def close(self) -> None:
+        """End the threads; the catalog is left clean."""
+        self._syncer.close()
+        self.catalog.close()
+        for segment in self.segments.all():
+            fs.close(segment.fd)
+        fs.close(self._log.fd)
+
+    def disk_error(self, op: str, path: Path, error: OSError) -> None:
+        """Count it; say so without filling the terminal."""
+        self.counters.disk_errors += 1
+        if self.counters.disk_errors in (1, 10, 100) or self.counters.disk_errors % 1000 == 0:
+            print(f"writer: {op} {path}: {error} (error {self.counters.disk_errors}; senders keep what is not "
+                  "acknowledged)", file=sys.stderr, flush=True)

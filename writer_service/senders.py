@@ -1,0 +1,150 @@
+"""The senders that are known: greeting, finding by connection, closing what a vanished one left open."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from schemas.catalog import engine_json
+from schemas.control import Hello, Refuse
+from schemas.ids import is_ulid
+from schemas.limits import PROTOCOL_VERSION
+from writer_service.control_log import Lost
+from writer_service.journal import Journal
+from writer_service.recovery import Sequence
+from writer_service.streams import SenderState, map_ring
+
+streams_max: Final = 4096
+
+
+class Senders:
+    """Streams by name and by connection."""
+
+    def __init__(self, db: sqlite3.Connection, journal: Journal, lost_after_s: float) -> None:
+        self._db, self._journal, self._lost_after_s = db, journal, lost_after_s
+        self._streams: dict[str, SenderState] = {}
+        self._by_identity: dict[bytes, SenderState] = {}
+
+    def restore(self, sequences: dict[str, Sequence]) -> None:
+        """The streams that the store knows; each has a while to come back."""
+        now = time.monotonic()
+        for name, sequence in sequences.items():
+            covered = sequence.covered
+            self._streams[name] = SenderState(
+                name, sequence.epoch, sequence.role, received=covered, durable=covered, settled=covered,
+                ahead=set(sequence.seqs), last_seen=now, ended=sequence.bye)
+
+    def __iter__(self) -> Iterator[SenderState]:
+        return iter(list(self._streams.values()))
+
+    def named(self, stream: str, epoch: int) -> SenderState | None:
+        """The stream in this incarnation."""
+        state = self._streams.get(stream)
+        return state if state is not None and state.epoch == epoch else None
+
+    def at(self, identity: bytes) -> SenderState | None:
+        """Who greeted on a connection."""
+        return self._by_identity.get(identity)
+
+    def greet(self, identity: bytes, hello: Hello) -> SenderState | Refuse:
+        """The state of the sender that greets, or why it is refused."""
+        if refusal := self._check(hello):
+            return refusal
+        known = self._streams.get(hello.stream)
+        if known is not None and hello.epoch > known.epoch:
+            self.close_captures(known, "the stream began again")
+            self._forget(known)
+            known = None
+        state = known or self._remembered(hello) or SenderState(hello.stream, hello.epoch, hello.role)
+        if known is None or (hello.engine is not None and not engine_json(self._db, hello.stream)):
+            try:
+                self._journal.append_entry(state, hello)
+            except OSError as error:
+                self._journal.disk_error("append", self._journal.folder, error)
+                return Refuse("disk", f"{error.strerror}; try again")
+        state.role, state.rank, state.shard = hello.role, hello.rank, hello.shard
+        self._connect(state, identity)
+        if state.ring is not None:
+            state.ring.close()
+        state.ring = map_ring(hello.ring_path, hello.ring_bytes)
+        state.last_seen, state.ended = time.monotonic(), False
+        state.greet()
+        return state
+
+    def own_captures(self, opened: Iterable[tuple[str, str]]) -> None:
+        """Set which captures each stream has open: (stream, capture)."""
+        for state in self._streams.values():
+            state.open_captures.clear()
+        for stream, capture in opened:
+            if stream in self._streams:
+                self._streams[stream].open_captures.add(capture)
+
+    def find_lost(self, now: float) -> None:
+        """Close the captures of senders that have been silent for too long."""
+        for state in self:
+            if state.open_captures and now - state.last_seen > self._lost_after_s:
+                self.close_captures(state, f"no sign of life for {self._lost_after_s:g} s")
+
+    def close_captures(self, state: SenderState, reason: str) -> None:
+        """Journal that a sender's open captures will not be finished by it."""
+        if not state.open_captures:
+            return
+        try:
+            self._journal.append_entry(state, Lost(sorted(state.open_captures), reason))
+        except OSError as error:
+            self._journal.disk_error("append", self._journal.folder, error)
+            return  # tried again at the next look
+        state.open_captures.clear()
+
+    def forgive(self, seconds: float) -> None:
+        """This process stood still for so long: nobody else was silent."""
+        for state in self._streams.values():
+            state.last_seen += seconds
+
+    def _check(self, hello: Hello) -> Refuse | None:
+        if hello.version != PROTOCOL_VERSION:
+            return Refuse("version", f"protocol version {hello.version}; this writer speaks {PROTOCOL_VERSION}")
+        if not is_ulid(hello.stream) or hello.epoch <= 0:
+            return Refuse("malformed", "stream must be a ULID and epoch positive")
+        known = self._streams.get(hello.stream)
+        if known is not None and hello.epoch < known.epoch:
+            return Refuse("stale", f"epoch {hello.epoch}; this stream was seen with {known.epoch}")
+        if known is None and len(self._streams) >= streams_max:
+            self._drop_silent()
+            if len(self._streams) >= streams_max:
+                return Refuse("limit", f"{streams_max} streams are connected")
+        return None
+
+    def _connect(self, state: SenderState, identity: bytes) -> None:
+        if state.identity is not None and state.identity != identity:
+            self._by_identity.pop(state.identity, None)
+        previous = self._by_identity.get(identity)
+        if previous is not None and previous is not state:
+            previous.identity = None
+        state.identity = identity
+        self._streams[state.stream] = self._by_identity[identity] = state
+
+    def _remembered(self, hello: Hello) -> SenderState | None:
+        """A stream that was dropped from memory; the catalog knows how far it had come."""
+        query = "SELECT covered FROM streams WHERE stream = ? AND epoch = ?"
+        row = self._db.execute(query, (hello.stream, hello.epoch)).fetchone()
+        if row is None:
+            return None
+        covered = row["covered"]
+        return SenderState(hello.stream, hello.epoch, hello.role, received=covered, durable=covered, settled=covered)
+
+    def _drop_silent(self) -> None:
+        """Forget streams that nothing is expected from; they are looked up should they come again."""
+        oldest = time.monotonic() - 2 * self._lost_after_s
+        for state in self:
+            if not state.open_captures and state.last_seen < oldest and not self._journal.names(state.stream):
+                self._forget(state)
+
+    def _forget(self, state: SenderState) -> None:
+        if state.identity is not None:
+            self._by_identity.pop(state.identity, None)
+        if state.ring is not None:
+            state.ring.close()
+        self._streams.pop(state.stream, None)
