@@ -16,6 +16,7 @@ import uvicorn
 
 from api.app import create_app
 from api.config import Config
+from schemas import limits
 from schemas.errors import StartError
 
 
@@ -27,6 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--upstream", default=Config.__dataclass_fields__["upstream"].default, help="vLLM's server")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8100, help="0 takes any free one")
+    parser.add_argument("--slice-bytes-max", type=int, default=limits.slice_bytes_max, metavar="N",
+                        help="largest slice that is answered")
+    parser.add_argument("--slices-in-flight-bytes-max", type=int, default=limits.slices_in_flight_bytes_max,
+                        metavar="N", help="memory of all slices being answered together")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -23,6 +23,8 @@ class Config:
     host: str = "127.0.0.1"
     port: int = 8100
     body_bytes_max: int = limits.request_body_bytes_max
+    slice_bytes_max: int = limits.slice_bytes_max
+    slices_in_flight_bytes_max: int = limits.slices_in_flight_bytes_max
     upstream_connect_s: float = 5.0
     status_wait_s: float = 2.0  # how long an answer waits for its capture to become final
     settle_s: float = 30.0  # after this, a capture that no engine has begun is closed as failed

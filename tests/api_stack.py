@@ -89,11 +89,12 @@ class Stack:
         self.processes["upstream"] = Process(args, self.store.parent / "upstream.log")
         self.upstream_url = self.processes["upstream"].wait_ready()
 
-    def start_api(self, upstream: str | None = None) -> None:
+    def start_api(self, upstream: str | None = None, *more: str) -> None:
         args = ["api", "--store", str(self.store), "--endpoint", self.endpoint, "--port", "0",
-                "--upstream", upstream or self.upstream_url]
+                "--upstream", upstream or self.upstream_url, *more]
         self.processes["api"] = Process(args, self.store.parent / "api.log")
         self.url = self.processes["api"].wait_ready()
+        self.http.close()
         self.http = httpx.Client(base_url=self.url, timeout=30)
 
     def wait_ready(self) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import struct
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -46,7 +49,7 @@ def holed(stack: Stack) -> str:
     return str(body["capture"]["id"])
 
 
-def get(stack: Stack, capture: str, query: str, **headers: str):
+def get(stack: Stack, capture: str, query: str, **headers: str) -> httpx.Response:
     return stack.http.get(f"/v1/captures/{capture}/activations?{query}", headers=headers)
 
 
@@ -236,3 +239,27 @@ def test_rounding_to_bfloat16_matches_torch() -> None:
     x[:4] = [np.inf, -np.inf, 0.0, -0.0]
     assert cast(x, "bfloat16").tobytes() == torch.from_numpy(x).to(torch.bfloat16).view(torch.uint16).numpy().tobytes()
     assert np.isnan(from_bits(cast(np.array([np.nan], np.float32), "bfloat16")))[0]
+
+
+def test_too_much_at_once(tmp_path: Path) -> None:
+    """Limits made small: a slice over the limit is refused whole; one that is still being sent counts."""
+    with running(tmp_path) as stack:
+        stack.processes["api"].stop()
+        stack.start_api(None, "--slice-bytes-max", "7000000", "--slices-in-flight-bytes-max", "8000000")
+        stack.wait_ready()
+        ulid = stack.complete("x" * 4000, max_tokens=1, capture={"codec": "raw"}).json()["capture"]["id"]
+        for query, says in (("", "bytes of the slice"), ("format=json&site=resid_post", "numbers in a json slice")):
+            refused = get(stack, ulid, query)
+            assert refused.status_code == 413 and refused.json()["error"]["code"] == "too_large"
+            assert says in refused.json()["error"]["message"]
+        whole = f"/v1/captures/{ulid}/activations?site=resid_post"
+        with httpx.Client(base_url=stack.url) as slow, slow.stream("GET", whole) as answer:
+            assert answer.status_code == 200 and int(answer.headers["content-length"]) > 6_000_000
+            busy = get(stack, ulid, "site=attn_out")
+            assert busy.status_code == 429 and busy.headers["retry-after"] == "1"
+        end_s = time.monotonic() + 5
+        while (again := get(stack, ulid, "site=attn_out")).status_code == 429:
+            assert time.monotonic() < end_s, "memory of an answer whose caller left still counts"
+            time.sleep(0.05)
+        assert again.status_code == 200
+        assert "vllm_tap_api_slices_in_flight_bytes 0.0" in stack.http.get("/metrics").text

@@ -25,6 +25,8 @@ from schemas.sites import SITES
 
 router = APIRouter()
 
+_LIMITS = ("spec_", "tag_", "capture", "slice", "wait_", "alias_")
+
 
 @router.get("/v1/capabilities", tags=["service"])
 async def capabilities(request: Request) -> Json:
@@ -41,8 +43,10 @@ async def capabilities(request: Request) -> Json:
                    for name, codec in CODECS.items()},
         "formats": list(available_formats()),
         "dtypes": list(DTYPES),
-        "limits": {name: value for name, value in vars(limits).items()
-                   if name.startswith(("spec_", "tag_", "capture", "slice", "wait_", "request_", "alias_"))},
+        "limits": {**{name: value for name, value in vars(limits).items() if name.startswith(_LIMITS)},
+                   "request_body_bytes_max": service.config.body_bytes_max,
+                   "slice_bytes_max": service.config.slice_bytes_max,
+                   "slices_in_flight_bytes_max": service.config.slices_in_flight_bytes_max},
         "versions": {"protocol": limits.PROTOCOL_VERSION, "store": limits.STORE_VERSION,
                      "vllm_tap": engine.tap_version if engine else None,
                      "vllm": engine.vllm_version if engine else None},

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Annotated, Any
@@ -14,7 +13,9 @@ import msgspec
 import numpy as np
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from api.config import Config
 from api.errors import ApiError, BadParam
 from api.service import Service, check_ref, owner_of, service_of
 from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES, Arrays, cast, encode, itemsize
@@ -59,14 +60,16 @@ async def activations(
     if 0 < query.start >= end:
         raise ApiError(416, "out_of_range", f"start = {query.start}: the capture has {end} positions, from 0 on",
                        "start", {"Content-Range": f"positions */{end}"})
-    held = _bytes(manifest, chosen, query)
-    with _held(service, held):
+    held = _Held(service, _bytes(service.config, manifest, chosen, query))
+    try:
         answer = await service.read(lambda reader: _read(
             manifest, [reader.slice(manifest.id, site, layers, query.start, _stop(query), owner)
                        for site, layers in chosen.items()], query))
-    headers = answer.headers(manifest, query)
+    except BaseException:
+        held.release()
+        raise
     service.metrics.slice_bytes.inc(answer.size)
-    return StreamingResponse(_send(service, answer), headers=headers, media_type=MEDIA_TYPES[query.format][0])
+    return _Sending(answer, held, answer.headers(manifest, query), MEDIA_TYPES[query.format][0])
 
 
 async def _manifest(service: Service, ref: str, owner: str, query: SliceQuery) -> Manifest:
@@ -117,7 +120,7 @@ def _stop(query: SliceQuery) -> int:
     return limits.position_max if query.stop is None else query.stop
 
 
-def _bytes(manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery) -> int:
+def _bytes(config: Config, manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery) -> int:
     """Bytes of the slice, from the manifest alone; LimitError where they are too many."""
     widths = {info.site: info.width for info in manifest.sites}
     rows = {(row.site, row.layer): row.captured for row in manifest.rows}
@@ -127,25 +130,29 @@ def _bytes(manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery) 
         numbers += min(most, _stop(query) - query.start) * len(layers) * widths.get(site, 0)
     if query.format == "json" and numbers > limits.slice_json_numbers_max:
         raise LimitError("numbers in a json slice", numbers, limits.slice_json_numbers_max, "use format=safetensors")
-    if numbers * itemsize(query.dtype) > limits.slice_bytes_max:
-        raise LimitError("bytes of the slice", numbers * itemsize(query.dtype), limits.slice_bytes_max,
+    if numbers * itemsize(query.dtype) > config.slice_bytes_max:
+        raise LimitError("bytes of the slice", numbers * itemsize(query.dtype), config.slice_bytes_max,
                          "ask for fewer positions (start, stop), layers or sites at a time")
     return numbers * 4  # rows are decoded to float32 on the way
 
 
-@contextmanager
-def _held(service: Service, nbytes: int) -> Iterator[None]:
-    """Counts memory that slices hold together; ApiError 429 where it would be too much."""
-    if service.slice_bytes and service.slice_bytes + nbytes > limits.slices_in_flight_bytes_max:
-        raise ApiError(429, "too_many_slices", "too many large slices are being read at once; ask again in a moment",
-                       headers={"Retry-After": "1"})
-    service.slice_bytes += nbytes
-    service.metrics.slices_in_flight.set(service.slice_bytes)
-    try:
-        yield
-    finally:
-        service.slice_bytes -= nbytes
-        service.metrics.slices_in_flight.set(service.slice_bytes)
+class _Held:
+    """Memory that a slice holds until its last byte is sent; ApiError 429 where all together would be too much."""
+
+    def __init__(self, service: Service, nbytes: int) -> None:
+        if service.slice_bytes and service.slice_bytes + nbytes > service.config.slices_in_flight_bytes_max:
+            raise ApiError(429, "too_many_slices", f"{service.slice_bytes} bytes of slices are being sent, limit "
+                           f"{service.config.slices_in_flight_bytes_max}; ask again in a moment",
+                           headers={"Retry-After": "1"})
+        self.service, self.nbytes = service, nbytes
+        self._add(nbytes)
+
+    def release(self) -> None:
+        self._add(-self.nbytes)
+
+    def _add(self, nbytes: int) -> None:
+        self.service.slice_bytes += nbytes
+        self.service.metrics.slices_in_flight.set(self.service.slice_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +225,22 @@ def merged(gaps: Any) -> list[Missing]:
     return sorted(out, key=lambda gap: gap.start)
 
 
-async def _send(service: Service, answer: _Answer) -> AsyncIterator[memoryview]:
-    for buffer in answer.buffers:
-        view = memoryview(buffer)
-        for at in range(0, len(view), _PIECE_BYTES):
-            yield view[at : at + _PIECE_BYTES]
+class _Sending(StreamingResponse):
+    """The answer on its way, piece by piece; its memory counts until the caller has it, or has left."""
+
+    def __init__(self, answer: _Answer, held: _Held, headers: dict[str, str], media_type: str) -> None:
+        super().__init__(self._pieces(answer), headers=headers, media_type=media_type)
+        self.held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.held.release()
+
+    @staticmethod
+    async def _pieces(answer: _Answer) -> AsyncIterator[memoryview]:
+        for buffer in answer.buffers:
+            view = memoryview(buffer)
+            for at in range(0, len(view), _PIECE_BYTES):
+                yield view[at : at + _PIECE_BYTES]
