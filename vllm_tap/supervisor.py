@@ -140,7 +140,8 @@ class Supervisor:
             try:
                 await asyncio.wait_for(self._is_ready[waiting[0]].wait(), _STILL_EVERY_S)
             except TimeoutError:
-                self._say(f"waiting for {' and '.join(waiting)} ({time.monotonic() - began:.0f} s)")
+                still = [name for name in waiting if not self._is_ready[name].is_set()]
+                self._say(f"waiting for {' and '.join(still)} ({time.monotonic() - began:.0f} s)")
         if not self._stop.is_set():
             self._ready()
 
