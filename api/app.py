@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from api import errors
 from api.config import Config
+from api.local_only import LocalOnly
 from api.metrics import CountRequests, Metrics
 from api.routes import about, captures, generate, slices
 from api.service import Service
@@ -36,5 +37,6 @@ def create_app(config: Config) -> FastAPI:
     errors.install(app)
     for part in (generate, captures, slices, about):
         app.include_router(part.router)
+    app.add_middleware(LocalOnly)
     app.add_middleware(CountRequests, metrics=metrics)
     return app

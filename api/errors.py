@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,6 +117,12 @@ def install(app: FastAPI) -> None:
         if status_of(error)[0] >= 500:
             log.warning("%s %s: %s", request.method, request.url.path, error)
         return tap_response(error)
+
+    @app.exception_handler(sqlite3.Error)
+    async def _sqlite(request: Request, error: sqlite3.Error) -> Json:
+        log.warning("%s %s: catalog: %r", request.method, request.url.path, error)
+        return error_response(503, "store_unavailable", f"the catalog cannot be read now: {error}",
+                              headers={"Retry-After": "1"})
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Json:

@@ -53,7 +53,7 @@ class CountRequests:
         try:
             await self.app(scope, receive, count)
         finally:
-            route = getattr(scope.get("route"), "path", "unmatched")
+            route = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "other"
             self.metrics.requests.labels(route, method, status).inc()
             self.metrics.seconds.labels(route).observe(time.perf_counter() - started_s)

@@ -42,18 +42,26 @@ class Service:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     slice_bytes: int = 0
     _reader: StoreReader | None = None
+    _catalog: tuple[int, int] = (0, 0)  # device and inode of the file that the reader has open
     _reader_lock: threading.Lock = field(default_factory=threading.Lock)
     # A writer that does not answer holds a thread for seconds: these must not starve the readers' threads.
     _submit_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(64))
 
     def reader(self) -> StoreReader:
-        """The store's reader; opened on first use, since the writer makes the store. StoreError while there is none."""
+        """The store's reader; opened on first use, since the writer makes the store. StoreError while there is none.
+
+        A writer that had to rebuild the catalog puts a new file in its place: then a new reader is opened. The old one
+        closes when the last request that uses it ends.
+        """
         with self._reader_lock:
-            if self._reader is None:
-                if not (self.config.store / "store.json").is_file():
-                    raise StoreError("open the store", self.config.store, "there is none yet",
-                                     "the writer makes it when it starts")
+            try:
+                found = (self.config.store / "catalog.sqlite").stat()
+            except OSError:
+                raise StoreError("open the store", self.config.store, "there is none yet",
+                                 "the writer makes it when it starts") from None
+            if self._reader is None or self._catalog != (found.st_dev, found.st_ino):
                 self._reader = StoreReader(self.config.store)
+                self._catalog = (found.st_dev, found.st_ino)
             return self._reader
 
     async def read(self, call: Callable[[StoreReader], T]) -> T:

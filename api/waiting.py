@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
@@ -54,7 +55,7 @@ async def status_of_all(service: Service, ids: Sequence[str], timeout_s: float) 
 
     try:
         return await poll(service, look, FINAL.__contains__, timeout_s)
-    except TapError:
+    except (TapError, sqlite3.Error):
         return "pending"  # the answer of a generation does not fail because its capture cannot be looked up
 
 
@@ -77,7 +78,7 @@ async def settle(service: Service, ids: Sequence[str], reason: str) -> None:
         reader = service.reader()
         return [capture for capture in ids if reader.capture(capture).status == "pending"]
 
-    with contextlib.suppress(TapError):  # deleted meanwhile, or no store: nothing to close
+    with contextlib.suppress(TapError, sqlite3.Error):  # deleted meanwhile, or no store: nothing to close
         for capture in await poll(service, look, lambda found: not found, service.config.settle_s):
             service.abandon(capture, reason)
     for capture in ids:

@@ -197,7 +197,7 @@ def test_malformed_json(stack: Stack, content: bytes) -> None:
 def test_a_body_over_the_limit_is_not_read(stack: Stack) -> None:
     host, port = stack.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1099511627776\r\n\r\n{}")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: [::1]:8\r\nContent-Length: 1099511627776\r\n\r\n{}")
         assert connection.recv(65536).split()[1] == b"413"
 
     def endless() -> Iterator[bytes]:
@@ -313,8 +313,8 @@ def test_names_that_name_nothing(stack: Stack, ref: str) -> None:
     host, port = stack.url.removeprefix("http://").split(":")
     for method, suffix in (("GET", ""), ("GET", "/activations"), ("DELETE", "")):
         with socket.create_connection((host, int(port)), 10) as connection:
-            connection.sendall(f"{method} /v1/captures/{ref}{suffix} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-                               .encode())
+            connection.sendall(f"{method} /v1/captures/{ref}{suffix} HTTP/1.1\r\nHost: localhost\r\n"
+                               "Connection: close\r\n\r\n".encode())
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.split()[1] in (b"404", b"400", b"405"), head
@@ -332,6 +332,17 @@ def test_the_frameworks_errors_have_the_same_shape(stack: Stack, method: str, pa
     answer = stack.http.request(method, path)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(("host", "status"), [
+    ("127.0.0.1:1", 200), ("localhost", 200), ("tap.localhost:8100", 200), ("[::1]:8100", 200), ("evil.example", 403),
+    ("127.0.0.1.evil.example", 403), ("10.0.0.1", 403), ("[::1", 403), ("localhost@evil.example", 403),
+])
+def test_a_foreign_host_is_refused(stack: Stack, host: str, status: int) -> None:
+    answer = stack.http.get("/v1/captures", headers={"host": host})
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["error"]["code"] == "foreign_host"
 
 
 def test_models_and_tokenize_pass_through(stack: Stack) -> None:

@@ -83,6 +83,21 @@ def test_the_writer_dies_and_comes_back(stack: Stack) -> None:
     assert [row["status"] for row in listed if row["id"] != ulid] in ([], ["failed"])
 
 
+def test_the_catalog_is_rebuilt_under_a_running_service(stack: Stack) -> None:
+    before = stack.complete("before", capture=SPEC).json()["capture"]["id"]
+    rows = stack.http.get(f"/v1/captures/{before}/activations").content
+    stack.processes["writer"].kill()
+    for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"):
+        (stack.store / name).unlink()
+    assert stack.http.get(f"/v1/captures/{before}").status_code == 503
+    stack.start_writer()
+    stack.processes["writer"].wait_ready()
+    assert stack.http.get(f"/v1/captures/{before}/activations").content == rows
+    made = new_ulid()
+    assert stack.complete("after", play={"unopened": True}, capture={**SPEC, "id": made}).status_code == 200
+    assert {row["id"] for row in stack.http.get("/v1/captures").json()["data"]} == {before, made}
+
+
 def test_upstream_dies(stack: Stack) -> None:
     ulid, cut = new_ulid(), new_ulid()
     killer = threading.Timer(0.7, stack.processes["upstream"].kill)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
@@ -89,7 +89,10 @@ class Client:
 
     def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0) -> None:
         self.base_url, self.wait_s = base_url.rstrip("/"), min(wait_s, limits.wait_timeout_s_max)
-        self._http = httpx.Client(base_url=self.base_url, timeout=httpx.Timeout(timeout_s, connect=10.0))
+        # A proxy of the environment is for other machines; it would not find the service on this one.
+        here = urlsplit(self.base_url).hostname in ("localhost", "127.0.0.1", "::1")
+        self._http = httpx.Client(base_url=self.base_url, timeout=httpx.Timeout(timeout_s, connect=10.0),
+                                  trust_env=not here)
         self._model: str | None = None
 
     def __enter__(self) -> Client:

@@ -63,20 +63,26 @@ async def manifest(
     wait, timeout_s = one_of(params, "wait", ("complete",)), seconds(timeout)
     service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
 
-    def look() -> tuple[dict[str, Any], bool]:
+    def final() -> bool:
+        reader = service.reader()
+        return all(reader.capture(sample, owner).status in FINAL for sample in reader.samples(ref, owner))
+
+    def answer() -> dict[str, Any]:
         reader = service.reader()
         samples = reader.samples(ref, owner)
-        if len(samples) > 1:
-            split = split_capture_id(samples[0])
-            assert split is not None
-            statuses = {reader.capture(sample, owner).status for sample in samples}
-            return {"id": split[0], "captures": samples}, statuses <= FINAL
-        found = reader.manifest(ref, owner)
-        return as_json(found), found.status in FINAL
+        return as_json(reader.manifest(ref, owner)) if len(samples) == 1 else {"id": ulid_of(samples[0]),
+                                                                               "captures": samples}
 
-    if wait is None:
-        return Json((await service.read(lambda _: look()))[0])
-    return Json((await poll(service, look, lambda seen: seen[1], timeout_s))[0])
+    if wait is not None:
+        await poll(service, final, bool, timeout_s)
+    return Json(await service.read(lambda _: answer()))
+
+
+def ulid_of(capture: str) -> str:
+    """What the samples of one request have in common."""
+    split = split_capture_id(capture)
+    assert split is not None
+    return split[0]
 
 
 def as_json(found: Manifest) -> dict[str, Any]:
@@ -96,9 +102,7 @@ async def delete(request: Request, ref: str) -> Response:
         samples = reader.samples(ref, owner)
         if len(samples) == 1:
             return samples[0], samples[0]
-        split = split_capture_id(samples[0])
-        assert split is not None
-        return split[0], samples[-1]
+        return ulid_of(samples[0]), samples[-1]
 
     target, last = await service.read(lambda _: look())
     await service.submit(lambda seq: Delete(seq=seq, capture=target))

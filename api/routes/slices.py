@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Annotated, Any
 
-import anyio
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Query, Request
@@ -75,24 +74,20 @@ async def activations(
 async def _manifest(service: Service, ref: str, owner: str, query: SliceQuery) -> Manifest:
     """The capture's manifest, after the waiting that was asked for; ApiError 504 where that was in vain."""
 
-    def look() -> Manifest:
+    def enough() -> bool:
         reader = service.reader()
         samples = reader.samples(ref, owner)
         if len(samples) > 1:
             shown = ", ".join(samples[:8]) + (", …" if len(samples) > 8 else "")
             raise ApiError(400, "several_captures", f"{ref!r} names {len(samples)} captures; ask for one: {shown}",
                            "ref")
-        return reader.manifest(ref, owner)
-
-    def enough(manifest: Manifest) -> bool:
-        if query.wait is None or manifest.status in FINAL:
+        if query.wait is None or reader.capture(ref, owner).status in FINAL:
             return True
-        return query.wait == "rows" and query.stop is not None and _rows_there(manifest, query)
+        return query.wait == "rows" and query.stop is not None and _rows_there(reader.manifest(ref, owner), query)
 
-    if query.wait is None:
-        return await anyio.to_thread.run_sync(look)
-    manifest = await poll(service, look, enough, query.timeout_s)
-    if not enough(manifest):
+    waited = await poll(service, enough, bool, query.timeout_s if query.wait else 0.0)
+    manifest = await service.read(lambda reader: reader.manifest(ref, owner))
+    if not waited and manifest.status not in FINAL:
         raise ApiError(504, "timeout", f"capture {manifest.id} is {manifest.status} after {query.timeout_s:g} s; "
                        "ask again, or without wait to get the rows that are there")
     return manifest
