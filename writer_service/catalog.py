@@ -19,7 +19,7 @@ from schemas.catalog import CATALOG_VERSION, DDL, find_capture, load_drops, load
 from schemas.control import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Frame, Hello, Hold, Open, Own
 from schemas.coverage import cover, status_of_cover
 from schemas.frame import RowTable
-from schemas.ids import sample_id, split_capture_id
+from schemas.ids import sample_id, split_capture_id, ulid_ms
 from writer_service.control_log import Entry, Lost
 
 
@@ -173,6 +173,7 @@ def _apply_entry(db: sqlite3.Connection, entry: Entry) -> set[str]:
                                        message.stop, message.reason, message.capture))
             return {message.capture}
         case ClientFinish():
+            _insert(db, message.capture, "pending", ulid_ms(message.capture))
             db.execute("UPDATE captures SET client_reason = ?, client_stop = ?, output_tokens = CASE WHEN finish_seq "
                        "IS NULL THEN ? ELSE output_tokens END WHERE id = ? AND deleted = 0",
                        (message.reason, _json(message.stop_reason), message.output_token_ids, message.capture))
@@ -228,14 +229,7 @@ def _own(db: sqlite3.Connection, entry: Entry, own: Own) -> set[str]:
 
 
 def _open(db: sqlite3.Connection, entry: Entry, opened: Open) -> set[str]:
-    ulid, index = split_capture_id(opened.capture) or (opened.capture, None)
-    # A sample that nobody announced belongs to whoever announced its siblings, never to everybody.
-    sibling = db.execute("SELECT owner, tags FROM captures WHERE ulid = ? AND own_seq IS NOT NULL LIMIT 1",
-                         (ulid,)).fetchone()
-    owner, tags = (sibling["owner"], sibling["tags"]) if sibling else ("", "{}")
-    db.execute(
-        "INSERT INTO captures (id, ulid, sample, owner, status, created_ms, tags) VALUES (?, ?, ?, ?, 'running', ?, ?) "
-        "ON CONFLICT (id) DO NOTHING", (opened.capture, ulid, index or 0, owner, opened.created_ms, tags))
+    _insert(db, opened.capture, "running", opened.created_ms)
     db.execute(
         "UPDATE captures SET stream = ?, epoch = ?, request = ?, open_seq = ?, asked = ?, resolved = ?, "
         "prompt_len = ?, prompt_tokens = ?, cached = ? WHERE id = ? AND stream IS NULL AND deleted = 0",
@@ -243,6 +237,17 @@ def _open(db: sqlite3.Connection, entry: Entry, opened: Open) -> set[str]:
          msgspec.json.encode(opened.resolved).decode(), opened.prompt_len, opened.prompt_token_ids, opened.cached,
          opened.capture))
     return {opened.capture}
+
+
+def _insert(db: sqlite3.Connection, capture: str, status: str, created_ms: int) -> None:
+    """A capture that nobody announced, unless it is there already."""
+    ulid, index = split_capture_id(capture) or (capture, None)
+    # A sample that nobody announced belongs to whoever announced its siblings, never to everybody.
+    sibling = db.execute("SELECT owner, tags FROM captures WHERE ulid = ? AND own_seq IS NOT NULL LIMIT 1",
+                         (ulid,)).fetchone()
+    owner, tags = (sibling["owner"], sibling["tags"]) if sibling else ("", "{}")
+    db.execute("INSERT INTO captures (id, ulid, sample, owner, status, created_ms, tags) VALUES (?, ?, ?, ?, ?, ?, ?) "
+               "ON CONFLICT (id) DO NOTHING", (capture, ulid, index or 0, owner, status, created_ms, tags))
 
 
 def _forget(db: sqlite3.Connection, capture: str) -> None:

@@ -99,10 +99,7 @@ class Ledger:
             case Finish() | Dropped():
                 return self._of_opener(stream, record)
             case ClientFinish():
-                if self.get(record.capture) is None:
-                    raise RefusedError("not_found", f"no capture {record.capture[:40]!r}")
-                _need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
-                return _nothing
+                return self._client_finish(record)
             case Abandon():
                 pending = [s for s in self._named(record.capture) if s.opener is None]
                 if not pending:
@@ -205,6 +202,17 @@ class Ledger:
 
         def effect() -> None:
             standing.finish_seq, standing.batch = record.seq, self.batch
+
+        return effect
+
+    def _client_finish(self, record: ClientFinish) -> Effect:
+        # The front end is a stream of its own: after a short request its word can be here before the engine's Open.
+        _need(split_capture_id(record.capture) is not None, "capture", "a capture id")
+        _need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
+
+        def effect() -> None:
+            if self.get(record.capture) is None:
+                self._remember(record.capture, Standing(batch=self.batch))
 
         return effect
 

@@ -69,6 +69,7 @@ def gather(frames: list[FrameView], declared: tuple[Stream, ...]) -> Columns:
     index = np.full((rows, width, 2), MISSING, np.uint64)
     checksum = np.zeros((rows, width), np.uint64)
     sides = {s.name: np.full((rows, width, *s.shape), fill_of(s), s.dtype) for s in declared[1:]}
+    scratch = np.empty(max(sum(part.nbytes for part in view.frame.streams) for view in frames), np.uint8)
     start = 0
     for view in frames:
         stop = start + view.rows
@@ -82,7 +83,7 @@ def gather(frames: list[FrameView], declared: tuple[Stream, ...]) -> Columns:
         pieces = view.pieces(np.arange(len(at)), np.arange(view.rows)).T  # [rows, layers]
         index[start:stop, at, 0] = view.offset + view.layout.parts[0] + pieces * declared[0].nbytes
         index[start:stop, at, 1] = declared[0].nbytes
-        checksum[start:stop, at] = piece_checksums(view)[pieces]
+        checksum[start:stop, at] = piece_checksums(view, scratch)[pieces]
         for number, side in enumerate(declared[1:], 1):
             stored = view.section(number)[pieces].reshape(-1).view(side.dtype)
             sides[side.name][start:stop, at] = stored.reshape(view.rows, len(at), *side.shape)
@@ -91,12 +92,20 @@ def gather(frames: list[FrameView], declared: tuple[Stream, ...]) -> Columns:
     return Columns(layers, list(captures), row, present, index, checksum, sides, offsets)
 
 
-def piece_checksums(view: FrameView) -> npt.NDArray[np.uint64]:
-    """xxh3 of all bytes of each piece, streams one after the other: uint64 ``[rows × layers]``."""
-    joined = np.concatenate([view.section(number) for number in range(len(view.declared))], axis=1)
-    flat, step = memoryview(joined.tobytes()), joined.shape[1]
+def piece_checksums(view: FrameView, scratch: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """xxh3 of all bytes of each piece, streams one after the other: uint64 ``[rows × layers]``.
+
+    ``scratch`` is at least as large as the frame's payload: fresh memory for every frame would cost more than hashing.
+    """
+    sections = [view.section(number) for number in range(len(view.declared))]
+    count, step = len(sections[0]), sum(section.shape[1] for section in sections)
+    flat = sections[0].reshape(-1).data
+    if len(sections) > 1:
+        joined = scratch[: count * step].reshape(count, step)
+        np.concatenate(sections, axis=1, out=joined)
+        flat = joined.reshape(-1).data
     digest = xxhash.xxh3_64_intdigest
-    return np.array([digest(flat[at : at + step]) for at in range(0, joined.size, step)], np.uint64)
+    return np.array([digest(flat[at : at + step]) for at in range(0, count * step, step)], np.uint64)
 
 
 def seal(
