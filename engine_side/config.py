@@ -12,6 +12,10 @@ from schemas.sites import parse_site
 
 TAP_VERSION: Final = "1"  # part of the compile-cache salt: change it when traced code changes
 
+VARIABLES: Final = (
+    "VLLM_TAP_ENDPOINT", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_ON_FULL", "VLLM_TAP_STAGING_BYTES_MAX",
+)
+
 _MIB: Final = 1 << 20
 
 
@@ -24,7 +28,6 @@ class EngineConfig:
     ring_bytes: int = 256 * _MIB
     on_full: str = "drop"  # "drop": generation never waits; "wait": nothing is lost
     staging_bytes_max: int = 8 << 30
-    self_test: bool = True
 
     def __post_init__(self) -> None:
         if not self.endpoint.startswith("ipc://"):

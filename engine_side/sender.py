@@ -253,6 +253,9 @@ class Sender(threading.Thread):
 
     def _number(self, message: control.Record | control.Frame, table: bytes = b"", marks: Sequence[int] = ()) -> None:
         self._seq += 1
+        if self._refused is not None:  # nobody will take it: free the ring, keep nothing
+            self._release(marks)
+            return
         if isinstance(message, control.Frame):
             self._unacked[self._seq] = Outgoing([control.encode(message), table], message, marks)
         else:
@@ -320,6 +323,7 @@ class Sender(threading.Thread):
                 self._say(self._hello())
             else:
                 self._refused = answer.reason
+                self._cover(self._seq)
                 logger.error("vllm-tap: the writer refuses this engine (%s): %s", answer.code, answer.reason)
 
     def _cover(self, durable: int) -> None:

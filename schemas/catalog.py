@@ -32,6 +32,7 @@ CREATE TABLE captures (
     prompt_len INTEGER NOT NULL DEFAULT 0, prompt_tokens BLOB NOT NULL DEFAULT x'', cached INTEGER NOT NULL DEFAULT 0,
     finish_seq INTEGER, finish_reason TEXT, stop_reason TEXT, output_tokens BLOB NOT NULL DEFAULT x'',
     "end" INTEGER, recomputed INTEGER NOT NULL DEFAULT 0, client_reason TEXT, client_stop TEXT,
+    client_tokens BLOB NOT NULL DEFAULT x'',
     total_len INTEGER NOT NULL DEFAULT 0,
     lost INTEGER NOT NULL DEFAULT 0, failed TEXT, deleted INTEGER NOT NULL DEFAULT 0, hold INTEGER NOT NULL DEFAULT 0
 );
@@ -75,7 +76,7 @@ def connect_write(path: Path) -> sqlite3.Connection:
 
 
 def connect_read(path: Path) -> sqlite3.Connection:
-    """A reader's connection; it writes nothing and works where nothing can be written."""
+    """A reader's connection; it changes nothing in the catalog and works where nothing can be written."""
     if not path.exists():
         raise StoreError("open catalog", path, "no such file", "a writer makes the catalog at its start")
     error: sqlite3.Error | None = None
@@ -180,15 +181,20 @@ def unpack_layers(data: bytes) -> tuple[int, ...]:
 
 def capture_of(row: sqlite3.Row) -> Capture:
     """A Capture of a row of ``SELECT * FROM captures``."""
-    stop = row["stop_reason"]
-    if row["finish_reason"] in (None, "abort"):  # a stop string is known to the front end alone
+    stop, tokens, end = row["stop_reason"], row["output_tokens"], row["end"]
+    if row["finish_reason"] in (None, "abort") and row["client_reason"] == "stop":
+        # A stop string is known to the front end alone: the engine saw an abort, maybe after tokens that the final
+        # sequence does not have.
         stop = row["client_stop"] or stop
+        if tokens.startswith(row["client_tokens"]) or row["finish_reason"] is None:
+            tokens = row["client_tokens"]
+            end = None if end is None else min(end, row["prompt_len"] + len(tokens) // 4)
     return Capture(
         id=row["id"], ulid=row["ulid"], sample=row["sample"], owner=row["owner"], status=row["status"],
         created_ms=row["created_ms"], tags=json.loads(row["tags"]), stream=row["stream"], asked=row["asked"],
         resolved=row["resolved"], prompt_len=row["prompt_len"], prompt_tokens=row["prompt_tokens"],
         cached=row["cached"], finish_seq=row["finish_seq"], finish_reason=row["finish_reason"],
-        stop_reason=None if stop is None else json.loads(stop), output_tokens=row["output_tokens"], end=row["end"],
+        stop_reason=None if stop is None else json.loads(stop), output_tokens=tokens, end=end,
         recomputed=row["recomputed"], client_reason=row["client_reason"], total_len=row["total_len"],
         lost=bool(row["lost"]), failed=row["failed"], deleted=bool(row["deleted"]),
     )

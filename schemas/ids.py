@@ -28,6 +28,14 @@ def is_ulid(text: str) -> bool:
     return _ULID.fullmatch(text) is not None
 
 
+def ulid_ms(capture: str) -> int:
+    """The time in a capture id's ULID, in milliseconds since 1970."""
+    number = 0
+    for character in capture[:10]:
+        number = number << 5 | _ALPHABET.index(character)
+    return number
+
+
 def check_ulid(text: str) -> str:
     """``text`` if it is a ULID, else a SpecError on the field ``id``."""
     if not is_ulid(text):

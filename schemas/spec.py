@@ -43,7 +43,8 @@ class CaptureSpec(BaseModel):
 
     sites: list[StrictStr] | None = Field(
         None, max_length=limits.spec_sites_max,
-        description="Sites or TransformerLens names; a name with a layer in it fixes that layer. Default: what is armed.",
+        description="Sites or TransformerLens names; a name with a layer in it fixes that layer. "
+                    "Default: what is armed.",
     )
     layers: Literal["all"] | list[_Natural] | StrictStr = Field(
         "all", description='"all", a list of 0-based layers, or a slice "start:stop:step".')
@@ -53,7 +54,8 @@ class CaptureSpec(BaseModel):
     prefix_cache: Literal["recompute", "allow"] | None = Field(
         None, description="Whether cached prompt rows are computed again; default: where they could be missing.")
     return_: Literal["reference", "inline"] = Field("reference", alias="return")
-    probe: list[StrictStr] = Field(default_factory=list, max_length=0, description="Reserved; no probe can be named yet.")
+    probe: list[StrictStr] = Field(default_factory=list, max_length=0,
+                                   description="Reserved; no probe can be named yet.")
     id: StrictStr | None = Field(None, description="A ULID; made by the service where absent.")
     tags: dict[StrictStr, StrictStr] = Field(default_factory=dict, max_length=limits.spec_tags_max)
 

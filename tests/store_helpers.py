@@ -59,6 +59,11 @@ def until(condition: Callable[[], T], timeout_s: float = 10.0) -> T:
         time.sleep(0.02)
 
 
+def output_tokens(count: int) -> bytes:
+    """The generated token ids of every test capture, as records carry them."""
+    return np.arange(1000, 1000 + count, dtype="<u4").tobytes()
+
+
 class WriterProcess:
     """``python -m writer_service`` as a child; ``script`` runs another program with the same flags."""
 
@@ -305,14 +310,13 @@ class Sender:
         )
 
     def finish(self, capture: str, end: int, output: int = 0, reason: str = "stop") -> int:
-        tokens = np.arange(1000, 1000 + output, dtype="<u4").tobytes()
-        return self.send(Finish(self.next(), capture, reason, None, tokens, end))
+        return self.send(Finish(self.next(), capture, reason, None, output_tokens(output), end))
 
     def dropped(self, capture: str, start: int, stop: int, layers: Sequence[int] = (0, 1, 2, 3)) -> int:
         return self.send(Dropped(self.next(), capture, SITE, list(layers), start, stop))
 
-    def client_finish(self, capture: str, reason: str) -> int:
-        return self.send(ClientFinish(self.next(), capture, reason, "END", b""))
+    def client_finish(self, capture: str, reason: str, output: int = 2) -> int:
+        return self.send(ClientFinish(self.next(), capture, reason, "END", output_tokens(output)))
 
     def delete(self, capture: str) -> int:
         return self.send(Delete(self.next(), capture))

@@ -419,10 +419,10 @@ def test_abandoned_and_client_finished(store: Path, engine: Sender, api: Sender)
     engine.wait()
     api.client_finish(stopped, "stop")
     api.send(Abandon(api.next(), stopped, "too late"))
-    api.client_finish(new_ulid(), "stop")
+    api.client_finish("../../etc", "stop")
     api.wait()
     assert engine.refused[2][0] == "conflict"
-    assert api.refused[5][0] == "conflict" and api.refused[6][0] == "not_found"
+    assert api.refused[5][0] == "conflict" and api.refused[6][0] == "malformed"
     with StoreReader(store) as reader:
         assert reader.capture(never).status == "failed"
         with pytest.raises(NotFoundError, match="503"):
@@ -430,6 +430,45 @@ def test_abandoned_and_client_finished(store: Path, engine: Sender, api: Sender)
         manifest = reader.manifest(stopped)
         assert (manifest.finish_reason, manifest.client_finish_reason, manifest.stop_reason) == ("abort", "stop", "END")
         assert manifest.status == "complete"
+
+
+def test_the_front_end_may_be_faster_than_the_engine(store: Path, engine: Sender, api: Sender) -> None:
+    capture = new_ulid()
+    api.client_finish(capture, "stop")
+    api.wait()
+    engine.open(capture)
+    engine.frame([(capture, 1, range(10))])
+    engine.finish(capture, end=10, output=2, reason="abort")
+    engine.wait()
+    with StoreReader(store) as reader:
+        assert final(reader, capture) == "complete"
+        manifest = reader.manifest(capture)
+        assert (manifest.finish_reason, manifest.client_finish_reason, manifest.stop_reason) == ("abort", "stop", "END")
+
+
+@pytest.mark.parametrize("client_first", [True, False])
+def test_a_stop_string_ends_the_sequence_where_the_client_saw_it(
+    store: Path, engine: Sender, api: Sender, client_first: bool
+) -> None:
+    capture = new_ulid()
+    engine.open(capture)
+    engine.frame([(capture, 1, range(12))])
+    engine.wait()
+    if not client_first:
+        engine.finish(capture, end=12, output=4, reason="abort")
+        engine.wait()
+    api.client_finish(capture, "stop", output=2)
+    api.wait()
+    if client_first:
+        engine.finish(capture, end=12, output=4, reason="abort")
+        engine.wait()
+    with StoreReader(store) as reader:
+        assert final(reader, capture) == "complete"
+        until(lambda: reader.manifest(capture).client_finish_reason)
+        manifest = reader.manifest(capture)
+        assert manifest.output_token_ids == [1000, 1001]
+        assert manifest.end == manifest.total_len == manifest.prompt_len + 2
+        assert len(reader.slice(capture, SITE, [0], 0, 100).positions) == manifest.prompt_len + 2
 
 
 def test_delete_hides_at_once_and_holds_win(store: Path, writer: WriterProcess, engine: Sender, api: Sender) -> None:

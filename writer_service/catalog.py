@@ -174,8 +174,8 @@ def _apply_entry(db: sqlite3.Connection, entry: Entry) -> set[str]:
             return {message.capture}
         case ClientFinish():
             _insert(db, message.capture, "pending", ulid_ms(message.capture))
-            db.execute("UPDATE captures SET client_reason = ?, client_stop = ?, output_tokens = CASE WHEN finish_seq "
-                       "IS NULL THEN ? ELSE output_tokens END WHERE id = ? AND deleted = 0",
+            db.execute("UPDATE captures SET client_reason = ?, client_stop = ?, client_tokens = ? "
+                       "WHERE id = ? AND deleted = 0",
                        (message.reason, _json(message.stop_reason), message.output_token_ids, message.capture))
             return {message.capture}
         case Abandon():
@@ -254,7 +254,8 @@ def _forget(db: sqlite3.Connection, capture: str) -> None:
     """A tombstone: the id stays taken, what was known of the content goes."""
     db.execute(
         "UPDATE captures SET deleted = 1, status = 'deleted', asked = NULL, resolved = NULL, prompt_tokens = x'', "
-        "output_tokens = x'', tags = '{}', stop_reason = NULL, client_stop = NULL WHERE id = ?", (capture,))
+        "output_tokens = x'', client_tokens = x'', tags = '{}', stop_reason = NULL, client_stop = NULL WHERE id = ?",
+        (capture,))
     db.execute("DELETE FROM extents WHERE capture = ?", (capture,))
     db.execute("DELETE FROM drops WHERE capture = ?", (capture,))
 

@@ -1,10 +1,13 @@
-"""vLLM's compile caches: salt them, or an untapped artifact would be loaded for a tapped engine in silence.
+"""vLLM's table of environment variables: our names are made known, and its compile caches salted.
 
 ``vllm.envs.compile_factors`` hashes every key of ``environment_variables``, so one more key changes every cache key.
+Without that, an untapped artifact would be loaded for a tapped engine in silence. Our own variables enter with a
+constant: they are read from the environment by us, and a store's address must not change what is compiled.
 """
 
 from __future__ import annotations
 
+from engine_side.config import VARIABLES
 from schemas.errors import StartError
 
 
@@ -17,3 +20,5 @@ def salt(text: str) -> None:
         raise StartError("vllm-tap: looked for vllm.envs.environment_variables and compile_factors, not found: "
                          "compiled graphs of untapped models could be reused")
     variables["VLLM_TAP_SALT"] = lambda: text
+    for name in VARIABLES:
+        variables[name] = lambda: None

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from schemas.reader import StoreReader
+from tests.engine.engines import model
 from tests.engine.reference import Reference
-from vllm_tap.tiny_model import cache_dir, tiny_model
+from vllm_tap.tiny_model import cache_dir
 
 ENVIRONMENT = {
     "VLLM_TAP_ARM": "resid_post,attn_out,mlp_out",
@@ -24,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_CPU_CI_ENV": "1",  # Dynamo traces the whole graph; only Inductor's C++ compilation is left out
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # on a GPU machine the test process may hold CUDA already
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 
@@ -73,7 +75,7 @@ def reference_of() -> Callable[[str], Reference]:
 
     def of(family: str) -> Reference:
         if family not in made:
-            made[family] = Reference(Path(tiny_model(family)))
+            made[family] = Reference(model(family))
         return made[family]
 
     return of
