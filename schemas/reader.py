@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from schemas import codecs, limits
 from schemas import manifest as manifests
 from schemas.catalog import (
     Capture,
+    Segment,
     capture_of,
     connect_read,
     engine_json,
@@ -117,12 +120,27 @@ class StoreReader:
         self.path = Path(path)
         self._maps = SegmentMaps(self.path, read_store_uuid(self.path))
         self._lock = threading.RLock()
-        self._db = connect_read(self.path / "catalog.sqlite")
+        self._catalog = self.path / "catalog.sqlite"
+        self._connection = connect_read(self._catalog)
+        self._inode = self._catalog.stat().st_ino
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        """The catalog as it lies there now: a writer that found it damaged has put another in its place."""
+        try:
+            inode = self._catalog.stat().st_ino
+        except FileNotFoundError:
+            return self._connection
+        if inode != self._inode and not self._connection.in_transaction:
+            fresh = connect_read(self._catalog)
+            self._connection.close()
+            self._connection, self._inode = fresh, inode
+        return self._connection
 
     def close(self) -> None:
         """Release files; slices taken before stay valid."""
         with self._lock:
-            self._db.close()
+            self._connection.close()
             self._maps.close()
 
     def __enter__(self) -> StoreReader:
@@ -179,14 +197,10 @@ class StoreReader:
 
     def manifest(self, ref: str, owner: str | None = None) -> Manifest:
         """The whole truth about one capture."""
-        with self._lock:
-            self._db.execute("BEGIN")
-            try:
-                capture = self._find(ref, owner)
-                coverage = cover(capture, load_extents(self._db, capture.id), load_drops(self._db, capture.id))
-                return self._manifest(capture, coverage)
-            finally:
-                self._db.execute("ROLLBACK")
+        with self._lock, self._snapshot():
+            capture = self._find(ref, owner)
+            coverage = cover(capture, load_extents(self._db, capture.id), load_drops(self._db, capture.id))
+            return self._manifest(capture, coverage)
 
     # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -199,17 +213,13 @@ class StoreReader:
         LimitError over ``limits.slice_bytes_max`` of stored bytes; CorruptError where stored bytes do not match.
         """
         site = parse_site(site, "site")[0]
-        with self._lock:
-            self._db.execute("BEGIN")
-            try:
-                capture = self._find(ref, owner)
-                resolved = _resolved(capture)
-                wanted = _check_layers(capture, resolved, site, layers)
-                coverage = cover(capture, load_extents(self._db, capture.id, site), load_drops(self._db, capture.id))
-                dtype, width = self._shape(capture, coverage, site)
-                segments = {extent.segment: load_segment(self._db, extent.segment) for extent in coverage.extents[site]}
-            finally:
-                self._db.execute("ROLLBACK")
+        with self._lock, self._snapshot():
+            capture = self._find(ref, owner)
+            resolved = _resolved(capture)
+            wanted = _check_layers(capture, resolved, site, layers)
+            coverage = cover(capture, load_extents(self._db, capture.id, site), load_drops(self._db, capture.id))
+            dtype, width = self._shape(capture, coverage, site)
+            segments = self._segments(coverage, site)
         first = max(start, 0)
         last = coverage.end if stop is None else min(stop, coverage.end)
         last = max(last, first)
@@ -241,6 +251,20 @@ class StoreReader:
         missing = _missing_of(coverage.sites[site], wanted, first, last)
         return Slice(capture.id, site, list(layers), resolved.codec[site], dtype, width, first, last,
                      positions.astype(np.uint32), token_ids, pieces, missing, clipped)
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[None]:
+        """Everything read inside is of one moment."""
+        db = self._db
+        db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            db.execute("ROLLBACK")
+
+    def _segments(self, coverage: Coverage, site: str) -> dict[int, Segment | None]:
+        numbers = {extent.segment for extent in coverage.extents.get(site, ())}
+        return {number: load_segment(self._db, number) for number in numbers}
 
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -304,8 +328,9 @@ class StoreReader:
             codec = resolved["codec"][site]
             dtype, width = self._shape(capture, coverage, site)
             extents = []
+            segments = self._segments(coverage, site)
             for extent in coverage.extents[site]:
-                segment = load_segment(self._db, extent.segment)
+                segment = segments[extent.segment]
                 sealed = segment is not None and segment.sealed
                 block = block_name(extent.segment) if sealed else open_name(extent.segment)
                 positions = extent.rows[:, 0]
