@@ -187,7 +187,7 @@ def main() -> None:
     except Exception as error:
         # The usage errors of click, which typer may carry in a copy of its own: told by shape, not by class.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-            _fail(error.format_message(), error.exit_code)
+            _fail(error.format_message() + _value(error, own), error.exit_code)
         if type(error).__name__ == "Abort":
             _fail("interrupted", 130)
         raise
@@ -218,6 +218,16 @@ def _model(model: str | None, tiny: bool, how: str = "MODEL") -> str:
     if model is None:
         raise _usage(f"name a model ({how}) or use --tiny")
     return model
+
+
+def _value(error: Exception, arguments: list[str]) -> str:
+    """What was given for the option that an error is about, where its own text does not say."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, assigned, value = argument.partition("=")
+        if name in names:
+            return f" (given: {(value if assigned else following)[:100]!r})"
+    return ""
 
 
 def _usage(text: str) -> TapError:

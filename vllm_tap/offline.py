@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from schemas.channel import ControlChannel
 from schemas.codecs import check_codec
 from schemas.control import Abandon, Own
-from schemas.errors import ConflictError, SpecError, TapError
+from schemas.errors import ConflictError, NotFoundError, SpecError, TapError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from schemas.sites import parse_site
@@ -118,7 +118,7 @@ def run(job: CaptureJob) -> int:
 
     Raises TapError (exit code 2) on malformed input, before anything is started.
     """
-    total = _count(job.prompts)
+    total, ids = _count(job.prompts)
     if total == 0:
         raise TapError(f"PROMPTS = {str(job.prompts)!r}: holds no prompt")
     console = Console(stderr=True, highlight=False)
@@ -129,6 +129,7 @@ def run(job: CaptureJob) -> int:
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         endpoint = f"ipc://{socket_dir / 'writer.sock'}"
         writer = stack.enter_context(WriterProcess(job.store.absolute(), endpoint, job.durability))
+        _check_ids(job, ids)
         channel = ControlChannel(endpoint, "cli")
         stack.callback(channel.close)
         console.print(f"{total} prompts; starting vLLM with {job.model} (a minute)", soft_wrap=True)
@@ -159,15 +160,24 @@ def run(job: CaptureJob) -> int:
     return 0 if not tally.refused and set(statuses) <= {"complete"} else 1
 
 
-def _count(path: Path) -> int:
-    """How many prompts a file has; TapError where a line is malformed or an id comes twice."""
+def _count(path: Path) -> tuple[int, dict[str, int]]:
+    """How many prompts a file has, and its ids with their lines; TapError on a malformed line or an id used twice."""
     total = 0
     ids: dict[str, int] = {}
     for prompt in read_prompts(path):
         total += 1
         if prompt.id is not None and ids.setdefault(prompt.id, prompt.line) != prompt.line:
             raise TapError(f"{path}, line {prompt.line}: id = {prompt.id!r} is that of line {ids[prompt.id]} already")
-    return total
+    return total, ids
+
+
+def _check_ids(job: CaptureJob, ids: dict[str, int]) -> None:
+    """TapError where an id is taken in the store already: said before vLLM takes its minute to start."""
+    with StoreReader(job.store) as reader:
+        for capture, line in ids.items():
+            with suppress(NotFoundError):
+                reader.samples(capture)
+                raise TapError(f"{job.prompts}, line {line}: id = {capture!r}: taken in {job.store}; give another")
 
 
 def _set_environment(job: CaptureJob, endpoint: str) -> None:

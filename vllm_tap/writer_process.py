@@ -49,6 +49,11 @@ class WriterProcess:
                 raise StartError(f"the writer did not start: {self.failed or f'not ready in {_READY_S:.0f} s'}")
         return self
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the writer that runs now."""
+        return None if self._process is None else self._process.pid
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self._stop()
@@ -64,11 +69,12 @@ class WriterProcess:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"})
             self._process = process
             assert process.stdout is not None
-            for data in process.stdout:
-                line = data.decode("utf-8", "replace").rstrip()
-                self._lines.append(line)
-                if line.startswith("writer ready"):
-                    ready.set()
+            with process.stdout as output:
+                for data in output:
+                    line = data.decode("utf-8", "replace").rstrip()
+                    self._lines.append(line)
+                    if line.startswith("writer ready"):
+                        ready.set()
             status = process.wait()
             if self._stopping.is_set():
                 return

@@ -1,0 +1,347 @@
+"""The ``vllm-tap`` command as its users run it: a process, its exit code, its output."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from schemas.control import Own
+from schemas.errors import SpecError, TapError
+from schemas.ids import new_ulid
+from schemas.spec import parse_spec
+from tests.engine_player import WIDTH, EnginePlayer, decoded
+from tests.test_supervisor import runs, until
+from vllm_tap.export import choose_layers
+from vllm_tap.offline import CaptureJob
+from vllm_tap.prompt_file import read_prompts
+from vllm_tap.services import make_socket_dir
+from vllm_tap.tiny_model import tiny_model
+from vllm_tap.writer_process import WriterProcess
+
+ROOT = Path(__file__).parent.parent
+
+
+def tap(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``vllm-tap`` to its end."""
+    return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, arguments)], capture_output=True, text=True,
+                          cwd=cwd, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2, nothing on standard output, one line that holds the words."""
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    assert done.stderr.startswith("vllm-tap: ") and done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+@dataclass
+class Stored:
+    """A store with a whole capture, and one with a hole."""
+
+    path: Path
+    whole: str
+    holed: str
+
+
+PROMPT, OUTPUT = [7, 8, 9, 10, 11], [12, 13, 14]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
+    path = tmp_path_factory.mktemp("cli") / "store"
+    sockets = make_socket_dir()
+    endpoint = f"ipc://{sockets}/writer.sock"
+    with WriterProcess(path, endpoint):
+        engine = EnginePlayer(endpoint, dtype="float32")
+        whole, holed = new_ulid(), new_ulid()
+        engine.record(Own, capture=whole, count=1, owner="", aliases=["chatcmpl-abc"], tags={"run": "a"}, created_ms=1)
+        for number, capture in enumerate((whole, holed)):
+            spec = parse_spec({"id": capture, "codec": {"resid_post": "raw"}, "sites": ["resid_post", "attn_out"]})
+            resolved = engine.open(capture, spec, PROMPT)
+            engine.send_rows(capture, number, resolved, len(PROMPT), PROMPT + OUTPUT, list(range(7)))
+            if capture == holed:
+                engine.drop(capture, "attn_out", [2], 3, 5)
+            engine.finish(capture, "length", OUTPUT, 7)
+        engine.close()
+    shutil.rmtree(sockets)
+    yield Stored(path, whole, holed)
+
+
+# ── ls, show, version ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ls_names_every_capture_with_its_state(stored: Stored) -> None:
+    done = tap("ls", "--store", stored.path)
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()[1:]}
+    assert set(lines) == {stored.whole, stored.holed}
+    assert all(word in lines[stored.whole] for word in (" complete ", "run=a", "resid_post"))
+    assert " incomplete " in lines[stored.holed]
+    rows = [json.loads(line) for line in tap("ls", "--store", stored.path, "--json").stdout.splitlines()]
+    assert {row["id"]: (row["prompt_len"], row["total_len"]) for row in rows} == {
+        stored.whole: (5, 8), stored.holed: (5, 8)}
+    only = tap("ls", "--store", stored.path, "--status", "incomplete", "--json").stdout.splitlines()
+    assert [json.loads(line)["id"] for line in only] == [stored.holed]
+
+
+def test_show_says_what_is_missing_and_why(stored: Stored) -> None:
+    done = tap("show", stored.holed, "--store", stored.path)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["resid_post", "0–3", "raw", str(WIDTH), "7", "7", "–"] in rows
+    assert ["attn_out", "0–1,", "3", "int8b64", str(WIDTH), "7", "7", "–"] in rows
+    assert ["attn_out", "2", "int8b64", str(WIDTH), "7", "5", "3–4", "dropped"] in rows
+    assert ["rows", "54", "of", "56", "expected"] in rows
+    manifest = json.loads(tap("show", "chatcmpl-abc", "--store", stored.path, "--json").stdout)
+    assert manifest["id"] == stored.whole and manifest["prompt_token_ids"] == PROMPT
+
+
+def test_version_names_the_project() -> None:
+    done = tap("version")
+    assert done.returncode == 0 and done.stdout.startswith("vllm-tap ")
+
+
+# ── export ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_format_holds_the_same_numbers(stored: Stored, tmp_path: Path) -> None:
+    for format in ("npz", "safetensors", "npy"):
+        done = tap("export", stored.whole, "--store", stored.path, "--format", format, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert all((tmp_path / line).is_file() for line in done.stdout.split())
+    npz = np.load(tmp_path / f"{stored.whole}.npz", allow_pickle=False)
+    safetensors = load_file(tmp_path / f"{stored.whole}.safetensors")
+    assert json.loads(str(npz["manifest"]))["id"] == stored.whole
+    names = {f"{site}.{layer}" for site in ("resid_post", "attn_out") for layer in range(4)}
+    names |= {"positions", "token_ids"}
+    assert set(safetensors) == names and set(npz) == names | {"manifest"}
+    for name in names:
+        npy = np.load(tmp_path / stored.whole / f"{name}.npy", allow_pickle=False)
+        assert npy.dtype == npz[name].dtype == safetensors[name].dtype
+        assert np.array_equal(npy, npz[name]) and np.array_equal(npy, safetensors[name])
+    for site, codec in (("resid_post", "raw"), ("attn_out", "int8b64")):
+        for layer in range(4):
+            truth = decoded(codec, 0, site, layer, list(range(7)), "float32")
+            assert np.array_equal(npz[f"{site}.{layer}"], truth)
+    assert npz["positions"].tolist() == list(range(7)) and npz["token_ids"].tolist() == (PROMPT + OUTPUT)[:7]
+
+
+def test_an_export_leaves_out_positions_that_a_chosen_layer_lacks(stored: Stored, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "file.npz"
+    assert tap("export", stored.holed, "--store", stored.path, "--out", out).returncode == 0
+    with np.load(out, allow_pickle=False) as npz:
+        assert npz["positions"].tolist() == [0, 1, 2, 5, 6]
+        assert np.array_equal(npz["resid_post.1"], decoded("raw", 1, "resid_post", 1, [0, 1, 2, 5, 6], "float32"))
+    done = tap("export", stored.holed, "--store", stored.path, "--out", out, "--force",
+               "--sites", "blocks.1.hook_attn_out,resid_post", "--layers", "::3")
+    assert done.returncode == 0, done.stderr
+    with np.load(out, allow_pickle=False) as npz:
+        assert set(npz) == {"attn_out.1", "resid_post.0", "resid_post.3", "positions", "token_ids", "manifest"}
+        assert npz["positions"].tolist() == list(range(7))
+
+
+def test_an_export_does_not_overwrite_by_accident(stored: Stored, tmp_path: Path) -> None:
+    out = tmp_path / "mine.npz"
+    out.write_text("precious")
+    assert_refused(tap("export", stored.whole, "--store", stored.path, "--out", out), str(out), "--force")
+    assert out.read_text() == "precious"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("text, chosen", [
+    ("all", [0, 2, 3]), ("2", [2]), ("3,0", [3, 0]), ("1:", [2, 3]), ("::2", [0, 2]),
+])
+def test_layers_are_chosen_among_the_captured(text: str, chosen: list[int]) -> None:
+    assert choose_layers(text, [0, 2, 3]) == chosen
+
+
+@pytest.mark.parametrize("text", ["1", "x", "::0", ""])
+def test_layers_that_cannot_be_chosen_are_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="layers"):
+        choose_layers(text, [0, 2, 3])
+
+
+# ── bad input ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["serve"], ["--tiny"]),
+    (["serve", "--tiny", "model"], ["not both"]),
+    (["serve", "/nowhere"], ["MODEL", "/nowhere"]),
+    (["serve", "--tiny", "--arm", "resid_poste"], ["--arm", "resid_poste", "resid_post"]),
+    (["serve", "--tiny", "--port", "http"], ["--port", "http"]),
+    (["serve", "--tiny", "--on-full", "burst"], ["--on-full", "drop", "wait"]),
+    (["serve", "--tiny", "--", "--port", "1"], ["--port", "--engine-port"]),
+    (["ls", "--", "x"], ["--"]),
+    (["fetch"], ["fetch"]),
+    (["ls", "--store", "/nowhere"], ["/nowhere", "store"]),
+    (["ls", "--limit", "0"], ["--limit", "0"]),
+    (["capture", "/nowhere.jsonl", "--tiny"], ["/nowhere.jsonl", "no such file"]),
+    (["capture", "/nowhere.jsonl"], ["--model", "--tiny"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--codec", "zip"], ["codec", "zip", "int8b64"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--sites", "resid"], ["resid", "resid_post"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--positions", "[[5, 2]]"], ["positions", "[5, 2]", "start < stop"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--layers", "last"], ["layers", "last"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--max-tokens", "0"], ["--max-tokens", "0"]),
+])
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], words: list[str], tmp_path: Path) -> None:
+    assert_refused(tap(*arguments, cwd=tmp_path), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ref", ["../../etc/passwd", "nope", "01ARZ3NDEKTSV4RRFFQ69G5FAV", "a\nb"])
+def test_a_name_that_is_not_there_is_refused(stored: Stored, ref: str) -> None:
+    assert_refused(tap("show", ref, "--store", stored.path), "no capture")
+    assert_refused(tap("export", ref, "--store", stored.path), "no capture")
+
+
+def test_export_of_what_was_not_captured_names_what_was(stored: Stored, tmp_path: Path) -> None:
+    for extra, words in ((["--sites", "mlp_out"], ["mlp_out", "resid_post, attn_out"]),
+                         (["--layers", "9"], ["layers", "9", "[0, 1, 2, 3]"])):
+        assert_refused(tap("export", stored.whole, "--store", stored.path, *extra, cwd=tmp_path), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ── the file of prompts ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_kind_of_prompt_is_read(tmp_path: Path) -> None:
+    ulid = new_ulid()
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"prompt": "héllo", "tags": {"set": "a"}}\n\n'
+        '{"messages": [{"role": "user", "content": "hi"}]}\n'
+        f'{{"prompt_token_ids": [1, 2], "id": "{ulid}"}}')
+    prompts = list(read_prompts(file))
+    assert [prompt.line for prompt in prompts] == [1, 3, 4]
+    assert prompts[0].text == "héllo" and prompts[0].tags == {"set": "a"}
+    assert prompts[1].messages == [{"role": "user", "content": "hi"}]
+    assert prompts[2].token_ids == [1, 2] and prompts[2].id == ulid
+
+
+@pytest.mark.parametrize("line, words", [
+    ("{", ["malformed JSON"]),
+    ("[1]", ["must be an object"]),
+    ("{}", ["exactly one of", "none"]),
+    ('{"prompt": "a", "messages": []}', ["exactly one of", "prompt, messages"]),
+    ('{"prompt": ""}', ["at least one character"]),
+    ('{"prompt": 5}', ["prompt must be a text"]),
+    ('{"prompt": "a", "capture": {}}', ["unknown field 'capture'"]),
+    ('{"prompt": "a", "id": "../x"}', ["ULID"]),
+    ('{"prompt": "a", "tags": {"a b": "c"}}', ["a key is"]),
+    ('{"prompt": "a", "tags": 3}', ["pairs of strings"]),
+    ('{"prompt_token_ids": []}', ["at least one token id"]),
+    ('{"prompt_token_ids": [1, true]}', ["token id"]),
+    ('{"prompt_token_ids": [-1]}', ["token id"]),
+    ('{"messages": [{"role": "wizard", "content": "x"}]}', ["role"]),
+    ('{"messages": "hi"}', ["messages must be a list"]),
+    ("\xff", ["line 2"]),
+    ("[" * 100_000, ["line 2"]),
+])
+def test_a_malformed_line_is_named(line: str, words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'{"prompt": "fine"}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(TapError) as caught:
+        list(read_prompts(file))
+    assert f"{file}, line 2: " in str(caught.value)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_malformed_line_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\n{"prompt": 1}\n')
+    assert_refused(tap("capture", file, "--tiny", "--store", tmp_path / "store"), "line 2", "prompt must be a text")
+    ulid = new_ulid()
+    file.write_text(f'{{"prompt": "a", "id": "{ulid}"}}\n{{"prompt": "b", "id": "{ulid}"}}\n')
+    assert_refused(tap("capture", file, "--tiny", "--store", tmp_path / "store"), "line 2", ulid, "line 1")
+    file.write_text("\n")
+    assert_refused(tap("capture", file, "--tiny", "--store", tmp_path / "store"), "holds no prompt")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("sites, arm, armed", [
+    (None, None, "resid_post"), ("blocks.2.hook_mlp_out, attn_out,mlp_out", None, "mlp_out,attn_out"),
+    ("resid_post", "resid_post,attn_out", "resid_post,attn_out"),
+])
+def test_what_is_asked_for_is_armed(sites: str | None, arm: str | None, armed: str, tmp_path: Path) -> None:
+    job = CaptureJob(tmp_path / "p", str(tiny_model()), tmp_path, sites=sites, arm=arm, layers="0, 2", positions="last")
+    assert job.armed == armed
+    assert job.spec().layers == [0, 2] and job.spec().positions == "last_prompt"
+
+
+# ── the writer beside an offline run ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    folder = make_socket_dir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_killed_writer_is_started_again(tmp_path: Path, sockets: Path) -> None:
+    with WriterProcess(tmp_path / "store", f"ipc://{sockets}/writer.sock") as writer:
+        first = writer.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        until(lambda: writer.pid not in (first, None) and runs(writer.pid or 0), 10)
+        second = writer.pid
+    assert second is not None and not runs(second)
+
+
+def test_a_second_writer_on_a_store_is_told_so(tmp_path: Path, sockets: Path) -> None:
+    with (WriterProcess(tmp_path / "store", f"ipc://{sockets}/a.sock"),
+          pytest.raises(TapError, match="writer did not start"),
+          WriterProcess(tmp_path / "store", f"ipc://{sockets}/b.sock")):
+        pass
+
+
+# ── the whole of it, on vLLM ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.timeout(420)
+def test_capture_runs_a_file_of_prompts(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    file, store, out = tmp_path / "prompts.jsonl", tmp_path / "store", tmp_path / "out.jsonl"
+    ulid = new_ulid()
+    file.write_text(
+        '{"prompt": "The sea", "tags": {"set": "a"}}\n'
+        f'{{"messages": [{{"role": "user", "content": "Hello"}}], "id": "{ulid}"}}\n'
+        '{"prompt_token_ids": [300, 301, 302]}\n'
+        '{"prompt_token_ids": [300, 999999]}\n')
+    done = tap("capture", file, "--tiny", "--store", store, "--sites", "resid_post,blocks.1.hook_mlp_out",
+               "--codec", "raw", "--max-tokens", 6, "--output", out, "--", "--max-num-seqs", "8", VLLM_CPU_CI_ENV="1")
+    assert done.returncode == 1, done.stderr  # one prompt was refused
+    assert "line 4 was refused" in done.stderr and "3 complete" in done.stderr
+    lines = {line["line"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert set(lines) == {1, 2, 3} and lines[2]["capture"] == ulid
+    rows = {row["id"]: row for row in map(json.loads, tap("ls", "--store", store, "--json").stdout.splitlines())}
+    for number, line in lines.items():
+        row = rows[line["capture"]]
+        assert row["status"] == "complete" and row["tags"]["line"] == str(number)
+        assert row["total_len"] == line["prompt_tokens"] + line["generated_tokens"]
+    assert rows[lines[1]["capture"]]["tags"]["set"] == "a"
+    assert [row["status"] for row in rows.values()].count("failed") == 1
+    manifest = json.loads(tap("show", ulid, "--store", store, "--json").stdout)
+    assert {(row["site"], row["layer"]) for row in manifest["rows"]} == {
+        *(("resid_post", layer) for layer in range(4)), ("mlp_out", 1)}
+    assert all(row["expected"] == row["captured"] > 6 for row in manifest["rows"])
+
+    # The same id again: refused by name, and the first capture stays what it was.
+    file.write_text(f'{{"prompt": "again", "id": "{ulid}"}}\n')
+    again = tap("capture", file, "--tiny", "--store", store, VLLM_CPU_CI_ENV="1")
+    assert again.returncode == 2 and "line 1" in again.stderr and ulid in again.stderr
+    assert json.loads(tap("show", ulid, "--store", store, "--json").stdout) == manifest
