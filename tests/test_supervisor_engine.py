@@ -15,8 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.numpy import load_file
 
 from schemas.reader import StoreReader
+from tests.readme import blocks, commands
 from tests.test_supervisor import free_port, runs, until
 
 pytest.importorskip("vllm")
@@ -94,6 +96,34 @@ class Serve:
         return dict(answer.json())
 
 
+def run_the_readme(run: Serve) -> None:
+    """What the README tells its reader to type once the server is up, against this server and its store."""
+
+    def here(text: str) -> str:
+        return text.replace("http://127.0.0.1:8100", run.url).replace("Client()", f"Client({run.url!r})")
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    folder = run.store.parent
+    (folder / "captures").symlink_to(run.store)  # the default folder of a reader
+    typed = [command for command in commands()
+             if command.startswith(("curl ", "vllm-tap ls", "vllm-tap show", "vllm-tap export"))]
+    assert len(typed) >= 6
+    for command in typed:
+        command = here(command).replace("vllm-tap ", f"{sys.executable} -m vllm_tap ")
+        if command.startswith("curl "):
+            command = command.replace("curl ", "curl --silent --show-error --fail-with-body ", 1)
+        done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
+                              timeout=60)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    arrays = load_file(folder / "slice.safetensors")
+    assert arrays["resid_post.3"].shape[0] == 8
+    assert list(folder.glob("*.npz"))
+    for block in blocks("python"):
+        done = subprocess.run([sys.executable, "-c", here(block)], cwd=folder, env=environment, capture_output=True,
+                              text=True, timeout=60)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
+
+
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[[], Serve]]:
     begun: list[Serve] = []
@@ -115,6 +145,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[[], Serve]]:
 def test_deaths_under_traffic_and_a_stop_with_requests_in_flight(serve: Callable[[], Serve]) -> None:
     run = serve()
     first = run.complete()
+    run_the_readme(run)
 
     # The writer is killed in mid-generation: the stream goes on, and nothing of its capture is missing.
     seen, results = threading.Event(), list[str]()

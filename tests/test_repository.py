@@ -1,0 +1,208 @@
+"""What holds for the repository as a whole: boundaries between packages, honest documents, nothing of any machine."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from tests.readme import blocks, commands
+from vllm_tap.cli import app
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("engine_side", "writer_service", "api", "schemas", "vllm_tap")
+MAY_IMPORT = {
+    "schemas": {"schemas"},
+    "engine_side": {"engine_side", "schemas"},
+    "writer_service": {"writer_service", "schemas"},
+    "api": {"api", "schemas"},
+    "vllm_tap": {"vllm_tap", "schemas", "api", "writer_service"},
+}
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+
+
+def tracked() -> list[Path]:
+    """Files that git knows, or would take."""
+    done = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                          capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [ROOT / line for line in done.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of the modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield str(node.module)
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+# ── code ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_they_may(package: str) -> None:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    wrong = [f"{path.relative_to(ROOT)} imports {name}" for path in files for name in imports(path)
+             if name.split(".")[0] in PACKAGES and name.split(".")[0] not in MAY_IMPORT[package]]
+    assert wrong == []
+
+
+def test_only_the_seams_touch_vllm_inside_the_engine() -> None:
+    wrong = [str(path.relative_to(ROOT)) for path in (ROOT / "engine_side").rglob("*.py")
+             if "seams" not in path.parts and any(name.split(".")[0] == "vllm" for name in imports(path))]
+    assert wrong == []
+
+
+def test_schemas_and_readers_need_no_torch() -> None:
+    wrong = [str(path.relative_to(ROOT)) for package in ("schemas", "writer_service", "api")
+             for path in (ROOT / package).rglob("*.py")
+             if any(name.split(".")[0] in ("torch", "vllm", "transformers") for name in imports(path))]
+    assert wrong == []
+
+
+def test_nothing_is_ever_unpickled() -> None:
+    wrong = []
+    for path in [path for path in tracked() if path.suffix == ".py"]:
+        if any(name.split(".")[0] in ("pickle", "cPickle", "dill", "cloudpickle", "shelve") for name in imports(path)):
+            wrong.append(f"{path}: imports a pickle")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                assert isinstance(node.value, ast.Constant)
+                if node.value.value is not False:
+                    wrong.append(f"{path}:{node.value.lineno}: allow_pickle")
+    assert wrong == []
+
+
+def test_tests_use_real_parts() -> None:
+    wrong = [str(path) for path in (ROOT / "tests").rglob("*.py")
+             if any(name.startswith(("unittest.mock", "mock")) for name in imports(path))]
+    assert wrong == []
+
+
+def test_public_names_are_listed_sorted_and_there() -> None:
+    for module in [importlib.import_module(name) for name in ("vllm_tap", "schemas.errors", "schemas.sites")]:
+        assert list(module.__all__) == sorted(module.__all__), module
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+
+
+def test_entry_points_lead_somewhere() -> None:
+    named = project()["project"]
+    for target in [*named["scripts"].values(), *named["entry-points"]["vllm.general_plugins"].values()]:
+        module, _, attribute = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), attribute))
+
+
+# ── locks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_lock_has_every_direct_dependency_and_no_machine_in_it() -> None:
+    lock = (ROOT / "requirements" / "cpu.lock").read_text()
+    pinned = {line.partition("==")[0].lower() for line in lock.splitlines() if "==" in line}
+    named = project()["project"]
+    extras = named["optional-dependencies"]
+    for requirement in [*named["dependencies"], *extras["cpu"], *extras["demo"], *extras["test"], *extras["dev"]]:
+        assert re.split(r"[<>=!~\[; ]", requirement)[0].lower() in pinned, requirement
+    assert not re.search(r"://|@ |find-links|index-url|file:", lock)
+    assert not pinned & {"torchvision", "torchaudio", "torchcodec"}
+
+
+# ── documents ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        for named in re.findall(r"`make ([a-z-]+)", text) + re.findall(r"^make ([a-z-]+)", text, re.MULTILINE):
+            assert named in targets, f"{document}: make {named}"
+    assert {"setup", "fix", "check", "test", "demo", "bench", "help"} <= targets
+
+
+def test_every_command_and_flag_that_is_named_exists() -> None:
+    known = {name: {flag for param in command.params for flag in param.opts}
+             for name, command in typer.main.get_command(app).commands.items()}  # type: ignore[attr-defined]
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        named = re.findall(r"(?:`|^|\| )vllm-tap ([^`\n]*)", text, re.MULTILINE)
+        for line in named:
+            command, *rest = line.split()
+            assert command in known, f"{document}: vllm-tap {command}"
+            for word in rest:
+                if word == "--":
+                    break
+                if word.startswith("--"):
+                    assert word.partition("=")[0] in known[command], f"{document}: vllm-tap {command} {word}"
+    assert {"serve", "capture", "ls", "show", "export", "version"} <= set(known)
+
+
+def test_every_serve_flag_of_the_operations_page_exists_and_the_other_way_round() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    flags = {flag for param in serve.params for flag in param.opts if flag.startswith("--")} - {"--help", "--tiny"}
+    for flag in flags:
+        assert f"`{flag}" in text, flag
+    rows = set(re.findall(r"^\| `(--[a-z-]+)", text, re.MULTILINE))
+    assert rows - {"--"} <= flags
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text()):
+            if "://" not in link:
+                assert ((ROOT / document).parent / link).exists(), f"{document}: {link}"
+
+
+def test_the_folder_map_names_every_folder() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for package in (*PACKAGES, "tests", "docs", "requirements"):
+        assert f"`{package}/`" in text
+
+
+def test_the_readme_can_be_run_as_it_stands() -> None:
+    assert len(blocks("python")) >= 3 and any("make demo" in command for command in commands())
+    for block in blocks("python"):
+        compile(block, "README.md", "exec")
+
+
+# ── nothing of any machine ──────────────────────────────────────────────────────────────────────────────────────
+
+HOSTS_ALLOWED = (
+    "127.0.0.1", "localhost", "[::1]", "github.com/vllm-project/vllm", "github.com/ulid/spec", "www.apache.org",
+    "transformerlensorg.github.io", "docs.vllm.ai", "zarr.dev", "zarr-specs.readthedocs.io", "json-schema.org",
+)
+
+
+def test_no_file_names_a_machine() -> None:
+    wrong = []
+    for path in tracked():
+        if path.name == "LICENSE" or path.suffix in (".png", ".npz", ".bin"):
+            continue
+        text = path.read_text(errors="replace")
+        name = str(path.relative_to(ROOT))
+        if name != "tests/test_repository.py":
+            wrong += [f"{name}: {found}" for found in re.findall(r"(?<![\w.])/(?:root|work|opt|home)/[\w.-]+", text)]
+        for url in re.findall(r"https?://([^\s\"'`<>)]+)", text):
+            torch_index = name == "Makefile" and url.startswith("download.pytorch.org/")
+            if not url.startswith(HOSTS_ALLOWED) and not torch_index and url[0] not in "{$%" and "." in url:
+                wrong.append(f"{name}: {url}")
+    assert wrong == []
