@@ -1,0 +1,52 @@
+"""Models and loads of the benchmarks: random weights, since speed does not depend on their values."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Qwen3-shaped model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int = 151936
+    head_dim: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one iteration generates."""
+
+    batch: int
+    prompt: int
+    generated: int
+
+
+SHAPES = {
+    "small": Shape(1024, 12, 8, 4, 3072, 8192),
+    "3b": Shape(2048, 36, 16, 2, 11008),
+    "8b": Shape(4096, 36, 32, 8, 12288),
+}
+LOADS = {"small": Load(8, 128, 32), "3b": Load(32, 512, 128), "8b": Load(32, 512, 128)}
+
+
+def make_model(name: str) -> Path:
+    """A folder with the configuration of a shape; engines load it with random weights."""
+    shape = SHAPES[name]
+    folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-"))
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "intermediate_size": shape.intermediate, "vocab_size": shape.vocabulary,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+        "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    }))
+    return folder

@@ -1,0 +1,27 @@
+"""A user's own script: an engine in its own process, compiled as by default; prints what it generated as JSON.
+
+Run as ``python -m tests.engine.in_process CAPTURE_ID …`` (see test_default_compilation.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+
+    from tests.engine.engines import DTYPE, model, prompt
+
+    llm = LLM(str(model("qwen3")), max_model_len=512, max_num_batched_tokens=64, max_num_seqs=8, dtype=DTYPE)
+    prompts = [{"prompt_token_ids": prompt(length, seed=length)} for length in (5, 90, 31, 140)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=7, ignore_eos=True,
+                       extra_args={"capture": {"id": id_, "codec": "raw"}})
+        for id_ in sys.argv[1:]
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    print("GENERATED", json.dumps([[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]), flush=True)

@@ -1,0 +1,39 @@
+"""vLLM as it comes: Inductor's compiled graph, and an engine inside the caller's own process.
+
+The other modules leave Inductor's C++ compilation out to save time; here nothing is left out. An engine in the
+caller's process stops stepping after its last request, so this also shows that the last finish is delivered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from tests.engine.engines import ALL_ROWS, Captured, Engine
+from tests.engine.reference import Reference
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_rows_of_a_default_engine_in_the_callers_process(
+    reader: StoreReader, reference_of: Callable[[str], Reference]
+) -> None:
+    ids = [new_ulid() for _ in range(4)]
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_CI_ENV"}
+    run = subprocess.run([sys.executable, "-m", "tests.engine.in_process", *ids], env=environment, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
+    said = [line for line in run.stdout.splitlines() if line.startswith("GENERATED ")]
+    assert run.returncode == 0 and said, run.stdout[-4000:]
+    engine = Engine(None, reader, reference_of("qwen3"))
+    for id_, tokens in zip(ids, json.loads(said[0].removeprefix("GENERATED ")), strict=True):
+        one = Captured(id_, tuple(tokens), len(tokens) - 7, None, engine.final(id_))
+        assert one.manifest.status == "complete"
+        assert engine.check(one) == ALL_ROWS * (len(tokens) - 1)
