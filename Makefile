@@ -4,8 +4,9 @@ PYTHON ?= python3.11
 VENV   := .venv
 PY     := $(VENV)/bin/python
 UV     := .uv/bin/uv
-LOCK   := requirements/cpu.lock
-STAMP  := $(VENV)/.installed
+ENGINE ?= cpu
+LOCK   := requirements/$(ENGINE).lock
+STAMP  := $(VENV)/.installed-$(ENGINE)
 
 # What differs between machines is taken from pip's own settings: uv does not read them by itself. Where no folder of
 # wheels is configured, the CPU build of torch comes from PyTorch's own index.
@@ -16,16 +17,17 @@ empty :=
 space := $(empty) $(empty)
 find_links = $(subst $(space),$(comma),$(strip $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(call pip_setting,find-links))))
 index_url = $(strip $(or $(UV_DEFAULT_INDEX),$(PIP_INDEX_URL),$(call pip_setting,index-url)))
-uv = $(if $(find_links),UV_FIND_LINKS='$(find_links)') $(if $(index_url),UV_DEFAULT_INDEX='$(index_url)') $(UV)
-torch_index = $(if $(find_links),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
+# A folder of wheels for the CPU build has nothing to say where the GPU build is wanted.
+uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_links)')) $(if $(index_url),UV_DEFAULT_INDEX='$(index_url)') $(UV)
+torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test demo bench lock clean
+.PHONY: help setup fix check test demo bench lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
-setup: $(STAMP)  ## make .venv with everything that is locked in requirements/cpu.lock
+setup: $(STAMP)  ## make .venv with what requirements/cpu.lock names (ENGINE=gpu: requirements/gpu.lock)
 
 fix: $(STAMP)  ## repair what ruff can repair
 	$(VENV)/bin/ruff check --fix .
@@ -53,7 +55,7 @@ $(UV):
 	@.uv/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.8,<1'
 
 $(STAMP): $(LOCK) pyproject.toml | $(UV)
-	@echo "setup 2/3: $$(grep -c '==' $(LOCK)) locked packages into $(VENV) (vLLM for CPU, torch, tools: about 4 GB)"
+	@echo "setup 2/3: $$(grep -c '==' $(LOCK)) locked packages into $(VENV) (vLLM for $(ENGINE), torch, tools: 4 GB or more)"
 	@test -x $(PY) || $(UV) venv --quiet --python $(PYTHON) $(VENV)
 	@# Compiled now: an engine start imports vLLM in four processes, and PYTHONDONTWRITEBYTECODE would make each pay.
 	@$(uv) pip install --quiet --compile-bytecode --python $(PY) --no-deps $(torch_index) -r $(LOCK)
@@ -61,10 +63,16 @@ $(STAMP): $(LOCK) pyproject.toml | $(UV)
 	@$(uv) pip install --quiet --python $(PY) --no-deps -e .
 	@touch $@
 
+compile = pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
+    --custom-compile-command "make lock" --extra demo --extra test --extra dev pyproject.toml
+
 lock: | $(UV)  ## resolve requirements/*.lock again
-	@$(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
-	    --custom-compile-command "make lock" $(torch_index) \
-	    --extra cpu --extra demo --extra test --extra dev pyproject.toml -o $(LOCK)
+	@$(uv) $(compile) $(torch_index) --extra cpu -o requirements/cpu.lock
+	@$(MAKE) --no-print-directory lock-gpu ENGINE=gpu
+
+lock-gpu: | $(UV)
+	@# Without [tool.uv]: what it leaves out is for the CPU wheel.
+	@$(uv) $(compile) --no-config --extra gpu -o requirements/gpu.lock
 
 clean:  ## remove what setup made
 	rm -rf .venv .uv

@@ -114,15 +114,16 @@ def test_entry_points_lead_somewhere() -> None:
 # ── locks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_lock_has_every_direct_dependency_and_no_machine_in_it() -> None:
-    lock = (ROOT / "requirements" / "cpu.lock").read_text()
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_the_lock_has_every_direct_dependency_and_no_machine_in_it(engine: str) -> None:
+    lock = (ROOT / "requirements" / f"{engine}.lock").read_text()
     pinned = {line.partition("==")[0].lower() for line in lock.splitlines() if "==" in line}
     named = project()["project"]
     extras = named["optional-dependencies"]
-    for requirement in [*named["dependencies"], *extras["cpu"], *extras["demo"], *extras["test"], *extras["dev"]]:
+    for requirement in [*named["dependencies"], *extras[engine], *extras["demo"], *extras["test"], *extras["dev"]]:
         assert re.split(r"[<>=!~\[; ]", requirement)[0].lower() in pinned, requirement
     assert not re.search(r"://|@ |find-links|index-url|file:", lock)
-    assert not pinned & {"torchvision", "torchaudio", "torchcodec"}
+    assert engine == "gpu" or not pinned & {"torchvision", "torchaudio", "torchcodec"}
 
 
 # ── documents ───────────────────────────────────────────────────────────────────────────────────────────────────
