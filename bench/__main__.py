@@ -25,12 +25,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small", help="model shape (default: small, for CPUs)")
     parser.add_argument("--pairs", type=int, default=2, help="rounds of one process a configuration (default: 2)")
     parser.add_argument("--iterations", type=int, default=5, help="measured iterations a process (default: 5)")
+    parser.add_argument("--only", default=",".join(engine_cost.CONFIGURATIONS),
+                        help="configurations, base first (default: %(default)s)")
     parser.add_argument("--skip-writer", action="store_true", help="leave out the writer's throughput")
     args = parser.parse_args()
     console = Console()
     load = LOADS[args.shape]
     console.print(f"shape {args.shape}, batch {load.batch}, prompt {load.prompt}, generated {load.generated}, greedy")
-    result = engine_cost.measure(args.shape, args.pairs, args.iterations, console.print)
+    result = engine_cost.measure(args.shape, args.only.split(","), args.pairs, args.iterations, console.print)
     console.print(_engine_table(result))
     for configuration, reason in result.failed.items():
         console.print(f"{configuration}: could not run here: {reason}")

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,13 @@ class Result:
     ratio: dict[str, list[float]] = field(default_factory=dict)  # a pair of processes each
 
 
-def measure(shape: str, pairs: int, iterations: int, say: Callable[[str], None]) -> Result:
-    """``pairs`` rounds of one process a configuration; ratios are of medians within a round."""
+def measure(shape: str, configurations: Sequence[str], pairs: int, iterations: int,
+            say: Callable[[str], None]) -> Result:
+    """``pairs`` rounds of one process a configuration, "base" first; ratios are of medians within a round."""
     result = Result()
     for pair in range(pairs):
         medians: dict[str, float] = {}
-        for configuration in CONFIGURATIONS:
+        for configuration in configurations:
             if configuration in result.failed:
                 continue
             say(f"round {pair + 1}/{pairs}: {configuration} (an engine starts in half a minute to two)")
