@@ -18,8 +18,10 @@ from schemas import codecs
 from schemas.catalog import CATALOG_VERSION, DDL, find_capture, load_drops, load_extents, pack_layers
 from schemas.control import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Frame, Hello, Hold, Open, Own
 from schemas.coverage import cover, status_of_cover
+from schemas.errors import TapError
 from schemas.frame import RowTable
 from schemas.ids import sample_id, split_capture_id, ulid_ms
+from schemas.spec import parse_spec
 from writer_service.control_log import Entry, Lost
 
 
@@ -230,6 +232,8 @@ def _own(db: sqlite3.Connection, entry: Entry, own: Own) -> set[str]:
 
 def _open(db: sqlite3.Connection, entry: Entry, opened: Open) -> set[str]:
     _insert(db, opened.capture, "running", opened.created_ms)
+    db.execute("UPDATE captures SET tags = ? WHERE id = ? AND own_seq IS NULL AND tags = '{}'",
+               (_asked_tags(opened.asked), opened.capture))
     db.execute(
         "UPDATE captures SET stream = ?, epoch = ?, request = ?, open_seq = ?, asked = ?, resolved = ?, "
         "prompt_len = ?, prompt_tokens = ?, cached = ? WHERE id = ? AND stream IS NULL AND deleted = 0",
@@ -237,6 +241,14 @@ def _open(db: sqlite3.Connection, entry: Entry, opened: Open) -> set[str]:
          msgspec.json.encode(opened.resolved).decode(), opened.prompt_len, opened.prompt_token_ids, opened.cached,
          opened.capture))
     return {opened.capture}
+
+
+def _asked_tags(asked: str) -> str:
+    """The tags of a spec that came without an announcement, as from a plain ``LLM``."""
+    try:
+        return json.dumps(parse_spec(asked).tags)
+    except TapError:
+        return "{}"
 
 
 def _insert(db: sqlite3.Connection, capture: str, status: str, created_ms: int) -> None:

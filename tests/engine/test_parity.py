@@ -95,7 +95,8 @@ def test_generation_is_the_same_with_and_without_capture(engine: Engine) -> None
 def test_the_prefix_cache_hides_no_row_unless_allowed(engine: Engine) -> None:
     tokens = prompt(200, seed=11)
     engine.run([tokens], [{"max_tokens": 2}], [None])  # warm: whole blocks of this prompt are cached now
-    (recomputed,) = engine.run([tokens], [{"max_tokens": 5, "ignore_eos": True}], [RAW])
+    (recomputed,) = engine.run([tokens], [{"max_tokens": 5, "ignore_eos": True}], [{**RAW, "tags": {"run": "7"}}])
+    assert recomputed.manifest.tags == {"run": "7"}
     assert recomputed.manifest.cached == 0 and recomputed.manifest.status == "complete"
     assert engine.check(recomputed) == ALL_ROWS * 204
 
