@@ -32,10 +32,12 @@ class SideStream:
             return
         main = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(main)
-        with torch.cuda.stream(self._stream):
-            yield
-        self._encoded = torch.cuda.Event()
-        self._encoded.record(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # also after an error: what was enqueued before it still reads staging
+            self._encoded = torch.cuda.Event()
+            self._encoded.record(self._stream)
 
     def block_main(self) -> None:
         """Hold the model's stream until the last rows are encoded."""

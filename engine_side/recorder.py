@@ -151,7 +151,7 @@ class Recorder:
         """One entry's rows, in blocks of at most a frame."""
         layout = self._layout(entry)
         row_bytes = sum(layout.pieces) * len(entry.layers)
-        block = max(1, limits.frame_bytes_target // row_bytes)
+        block = max(1, min(limits.frame_bytes_target, self.ring.capacity // 4) // row_bytes)
         for begin in range(0, len(selected.row), block):
             rows = slice(begin, begin + block)
             run = None
@@ -205,7 +205,7 @@ class Recorder:
         region = self.ring.allocate(nbytes)
         if region is None and self.on_full == "wait" and nbytes <= self.ring.capacity // 2:
             self.counters.waits += 1
-            while region is None:
+            while region is None and not self.ring.abandoned:
                 time.sleep(_WAIT_S)
                 region = self.ring.allocate(nbytes)
         return region

@@ -33,6 +33,7 @@ class Ring:
         self._memory.zero_()
         self.head = 0  # written by the step thread only
         self.tail = 0  # written by the sender thread only
+        self.abandoned = False  # set by the sender thread: nothing will be released any more
 
     def _create(self) -> Path:
         shared = Path("/dev/shm")

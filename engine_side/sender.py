@@ -75,6 +75,8 @@ class Sender(threading.Thread):
         self._next = 1  # the first number not sent on this connection
         self._marks: deque[int] = deque()  # ring marks in the order of allocation
         self._released: set[int] = set()
+        self._covered = 0  # the highest number that a writer said to hold
+        self._dropped = 0  # the number of the last Dropped
         self._welcome: control.Welcome | None = None
         self._refused: str | None = None
         self._progress = (0, time.monotonic())  # (durable, since when)
@@ -98,21 +100,21 @@ class Sender(threading.Thread):
         deadline: float | None = None
         try:
             while True:
+                busy, now = True, time.monotonic()
                 try:
                     busy = self._take_events()
                     self._close_old_frames(force=self._closing.is_set())
+                    if now >= next_ping:
+                        next_ping = now + (0.2 if self._welcome is None else limits.heartbeat_interval_ms / 1000)
+                        self._say(self._hello() if self._welcome is None else control.Ping())
+                    self._send_unsent()
+                    if self._socket.poll(_BUSY_POLL_MS if busy or self._pending else _IDLE_POLL_MS):
+                        self._receive()
                 except Exception:
                     # Never let the thread die: what it could not take is counted and the manifest will miss it.
                     self._counters.failures += 1
                     logger.exception("vllm-tap: the sender failed on an event")
-                    busy = True
-                now = time.monotonic()
-                if now >= next_ping:
-                    self._say(self._hello() if self._welcome is None else control.Ping())
-                    next_ping = now + (0.2 if self._welcome is None else limits.heartbeat_interval_ms / 1000)
-                self._send_unsent()
-                if self._socket.poll(_BUSY_POLL_MS if busy or self._pending else _IDLE_POLL_MS):
-                    self._receive()
+                    time.sleep(_BUSY_POLL_MS / 1000)
                 if self._closing.is_set():
                     deadline = deadline or now + 5.0
                     if now > deadline or not (self._unacked or self._outbox or self._pending):
@@ -121,6 +123,7 @@ class Sender(threading.Thread):
             if self._unacked:
                 logger.warning("vllm-tap: %d messages were not acknowledged before the end", len(self._unacked))
         finally:
+            self._ring.abandoned = True
             self._socket.close(linger=500)
             context.term()
 
@@ -175,11 +178,16 @@ class Sender(threading.Thread):
         if not run.extents:
             self._release([run.mark])
             return
-        self._report_lost()
-        slots, inverse = np.unique(run.slot, return_inverse=True)
+        try:
+            self._report_lost()
+            slots, inverse = np.unique(run.slot, return_inverse=True)
+            names = [self._slots[int(slot)] for slot in slots]
+        except BaseException:
+            self._release([run.mark])
+            raise
         pending = self._pending.setdefault(run.entry, Pending(time.monotonic()))
         pending.runs.append(run)
-        pending.names.append([self._slots[int(slot)] for slot in slots])
+        pending.names.append(names)
         pending.inverse.append(inverse)
         pending.nbytes += sum(size for _, size in run.extents.values())
         pending.rows += len(run.slot)
@@ -202,16 +210,27 @@ class Sender(threading.Thread):
                     seq=self._seq + 1, capture=capture, site=entry.site, layers=list(entry.layers),
                     start=int(part[0]), stop=int(part[-1]) + 1,
                 ))
+                self._dropped = self._seq
 
     def _close_old_frames(self, force: bool) -> None:
         now = time.monotonic()
         for entry, pending in list(self._pending.items()):
             if force or now - pending.started >= limits.frame_delay_ms / 1000:
                 self._close_frame(entry)
-        self._report_lost()
+        if force or self._dropped not in self._unacked:
+            self._report_lost()  # while a report is on its way, further losses merge: a writer may be away for long
 
     def _close_frame(self, entry: Entry) -> None:
         pending = self._pending.pop(entry)
+        marks = [run.mark for run in pending.runs]
+        try:
+            self._number(*self._frame(entry, pending), marks)
+        except BaseException:
+            self._release(marks)
+            raise
+
+    def _frame(self, entry: Entry, pending: Pending) -> tuple[control.Frame, bytes]:
+        """The message of a frame that is full or old enough, and its row table."""
         captures = list(dict.fromkeys(name for names in pending.names for name in names))
         number = {name: i for i, name in enumerate(captures)}
         capture = np.concatenate([
@@ -225,15 +244,14 @@ class Sender(threading.Thread):
                             for run in pending.runs]),
             np.concatenate([run.flags for run in pending.runs]).astype(np.uint32),
         ).to_bytes()
-        frame = control.Frame(
+        return control.Frame(
             seq=self._seq + 1, site=entry.site, codec=entry.codec, dtype=self._info.model_dtype,
             width=self._info.widths[entry.site], layers=list(entry.layers), captures=captures,
             runs=[len(run.slot) for run in pending.runs], table_xxh3=xxhash.xxh3_64_intdigest(table),
             streams=[self._stream_part(stream.name, pending.runs) for stream in
                      codecs.streams(entry.codec, self._info.widths[entry.site], self._info.model_dtype)],
             fingerprint=self._info.fingerprint, rank=self._rank, time_ns=time.time_ns(),
-        )
-        self._number(frame, table, [run.mark for run in pending.runs])
+        ), table
 
     def _positions(self, run: Run) -> Any:
         """The positions that the model used; they differ from the host's only where the host had to guess."""
@@ -310,24 +328,47 @@ class Sender(threading.Thread):
             except msgspec.MsgspecError as error:
                 logger.error("vllm-tap: the writer sent what is no answer: %s", error)
                 continue
-            if isinstance(answer, control.Welcome):
+            if isinstance(answer, control.Welcome) and answer.durable < self._covered:
+                self._begin_again()
+            elif isinstance(answer, control.Welcome):
                 self._welcome = answer
                 self._cover(answer.durable)
                 self._next = answer.durable + 1
             elif isinstance(answer, control.Ack):
                 for seq, code, reason in answer.refused:
                     logger.warning("vllm-tap: the writer refused message %d (%s): %s", seq, code, reason)
-                self._cover(answer.durable)
+                if self._welcome is not None:  # else it may speak of a stream that is no more
+                    self._cover(answer.durable)
             elif answer.code in ("hello", "resend"):
                 self._welcome = None
                 self._say(self._hello())
+            elif answer.code == "disk":
+                self._welcome = None  # nothing can be written now: greet again, in a while
             else:
                 self._refused = answer.reason
                 self._cover(self._seq)
                 logger.error("vllm-tap: the writer refuses this engine (%s): %s", answer.code, answer.reason)
 
+    def _begin_again(self) -> None:
+        """Another store, or one that lost what it had promised: what still waits begins a stream of its own."""
+        logger.warning("vllm-tap: the writer's store does not hold what was durable before; a new stream begins")
+        waiting = list(self._unacked.values())
+        self._unacked.clear()
+        self.stream, self.epoch = new_ulid(), time.time_ns() // 1_000_000
+        self._seq = self._covered = self._dropped = 0
+        self._next, self._welcome, self._progress = 1, None, (0, time.monotonic())
+        for outgoing in waiting:
+            if outgoing.frame is not None:
+                frame = msgspec.structs.replace(outgoing.frame, seq=self._seq + 1)
+                self._number(frame, outgoing.parts[1], outgoing.marks)
+            else:
+                record = control.decode_record(outgoing.parts[0])
+                self._number(msgspec.structs.replace(record, seq=self._seq + 1))
+        self._say(self._hello())
+
     def _cover(self, durable: int) -> None:
         """Forget what is durable; send again what has been out for long without progress."""
+        self._covered = max(self._covered, durable)
         while self._unacked and next(iter(self._unacked)) <= durable:
             _, outgoing = self._unacked.popitem(last=False)
             self._release(outgoing.marks)

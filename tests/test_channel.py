@@ -230,6 +230,22 @@ def test_another_store_gets_a_stream_of_its_own(script: Callable[[Answer], Scrip
     assert streams[0] != streams[-1] and second.durable[streams[-1]] == 1
 
 
+def test_a_disk_that_is_full_for_a_while_ends_no_channel(
+    script: Callable[[Answer], Scripted], channel: ControlChannel
+) -> None:
+    obedient, full = Obedient(), [True]
+
+    def answer(message: FromSender) -> list[FromWriter]:
+        return [Refuse("disk", "No space left on device; try again")] if full else obedient(message)
+
+    script(answer)
+    with pytest.raises(StoreError):
+        channel.submit(delete("a"), timeout_s=0.5)
+    full.clear()
+    channel.submit(delete("b"), timeout_s=10)
+    assert channel.alive
+
+
 def test_no_writer_means_an_error_in_time_and_nothing_left_behind(
     script: Callable[[Answer], Scripted], channel: ControlChannel
 ) -> None:

@@ -1,0 +1,169 @@
+"""Recorder, ring and sender without a model: rows go to a real writer, and nothing the writer does ends them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine_side.device import SideStream
+from engine_side.events import Run
+from engine_side.recorder import End, Recorder, Step
+from engine_side.ring import Ring
+from engine_side.selection import Entry
+from engine_side.sender import Sender
+from engine_side.staging import Staging
+from engine_side.ticket import Ticket
+from schemas.control import EngineInfo
+from schemas.errors import TapError
+from schemas.ids import new_ulid
+from schemas.manifest import Manifest
+from schemas.reader import StoreReader
+from schemas.spec import Armed, parse_spec, resolve
+from tests.store_helpers import ROOT, SITE, WriterProcess, engine_info, until
+
+LAYERS, WIDTH, TOKENS = 4, 64, 8192
+ARMED = Armed({SITE: list(range(LAYERS))}, LAYERS)
+MIB = 1 << 20
+FAULTY = ROOT / "tests" / "faulty_writer.py"
+
+
+class Tapped:
+    """What a worker holds, driven by hand: one request a capture, the whole prompt in steps of ``TOKENS`` rows."""
+
+    def __init__(self, endpoint: str, on_full: str = "drop", ring_bytes: int = 16 * MIB, width: int = WIDTH) -> None:
+        self.info: EngineInfo = engine_info(width=width, n_layers=LAYERS)
+        self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, width)})
+        self.ring = Ring(ring_bytes, pinned=False)
+        self.recorder = Recorder(self.staging, self.ring, "float32", on_full, SideStream(torch.device("cpu")))
+        self.sender = Sender(endpoint, self.info, self.ring, self.recorder.outbox, self.recorder.counters)
+        self.sender.start()
+        self._tickets: dict[str, Ticket] = {}
+
+    def open(self, prompt_len: int) -> str:
+        """Begins a capture of everything, raw; its id."""
+        capture = new_ulid()
+        spec = parse_spec({"codec": "raw", "id": capture})
+        ticket = Ticket(capture, spec.to_json(), resolve(spec, ARMED), 0, 1, 1)
+        self._tickets[capture] = ticket
+        self.recorder.open(capture, ticket, list(range(prompt_len)), 0)
+        return capture
+
+    def step(self, capture: str, first: int, rows: int) -> None:
+        """The model computes ``rows`` rows from position ``first`` on."""
+        positions = torch.arange(first, first + rows)
+        self.recorder.after_step(
+            Step([capture], np.array([0, rows]), np.array([first]), positions, positions.to(torch.int32)))
+
+    def finish(self, capture: str, prompt_len: int) -> None:
+        """Ends it after one output token."""
+        self.recorder.finish(End(capture, self._tickets[capture], "length", None, list(range(prompt_len)), [7],
+                                 prompt_len, False))
+
+    def whole(self, prompt_len: int) -> str:
+        """One capture from begin to end in one step."""
+        capture = self.open(prompt_len)
+        self.step(capture, 0, prompt_len)
+        self.finish(capture, prompt_len)
+        return capture
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[WriterProcess]:
+    with WriterProcess(tmp_path / "store") as process:
+        yield process
+
+
+def manifest_of(store: Path, capture: str) -> Manifest:
+    """The manifest once the capture has ended, or as it stands after a while."""
+
+    def look() -> Manifest | None:
+        try:
+            with StoreReader(store) as reader:
+                return reader.manifest(capture)
+        except (TapError, OSError):
+            return None
+
+    until(lambda: (found := look()) and found.status not in ("pending", "running"), 15.0)
+    found = look()
+    assert found is not None, "the store knows no such capture"
+    return found
+
+
+def test_waiting_loses_nothing_however_small_the_ring(writer: WriterProcess) -> None:
+    tapped = Tapped(writer.endpoint, on_full="wait", ring_bytes=4 * MIB)
+    capture = tapped.whole(TOKENS)  # 8 MiB of rows in one step, twice the ring
+    manifest = manifest_of(writer.store, capture)
+    tapped.sender.close()
+    assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
+
+
+def test_a_writer_with_another_store_is_served_from_there_on(writer: WriterProcess, tmp_path: Path) -> None:
+    tapped = Tapped(writer.endpoint)
+    assert manifest_of(writer.store, tapped.whole(100)).status == "complete"
+    writer.kill()
+    over = tapped.open(200)
+    tapped.step(over, 0, 200)
+    writer.store = tmp_path / "other"
+    writer.start()
+    tapped.finish(over, 200)
+    manifests = [manifest_of(writer.store, capture) for capture in (over, tapped.whole(100))]
+    tapped.sender.close()
+    assert [(one.status, one.captured) for one in manifests] == [("complete", one.expected) for one in manifests]
+
+
+def test_a_disk_that_is_full_when_the_engine_greets_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "full"
+    monkeypatch.setenv("FAULT", "write_at:control-:1:1:ENOSPC")
+    monkeypatch.setenv("FAULT_WHILE", str(full))
+    with WriterProcess(tmp_path / "store", script=FAULTY) as writer:
+        full.touch()
+        tapped = Tapped(writer.endpoint)
+        capture = tapped.whole(100)
+        time.sleep(1.0)
+        full.unlink()
+        manifest = manifest_of(writer.store, capture)
+        tapped.sender.close()
+    assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
+
+
+def test_an_event_that_cannot_be_taken_does_not_block_the_ring(writer: WriterProcess) -> None:
+    tapped = Tapped(writer.endpoint, on_full="wait", ring_bytes=4 * MIB)
+    offset, mark = tapped.ring.allocate(1000) or pytest.fail("an empty ring refused")
+    nowhere = np.array([77])  # a slot that nobody opened
+    tapped.recorder.outbox.append(
+        Run(Entry(SITE, "raw", (0,)), nowhere, nowhere, nowhere, {"x": (offset, 256)}, offset, offset, mark, None))
+    manifest = manifest_of(writer.store, tapped.whole(TOKENS))
+    tapped.sender.close()
+    assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
+
+
+def test_waiting_ends_when_the_sender_ends(tmp_path: Path) -> None:
+    tapped = Tapped(f"ipc://{tmp_path}/nobody"[:100], on_full="wait", ring_bytes=4 * MIB)
+    step = threading.Thread(target=tapped.whole, args=(TOKENS,), daemon=True)
+    step.start()
+    step.join(1.0)
+    assert step.is_alive(), "the ring never filled: the test shows nothing"
+    tapped.sender.close(timeout_s=1.0)
+    step.join(10.0)
+    assert not step.is_alive()
+
+
+def test_a_writer_that_is_away_costs_no_memory_by_the_step(tmp_path: Path) -> None:
+    tapped = Tapped(f"ipc://{tmp_path}/nobody"[:100], ring_bytes=4 * MIB)
+    capture = tapped.open(10)
+    for first in range(0, 40_000, 40):
+        tapped.step(capture, first, 40)
+        time.sleep(0.001)
+    until(lambda: not tapped.recorder.outbox)
+    assert tapped.recorder.counters.dropped > 0
+    kept = len(tapped.sender._unacked)
+    tapped.sender.close(timeout_s=1.0)
+    assert kept < 100, kept
