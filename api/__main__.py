@@ -70,7 +70,8 @@ class _Server(uvicorn.Server):
 
 async def _serve(config: Config, listening: socket.socket) -> None:
     app = create_app(config)
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on",
+    # h11 bounds the headers of a request (64 KiB); the faster httptools would take them without end.
+    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", http="h11",
                                     timeout_graceful_shutdown=round(config.stop_grace_s) + 3, timeout_keep_alive=30))
     serving = asyncio.ensure_future(server.serve([listening]))
     loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ from api.service import is_alias
 from schemas import limits
 from schemas.control import EngineInfo
 from schemas.errors import LimitError
-from schemas.ids import new_ulid, sample_id
+from schemas.ids import new_ulid, sample_id, split_capture_id
 from schemas.spec import CaptureSpec, parse_spec, resolve
 
 __all__ = ["Plan", "Wish", "parse_body", "plan", "wish"]
@@ -81,6 +81,10 @@ def wish(body: dict[str, Any], chat: bool, request_id: str | None) -> Wish:
     if request_id is not None and not is_alias(request_id):
         raise BadParam("X-Request-Id", request_id, "with a capture it becomes a name of the capture: 1 to "
                        f"{limits.alias_chars_max} of A-Z a-z 0-9 . _ : @ + = ~ -")
+    if request_id is not None and split_capture_id(request_id.removeprefix("chat").removeprefix("cmpl-")) is not None:
+        # Whoever asks for that capture would get the rows of this one.
+        raise BadParam("X-Request-Id", request_id, "this is the form of capture and response ids, which it could be "
+                       "taken for; send another, or a ULID of your own as capture.id")
     if not isinstance(body.get("vllm_xargs") or {}, dict):
         raise BadParam("vllm_xargs", body["vllm_xargs"], "must be an object")
     return Wish(spec, count, chat, request_id, body)
@@ -95,8 +99,11 @@ def plan(asked: Wish, engine: EngineInfo | None) -> Plan:
     ulid = asked.spec.id or new_ulid()
     response_id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{ulid}"
     aliases = [response_id] if asked.request_id is None else [response_id, asked.request_id]
-    xargs: dict[str, Any] = {**(asked.body.get("vllm_xargs") or {}),
-                             "capture": asked.spec.model_copy(update={"id": ulid}).to_json()}
+    spec = asked.spec.model_copy(update={"id": ulid}).to_json()
+    if len(spec) > limits.spec_json_bytes_max:
+        raise LimitError("bytes of the capture spec", len(spec), limits.spec_json_bytes_max,
+                         "name fewer positions, sites or tags")
+    xargs: dict[str, Any] = {**(asked.body.get("vllm_xargs") or {}), "capture": spec}
     if asked.count > 1:
         xargs["capture_count"] = asked.count
     body = json.dumps({**asked.body, "vllm_xargs": xargs}).encode()

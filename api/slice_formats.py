@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -105,8 +106,8 @@ def _arrow(arrays: Arrays, index: Arrays, meta: Mapping[str, str]) -> Buffers:
 
     columns = {name: pa.array(array) for name, array in index.items()}
     for name, array in arrays.items():
-        flat = np.ascontiguousarray(array).reshape(len(array), -1)
-        columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), flat.shape[1])
+        numbers = pa.array(np.ascontiguousarray(array).reshape(-1))
+        columns[name] = pa.FixedSizeListArray.from_arrays(numbers, math.prod(array.shape[1:]))
     table = pa.table(columns).replace_schema_metadata(dict(meta))
     out = pa.BufferOutputStream()
     with pa.ipc.new_file(out, table.schema) as writer:

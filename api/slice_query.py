@@ -47,6 +47,8 @@ class SliceQuery:
             if site not in captured:
                 raise NotFoundError(f"site {site!r} is not in this capture; it has: {', '.join(captured) or 'no rows'}")
             chosen.setdefault(site, set()).update(self._layers(site, fixed, captured[site], n_layers))
+        if not any(chosen.values()):
+            raise NotFoundError("this capture asked for nothing: no site, or no layer of one")
         return {site: sorted(layers) for site, layers in chosen.items()}
 
     def _layers(self, site: str, fixed: int | None, have: list[int], n_layers: int) -> set[int]:

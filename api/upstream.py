@@ -6,10 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any, Final, TypeVar
+from urllib.parse import quote
 
 import anyio
 import httpx
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -45,16 +47,19 @@ def new_client(base_url: str, connect_s: float) -> httpx.AsyncClient:
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
-    """The body of a request; 413 before more than ``bytes_max`` bytes are held."""
+    """The body of a request; 413 before more than ``bytes_max`` bytes are held, ClientGone where it does not come."""
     stated = request.headers.get("content-length", "0")
     if stated.isdecimal() and int(stated) > bytes_max:
         raise ApiError(413, "too_large", f"the body has {stated} bytes, limit {bytes_max}")
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > bytes_max:
-            raise ApiError(413, "too_large", f"the body has more than {bytes_max} bytes, the limit")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > bytes_max:
+                raise ApiError(413, "too_large", f"the body has more than {bytes_max} bytes, the limit")
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientGone from None
     return b"".join(parts)
 
 
@@ -141,7 +146,10 @@ class Relay(StreamingResponse):
 
 async def passed(service: Service, request: Request, data: bytes) -> Response:
     """A request that is none of our business: passed on and back, byte by byte."""
-    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    path = request.url.path
+    if not {".", ".."}.isdisjoint(path.split("/")):  # they would be resolved on the way, to a route that is not ours
+        raise ApiError(404, "not_found", f"nothing is served at {path[:200]!r}; see /openapi.json")
+    path = quote(path, safe="/:@+=~!$&'()*,;") + (f"?{request.url.query}" if request.url.query else "")
     asked = service.upstream.build_request(request.method, path, content=data,
                                            headers=forward_headers(request.headers.items()))
     answer = await while_connected(service, request, send(service, asked))

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from schemas import limits
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from tests.api_stack import Stack, running
@@ -181,7 +182,11 @@ def test_a_taken_id_is_refused(stack: Stack) -> None:
     assert stack.http.get(f"/v1/captures/{ulid}").json()["status"] == "complete"
 
 
-@pytest.mark.parametrize("request_id", ["../x", "a/b", "x" * 257, "sp ace", "q?"])
+@pytest.mark.parametrize("request_id", [
+    "../x", "a/b", "x" * 257, "sp ace", "q?",
+    # The name of another capture: whoever asked for that one would get this one's rows.
+    *(f"{kind}01J00000000000000000000000{sample}" for kind in ("", "cmpl-", "chatcmpl-") for sample in ("", ".1")),
+])
 def test_a_request_id_that_could_name_no_capture_is_refused(stack: Stack, request_id: str) -> None:
     answer = stack.http.post("/v1/completions", json={"model": "played", "prompt": "x", "capture": {}},
                              headers={"X-Request-Id": request_id})
@@ -192,6 +197,43 @@ def test_a_request_id_that_could_name_no_capture_is_refused(stack: Stack, reques
 def test_malformed_json(stack: Stack, content: bytes) -> None:
     answer = stack.http.post("/v1/completions", content=content)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "malformed_json"
+
+
+def test_a_spec_longer_than_the_engine_takes_is_refused_here(stack: Stack) -> None:
+    asked = len(stack.seen())
+    ranges = [[10**9 + 2 * i, 10**9 + 2 * i + 1] for i in range(limits.spec_intervals_max)]
+    answer = stack.complete("x", capture={**SPEC, "positions": ranges})
+    assert answer.status_code == 413 and "capture spec" in answer.json()["error"]["message"]
+    assert len(stack.seen()) == asked
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_capture_is_not_taken_from_a_web_pages_form(stack: Stack, content_type: str) -> None:
+    asked = len(stack.seen())
+    answer = stack.http.post("/v1/completions", content=json.dumps({"model": "played", "prompt": "x", "capture": {}}),
+                             headers={"content-type": content_type})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "Content-Type"
+    assert len(stack.seen()) == asked
+
+
+def test_headers_without_end_are_refused(stack: Stack) -> None:
+    host, port = stack.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 1_000_000 + b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert connection.recv(65536).split()[1] != b"200"
+
+
+def test_a_caller_who_leaves_within_the_body_is_no_fault_of_the_service(stack: Stack) -> None:
+    host, port = stack.url.removeprefix("http://").split(":")
+    left = 'vllm_tap_api_requests_total{method="POST",route="/v1/completions",status="499"}'
+    before = stack.http.get("/metrics").text.count(left)
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.1)
+    assert before or eventually(lambda: left in stack.http.get("/metrics").text)
+    assert "ClientDisconnect" not in (stack.store.parent / "api.log").read_text()
 
 
 def test_a_body_over_the_limit_is_not_read(stack: Stack) -> None:
@@ -332,6 +374,17 @@ def test_the_frameworks_errors_have_the_same_shape(stack: Stack, method: str, pa
     answer = stack.http.request(method, path)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("path", [
+    "/v1/models/../../_log", "/v1/models/%2e%2e/%2e%2e/_log", "/v1/models/./x", "/v1/models/%2e/..%2f..%2f_log",
+])
+def test_no_other_route_of_upstream_can_be_reached(stack: Stack, path: str) -> None:
+    host, port = stack.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.split()[1] == b"404" and b"not_found" in answer, answer
 
 
 @pytest.mark.parametrize(("host", "status"), [

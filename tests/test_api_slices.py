@@ -16,7 +16,10 @@ import pytest
 from safetensors.numpy import load as load_safetensors
 from safetensors.torch import load as load_torch
 
+from api.routes.slices import _read
+from api.slice_query import SliceQuery
 from schemas import codecs
+from schemas.reader import StoreReader
 from tests.api_stack import Stack, running
 from tests.engine_player import WIDTH, decoded, encode_rows, from_bits, rows, to_bits
 
@@ -213,6 +216,35 @@ def test_what_the_capture_does_not_have(stack: Stack, capture: str, query: str, 
     assert answer.status_code == status and answer.json()["error"]["message"]
     if status == 416:
         assert answer.headers["content-range"] == f"positions */{END}"
+
+
+@pytest.mark.parametrize("spec", [{"sites": []}, {"layers": []}, {"layers": "3:1"}])
+@pytest.mark.parametrize("query", ["", "format=npz", "format=npy", "dtype=codes"])
+def test_a_capture_of_nothing_has_no_slice(stack: Stack, spec: dict[str, object], query: str) -> None:
+    ulid = stack.complete("x", capture=spec).json()["capture"]["id"]
+    answer = get(stack, ulid, query)
+    assert answer.status_code == 404 and "nothing" in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize("format_", ["safetensors", "npz", "npy", "arrow", "json"])
+@pytest.mark.parametrize("codec", ["raw", "int8b64"])
+def test_a_range_without_rows_is_an_empty_answer(stack: Stack, codec: str, format_: str) -> None:
+    ulid = stack.complete("x", capture={**SPEC, "codec": codec, "positions": [[90, 99]]}).json()["capture"]["id"]
+    for more in ("", "&dtype=codes") if codec == "raw" and format_ != "json" else ("",):
+        answer = get(stack, ulid, f"site=resid_post&layer=0&format={format_}{more}")
+        assert answer.status_code == 200 and answer.headers["x-tap-rows"] == "0", answer.text
+    if format_ == "arrow":
+        table = pa.ipc.open_file(io.BytesIO(answer.content)).read_all()
+        assert table.num_rows == 0 and "positions" in table.column_names
+
+
+def test_sites_read_at_different_moments_end_where_the_first_one_does(stack: Stack, capture: str) -> None:
+    """While a capture runs, the second site may have rows that the first had not yet: they are not claimed."""
+    with StoreReader(stack.store) as reader:
+        manifest = reader.manifest(capture)
+        pieces = [reader.slice(capture, "resid_post", [0], 0, 5), reader.slice(capture, "attn_out", [0], 0, 8)]
+    answer = _read(manifest, pieces, SliceQuery([], [], 0, None, "safetensors", "float32", None, 0.0))
+    assert (answer.start, answer.stop, answer.rows) == (0, 5, 5)
 
 
 def test_not_acceptable(stack: Stack, capture: str) -> None:

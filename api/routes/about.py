@@ -117,12 +117,12 @@ async def metrics(request: Request) -> Response:
 async def others(request: Request) -> Response:
     """vLLM's own routes, passed through."""
     service = service_of(request)
-    data = await read_body(request, service.config.body_bytes_max)
-    if request.method == "POST":
-        body = parse_body(data)
-        if body.get("capture") is not None:
-            raise BadParam("capture", body["capture"], "taken by /v1/completions and /v1/chat/completions only")
     try:
+        data = await read_body(request, service.config.body_bytes_max)
+        if request.method == "POST":
+            body = parse_body(data)
+            if body.get("capture") is not None:
+                raise BadParam("capture", body["capture"], "taken by /v1/completions and /v1/chat/completions only")
         return await passed(service, request, data)
     except ClientGone:
         return Response(status_code=499)

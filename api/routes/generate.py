@@ -12,7 +12,7 @@ import httpx
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.errors import ApiError, Json
+from api.errors import ApiError, BadParam, Json
 from api.generation import Plan, parse_body, plan, wish
 from api.service import Service, owner_of, service_of
 from api.sse import DoneFinder, last_event
@@ -42,19 +42,27 @@ async def chat_completions(request: Request) -> Response:
 async def generate(request: Request, chat: bool) -> Response:
     """Without a capture the bytes pass through; with one it is owned first, then asked for."""
     service = service_of(request)
-    data = await read_body(request, service.config.body_bytes_max)
-    body = parse_body(data)
     try:
+        data = await read_body(request, service.config.body_bytes_max)
+        body = parse_body(data)
         if body.get("capture") is None:
             if "capture" in body:
                 del body["capture"]
                 data = json.dumps(body).encode()
             return await passed(service, request, data)
         asked = wish(body, chat, request.headers.get("x-request-id"))
-        engine = await service.read(lambda reader: reader.engine())
-        return await _captured(service, request, plan(asked, engine))
+        planned = plan(asked, await service.read(lambda reader: reader.engine()))
+        _check_content_type(request)
+        return await _captured(service, request, planned)
     except ClientGone:
         return Response(status_code=499)  # nobody reads it; the number shows in the metrics
+
+
+def _check_content_type(request: Request) -> None:
+    """As vLLM does: a form of a stranger's web page can send JSON too, but never under its own name."""
+    found = request.headers.get("content-type", "")
+    if found.partition(";")[0].strip().lower() != "application/json":
+        raise BadParam("Content-Type", found, "valid: application/json")
 
 
 async def _captured(service: Service, request: Request, planned: Plan) -> Response:
@@ -157,8 +165,8 @@ async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Res
                 tail = (tail + before)[-_TAIL_BYTES:]
                 yield before
             if done:
-                ended = True
                 yield await _event(service, planned, tail)
+                ended = True
                 yield done
         if rest := finder.rest():
             yield rest

@@ -183,7 +183,8 @@ class _Answer:
 
 def _read(manifest: Manifest, slices: Sequence[Slice], query: SliceQuery) -> _Answer:
     """Rows present at every site and layer asked for, encoded."""
-    start, stop = max(piece.start for piece in slices), max(piece.stop for piece in slices)
+    # While a capture runs, a site that is read later may reach further.
+    start, stop = slices[0].start, min(piece.stop for piece in slices)
     positions = reduce(np.intersect1d, (piece.positions for piece in slices)).astype(np.uint32)
     arrays: Arrays = {}
     token_ids = np.zeros(len(positions), np.uint32)
@@ -205,7 +206,8 @@ def _read(manifest: Manifest, slices: Sequence[Slice], query: SliceQuery) -> _An
     meta = {"capture": manifest.id, "dtype": query.dtype, "model_dtype": slices[0].dtype,
             "codecs": json.dumps({piece.site: piece.codec for piece in slices}),
             "widths": json.dumps({piece.site: piece.width for piece in slices})}
-    missing = merged(gap for piece in slices for gap in piece.missing)
+    missing = merged(Missing(gap.start, min(gap.stop, stop), gap.reason)
+                     for piece in slices for gap in piece.missing if gap.start < stop)
     return _Answer(encode(query.format, arrays, index, query.dtype, meta), len(positions), start, stop, missing)
 
 
