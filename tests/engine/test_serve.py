@@ -229,13 +229,13 @@ def test_killing_the_writer_loses_nothing_that_was_acknowledged(service: Service
             extra_body={"capture": {"codec": "raw"}, "ignore_eos": True, "return_token_ids": True})
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(3)]
-    first, before = writer(), {row["id"] for row in httpx.get(f"{service.url}/v1/captures").json()["captures"]}
+    first, before = writer(), {row["id"] for row in httpx.get(f"{service.url}/v1/captures").json()["data"]}
     for thread in threads:
         thread.start()
     acknowledged: dict[str, int] = {}
     while not acknowledged:  # until rows of a running capture are durable
         time.sleep(0.02)
-        for row in httpx.get(f"{service.url}/v1/captures").json()["captures"]:
+        for row in httpx.get(f"{service.url}/v1/captures").json()["data"]:
             if row["id"] not in before and row["status"] == "running":
                 entries = httpx.get(f"{service.url}/v1/captures/{row['id']}").json()["rows"]
                 if rows := sum(entry["captured"] for entry in entries):
