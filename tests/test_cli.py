@@ -153,6 +153,34 @@ def test_an_export_leaves_out_positions_that_a_chosen_layer_lacks(stored: Stored
         assert npz["positions"].tolist() == list(range(7))
 
 
+def test_an_export_of_what_still_runs_has_the_tokens_of_its_rows(tmp_path: Path) -> None:
+    """Before its finish, and after an engine that was lost, the manifest does not know the generated tokens."""
+    sockets = make_socket_dir()
+    endpoint = f"ipc://{sockets}/writer.sock"
+    with WriterProcess(tmp_path / "store", endpoint):
+        engine = EnginePlayer(endpoint, dtype="float32")
+        capture = new_ulid()
+        resolved = engine.open(capture, parse_spec({"id": capture, "codec": "raw"}), PROMPT)
+        engine.send_rows(capture, 0, resolved, len(PROMPT), PROMPT + OUTPUT, list(range(7)))
+        done = tap("export", capture, "--store", tmp_path / "store", "--out", tmp_path / "running.npz")
+        engine.close()
+    shutil.rmtree(sockets)
+    assert done.returncode == 0, done.stderr
+    lost = tap("export", capture, "--store", tmp_path / "store", "--out", tmp_path / "lost.npz")
+    assert lost.returncode == 0, lost.stderr
+    for name in ("running.npz", "lost.npz"):
+        with np.load(tmp_path / name, allow_pickle=False) as npz:
+            assert npz["token_ids"].tolist() == (PROMPT + OUTPUT)[:7] and npz["positions"].tolist() == list(range(7))
+
+
+def test_an_export_to_where_nothing_can_be_written_is_refused(stored: Stored, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for format in ("npz", "npy"):
+        for out in ("/proc/x.out", tmp_path / "file" / "x.out"):
+            assert_refused(tap("export", stored.whole, "--store", stored.path, "--format", format, "--out", out),
+                           "--out", str(out))
+
+
 def test_an_export_does_not_overwrite_by_accident(stored: Stored, tmp_path: Path) -> None:
     out = tmp_path / "mine.npz"
     out.write_text("precious")
@@ -191,6 +219,9 @@ def test_layers_that_cannot_be_chosen_are_refused(text: str) -> None:
     (["ls", "--limit", "0"], ["--limit", "0"]),
     (["capture", "/nowhere.jsonl", "--tiny"], ["/nowhere.jsonl", "no such file"]),
     (["capture", "/nowhere.jsonl"], ["--model", "--tiny"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--output", "/proc/x"], ["--output", "/proc/x"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--store", "/proc/store"], ["--store", "/proc/store"]),
+    (["serve", "--tiny", "--store", "/proc/store"], ["--store", "/proc/store"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--codec", "zip"], ["codec", "zip", "int8b64"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--sites", "resid"], ["resid", "resid_post"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--positions", "[[5, 2]]"], ["positions", "[5, 2]", "start < stop"]),

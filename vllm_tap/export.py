@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from schemas.errors import NotFoundError, SpecError, StoreError, TapError
 from schemas.manifest import Manifest
-from schemas.reader import StoreReader
+from schemas.reader import Slice, StoreReader
 from schemas.sites import parse_site
 from schemas.spec import intervals
 
@@ -68,7 +68,10 @@ def export(store: Path, ref: str, format: str = "npz", out: Path | None = None, 
         chosen = _choose(manifest, sites, layers)
         if not chosen:
             raise NotFoundError(f"capture {manifest.id} is {manifest.status} and holds no rows to export")
-        return FORMATS[format](target, _arrays(reader, manifest, chosen), msgspec.json.encode(manifest))
+        try:
+            return FORMATS[format](target, _arrays(reader, manifest, chosen), msgspec.json.encode(manifest))
+        except OSError as error:
+            raise TapError(f"--out = {str(target)!r}: {error}") from None
 
 
 def choose_layers(text: str, captured: list[int]) -> list[int]:
@@ -106,22 +109,34 @@ def _choose(manifest: Manifest, sites: str | None, layers: str) -> dict[str, lis
 
 def _arrays(reader: StoreReader, manifest: Manifest, chosen: dict[str, list[int]]) -> list[_Array]:
     positions = _common_positions(manifest, chosen)
-    tokens = np.array(manifest.prompt_token_ids + manifest.output_token_ids, np.uint32)[positions]
     widths = {info.site: info.width for info in manifest.sites}
+
+    def parts(site: str, layer: int) -> Iterator[tuple[Slice, npt.NDArray[np.bool_]]]:
+        """Slices that hold the positions, a block at a time, and which of their rows those are."""
+        rows = max(1, _BLOCK_BYTES // max(1, 4 * widths[site]))
+        for first in range(0, len(positions), rows):
+            block = positions[first:first + rows]
+            part = reader.slice(manifest.id, site, [layer], int(block[0]), int(block[-1]) + 1)
+            kept = np.isin(part.positions, block)
+            if int(kept.sum()) != len(block):
+                raise StoreError("export", reader.path, f"rows of {site}.{layer} went away while they were read",
+                                 "was the capture deleted?")
+            yield part, kept
 
     def layer_array(site: str, layer: int) -> _Array:
         def blocks() -> Iterator[npt.NDArray[Any]]:
-            rows = max(1, _BLOCK_BYTES // max(1, 4 * widths[site]))
-            for first in range(0, len(positions), rows):
-                block = positions[first:first + rows]
-                part = reader.slice(manifest.id, site, [layer], int(block[0]), int(block[-1]) + 1)
-                kept = np.isin(part.positions, block)
-                if int(kept.sum()) != len(block):
-                    raise StoreError("export", reader.path, f"rows of {site}.{layer} went away while they were read",
-                                     "was the capture deleted?")
+            for part, kept in parts(site, layer):
                 yield np.ascontiguousarray(part.values()[0, kept], "<f4")
 
         return _Array(f"{site}.{layer}", np.dtype("<f4"), (len(positions), widths[site]), blocks)
+
+    tokens = np.array(manifest.prompt_token_ids + manifest.output_token_ids, np.uint32)
+    if len(positions) and positions[-1] >= len(tokens):
+        # A capture without a finish: only its rows know what was generated.
+        site, layers = next(iter(chosen.items()))
+        tokens = np.concatenate([part.token_ids[kept] for part, kept in parts(site, layers[0])])
+    else:
+        tokens = tokens[positions]
 
     def plain(name: str, values: npt.NDArray[Any]) -> _Array:
         return _Array(name, values.dtype, values.shape, lambda: iter([values]))

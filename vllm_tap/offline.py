@@ -31,7 +31,7 @@ from schemas.reader import StoreReader
 from schemas.sites import parse_site
 from schemas.spec import CaptureSpec, parse_spec
 from vllm_tap.prompt_file import Prompt, read_prompts
-from vllm_tap.services import check_arm, check_model, check_store, make_socket_dir
+from vllm_tap.services import check_arm, check_model, check_store, check_writable, make_socket_dir
 from vllm_tap.writer_process import WriterProcess
 
 if TYPE_CHECKING:
@@ -72,6 +72,10 @@ class CaptureJob:
         check_arm(self.armed)
         check_codec(self.codec)
         self.spec()
+        if self.output is not None:
+            if self.output.is_dir():
+                raise TapError(f"--output = {str(self.output)!r}: is a folder; name a file")
+            check_writable(self.output.absolute().parent, f"--output = {str(self.output)!r}")
 
     @property
     def armed(self) -> str:

@@ -103,11 +103,18 @@ def check_store(store: Path) -> Path:
     folder = store
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    if not folder.is_dir():
-        raise StartError(f"--store = {str(store)!r}: {folder} is not a folder")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise StartError(f"--store = {str(store)!r}: {folder} cannot be written to")
+    check_writable(folder, f"--store = {str(store)!r}")
     return store
+
+
+def check_writable(folder: Path, what: str) -> None:
+    """StartError beginning with ``what`` where no file can be made in ``folder``; found out by making one."""
+    if not folder.is_dir():
+        raise StartError(f"{what}: {folder} is not a folder")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise StartError(f"{what}: {folder} cannot be written to ({error.strerror})") from None
 
 
 def check_port(host: str, port: int, flag: str) -> None:
