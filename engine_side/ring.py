@@ -7,6 +7,8 @@ more than the copies that follow.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import tempfile
@@ -16,6 +18,7 @@ from typing import Final
 import torch
 
 ALIGN: Final = 64
+_PREFIX: Final = "vllm-tap-ring-"
 
 
 class Ring:
@@ -38,16 +41,22 @@ class Ring:
     def _create(self) -> Path:
         shared = Path("/dev/shm")
         directory = shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-        file, path = tempfile.mkstemp(prefix="vllm-tap-ring-", dir=directory)
+        _remove_orphans(directory)
+        while True:
+            file, path = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+            fcntl.flock(file, fcntl.LOCK_EX)  # held until this process ends, however it ends
+            if os.fstat(file).st_nlink:
+                break
+            os.close(file)  # another engine, starting now, took it for an orphan
+        self._file = file
         try:
             os.ftruncate(file, self.capacity)
             os.posix_fallocate(file, 0, self.capacity)  # a full /dev/shm must fail here, not as SIGBUS in a step
             self._map = mmap.mmap(file, self.capacity)
         except BaseException:
             Path(path).unlink()
-            raise
-        finally:
             os.close(file)
+            raise
         return Path(path)
 
     def allocate(self, nbytes: int) -> tuple[int, int] | None:
@@ -79,3 +88,18 @@ class Ring:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
             self._pinned = False
         self.path.unlink(missing_ok=True)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _remove_orphans(directory: Path) -> None:
+    """A killed engine leaves its ring: that is memory, and nothing else gives it back."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # not ours, or its engine lives
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(file)

@@ -56,10 +56,10 @@ def decode(text: str) -> Ticket:
 def find(sampling_params: Any) -> Ticket | None:
     """The ticket of a request, None where it asks for no capture. Never raises: the engine must live."""
     extra = getattr(sampling_params, "extra_args", None)
-    text = extra.get(KEY) if extra else None
+    text = extra.get(KEY) if isinstance(extra, dict) else None
     if not isinstance(text, str):
         return None
     try:
         return decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None

@@ -15,6 +15,7 @@ from engine_side.ring import Ring
 from engine_side.sender import Sender
 from engine_side.staging import Staging
 from schemas.control import EngineInfo
+from schemas.errors import StartError
 
 logger = logging.getLogger("vllm.tap")
 
@@ -24,21 +25,29 @@ class Worker:
     """What a tapped worker holds."""
 
     info: EngineInfo
-    recorder: Recorder
-    sender: Sender
+    staging: Staging
+    recorder: Recorder | None  # None on a rank whose rows another rank hands over
+    sender: Sender | None
 
 
 CURRENT: Worker | None = None
 
 
-def start(config: EngineConfig, info: EngineInfo, staging: Staging, device: torch.device) -> None:
-    """Make the worker's recorder and start its sender."""
+def start(config: EngineConfig, info: EngineInfo, staging: Staging, device: torch.device, leads: bool) -> None:
+    """Make the worker's recorder and start its sender, on the rank that ``leads`` its tensor-parallel group."""
     global CURRENT
     stop()
+    if not leads:  # the sites are whole on every rank: once is enough
+        CURRENT = Worker(info, staging, None, None)
+        return
+    row = max(buffer.shape[0] * buffer.shape[2] * buffer.element_size() for buffer in staging.buffers.values())
+    if config.ring_bytes < 4 * row:
+        raise StartError(f"VLLM_TAP_RING_BYTES={config.ring_bytes}: a row of all layers has {row} bytes; at least "
+                         f"{4 * row}")
     ring = Ring(config.ring_bytes, pinned=device.type == "cuda")
     recorder = Recorder(staging, ring, info.model_dtype, config.on_full, SideStream(device))
     sender = Sender(config.endpoint, info, ring, recorder.outbox, recorder.counters)
-    CURRENT = Worker(info, recorder, sender)
+    CURRENT = Worker(info, staging, recorder, sender)
     sender.start()
     atexit.register(stop)
 
@@ -47,6 +56,6 @@ def stop() -> None:
     """Flush and end the sender; a second call does nothing."""
     global CURRENT
     current, CURRENT = CURRENT, None
-    if current is not None:
+    if current is not None and current.sender is not None and current.recorder is not None:
         current.sender.close()
         logger.info("vllm-tap: stopped; %s", current.recorder.counters)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,3 +56,18 @@ def test_what_a_tensor_writes_is_what_the_file_holds() -> None:
     finally:
         ring.close()
     assert not ring.path.exists()
+
+
+def test_the_ring_of_a_killed_engine_is_removed_by_the_next_and_a_living_one_is_not() -> None:
+    living = Ring(CAPACITY, pinned=False)
+    program = ("import os, signal; from engine_side.ring import Ring; "
+               "print(Ring(1 << 16, pinned=False).path, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+    died = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False)
+    orphan = Path(died.stdout.strip())
+    assert orphan.exists(), "nothing was left: the test shows nothing"
+    following = Ring(CAPACITY, pinned=False)
+    try:
+        assert not orphan.exists() and living.path.exists() and following.path.exists()
+    finally:
+        following.close()
+        living.close()

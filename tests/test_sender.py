@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine_side import worker
+from engine_side.config import EngineConfig
 from engine_side.device import SideStream
 from engine_side.events import Run
 from engine_side.recorder import End, Recorder, Step
@@ -20,7 +22,7 @@ from engine_side.sender import Sender
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas.control import EngineInfo
-from schemas.errors import TapError
+from schemas.errors import StartError, TapError
 from schemas.ids import new_ulid
 from schemas.manifest import Manifest
 from schemas.reader import StoreReader
@@ -132,6 +134,13 @@ def test_a_disk_that_is_full_when_the_engine_greets_is_asked_again(
         manifest = manifest_of(writer.store, capture)
         tapped.sender.close()
     assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
+
+
+def test_a_ring_that_cannot_hold_a_row_ends_the_start() -> None:
+    staging = Staging({SITE: torch.zeros(LAYERS, 1, 1 << 19)})
+    config = EngineConfig("ipc:///nowhere", ring_bytes=4 * MIB)
+    with pytest.raises(StartError, match="VLLM_TAP_RING_BYTES=4194304: a row of all layers has 8388608 bytes"):
+        worker.start(config, engine_info(width=1 << 19), staging, torch.device("cpu"), leads=True)
 
 
 def test_an_event_that_cannot_be_taken_does_not_block_the_ring(writer: WriterProcess) -> None:

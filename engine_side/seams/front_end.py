@@ -16,6 +16,7 @@ from engine_side import front
 from engine_side.config import EngineConfig
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.ticket import COUNT_KEY, KEY, find
+from schemas.errors import SpecError
 
 logger = logging.getLogger("vllm.tap")
 
@@ -47,6 +48,8 @@ def _process_inputs(original: Callable[..., Any], config: EngineConfig) -> Calla
                            n_layers=n_layers)
         try:
             request = original(self, request_id, prompt, params, *args, **kwargs)
+            if request.prompt_token_ids is None:
+                raise SpecError("", extra[KEY], "a prompt of embeddings has no token ids, which every row is named by")
         except BaseException:
             front.forget(text)
             raise

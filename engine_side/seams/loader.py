@@ -55,6 +55,9 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise StartError(f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}: valid: 1")
+    if parallel.use_ubatching:
+        raise StartError("vllm-tap: dual-batch overlap (enable_dbo, ubatch_size) runs a step in parts that would "
+                         "overwrite each other's rows: switch it off")
     n_layers = model_config.get_total_num_hidden_layers()
     points = list(find_points(model, list(model_config.architectures), config.arm, n_layers))
     hidden = model_config.get_hidden_size()
@@ -79,7 +82,7 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         world_size=parallel.world_size,
         meaning={site: MEANING[site] for site in config.arm},
     )
-    worker.start(config, info, staging, device)
+    worker.start(config, info, staging, device, leads=_tensor_parallel_rank() == 0)
 
 
 def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,17 +103,17 @@ def self_test(runner: Any) -> None:
     current = worker.CURRENT
     assert current is not None
     for _ in range(2):
-        current.recorder.staging.poison()
+        current.staging.poison()
         with torch.inference_mode():
             runner._dummy_run(_SELF_TEST_ROWS)
-        if current.recorder.side.cuda:
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        if dead := current.recorder.staging.unwritten(_SELF_TEST_ROWS):
+        if dead := current.staging.unwritten(_SELF_TEST_ROWS):
             raise StartError(
                 f"vllm-tap: after a step of the compiled model these taps had written nothing: {', '.join(dead)}; "
                 f"looked for them in {type(runner).__module__}.{type(runner).__name__}. A stale compile cache "
                 "(VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward does that")
-    logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.recorder.staging.buffers.values()),
+    logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
                 current.info.model)
 
 
@@ -129,6 +132,12 @@ def _wrap_worker(cls: type) -> None:
         return stopped
 
     wrap(cls, "shutdown", shutdown)
+
+
+def _tensor_parallel_rank() -> int:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
 
 
 def _tokens_max(vllm_config: Any) -> int:

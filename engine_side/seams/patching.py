@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -24,18 +23,19 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
                   ) -> importlib.machinery.ModuleSpec | None:
-        callbacks = self.waiting.pop(fullname, None)
-        if callbacks is None:
+        if fullname not in self.waiting:
             return None
-        spec = importlib.util.find_spec(fullname)
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path
+                  if finder is not self and hasattr(finder, "find_spec"))
+        spec = next((spec for spec in others if spec is not None), None)
         if spec is None or spec.loader is None:
-            self.waiting[fullname] = callbacks
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
             execute(module)
-            for callback in callbacks:
+            # Only now: the module may have been looked for without being imported, or have failed on the first try.
+            for callback in self.waiting.pop(fullname, ()):
                 callback(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine_side import worker
-from engine_side.recorder import Step
+from engine_side.recorder import End, Step
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.seams.scheduler import FINISHED
 from engine_side.ticket import find
@@ -30,27 +30,46 @@ def connect() -> None:
     """Install the wrappers."""
 
     def first(module: types.ModuleType) -> None:
-        wrap(module.GPUModelRunner, "execute_model", lambda original: _execute_model(original, _layout_v1, "v1"))
+        wrap(module.GPUModelRunner, "execute_model", lambda original: _execute_model(original, _layout_v1))
+        wrap(module.GPUModelRunner, "_dummy_run", _dummy_run)
 
     def second(module: types.ModuleType) -> None:
-        wrap(module.GPUModelRunner, "execute_model", lambda original: _execute_model(original, _layout_v2, "v2"))
+        wrap(module.GPUModelRunner, "execute_model", lambda original: _execute_model(original, _layout_v2))
 
     when_imported("vllm.v1.worker.gpu_model_runner", first)
     when_imported("vllm.v1.worker.gpu.model_runner", second)
 
 
-def _execute_model(original: Callable[..., Any], layout: Layout, runner: str) -> Callable[..., Any]:
+def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         current = worker.CURRENT
-        if current is None or kwargs.get("dummy_run"):
+        if current is None or current.recorder is None:
             return original(self, scheduler_output, *args, **kwargs)
-        _guarded(_before, current.recorder, scheduler_output)
+        _guarded(_before, current.recorder)
+        if kwargs.get("dummy_run"):
+            return original(self, scheduler_output, *args, **kwargs)
+        for end in getattr(scheduler_output, FINISHED, ()):
+            _guarded(_finish, current.recorder, end)
+        for request in scheduler_output.scheduled_new_reqs:
+            _guarded(_open, current.recorder, request)
         result = original(self, scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens and current.recorder.captures:
             _guarded(_after, current.recorder, self, scheduler_output, layout)
         return result
 
     return execute_model
+
+
+def _dummy_run(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An idle rank of a data-parallel group runs these between real steps; they overwrite staging too."""
+
+    def dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        current = worker.CURRENT
+        if current is not None and current.recorder is not None:
+            _guarded(_before, current.recorder)
+        return original(self, *args, **kwargs)
+
+    return dummy_run
 
 
 def _guarded(body: Callable[..., None], *args: Any) -> None:
@@ -65,14 +84,18 @@ def _guarded(body: Callable[..., None], *args: Any) -> None:
             logger.exception("vllm-tap: capture failed in a step; generation goes on (logged once)")
 
 
-def _before(recorder: Any, scheduler_output: Any) -> None:
+def _before(recorder: Any) -> None:
     recorder.before_step()
-    for end in getattr(scheduler_output, FINISHED, ()):
-        recorder.finish(end)
-    for request in scheduler_output.scheduled_new_reqs:
-        ticket = find(request.sampling_params)
-        if ticket is not None:
-            recorder.open(request.req_id, ticket, request.prompt_token_ids or [], request.num_computed_tokens)
+
+
+def _finish(recorder: Any, end: End) -> None:
+    recorder.finish(end)
+
+
+def _open(recorder: Any, request: Any) -> None:
+    ticket = find(request.sampling_params)
+    if ticket is not None:
+        recorder.open(request.req_id, ticket, request.prompt_token_ids or [], request.num_computed_tokens)
 
 
 def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: Layout) -> None:

@@ -90,7 +90,10 @@ def _skip_prefix_cache(original: Callable[..., bool]) -> Callable[..., bool]:
 
 def _run_busy_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     def run_busy_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _die_with_parent()
+        try:
+            _die_with_parent()
+        except Exception:
+            logger.exception("vllm-tap: an orphaned engine would stay")
         return original(self, *args, **kwargs)
 
     return run_busy_loop
@@ -99,12 +102,19 @@ def _run_busy_loop(original: Callable[..., Any]) -> Callable[..., Any]:
 def _die_with_parent() -> None:
     """Without this, an engine whose API server is killed generates on for nobody and then idles forever.
 
-    The kernel sends SIGTERM when the *thread* that forked us ends; vLLM forks from its main thread.
+    The kernel sends the signal when the *thread* that started us ends, which need not be the end of its process: a
+    user may make an ``LLM`` in a thread of his own.
     """
     if sys.platform != "linux":
         return
     parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+
+    def parent_thread_ended(signum: int, frame: types.FrameType | None) -> None:
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGUSR2, parent_thread_ended)
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR2) != 0:
         logger.warning("vllm-tap: prctl(PR_SET_PDEATHSIG) failed; an orphaned engine would stay")
     elif os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)

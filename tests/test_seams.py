@@ -1,0 +1,100 @@
+"""The seams without vLLM: what must hold in whatever process the plugin is loaded."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from engine_side.seams.patching import when_imported
+from engine_side.ticket import KEY, find
+from tests.store_helpers import ROOT
+
+
+@pytest.fixture
+def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> tuple[str, Path]:
+    """A module of its own for each test: its name and file."""
+    name = f"imported_late_{abs(hash(request.node.name))}"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name, tmp_path / f"{name}.py"
+
+
+def test_a_module_that_was_only_looked_for_is_wrapped_when_it_is_imported(late: tuple[str, Path]) -> None:
+    name, file = late
+    file.write_text("value = 1\n")
+    seen: list[types.ModuleType] = []
+    when_imported(name, seen.append)
+    assert importlib.util.find_spec(name) is not None and not seen
+    module = importlib.import_module(name)
+    assert seen == [module] and module.value == 1
+    importlib.reload(module)
+    assert seen == [module]
+
+
+def test_a_module_that_fails_at_first_is_wrapped_when_it_succeeds(late: tuple[str, Path]) -> None:
+    name, file = late
+    file.write_text("import sys\nif not hasattr(sys, __name__):\n    setattr(sys, __name__, 1); raise ImportError\n")
+    seen: list[types.ModuleType] = []
+    when_imported(name, seen.append)
+    with pytest.raises(ImportError):
+        importlib.import_module(name)
+    assert not seen
+    assert [importlib.import_module(name)] == seen
+
+
+@pytest.mark.parametrize("extra", [
+    None, {}, [], "capture", {KEY: None}, {KEY: 7}, {KEY: {}}, {KEY: ""}, {KEY: "{"}, {KEY: "\ud800"},
+    {KEY: '"\ud800"'}, {KEY: "[" * 100_000}, {KEY: '{"ticket":"vllm-tap","id":[1]}'}, {KEY: '{"sites":["resid_post"]}'},
+])
+def test_what_is_no_ticket_is_none(extra: object) -> None:
+    assert find(types.SimpleNamespace(extra_args=extra)) is None
+    assert find(None) is None
+
+
+CHILD = ("import sys, time; from engine_side.seams.scheduler import _die_with_parent; _die_with_parent(); "
+         "print('armed', flush=True); time.sleep(float(sys.argv[1])); print('lives', flush=True)")
+STARTED_IN_A_THREAD = """
+import subprocess, sys, threading, time
+def start():
+    global child
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdout=subprocess.PIPE, text=True)
+    print(child.stdout.readline(), end="", flush=True)
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+if sys.argv[3] == "stay":
+    print(child.communicate()[0], end="")
+"""
+
+
+def run_parent(child_s: str, then: str) -> str:
+    parent = subprocess.run([sys.executable, "-c", STARTED_IN_A_THREAD, CHILD, child_s, then], cwd=ROOT, check=True,
+                            stdout=subprocess.PIPE, text=True, timeout=60)
+    return parent.stdout
+
+
+def test_an_engine_outlives_the_thread_that_started_it_but_not_the_process() -> None:
+    assert run_parent("2", "stay").split() == ["armed", "lives"]
+    before = set(_sleepers())
+    assert run_parent("47", "go").split() == ["armed"]
+    for _ in range(50):
+        if not (left := set(_sleepers()) - before):
+            break
+        subprocess.run(["sleep", "0.1"], check=True)
+    assert not left
+
+
+def _sleepers() -> list[str]:
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"_die_with_parent" in line.read_bytes() and line.read_bytes().endswith(b"\x0047\x00"):
+                found.append(line.parent.name)
+        except OSError:
+            continue
+    return found
