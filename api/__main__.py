@@ -32,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
                         help="largest slice that is answered")
     parser.add_argument("--slices-in-flight-bytes-max", type=int, default=limits.slices_in_flight_bytes_max,
                         metavar="N", help="memory of all slices being answered together")
+    parser.add_argument("--slice-stall-s", type=float, default=Config.__dataclass_fields__["slice_stall_s"].default,
+                        metavar="S", help="cut off a caller who takes nothing of a slice for so long")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)

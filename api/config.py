@@ -25,6 +25,7 @@ class Config:
     body_bytes_max: int = limits.request_body_bytes_max
     slice_bytes_max: int = limits.slice_bytes_max
     slices_in_flight_bytes_max: int = limits.slices_in_flight_bytes_max
+    slice_stall_s: float = 60.0  # a caller who takes nothing of a slice for so long is cut off
     upstream_connect_s: float = 5.0
     status_wait_s: float = 2.0  # how long an answer waits for its capture to become final
     settle_s: float = 30.0  # after this, a capture that no engine has begun is closed as failed
@@ -38,6 +39,8 @@ class Config:
                              "only (127.0.0.1, ::1 or localhost); use an SSH tunnel to reach it from elsewhere")
         if not 0 <= self.port <= 65535:
             raise StartError(f"port = {self.port}: valid: 0 (any free one) to 65535")
+        if not 0 < self.slice_stall_s < 86400:
+            raise StartError(f"slice_stall_s = {self.slice_stall_s}: more than 0 and less than a day")
         url = urlsplit(self.upstream)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise StartError(f"upstream = {self.upstream!r}: valid: a URL such as http://127.0.0.1:8101")

@@ -6,6 +6,7 @@ import io
 import json
 import struct
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import pytest
 from safetensors.numpy import load as load_safetensors
 from safetensors.torch import load as load_torch
 
-from api.routes.slices import _read
+from api.config import Config
+from api.routes.slices import _bytes, _read
 from api.slice_query import SliceQuery
 from schemas import codecs
 from schemas.reader import StoreReader
@@ -271,6 +273,50 @@ def test_rounding_to_bfloat16_matches_torch() -> None:
     x[:4] = [np.inf, -np.inf, 0.0, -0.0]
     assert cast(x, "bfloat16").tobytes() == torch.from_numpy(x).to(torch.bfloat16).view(torch.uint16).numpy().tobytes()
     assert np.isnan(from_bits(cast(np.array([np.nan], np.float32), "bfloat16")))[0]
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8b64"])
+@pytest.mark.parametrize(("format_", "dtype"), [
+    ("safetensors", "float32"), ("safetensors", "bfloat16"), ("safetensors", "codes"), ("npz", "float32"),
+    ("npz", "float16"), ("arrow", "float32"), ("json", "float32"),
+])
+def test_a_slice_is_counted_with_all_the_memory_that_making_it_takes(
+    stack: Stack, codec: str, format_: str, dtype: str
+) -> None:
+    ulid = stack.complete("x" * 1500, max_tokens=1, capture={"codec": codec}).json()["capture"]["id"]
+    query = SliceQuery([], [], 0, 300 if format_ == "json" else None, format_, dtype, None, 0.0)
+    chosen = {"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}
+    with StoreReader(stack.store) as reader:
+        manifest = reader.manifest(ulid)
+        tracemalloc.start()
+        try:
+            pieces = [reader.slice(ulid, site, layers, 0, query.stop) for site, layers in chosen.items()]
+            answer = _read(manifest, pieces, query)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert answer.size < peak < _bytes(Config(stack.store, stack.endpoint), manifest, chosen, query)
+
+
+def test_a_caller_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
+    """One who went to sleep would hold the memory of all slices for ever."""
+    with running(tmp_path) as stack:
+        stack.processes["api"].stop()
+        stack.start_api(None, "--slice-stall-s", "1")
+        stack.wait_ready()
+        ulid = stack.complete("x" * 4000, max_tokens=1, capture={"codec": "raw"}).json()["capture"]["id"]
+        whole = f"/v1/captures/{ulid}/activations"
+        with httpx.Client(base_url=stack.url) as asleep, asleep.stream("GET", whole) as got:
+            assert got.status_code == 200
+            held = "vllm_tap_api_slices_in_flight_bytes 0.0"
+            assert held not in stack.http.get("/metrics").text
+            end_s = time.monotonic() + 10
+            while held not in stack.http.get("/metrics").text:
+                assert time.monotonic() < end_s
+                time.sleep(0.1)
+            with pytest.raises(httpx.RemoteProtocolError):
+                got.read()
+        assert "Traceback" not in (stack.store.parent / "api.log").read_text()
 
 
 def test_too_much_at_once(tmp_path: Path) -> None:

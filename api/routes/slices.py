@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -12,7 +14,7 @@ import msgspec
 import numpy as np
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from api.config import Config
 from api.errors import ApiError, BadParam
@@ -27,8 +29,11 @@ from schemas.reader import Slice
 from schemas.sites import SITES
 
 router = APIRouter()
+log = logging.getLogger("vllm_tap.api")
 
 _PIECE_BYTES = 1 << 20  # of one write to the socket
+# While it is made, a slice lies in memory as stored, as float32 and as what is sent; measured, per float32.
+_TIMES, _JSON_TIMES = 4, 20
 
 
 @router.get("/v1/captures/{ref}/activations", tags=["captures"], response_class=Response)
@@ -67,6 +72,7 @@ async def activations(
     except BaseException:
         held.release()
         raise
+    held.only(answer.size)
     service.metrics.slice_bytes.inc(answer.size)
     return _Sending(answer, held, answer.headers(manifest, query), MEDIA_TYPES[query.format][0])
 
@@ -128,11 +134,11 @@ def _bytes(config: Config, manifest: Manifest, chosen: dict[str, list[int]], que
     if numbers * itemsize(query.dtype) > config.slice_bytes_max:
         raise LimitError("bytes of the slice", numbers * itemsize(query.dtype), config.slice_bytes_max,
                          "ask for fewer positions (start, stop), layers or sites at a time")
-    return numbers * 4  # rows are decoded to float32 on the way
+    return numbers * 4 * (_JSON_TIMES if query.format == "json" else _TIMES)
 
 
 class _Held:
-    """Memory that a slice holds until its last byte is sent; ApiError 429 where all together would be too much."""
+    """Memory that a slice takes until its last byte is sent; ApiError 429 where all together would be too much."""
 
     def __init__(self, service: Service, nbytes: int) -> None:
         if service.slice_bytes and service.slice_bytes + nbytes > service.config.slices_in_flight_bytes_max:
@@ -142,8 +148,13 @@ class _Held:
         self.service, self.nbytes = service, nbytes
         self._add(nbytes)
 
+    def only(self, nbytes: int) -> None:
+        """What is left of it: the answer, once it is made."""
+        self._add(nbytes - self.nbytes)
+        self.nbytes = nbytes
+
     def release(self) -> None:
-        self._add(-self.nbytes)
+        self.only(0)
 
     def _add(self, nbytes: int) -> None:
         self.service.slice_bytes += nbytes
@@ -223,15 +234,30 @@ def merged(gaps: Any) -> list[Missing]:
 
 
 class _Sending(StreamingResponse):
-    """The answer on its way, piece by piece; its memory counts until the caller has it, or has left."""
+    """The answer on its way, piece by piece; its memory counts until the caller has it, has left or takes no more."""
 
     def __init__(self, answer: _Answer, held: _Held, headers: dict[str, str], media_type: str) -> None:
         super().__init__(self._pieces(answer), headers=headers, media_type=media_type)
         self.held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stall_s, stalled = self.held.service.config.slice_stall_s, False
+
+        async def bounded(message: Message) -> None:
+            nonlocal stalled
+            try:
+                await asyncio.wait_for(send(message), stall_s)
+            except TimeoutError:
+                stalled = True
+                raise
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, bounded)
+        except Exception:
+            if not stalled:
+                raise
+            # The answer has begun: leaving it unfinished makes the server cut the connection.
+            log.warning("%s: the caller took nothing for %g s and was cut off", scope["path"], stall_s)
         finally:
             self.held.release()
 
