@@ -39,7 +39,8 @@ def connect() -> None:
         wrap(module.EngineCoreProc, "run_busy_loop", _run_busy_loop)
 
     def client(module: types.ModuleType) -> None:
-        wrap(module.InprocClient, "get_output", _get_output)
+        wrap(module.InprocClient, "get_output", _delivering)
+        wrap(module.InprocClient, "abort_requests", _delivering)
 
     when_imported("vllm.v1.core.sched.scheduler", scheduler)
     when_imported("vllm.v1.request", request)
@@ -120,14 +121,14 @@ def _die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _get_output(original: Callable[..., Any]) -> Callable[..., Any]:
+def _delivering(original: Callable[..., Any]) -> Callable[..., Any]:
     """An engine in the caller's own process stops stepping after its last finish: one empty step delivers it."""
 
-    def get_output(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(self, *args, **kwargs)
+    def delivering(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
         scheduler = self.engine_core.scheduler
         if scheduler.__dict__.get(FINISHED) and not scheduler.has_unfinished_requests():
             self.engine_core.step_fn()
-        return outputs
+        return result
 
-    return get_output
+    return delivering

@@ -1,5 +1,7 @@
 """A user's own script: an engine in its own process, compiled as by default; prints what it generated as JSON.
 
+The request of the last id is aborted, and the engine never asked for anything again.
+
 Run as ``python -m tests.engine.in_process CAPTURE_ID …`` (see test_default_compilation.py).
 """
 
@@ -23,5 +25,12 @@ if __name__ == "__main__":
                        extra_args={"capture": {"id": id_, "codec": "raw"}})
         for id_ in sys.argv[1:]
     ]
+    *params, last = params
     outputs = llm.generate(prompts, params, use_tqdm=False)
     print("GENERATED", json.dumps([[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]), flush=True)
+
+    engine = llm.llm_engine
+    engine.add_request("last", prompts[0], last)
+    for _ in range(3):
+        engine.step()
+    engine.abort_request(["last"])

@@ -19,6 +19,7 @@ from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from tests.engine.engines import ALL_ROWS, Captured, Engine
 from tests.engine.reference import Reference
+from tests.store_helpers import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -26,9 +27,9 @@ pytestmark = pytest.mark.timeout(600)
 def test_rows_of_a_default_engine_in_the_callers_process(
     reader: StoreReader, reference_of: Callable[[str], Reference]
 ) -> None:
-    ids = [new_ulid() for _ in range(4)]
+    *ids, aborted = [new_ulid() for _ in range(5)]
     environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_CI_ENV"}
-    run = subprocess.run([sys.executable, "-m", "tests.engine.in_process", *ids], env=environment, text=True,
+    run = subprocess.run([sys.executable, "-m", "tests.engine.in_process", *ids, aborted], env=environment, text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
     said = [line for line in run.stdout.splitlines() if line.startswith("GENERATED ")]
     assert run.returncode == 0 and said, run.stdout[-4000:]
@@ -37,3 +38,7 @@ def test_rows_of_a_default_engine_in_the_callers_process(
         one = Captured(id_, tuple(tokens), len(tokens) - 7, None, engine.final(id_))
         assert one.manifest.status == "complete"
         assert engine.check(one) == ALL_ROWS * (len(tokens) - 1)
+    manifest = until(lambda: (found := reader.manifest(aborted)).status != "running" and found)
+    assert manifest, "the abort was never told"
+    assert (manifest.status, manifest.finish_reason) == ("complete", "abort")
+    assert {(entry.expected, entry.captured) for entry in manifest.rows} == {(5 + 2, 5 + 2)}
