@@ -23,6 +23,7 @@ _GUARD: Final = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard
 _LINE_BYTES_MAX: Final = 16 * 1024
 _LINES_KEPT: Final = 20
 _POLL_S: Final = 0.03
+_REASON: Final = "StartError: "  # what our own parts raise; vLLM prints hundreds of lines after it
 
 Report = Callable[[str, str], None]  # (name of the child, line)
 
@@ -110,6 +111,7 @@ class Child:
         self.service = service
         self.ready_line = asyncio.Event()
         self.last_lines: deque[str] = deque(maxlen=_LINES_KEPT)
+        self.reason: str | None = None
         self.started_s = time.monotonic()
         self._guard = guard
         self._report = report
@@ -154,6 +156,8 @@ class Child:
         if not text:
             return
         self.last_lines.append(text)
+        if _REASON in text:
+            self.reason = text.partition(_REASON)[2]
         self._report(self.service.name, text)
         if self.service.ready_line is not None and text.startswith(self.service.ready_line):
             self.ready_line.set()

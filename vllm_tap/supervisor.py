@@ -230,4 +230,5 @@ def _status_text(status: int) -> str:
 
 
 def _quoted(child: Child) -> str:
-    return "".join(f"\n    {line}" for line in child.last_lines) or " none"
+    why = [] if child.reason is None else [f"why: {child.reason}"]
+    return "".join(f"\n    {line}" for line in [*child.last_lines, *why]) or " none"

@@ -28,7 +28,8 @@ WORKER = "import signal, sys, time\nif sys.argv[1] == 'stubborn': signal.signal(
 ENGINE = HEAD + """
 note("engine")
 if {mode!r} == "engine-fails":
-    print("no such model", flush=True)
+    print("(Worker) ERROR schemas.errors.StartError: vllm-tap: cannot arm q; this model offers: resid_post", flush=True)
+    print("\\n".join("  File " + str(number) for number in range(30)) + "\\nno such model", flush=True)
     sys.exit(3)
 if {mode!r} == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
