@@ -162,6 +162,16 @@ def test_the_death_of_the_engine_ends_the_whole(start: Callable[..., Supervised]
     assert "engine ended (SIGKILL); everything is stopped" in run.text()
 
 
+def test_a_stop_does_not_wait_long_for_an_engine_that_is_still_loading(start: Callable[..., Supervised]) -> None:
+    run = start("loading")
+    until(lambda: bool(run.pids("engine")) and "api is ready" in run.text(), 10)
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(15) == 0
+    assert time.monotonic() - began < 6
+    run.assert_nothing_left(0.5)
+
+
 def test_an_engine_that_cannot_start_ends_the_whole_with_its_last_lines(start: Callable[..., Supervised]) -> None:
     run = start("engine-fails")
     assert run.process.wait(15) == 1

@@ -33,6 +33,7 @@ STOP_S: Final = 14.5
 _STILL_EVERY_S: Final = 10.0
 # When each child is killed that has not gone, in seconds after the stop began.
 _STOP_BY_S: Final = {"api": 5.0, "captures": 6.0, "engine": 12.5, "writer": STOP_S}
+_STOP_LOADING_S: Final = 3.0  # the same for a child that was never ready: it has nothing to finish
 
 Output = Callable[[str, str], None]
 
@@ -140,6 +141,8 @@ class Supervisor:
             try:
                 await asyncio.wait_for(self._is_ready[waiting[0]].wait(), _STILL_EVERY_S)
             except TimeoutError:
+                if self._stop.is_set():
+                    return
                 still = [name for name in waiting if not self._is_ready[name].is_set()]
                 self._say(f"waiting for {' and '.join(still)} ({time.monotonic() - began:.0f} s)")
         if not self._stop.is_set():
@@ -167,7 +170,10 @@ class Supervisor:
         began = time.monotonic()
 
         def left(name: str) -> float:
-            return 0.0 if self._signals > 1 else _STOP_BY_S.get(name, STOP_S) - (time.monotonic() - began)
+            by = _STOP_BY_S.get(name, STOP_S)
+            if name == "engine" and not self._is_ready[name].is_set():
+                by = _STOP_LOADING_S
+            return 0.0 if self._signals > 1 else by - (time.monotonic() - began)
 
         for name in ("api", "captures", "engine", "writer"):
             if name == "captures":

@@ -1,8 +1,8 @@
 """A supervisor over three small programs, for tests of process handling: no model, so a start takes a moment.
 
 Usage: supervised.py FOLDER ENGINE_PORT [MODE]. Each program appends its id to FOLDER/NAME.pids. The engine listens on a
-port, has a worker process of its own, and with MODE "stubborn" ignores SIGTERM, its worker too; with MODE "writer-dies"
-or "engine-fails" that program ends by itself.
+port, has a worker process of its own, and with MODE "stubborn" ignores SIGTERM, its worker too; with MODE "loading" it
+ignores SIGTERM and never gets ready; with MODE "writer-dies" or "engine-fails" that program ends by itself.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ if {mode!r} == "engine-fails":
     print("(Worker) ERROR schemas.errors.StartError: vllm-tap: cannot arm q; this model offers: resid_post", flush=True)
     print("\\n".join("  File " + str(number) for number in range(30)) + "\\nno such model", flush=True)
     sys.exit(3)
-if {mode!r} == "stubborn":
+if {mode!r} in ("stubborn", "loading"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if {mode!r} == "loading":
+    linger()
 worker = subprocess.Popen([sys.executable, "-c", {worker!r}, {mode!r}])
 with open(os.path.join({folder!r}, "worker.pids"), "a") as file:
     file.write(str(worker.pid) + "\\n")
