@@ -81,7 +81,8 @@ def _group(
     capture: Capture, layers: tuple[int, ...], extents: Sequence[Extent], which: Sequence[int], drops: Sequence[Drop],
     ranges: list[tuple[int, int]], served: int,
 ) -> LayerGroup:
-    expected = expand(ranges)
+    starts = np.asarray([start for start, _ in ranges], np.int64)
+    stops = np.asarray([stop for _, stop in ranges], np.int64)
     sizes = [len(extents[i].rows) for i in which]
     stacked = np.concatenate([extents[i].rows for i in which]) if which else np.zeros((0, 2), np.uint32)
     position, row = stacked[:, 0].astype(np.int64), stacked[:, 1].astype(np.int64)
@@ -94,16 +95,25 @@ def _group(
     for drop in drops:
         keep &= ~((position >= drop.start) & (position < drop.stop) & (seq < drop.seq))
     position, row, extent = position[keep], row[keep], extent[keep]
-    wanted = np.isin(position, expected, assume_unique=True)
+    wanted = np.searchsorted(starts, position, "right") > np.searchsorted(stops, position, "right")
     position, row, extent = position[wanted], row[wanted], extent[wanted]
-    absent = np.setdiff1d(expected, position, assume_unique=True)
-    return LayerGroup(layers, len(expected), position, extent, row, _missing(capture, absent, drops))
+    # Between the start of a range and its end, every row that is there ends a gap and begins the next.
+    gaps = np.stack([np.sort(np.append(starts, position + 1)), np.sort(np.append(stops, position))])
+    missing = _missing(capture, gaps[:, gaps[0] < gaps[1]], drops)
+    return LayerGroup(layers, int((stops - starts).sum()), position, extent, row, missing)
 
 
-def _missing(capture: Capture, absent: I64, drops: Sequence[Drop]) -> list[Missing]:
-    """Ranges of absent positions with their reasons."""
-    if not len(absent):
+def _missing(capture: Capture, gaps: I64, drops: Sequence[Drop]) -> list[Missing]:
+    """Ranges of absent positions with their reasons; ``gaps`` are sorted, disjoint ``[start or stop, n]``.
+
+    Positions are never counted out one by one: a capture may claim billions of them.
+    """
+    if not gaps.size:
         return []
+    edges = {capture.end or 0, capture.cached, *(drop.start for drop in drops), *(drop.stop for drop in drops)}
+    cuts = np.asarray(sorted(edges), np.int64)
+    cuts = cuts[np.searchsorted(gaps[0], cuts, "left") > np.searchsorted(gaps[1], cuts, "right")]  # inside a gap
+    absent, ends = np.sort(np.append(gaps[0], cuts)), np.sort(np.append(gaps[1], cuts))
     names: list[str] = []
 
     def name(reason: str) -> int:
@@ -119,21 +129,14 @@ def _missing(capture: Capture, absent: I64, drops: Sequence[Drop]) -> list[Missi
     reason[absent < capture.cached] = name("prefix_cached")
     for drop in drops:
         reason[(absent >= drop.start) & (absent < drop.stop)] = name(drop.reason)
-    starts = np.flatnonzero(np.append(True, (np.diff(absent) != 1) | (np.diff(reason) != 0)))
-    stops = np.append(starts[1:], len(absent))
-    return [Missing(int(absent[a]), int(absent[b - 1]) + 1, names[reason[a]])
-            for a, b in zip(starts, stops, strict=True)]
+    first = np.flatnonzero(np.append(True, (absent[1:] != ends[:-1]) | (np.diff(reason) != 0)))
+    last = np.append(first[1:], len(absent)) - 1
+    return [Missing(int(absent[a]), int(ends[b]), names[reason[a]]) for a, b in zip(first, last, strict=True)]
 
 
 def clip(ranges: Iterable[tuple[int, int]], end: int) -> list[tuple[int, int]]:
     """The ranges below ``end``."""
     return [(max(start, 0), min(stop, end)) for start, stop in ranges if start < end and stop > 0]
-
-
-def expand(ranges: Sequence[tuple[int, int]]) -> I64:
-    """The positions of sorted, disjoint ranges."""
-    parts = [np.arange(start, stop, dtype=np.int64) for start, stop in ranges]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def status_of(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop]) -> str:

@@ -60,6 +60,8 @@ def check_frame(frame: Frame) -> int:
     rows = sum(frame.runs)
     need(rows <= limits.frame_rows_max, f"{rows} rows")
     need(0 < len(frame.captures) <= limits.frame_captures_max, f"{len(frame.captures)} captures")
+    need(len(set(frame.captures)) == len(frame.captures), "a capture is named twice")
+    need(len(frame.fingerprint) <= limits.alias_chars_max, f"fingerprint of {len(frame.fingerprint)} characters")
     need(all(split_capture_id(capture) is not None for capture in frame.captures), "malformed capture id")
     declared = codecs.streams(frame.codec, frame.width, frame.dtype)
     need([part.name for part in frame.streams] == [stream.name for stream in declared], "streams do not fit the codec")

@@ -36,7 +36,7 @@ from schemas.catalog import (
 )
 from schemas.control import EngineInfo
 from schemas.coverage import Coverage, LayerGroup, cover
-from schemas.errors import LimitError, NotFoundError, StoreError
+from schemas.errors import CorruptError, LimitError, NotFoundError, StoreError
 from schemas.ids import split_capture_id
 from schemas.manifest import Manifest, Missing
 from schemas.mapping import SegmentMaps
@@ -102,6 +102,8 @@ def read_store_uuid(path: Path) -> bytes:
         version, uuid = document["version"], bytes.fromhex(document["uuid"].replace("-", ""))
     except FileNotFoundError:
         raise StoreError("open store", path, "no store.json in it", "name the folder given to the writer") from None
+    except OSError as error:
+        raise StoreError("open store", path, error.strerror, "name the folder given to the writer") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError("open store", file, f"malformed: {error!r}") from None
     if version != limits.STORE_VERSION or len(uuid) != 16:
@@ -172,7 +174,8 @@ class StoreReader:
             args.append(status)
         with self._lock:
             if before is not None:
-                last = self._find(before, owner)
+                # It may have been deleted since that page: its tombstone still says where to go on.
+                last = find_capture(self._db, before) or self._find(before, owner)
                 where.append("(created_ms, id) < (?, ?)")
                 args += [last.created_ms, last.id]
             condition = " AND ".join(where)
@@ -241,6 +244,10 @@ class StoreReader:
                     raise StoreError("read slice", self.path, f"segment {extent.segment} is not in the catalog",
                                      "start the writer once: it repairs the catalog")
                 view = self._maps.frame(segment, extent.offset)
+                if view.declared != declared:
+                    raise CorruptError("read slice", f"{open_name(extent.segment)} at byte {extent.offset}",
+                                       f"rows in {view.frame.codec} of width {view.frame.width}, the capture says "
+                                       f"{resolved.codec[site]} of width {width}")
                 at = np.flatnonzero(extent_of == index)
                 rows = row_of[at]
                 source = view.pieces(np.searchsorted(view.frame.layers, [wanted[i] for i in group_layers]), rows)
@@ -400,20 +407,25 @@ def _common_rows(groups: list[LayerGroup], wanted: list[int], start: int, stop: 
 
 def _missing_of(groups: list[LayerGroup], wanted: list[int], start: int, stop: int) -> list[Missing]:
     """Missing ranges of any wanted layer within ``[start, stop)``; where layers differ, the first's reason."""
-    found: dict[int, str] = {}
     used = [group for group in groups if set(group.layers) & set(wanted)]
     if len(used) == 1:
         clipped = [Missing(max(m.start, start), min(m.stop, stop), m.reason) for m in used[0].missing]
         return [m for m in clipped if m.start < m.stop]
-    for group in used:
-        for m in group.missing:
-            for position in range(max(m.start, start), min(m.stop, stop)):
-                found.setdefault(position, m.reason)
+    found = [Missing(max(m.start, start), min(m.stop, stop), m.reason) for group in used for m in group.missing]
+    found = [m for m in found if m.start < m.stop]
+    edges = sorted({edge for m in found for edge in (m.start, m.stop)})
+    at = {edge: index for index, edge in enumerate(edges)}
+    reasons: list[str | None] = [None] * len(edges)  # from each edge to the next
+    for m in found:
+        for index in range(at[m.start], at[m.stop]):
+            reasons[index] = reasons[index] or m.reason
     merged: list[Missing] = []
-    for position in sorted(found):
-        if merged and merged[-1].stop == position and merged[-1].reason == found[position]:
-            merged[-1] = Missing(merged[-1].start, position + 1, found[position])
+    for index, reason in enumerate(reasons):
+        if reason is None:
+            continue
+        if merged and merged[-1].stop == edges[index] and merged[-1].reason == reason:
+            merged[-1] = Missing(merged[-1].start, edges[index + 1], reason)
         else:
-            merged.append(Missing(position, position + 1, found[position]))
+            merged.append(Missing(edges[index], edges[index + 1], reason))
     return merged
 

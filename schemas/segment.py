@@ -188,6 +188,14 @@ def parse_frame(data: memoryview, offset: int, store: bytes, number: int, path: 
     return FrameView(data, offset, header, flags, table, rows, layout, declared)
 
 
+def newer_frame(data: memoryview, offset: int, store: bytes) -> bool:
+    """Whether a frame of a version that this program does not know starts at ``offset``."""
+    if offset > len(data) - PRELUDE.size:
+        return False
+    magic, version, _, uuid, *_ = PRELUDE.unpack_from(data, offset)
+    return bool(magic == MAGIC and version > SEGMENT_VERSION and uuid == store)
+
+
 def verify_payload(view: FrameView, path: object) -> None:
     """CorruptError where a stream's bytes do not match its checksum (skipped for redacted frames)."""
     if view.flags & FLAG_REDACTED:

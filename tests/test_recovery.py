@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
 import sqlite3
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from schemas.errors import NotFoundError
+from schemas.catalog import Capture, Drop, Extent
+from schemas.coverage import cover
+from schemas.errors import NotFoundError, StartError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
+from schemas.spec import Resolved
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
 from writer_service import fs, recovery
 
@@ -363,3 +372,114 @@ def test_a_reader_needs_no_writer(tmp_path: Path) -> None:
         file.unlink()
     with StoreReader(copy) as reader:
         assert_rows(reader.slice(capture, SITE, [0], 0, 9), 1, range(9))
+
+
+def test_a_power_loss_that_keeps_rows_but_not_their_open(tmp_path: Path) -> None:
+    """Segment and log are synced side by side: rows whose Open was lost are taken again, and then found."""
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store, "--seal-idle-s", "60") as writer:
+        engine = Sender(writer.endpoint)
+        engine.hello()
+        engine.sync()
+        assert until(lambda: dump(store)["streams"])
+        (log,) = (store / "writers" / "w0" / "journal").glob("control-*.log")
+        before = log.stat().st_size
+        saved = shutil.copytree(store, tmp_path / "saved", ignore=shutil.ignore_patterns("LOCK"))
+        writer.process.send_signal(signal.SIGSTOP)  # both come in one commit
+        engine.open(capture, prompt_len=6)
+        engine.frame([(capture, 1, range(6))])
+        kept = dict(engine.kept)
+        writer.process.send_signal(signal.SIGCONT)
+        engine.wait()
+        writer.kill()
+        assert until(lambda: dump(store)["frames"])[0][-1] == 0
+        for file in store.glob("catalog.sqlite*"):
+            file.unlink()
+        for file in saved.glob("catalog.sqlite*"):
+            shutil.copy(file, store / file.name)
+        with open(log, "r+b") as file:
+            file.truncate(before)
+        writer.start()
+        engine.close()  # an Ack of before may still lie in it
+        engine.connect()
+        engine.durable, engine.kept = 0, kept
+        assert engine.hello().durable == 0
+        engine.finish(capture, end=6)
+        engine.wait()
+        assert status_is(store, capture, "complete")
+        with StoreReader(store) as reader:
+            assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 6), 1, range(6))
+        writer.stop()
+        engine.close()
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 6), 1, range(6))
+    rebuilt(store)
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 6), 1, range(6))
+
+
+def test_what_a_newer_version_wrote_is_not_cut_off(tmp_path: Path) -> None:
+    store, _, engine, _ = running_store(tmp_path)
+    engine.close()
+    (segment,) = (store / "writers" / "w0" / "journal").glob("*.open")
+    data = bytearray(segment.read_bytes())
+    data[8] = 2
+    segment.write_bytes(data)
+    with pytest.raises(StoreError, match="newer version"):
+        recovery.recover(store)
+    assert segment.read_bytes() == data
+
+
+def test_a_full_disk_leaves_no_descriptors_and_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log that cannot be begun is tried again with every record, for as long as the disk is full."""
+    fault(monkeypatch, "datasync:control-:3:1:EIO,write_at:control-:4:40:ENOSPC")
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store, script=FAULTY) as writer, Sender(writer.endpoint, role="api") as api:
+        descriptors, journal = Path(f"/proc/{writer.process.pid}/fd"), store / "writers" / "w0" / "journal"
+        before = len(list(descriptors.iterdir()))
+        api.own(capture)
+        while not api.refusals:
+            api.receive()
+        api.hello()
+        for _ in range(45):
+            api.resend()
+            api.sync()
+        api.wait()
+        assert len(list(descriptors.iterdir())) <= before + 4 and len(list(journal.iterdir())) < 10
+
+
+def test_two_first_starts_at_once_make_one_store(tmp_path: Path) -> None:
+    """The one that does not get the lock has not given the store another name."""
+    store = tmp_path / "store"
+    lock, _ = recovery.take_lock(store)
+    with pytest.raises(StartError, match="another writer"):
+        recovery.recover(store)
+    assert not (store / "store.json").exists()
+    fs.close(lock)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_missing_ranges_are_what_counting_positions_says(data: st.DataObject) -> None:
+    edge = st.integers(0, 30)
+    ranges = sorted({*data.draw(st.lists(edge, max_size=8).filter(lambda edges: len(set(edges)) % 2 == 0))})
+    positions = list(zip(ranges[::2], ranges[1::2], strict=True))
+    end, cached = data.draw(edge), data.draw(st.integers(0, 20))
+    output = data.draw(st.integers(0, 12))
+    present = sorted(data.draw(st.sets(st.integers(0, 40))))
+    drops = [Drop(SITE, seq, (0,), start, start + n, "dropped") for seq, start, n in
+             data.draw(st.lists(st.tuples(st.integers(1, 9), edge, st.integers(1, 9)), max_size=3))]
+    resolved = msgspec.json.encode(Resolved({SITE: [0]}, {SITE: "raw"}, positions, "allow")).decode()
+    capture = Capture("c", "c", 0, "", "running", 0, {}, "s", "{}", resolved, 20, b"", cached, 99, "abort", None,
+                      bytes(4 * output), end, 0, None, 0, False, None, False)
+    rows = np.array([(p, i) for i, p in enumerate(present)], np.uint32).reshape(-1, 2)
+    (group,) = cover(capture, [Extent(SITE, 5, 1, 0, (0,), rows)], drops).sites[SITE]
+    expected = [p for a, b in positions for p in range(a, min(b, max(end, 19 + output)))]
+    gone = {p for drop in drops if drop.seq > 5 for p in range(drop.start, drop.stop)}
+    there = [p for p in present if p in expected and p < end and p not in gone]
+    dropped = {p for drop in drops for p in range(drop.start, drop.stop)}
+    assert group.expected == len(expected) and group.positions.tolist() == there
+    assert [(p, m.reason) for m in group.missing for p in range(m.start, m.stop)] == [
+        (p, "dropped" if p in dropped else "prefix_cached" if p < cached else "aborted" if p >= end else "dropped")
+        for p in expected if p not in there]
+    assert all(a.stop < b.start or a.reason != b.reason for a, b in pairwise(group.missing))

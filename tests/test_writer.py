@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 
-from schemas.control import Frame, Refuse, StreamPart
+from schemas.catalog import connect_write, find_capture
+from schemas.control import Frame, Hello, Open, Refuse, StreamPart, decode_from_writer, encode
 from schemas.errors import LimitError, NotFoundError, SpecError
+from schemas.frame import RowTable
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
+from schemas.spec import Resolved
 from tests.store_helpers import (
     ROOT,
     SITE,
@@ -24,6 +31,8 @@ from tests.store_helpers import (
     engine_info,
     until,
 )
+from writer_service import catalog
+from writer_service.control_log import Entry
 
 
 @pytest.fixture
@@ -623,3 +632,157 @@ def test_many_sites_codecs_and_captures_in_one_frame(store: Path, writer: Writer
                     got = reader.slice(capture, site, [2, 0], 0, 3)
                     assert (got.dtype, got.width, got.pieces["x"].dtype) == ("bfloat16", 96, np.uint16)
                     assert_rows(got, i, range(3))
+
+
+def test_the_memory_of_an_engine_that_ended_is_let_go(store: Path, tmp_path: Path) -> None:
+    ring = tmp_path / "ring"
+    ring.write_bytes(bytes(1 << 20))
+    capture = new_ulid()
+    with WriterProcess(store, "--engine-lost-s", "0.5") as writer:
+
+        def mapped() -> int:
+            return Path(f"/proc/{writer.process.pid}/maps").read_text().count(str(ring))
+
+        with Sender(writer.endpoint, ring=ring, ring_bytes=1 << 20) as engine:
+            engine.bye()
+            assert until(lambda: mapped() == 0)
+        with Sender(writer.endpoint, ring=ring, ring_bytes=1 << 20) as engine:
+            engine.open(capture, prompt_len=3)
+            engine.frame([(capture, 1, range(3))], ring_at=0)
+            engine.wait()
+            assert mapped() == 1
+            assert until(lambda: mapped() == 0)
+            engine.frame([(capture, 1, range(3, 6))], ring_at=1 << 16)  # it had only been silent
+            engine.finish(capture, end=6)
+            engine.wait()
+            assert not engine.refused and mapped() == 1
+            with StoreReader(store) as reader:
+                assert until(lambda: reader.capture(capture).status == "complete")
+                assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 6), 1, range(6))
+
+
+def test_every_refusal_is_told(api: Sender) -> None:
+    for _ in range(3000):
+        api.delete(new_ulid())
+    api.wait()
+    assert len(api.refused) == 3000
+
+
+def test_a_greeting_of_another_version_is_refused_for_good(writer: WriterProcess) -> None:
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(writer.endpoint)
+    for version, code in ((2, "version"), (1, "malformed")):
+        words = msgspec.msgpack.decode(encode(Hello(new_ulid(), "api", 5)))
+        socket.send(msgspec.msgpack.encode({**words, "version": version, "new": 1}))
+        assert socket.poll(5000)
+        answer = decode_from_writer(socket.recv())
+        assert isinstance(answer, Refuse) and answer.code == code, answer
+    socket.close()
+
+
+def test_many_streams_of_the_past_leave_room_for_new_ones(store: Path) -> None:
+    with WriterProcess(store) as writer:
+        old = Sender(writer.endpoint, epoch=5)
+        old.hello()
+        old.open(new_ulid())
+        old.wait()
+        old.bye()
+        old.sync()
+        writer.stop()
+        db = sqlite3.connect(store / "catalog.sqlite")
+        db.executemany("INSERT INTO streams VALUES (?, 5, 'api', 1, 0)", [(new_ulid(),) for _ in range(5000)])
+        db.commit()
+        db.close()
+        writer.start()
+        with Sender(writer.endpoint) as engine:
+            engine.open(new_ulid())
+            engine.wait()
+        assert old.hello().durable == 1
+        old.epoch = 4
+        with pytest.raises(AssertionError, match="stale"):
+            old.hello()
+        old.close()
+
+
+def test_a_running_capture_costs_the_same_with_every_commit(tmp_path: Path) -> None:
+    """Reading all its rows again with each commit would make a long generation ever slower."""
+    db = connect_write(tmp_path / "catalog.sqlite")
+    catalog.create(db, "00" * 16)
+    capture, stream = new_ulid(), new_ulid()
+    resolved = Resolved({SITE: [0]}, {SITE: "raw"}, "all", "allow")
+    opened = Entry(stream, 1, 0, 0, Open(1, capture, "r", "{}", resolved, 2, b"", 0, 1))
+    said: list[str] = []
+    with catalog.transaction(db):
+        catalog.refresh(db, catalog.apply(db, [opened]))
+        db.set_trace_callback(said.append)
+        for seq in range(2, 9):
+            one = np.ones(1, np.uint32)
+            frame = Frame(seq, SITE, "raw", "float32", 1, [0], [capture], [1], 0, [], "f")
+            indexed = catalog.Indexed(stream, 1, 0, 1, 4096 * seq, 4096, frame, RowTable(one * 0, one * seq, one, one))
+            catalog.refresh(db, catalog.apply(db, [indexed]))
+        db.set_trace_callback(None)
+    assert not [statement for statement in said if "FROM extents" in statement]
+    found = find_capture(db, capture)
+    assert found is not None and (found.status, found.total_len) == ("running", 9)
+    db.close()
+
+
+def test_what_is_stored_belongs_to_one_user(store: Path, writer: WriterProcess, engine: Sender) -> None:
+    capture = new_ulid()
+    engine.open(capture, prompt_len=1)
+    engine.frame([(capture, 1, [0])])
+    engine.finish(capture, end=1)
+    engine.wait()
+    assert until(lambda: (store / "catalog.sqlite-wal").exists())
+    open_to_others = [path for path in [store, *store.rglob("*")] if path.stat().st_mode & 0o077]
+    writer.stop()
+    open_to_others += [path for path in [store, *store.rglob("*")] if path.stat().st_mode & 0o077]
+    assert not open_to_others
+
+
+def test_a_catalog_that_cannot_be_written_does_not_hold_up_the_end(
+    store: Path, writer: WriterProcess, engine: Sender
+) -> None:
+    """As on a full disk: what is acknowledged lies in the journal, and the next start reads it from there."""
+    capture = new_ulid()
+    engine.open(capture, prompt_len=1)
+    engine.wait()
+    with StoreReader(store) as reader:
+        assert until(lambda: reader.captures() != [])
+    writer.kill()
+    writer.script = ROOT / "tests" / "faulty_catalog.py"
+    writer.start()
+    engine.hello()
+    engine.frame([(capture, 1, [0])])
+    engine.finish(capture, end=1)
+    engine.wait()
+    writer.process.send_signal(signal.SIGTERM)
+    writer.process.communicate(timeout=30)
+    writer.script = None
+    writer.start()
+    with StoreReader(store) as reader:
+        assert reader.capture(capture).status == "complete"
+        assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 1), 1, [0])
+
+
+def test_an_endpoint_that_is_a_file_of_somebody_is_left_alone(store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "private"
+    folder.mkdir(mode=0o700)
+    (folder / "thesis").write_text("mine")
+    done = subprocess.run(
+        [sys.executable, "-m", "writer_service", "--store", str(store), "--endpoint", f"ipc://{folder}/thesis"],
+        cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and "no socket" in done.stderr and (folder / "thesis").read_text() == "mine"
+
+
+def test_a_page_goes_on_after_a_capture_that_was_deleted_meanwhile(store: Path, engine: Sender, api: Sender) -> None:
+    captures = [new_ulid() for _ in range(3)]
+    for capture in captures:
+        api.own(capture, owner="a")
+    api.wait()
+    with StoreReader(store) as reader:
+        first, *rest = [row.id for row in reader.captures(owner="a")]
+        api.delete(first)
+        api.wait()
+        assert [row.id for row in reader.captures(owner="a", before=first)] == rest

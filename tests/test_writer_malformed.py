@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schemas import limits
-from schemas.control import encode
+from schemas.control import Dropped, Finish, Open, Own, encode
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
-from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, until
+from schemas.spec import Resolved
+from tests.store_helpers import SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,8 @@ LIES = {
     "unknown_site": {"site": "nowhere"},
     "path_as_capture": {"captures": ["../../../etc/passwd"]},
     "no_captures": {"captures": []},
+    "capture_twice": {"captures": ["01ARZ3NDEKTSV4RRFFQ69G5FAV"] * 2},
+    "huge_fingerprint": {"fingerprint": "f" * 2**20},
     "unknown_codec": {"codec": "pickle"},
     "other_codec": {"codec": "raw"},
     "other_width": {"width": 65},
@@ -124,9 +128,6 @@ def test_a_payload_in_several_parts(writer: WriterProcess, engine: Sender) -> No
 
 
 def test_records_that_lie_are_refused(writer: WriterProcess, engine: Sender) -> None:
-    from schemas.control import Dropped, Finish, Open, Own
-    from schemas.spec import Resolved
-
     good = Open(0, new_ulid(), "r", "{}", Resolved({SITE: [0]}, {SITE: "raw"}, "all", "allow"), 1, b"\0" * 4, 0, 1)
     resolved = good.resolved
     lies = [
@@ -149,6 +150,8 @@ def test_records_that_lie_are_refused(writer: WriterProcess, engine: Sender) -> 
         Own(0, new_ulid(), 1, "", [new_ulid()], {}, 1),
         Own(0, new_ulid(), 1, "", ["a"] * 1000, {}, 1),
         Own(0, new_ulid(), 1, "", [], {"k": "v" * 10_000}, 1),
+        Own(0, new_ulid(), 1, "", [], {}, 2**63),
+        msgspec.structs.replace(good, created_ms=2**64 - 1),
     ]
     for lie in lies:
         engine.send(msgspec.structs.replace(lie, seq=engine.next()))
@@ -161,12 +164,36 @@ def test_records_that_lie_are_refused(writer: WriterProcess, engine: Sender) -> 
         Dropped(0, capture, SITE, [0], 0, 1, "because"),
         Finish(0, capture, "stop", None, b"123", 1),
         Finish(0, capture, "stop", None, b"", -1),
+        Finish(0, capture, "stop", None, b"", 1, 2**63),
     ]
     for lie in more:
         engine.send(msgspec.structs.replace(lie, seq=engine.next()))
     engine.wait()
     assert {code for code, _ in engine.refused.values()} == {"malformed"}
     assert len(engine.refused) == len(lies) + len(more)
+    still_works(writer, engine)
+
+
+def test_billions_of_positions_cost_no_memory(writer: WriterProcess, engine: Sender) -> None:
+    capture, last = new_ulid(), limits.position_max
+    resolved = Resolved({SITE: [0, 1, 2, 3]}, {SITE: "int8b64"}, "all", "recompute")
+    engine.send(Open(engine.next(), capture, "r", "{}", resolved, last, b"", 7, 1))
+    engine.frame([(capture, 1, [3, last - 2])])
+    engine.dropped(capture, 100, 200, layers=[0, 1])
+    engine.finish(capture, end=last)
+    engine.wait()
+    assert not engine.refused
+    with StoreReader(writer.store) as reader:
+        assert until(lambda: reader.capture(capture).status == "incomplete")
+        manifest = reader.manifest(capture)
+        assert_adds_up(manifest)
+        found = [(m.start, m.stop, m.reason) for m in manifest.rows[2].missing]
+        assert found == [(0, 3, "prefix_cached"), (4, 7, "prefix_cached"), (7, last - 2, "dropped"),
+                         (last - 1, last, "dropped")]
+        assert reader.slice(capture, SITE, [0, 2]).missing == manifest.rows[2].missing
+        assert_rows(reader.slice(capture, SITE, [0, 2]), 1, [3, last - 2])
+    status = Path(f"/proc/{writer.process.pid}/status").read_text()
+    assert int(status.split("VmHWM:")[1].split()[0]) < 1_000_000  # KiB
     still_works(writer, engine)
 
 

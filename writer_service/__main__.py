@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import signal
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -29,9 +31,10 @@ def parse(argv: list[str]) -> Config:
 
 def main(argv: list[str] | None = None) -> int:
     """0 after a clean stop, 2 where the writer cannot start, 1 where it had to end."""
+    os.umask(0o077)  # what is stored is what users said
     try:
         writer = Writer(parse(sys.argv[1:] if argv is None else argv))
-    except (StartError, StoreError) as error:
+    except (StartError, StoreError, OSError, sqlite3.Error) as error:
         print(f"writer: {error}", file=sys.stderr)
         return 2
 

@@ -17,7 +17,7 @@ import numpy as np
 from schemas import codecs
 from schemas.catalog import CATALOG_VERSION, DDL, find_capture, load_drops, load_extents, pack_layers
 from schemas.control import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Frame, Hello, Hold, Open, Own
-from schemas.coverage import cover, status_of_cover
+from schemas.coverage import Coverage, cover, status_of_cover
 from schemas.errors import TapError
 from schemas.frame import RowTable
 from schemas.ids import sample_id, split_capture_id, ulid_ms
@@ -125,9 +125,12 @@ def refresh(db: sqlite3.Connection, captures: Iterable[str]) -> None:
         capture = find_capture(db, capture_id)
         if capture is None:
             continue
-        coverage = cover(capture, load_extents(db, capture_id), load_drops(db, capture_id))
-        tokens = capture.prompt_len + len(capture.output_tokens) // 4
-        total = tokens if capture.finish_seq is not None else max(tokens, coverage.end)
+        total = capture.prompt_len + len(capture.output_tokens) // 4
+        coverage = Coverage(0, {}, {})
+        if capture.finish_seq is not None:
+            coverage = cover(capture, load_extents(db, capture_id), load_drops(db, capture_id))
+        else:  # its status does not follow from its rows: reading all of them with every commit would cost ever more
+            total = max(total, capture.total_len)
         db.execute("UPDATE captures SET status = ?, total_len = ? WHERE id = ?",
                    (status_of_cover(capture, coverage), total, capture_id))
 
@@ -292,6 +295,8 @@ def _index(db: sqlite3.Connection, item: Indexed) -> set[str]:
         db.execute("INSERT OR REPLACE INTO extents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (
             capture, frame.site, frame.seq, item.segment, item.offset, len(rows), int(positions.min()),
             int(positions.max()), layers, pairs))
+        db.execute("UPDATE captures SET total_len = max(total_len, ?) WHERE id = ? AND finish_seq IS NULL",
+                   (int(positions.max()) + 1, capture))
         touched.add(capture)
     return touched
 

@@ -114,6 +114,7 @@ class CatalogThread:
         self.done: deque[Batch] = deque()
         self.failed: Exception | None = None
         self.trouble: str | None = None
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
         self._thread.start()
 
@@ -132,8 +133,12 @@ class CatalogThread:
         self._queue.put(batch)
 
     def close(self) -> None:
-        """Apply what is waiting and end."""
-        self._queue.put(None)
+        """Apply what is waiting and end; what cannot be applied now is read from the journal at the next start."""
+        self._closing = True
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=0.1)
+                break
         self._thread.join()
 
     def _run(self) -> None:
@@ -156,6 +161,8 @@ class CatalogThread:
                 work()
             except sqlite3.OperationalError as error:  # disk full, I/O error, locked by a stranger
                 self.trouble = str(error)
+                if self._closing:
+                    raise
                 time.sleep(0.2)
             else:
                 self.trouble = None

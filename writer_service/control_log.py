@@ -100,9 +100,14 @@ class ControlLog:
         """A new log with its head written and its name durable."""
         path = log_path(journal, number)
         fd = fs.open_new(path)
-        fs.write_at(fd, [_HEAD.pack(MAGIC, LOG_VERSION, 0, store)], 0)
-        fs.datasync(fd)
-        fs.sync_dir(journal)
+        try:
+            fs.write_at(fd, [_HEAD.pack(MAGIC, LOG_VERSION, 0, store)], 0)
+            fs.datasync(fd)
+            fs.sync_dir(journal)
+        except OSError:
+            fs.close(fd)
+            path.unlink(missing_ok=True)
+            raise
         return cls(number, path, fd, _HEAD.size, _HEAD.size)
 
     def append(self, entry: Entry) -> None:

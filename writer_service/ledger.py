@@ -18,6 +18,7 @@ from schemas.spec import NAMED_POSITIONS
 
 remembered_max = 20_000
 aliases_max = 16
+number_max = 2**63 - 1  # what SQLite can hold
 
 
 class RefusedError(Exception):
@@ -148,6 +149,7 @@ class Ledger:
         _need(len(own.aliases) <= aliases_max, "aliases", f"at most {aliases_max}")
         _need(all(0 < len(a) <= limits.alias_chars_max and split_capture_id(a) is None for a in own.aliases),
               "aliases", f"1 to {limits.alias_chars_max} characters, and no capture id")
+        _need(0 <= own.created_ms <= number_max, "created_ms", f"0 to {number_max}")
         _need(len(own.tags) <= limits.spec_tags_max, "tags", f"at most {limits.spec_tags_max}")
         _need(all(len(k) <= limits.tag_key_chars_max and len(v) <= limits.tag_value_chars_max
                   for k, v in own.tags.items()), "tags", "keys and values within the limits")
@@ -199,6 +201,7 @@ class Ledger:
             return _nothing
         _need(0 <= record.end <= limits.position_max, "end", f"0 to {limits.position_max}")
         _need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
+        _need(0 <= record.recomputed <= number_max, "recomputed", f"0 to {number_max}")
 
         def effect() -> None:
             standing.finish_seq, standing.batch = record.seq, self.batch
@@ -269,6 +272,7 @@ def _check_open(opened: Open) -> None:
               "resolved.positions", "sorted, disjoint ranges")
     _need(0 <= opened.prompt_len <= limits.position_max, "prompt_len", f"0 to {limits.position_max}")
     _need(len(opened.prompt_token_ids) in (0, 4 * opened.prompt_len), "prompt_token_ids", "4 bytes a prompt token")
+    _need(0 <= opened.created_ms <= number_max, "created_ms", f"0 to {number_max}")
     _need(0 <= opened.cached <= opened.prompt_len, "cached", "0 to prompt_len")
     try:
         _need(isinstance(json.loads(opened.asked), dict), "asked", "a JSON object")

@@ -20,13 +20,14 @@ from schemas.control import Bye, Hello
 from schemas.errors import CorruptError, StartError, StoreError
 from schemas.mapping import map_file
 from schemas.reader import read_store_uuid
-from schemas.segment import FrameView, parse_frame, walk
+from schemas.segment import FrameView, newer_frame, parse_frame, walk
 from schemas.zarr_layout import WRITER, block_name, main_chunk, open_name
 from writer_service import catalog, fs, sealing
 from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
 from writer_service.control_log import log_numbers, log_path, read_log
 
 apply_at_once = 512
+MADE_FIRST = ("writers", "blocks", ".store.json.tmp")  # what may be there without a store.json
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class Sequence:
     role: str
     covered: int = 0
     seqs: set[int] = field(default_factory=set)
+    unopened: set[int] = field(default_factory=set)  # frames with a capture whose Open is not there
     bye: bool = False
 
     def note(self, epoch: int, covered: int, seq: int) -> None:
@@ -46,6 +48,7 @@ class Sequence:
         if epoch > self.epoch:
             self.epoch, self.covered, self.bye = epoch, 0, False
             self.seqs.clear()
+            self.unopened.clear()
         self.covered = max(self.covered, covered)
         if seq > self.covered:
             self.seqs.add(seq)
@@ -91,14 +94,20 @@ def take_lock(store: Path) -> tuple[int, int]:
     return fd, epoch
 
 
-def make_store(store: Path) -> bytes:
-    """The store's uuid; the folder becomes a store where it is empty or new."""
+def check_folder(store: Path) -> None:
+    """StartError where the folder is somebody else's, StoreError where the store is of another version."""
     fs.make_dirs(store)
+    if (store / "store.json").exists():
+        read_store_uuid(store)
+    elif strange := [entry.name for entry in store.iterdir() if entry.name not in MADE_FIRST]:
+        raise StartError(f"store {store}: the folder is not empty and has no store.json (it has {strange[0]!r}); "
+                         "name a new or empty folder")
+
+
+def make_store(store: Path) -> bytes:
+    """The store's uuid; the folder becomes a store where it is none yet."""
     file = store / "store.json"
     if not file.exists():
-        if strange := [entry.name for entry in store.iterdir() if entry.name not in ("writers", "blocks")]:
-            raise StartError(f"store {store}: the folder is not empty and has no store.json (it has {strange[0]!r}); "
-                             "name a new or empty folder")
         document = {"format": "vllm-tap store", "version": limits.STORE_VERSION, "uuid": str(uuids.uuid4()),
                     "created_ms": time.time_ns() // 1_000_000}
         fs.write_durable(file, json.dumps(document, indent=1).encode())
@@ -107,8 +116,9 @@ def make_store(store: Path) -> bytes:
 
 def recover(store: Path) -> Recovered:
     """Everything above; StartError or StoreError where the store cannot be used."""
-    uuid = make_store(store)
+    check_folder(store)
     lock, epoch = take_lock(store)
+    uuid = make_store(store)  # under the lock: two writers that start at once must not both name the store
     db, rebuilt = open_catalog(store, uuid)
     try:
         state = Recovered(uuid, epoch, lock, 1, 1, {}, [], rebuilt=rebuilt)
@@ -119,8 +129,9 @@ def recover(store: Path) -> Recovered:
         touched |= _scan_open(db, store, state)
         with catalog.transaction(db):
             catalog.refresh(db, touched)
-            for sequence in state.streams.values():
+            for name, sequence in state.streams.items():
                 sequence.settle()
+                _take_again(db, name, sequence)
             catalog.note_streams(db, [(name, s.epoch, s.role, s.covered) for name, s in state.streams.items()])
         return state
     finally:
@@ -151,6 +162,7 @@ def open_catalog(store: Path, uuid: bytes) -> tuple[sqlite3.Connection, bool]:
             aside = store / f"catalog.sqlite{suffix}"
             if aside.exists():
                 fs.rename(aside, store / f"catalog.damaged{suffix}")
+    fs.close(fs.open_new(path))  # nobody else may read it; SQLite gives its other files the same mode
     db = connect_write(path)
     catalog.create(db, uuid.hex())
     return db, True
@@ -166,6 +178,22 @@ def finish_seals(store: Path) -> None:
         else:
             fs.remove_tree(building)
     fs.sync_dir(blocks)
+
+
+def _take_again(db: sqlite3.Connection, stream: str, sequence: Sequence) -> None:
+    """Frames past a gap that came before the Open of a capture in them: once the Open is there again, so must they be.
+
+    A power loss can keep a segment's frames and lose the log's newest records. Those frames have no index.
+    """
+    for seq in sequence.seqs & sequence.unopened:
+        db.execute("DELETE FROM frames WHERE stream = ? AND epoch = ? AND seq = ?", (stream, sequence.epoch, seq))
+        sequence.seqs.discard(seq)
+
+
+def _opened(db: sqlite3.Connection, captures: list[str]) -> bool:
+    """Whether every capture is known and was opened by somebody, or never will be."""
+    query = "SELECT 1 FROM captures WHERE id = ? AND (stream IS NOT NULL OR deleted OR failed IS NOT NULL)"
+    return all(db.execute(query, (capture,)).fetchone() for capture in captures)
 
 
 def _load_streams(db: sqlite3.Connection, state: Recovered) -> None:
@@ -240,6 +268,8 @@ def _note_all(db: sqlite3.Connection, state: Recovered, number: int, views: list
         sequence.note(header.epoch, header.covered, header.frame.seq)
         if (header.stream, header.epoch, header.frame.seq) not in known:
             changes.append(_indexed(view, number))
+            if not _opened(db, header.frame.captures):
+                sequence.unopened.add(header.frame.seq)
     touched: set[str] = set()
     for start in range(0, len(changes), apply_at_once):
         with catalog.transaction(db):
@@ -292,11 +322,16 @@ def _scan_open(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str
         data = map_file(path)
         views = list(walk(data, state.uuid, number, path, verify=True))
         end = views[-1].end if views else 0
+        if newer_frame(data, end, state.uuid):
+            raise StoreError("read segment", path, f"a frame at byte {end} is of a newer version",
+                             "use the newer program: this one would cut it off")
         with catalog.transaction(db):
             gone = [row["capture"] for row in db.execute(
                 "SELECT DISTINCT capture FROM extents WHERE segment = ? AND offset >= ?", (number, end))]
             db.execute("DELETE FROM extents WHERE segment = ? AND offset >= ?", (number, end))
             db.execute("DELETE FROM frames WHERE segment = ? AND offset >= ?", (number, end))
+            db.executemany("UPDATE captures SET total_len = coalesce((SELECT max(pos_max) + 1 FROM extents "
+                           "WHERE capture = captures.id), 0) WHERE id = ?", [(capture,) for capture in gone])
         touched |= set(gone) | _note_all(db, state, number, views)
         del data
         if views:

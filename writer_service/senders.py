@@ -13,6 +13,7 @@ from schemas.ids import is_ulid
 from schemas.limits import PROTOCOL_VERSION
 from writer_service.control_log import Lost
 from writer_service.journal import Journal
+from writer_service.ledger import number_max
 from writer_service.recovery import Sequence
 from writer_service.streams import SenderState, map_ring
 
@@ -27,14 +28,20 @@ class Senders:
         self._streams: dict[str, SenderState] = {}
         self._by_identity: dict[bytes, SenderState] = {}
 
-    def restore(self, sequences: dict[str, Sequence]) -> None:
-        """The streams that the store knows; each has a while to come back."""
+    def restore(self, sequences: dict[str, Sequence], captures: Iterable[tuple[str, str]]) -> None:
+        """The streams with something open, as (stream, capture), or stored past a gap; each has a while to come back.
+        """
+        captures = list(captures)
         now = time.monotonic()
+        opened = {stream for stream, _ in captures}
         for name, sequence in sequences.items():
+            if name not in opened and not sequence.seqs:
+                continue  # looked up in the catalog should it come again
             covered = sequence.covered
             self._streams[name] = SenderState(
                 name, sequence.epoch, sequence.role, received=covered, durable=covered, settled=covered,
                 ahead=set(sequence.seqs), last_seen=now, ended=sequence.bye)
+        self.own_captures(captures)
 
     def __iter__(self) -> Iterator[SenderState]:
         return iter(list(self._streams.values()))
@@ -55,6 +62,8 @@ class Senders:
         known = self._streams.get(hello.stream)
         if known is not None and hello.epoch > known.epoch:
             self.close_captures(known, "the stream began again")
+            if known.open_captures:
+                return Refuse("disk", "what the stream left open cannot be closed now; try again")
             self._forget(known)
             known = None
         state = known or self._remembered(hello) or SenderState(hello.stream, hello.epoch, hello.role)
@@ -66,8 +75,7 @@ class Senders:
                 return Refuse("disk", f"{error.strerror}; try again")
         state.role, state.rank, state.shard = hello.role, hello.rank, hello.shard
         self._connect(state, identity)
-        if state.ring is not None:
-            state.ring.close()
+        state.close_ring()
         state.ring = map_ring(hello.ring_path, hello.ring_bytes)
         state.last_seen, state.ended = time.monotonic(), False
         state.greet()
@@ -82,10 +90,14 @@ class Senders:
                 self._streams[stream].open_captures.add(capture)
 
     def find_lost(self, now: float) -> None:
-        """Close the captures of senders that have been silent for too long."""
+        """Close the captures of senders that have been silent for too long, and let go of their memory."""
         for state in self:
-            if state.open_captures and now - state.last_seen > self._lost_after_s:
-                self.close_captures(state, f"no sign of life for {self._lost_after_s:g} s")
+            if now - state.last_seen <= self._lost_after_s:
+                continue
+            self.close_captures(state, f"no sign of life for {self._lost_after_s:g} s")
+            if state.ring is not None:
+                # A dead engine's ring would stay in memory for ever. One that lives is told to greet again.
+                self._disconnect(state)
 
     def close_captures(self, state: SenderState, reason: str) -> None:
         """Journal that a sender's open captures will not be finished by it."""
@@ -108,9 +120,12 @@ class Senders:
             return Refuse("version", f"protocol version {hello.version}; this writer speaks {PROTOCOL_VERSION}")
         if not is_ulid(hello.stream) or hello.epoch <= 0:
             return Refuse("malformed", "stream must be a ULID and epoch positive")
+        if max(hello.epoch, abs(hello.rank), abs(hello.shard)) > number_max:
+            return Refuse("malformed", f"epoch, rank and shard must be at most {number_max}")
         known = self._streams.get(hello.stream)
-        if known is not None and hello.epoch < known.epoch:
-            return Refuse("stale", f"epoch {hello.epoch}; this stream was seen with {known.epoch}")
+        seen = known.epoch if known is not None else self._epoch_of(hello.stream)
+        if hello.epoch < seen:
+            return Refuse("stale", f"epoch {hello.epoch}; this stream was seen with {seen}")
         if known is None and len(self._streams) >= streams_max:
             self._drop_silent()
             if len(self._streams) >= streams_max:
@@ -126,6 +141,11 @@ class Senders:
         state.identity = identity
         self._streams[state.stream] = self._by_identity[identity] = state
 
+    def _epoch_of(self, stream: str) -> int:
+        """The epoch of a stream that was dropped from memory, 0 where it is new."""
+        row = self._db.execute("SELECT epoch FROM streams WHERE stream = ?", (stream,)).fetchone()
+        return 0 if row is None else int(row["epoch"])
+
     def _remembered(self, hello: Hello) -> SenderState | None:
         """A stream that was dropped from memory; the catalog knows how far it had come."""
         query = "SELECT covered FROM streams WHERE stream = ? AND epoch = ?"
@@ -139,12 +159,18 @@ class Senders:
         """Forget streams that nothing is expected from; they are looked up should they come again."""
         oldest = time.monotonic() - 2 * self._lost_after_s
         for state in self:
-            if not state.open_captures and state.last_seen < oldest and not self._journal.names(state.stream):
+            gone = state.ended or state.last_seen < oldest
+            if gone and not state.open_captures and state.settled == state.received \
+                    and not self._journal.names(state.stream):
                 self._forget(state)
 
     def _forget(self, state: SenderState) -> None:
+        self._disconnect(state)
+        self._streams.pop(state.stream, None)
+
+    def _disconnect(self, state: SenderState) -> None:
+        """Whatever comes from it next is answered with a Refuse("hello")."""
         if state.identity is not None:
             self._by_identity.pop(state.identity, None)
-        if state.ring is not None:
-            state.ring.close()
-        self._streams.pop(state.stream, None)
+            state.identity = None
+        state.close_ring()

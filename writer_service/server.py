@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import xxhash
 import zmq
 
@@ -57,6 +58,12 @@ class _Seq(msgspec.Struct):
     seq: int
 
 
+class _Greeting(msgspec.Struct, tag="hello"):
+    """What can be read of a Hello in another version's words."""
+
+    version: int = limits.PROTOCOL_VERSION
+
+
 class Writer:
     """One store's writer. ``run`` returns after ``stop`` was set and everything is on the disk."""
 
@@ -72,8 +79,7 @@ class Writer:
         self._ledger = Ledger(self._db)
         self._sealer = Sealer(config.store, state.uuid, state.epoch, self._db, self._waker)
         self._senders = Senders(self._db, self._journal, config.engine_lost_s)
-        self._senders.restore(state.streams)
-        self._senders.own_captures(self._ledger.open_captures())
+        self._senders.restore(state.streams, self._ledger.open_captures())
         self._want_ack: dict[str, SenderState] = {}
         self._os_is_enough = config.durability == "os"
         for number in state.to_seal:
@@ -113,12 +119,17 @@ class Writer:
         if info.st_uid != os.geteuid() or info.st_mode & 0o077:
             raise StartError(f"--endpoint: {path.parent} must belong to this user alone (mode 0700); "
                              f"it has mode {info.st_mode & 0o777:04o}")
+        if path.exists() and not path.is_socket():
+            raise StartError(f"--endpoint: {path} is there and is no socket; name another path")
         path.unlink(missing_ok=True)  # of a writer that was killed; the lock says that none lives
         socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.MAXMSGSIZE, limits.message_header_bytes_max)
         socket.setsockopt(zmq.RCVHWM, receive_at_once)
         socket.setsockopt(zmq.SNDHWM, 1024)
-        socket.bind(self.config.endpoint)
+        try:
+            socket.bind(self.config.endpoint)
+        except zmq.ZMQError as error:
+            raise StartError(f"--endpoint = {self.config.endpoint!r}: {error}") from None
         return socket
 
     def _receive(self) -> bool:
@@ -190,6 +201,14 @@ class Writer:
 
     def _take_malformed(self, identity: bytes, part: zmq.Frame, why: str) -> None:
         self.counters.malformed += 1
+        try:  # to greet again would not help it
+            greeting = msgspec.msgpack.decode(part.buffer, type=_Greeting)
+        except (msgspec.MsgspecError, RecursionError):
+            pass
+        else:
+            code = "malformed" if greeting.version == limits.PROTOCOL_VERSION else "version"
+            self._send(identity, Refuse(code, f"Hello of protocol version {greeting.version}: {why[:1000]}"))
+            return
         state = self._senders.at(identity)
         if state is None:
             self._send(identity, Refuse("hello", "say Hello first"))
@@ -251,9 +270,10 @@ class Writer:
         self._took(state, frame.seq)
         if self._os_is_enough:
             self._want_ack[state.stream] = state
-        for index, capture in enumerate(frame.captures):
+        counts = np.bincount(table.capture, minlength=len(frame.captures)).tolist()
+        for count, capture in zip(counts, frame.captures, strict=True):
             if not self._ledger.rows_count(state.stream, state.epoch, frame.seq, capture):
-                self.counters.rows_not_indexed += int((table.capture == index).sum())
+                self.counters.rows_not_indexed += count
 
     def _take_record(self, state: SenderState, record: Record) -> None:
         try:
@@ -287,6 +307,8 @@ class Writer:
             return  # something before it is missing, and will come again with it
         self._senders.close_captures(state, "the engine ended")
         state.ended = self._append(state, bye)
+        if state.ended:
+            state.close_ring()
 
     def _append(self, state: SenderState, message: Message) -> bool:
         try:

@@ -8,10 +8,11 @@ import stat
 from collections import deque
 from dataclasses import dataclass, field
 
+from schemas import limits
 from schemas.control import Ack
 from schemas.errors import ProtocolError
 
-refusals_kept_max = 256
+refusals_kept_max = limits.control_records_pending_max  # no sender waits for more answers than that
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,12 @@ class SenderState:
         self.must_greet = False
         self.refused = deque([*self.told, *self.refused], maxlen=refusals_kept_max)
         self.told.clear()
+
+    def close_ring(self) -> None:
+        """Let go of the sender's memory; its next Hello may name it again."""
+        if self.ring is not None:
+            self.ring.close()
+            self.ring = None
 
     def rewind(self) -> None:
         """Forget what was taken but did not reach the disk."""
