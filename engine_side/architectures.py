@@ -1,81 +1,180 @@
-"""How a decoder block exposes its parts, one entry a family; verified against the loaded model at start."""
+"""How a decoder block exposes its parts: one entry a family, found by structure and verified at start.
+
+A *place* is the path of a module inside the block (or the model) and the rule that makes rows of its call. Adding an
+architecture is one entry here and one row in the parity tests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import nn
 
 from schemas.errors import StartError
+from schemas.sites import SITES
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Where the parts of a block are. The block's forward returns (hidden, residual): the stream is their sum."""
+class Place:
+    """``path`` below the block ("" is the block itself); ``rule`` is a name in engine_side.taps.RULES."""
+
+    path: str
+    rule: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of decoder: where its blocks are, and the place of every site that such a block has."""
 
     layers: str
-    attention: str
-    mlp: str
-    sites: tuple[str, ...] = ("resid_post", "attn_out", "mlp_out")
-
-
-_LLAMA: Final = Block("model.layers", "self_attn", "mlp")
-
-ARCHITECTURES: Final[dict[str, Block]] = {
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": _LLAMA,
-    "Qwen3ForCausalLM": _LLAMA,
-}
-
-MEANING: Final[dict[str, str]] = {
-    "resid_post": "raw weights; hidden + residual as the block returns them, before any norm",
-    "attn_out": "raw weights; attention output as added to the residual stream",
-    "mlp_out": "raw weights; MLP output as added to the residual stream",
-}
+    block: Mapping[str, Place]
+    model: Mapping[str, Place] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place to tap: the module whose forward is wrapped, and what of its result is the row."""
+    """One place to tap in a loaded model."""
 
     site: str
     layer: int
     module: nn.Module
-    result: str  # "sum" of (hidden, residual), or the "tensor" itself
+    rule: str
+    width: int
+    meaning: str
 
 
-def find_points(model: nn.Module, names: list[str], sites: tuple[str, ...], n_layers: int) -> Iterator[Point]:
+# Blocks that carry (hidden, residual) and add them in the next norm: the stream is their sum.
+_LLAMA_BLOCK: Final = {
+    "resid_pre": Place("", "stream_in", "hidden + residual as the block gets them, before any norm"),
+    "resid_mid": Place("post_attention_layernorm", "second", "residual stream after attention, before the MLP's norm"),
+    "resid_post": Place("", "stream_out", "hidden + residual as the block returns them, before any norm"),
+    "attn_out": Place("self_attn", "result", "attention output as added to the residual stream"),
+    "mlp_out": Place("mlp", "result", "MLP output as added to the residual stream"),
+    "mlp_post": Place("mlp.down_proj", "argument", "act(gate) · up, before the down projection"),
+    "q": Place("self_attn.qkv_proj", "q", "query projection, before a query norm and the rotary embedding"),
+    "k": Place("self_attn.qkv_proj", "k", "key projection, before a key norm and the rotary embedding"),
+    "v": Place("self_attn.qkv_proj", "v", "value projection"),
+    "q_rot": Place("self_attn.attn", "query", "queries as the attention kernel gets them"),
+    "k_rot": Place("self_attn.attn", "key", "keys as the attention kernel gets them"),
+    "z": Place("self_attn.o_proj", "argument", "attention result of all heads, before the output projection"),
+}
+_LLAMA_MODEL: Final = {
+    "embed": Place("model.embed_tokens", "result", "rows of the embedding table, before any scaling"),
+    "final_norm": Place("model.norm", "result", "output of the final norm, after its weight"),
+}
+_LLAMA: Final = Family("model.layers", _LLAMA_BLOCK, _LLAMA_MODEL)
+
+# Gemma norms what attention and the MLP return before it adds them.
+_GEMMA: Final = Family("model.layers", {
+    **_LLAMA_BLOCK,
+    "resid_mid": Place("pre_feedforward_layernorm", "second", "residual stream after attention, before the MLP's norm"),
+    "attn_out": Place("post_attention_layernorm", "result", "attention output after its norm, as added to the stream"),
+    "mlp_out": Place("post_feedforward_layernorm", "result", "MLP output after its norm, as added to the stream"),
+    "attn_out_raw": Place("self_attn", "result", "attention output before its norm"),
+    "mlp_out_raw": Place("mlp", "result", "MLP output before its norm"),
+}, _LLAMA_MODEL)
+
+
+def _mixture(mlp: str) -> Family:
+    """Sparse blocks: no one activation before a down projection, but a router."""
+    return Family("model.layers", {
+        **_LLAMA_BLOCK,
+        "mlp_out": Place(mlp, "result", "sum of the chosen experts' outputs as added to the residual stream"),
+        "router_logits": Place(f"{mlp}.gate", "result", "router logits, before softmax and choice"),
+    }, _LLAMA_MODEL)
+
+
+# Blocks that carry one tensor, norms before attention and MLP.
+_OPT: Final = Family("model.decoder.layers", {
+    "resid_pre": Place("", "argument", "residual stream as the block gets it, before any norm"),
+    "resid_mid": Place("final_layer_norm", "argument", "residual stream after attention, before the MLP's norm"),
+    "resid_post": Place("", "result", "residual stream as the block returns it"),
+    "attn_out": Place("self_attn", "result", "attention output as added to the residual stream"),
+    "mlp_out": Place("fc2", "result", "MLP output as added to the residual stream"),
+    "mlp_post": Place("fc2", "argument", "activation before the second linear layer"),
+    "q": Place("self_attn.qkv_proj", "q", "query projection"),
+    "k": Place("self_attn.qkv_proj", "k", "key projection"),
+    "v": Place("self_attn.qkv_proj", "v", "value projection"),
+    "z": Place("self_attn.out_proj", "argument", "attention result of all heads, before the output projection"),
+}, {
+    "embed": Place("model.decoder.embed_tokens", "result", "rows of the embedding table, without positions"),
+    "final_norm": Place("model.decoder.final_layer_norm", "result", "output of the final norm, after its weight"),
+})
+
+# Run by vLLM through the Hugging Face modules; a parallel block has no residual between attention and MLP.
+_GPT_NEOX: Final = Family("model.layers", {
+    "resid_pre": Place("", "argument", "residual stream as the block gets it, before any norm"),
+    "resid_post": Place("", "result", "residual stream as the block returns it"),
+    "attn_out": Place("attention", "result", "attention output as added to the residual stream"),
+    "mlp_out": Place("mlp", "result", "MLP output as added to the residual stream"),
+    "mlp_post": Place("mlp.dense_4h_to_h", "argument", "activation before the second linear layer"),
+    "z": Place("attention.dense", "argument", "attention result of all heads, before the output projection"),
+})
+
+ARCHITECTURES: Final[dict[str, Family]] = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "Phi3ForCausalLM": _LLAMA,
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+    "MixtralForCausalLM": _mixture("block_sparse_moe"),
+    "Qwen3MoeForCausalLM": _mixture("mlp"),
+    "OPTForCausalLM": _OPT,
+    "GPTNeoXForCausalLM": _GPT_NEOX,
+}
+
+
+def find_points(model: nn.Module, names: list[str], sites: tuple[str, ...], n_layers: int, hidden: int
+                ) -> Iterator[Point]:
     """Every (site, layer) to tap; StartError names what was looked for and what was found."""
-    block = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
-    if block is None:
+    family = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    if family is None:
         raise StartError(f"vllm-tap: no tap is known for the architecture {', '.join(names)}; "
                          f"known: {', '.join(ARCHITECTURES)}")
-    if unknown := [site for site in sites if site not in block.sites]:
-        raise StartError(f"vllm-tap: cannot arm {', '.join(unknown)} on {', '.join(names)}; "
-                         f"this model offers: {', '.join(block.sites)}")
-    layers = _part(model, block.layers)
-    if not isinstance(layers, nn.ModuleList) or len(layers) != n_layers:
-        length = len(layers) if hasattr(layers, "__len__") else "-"
-        raise StartError(f"vllm-tap: looked for {n_layers} blocks at {block.layers}, "
-                         f"found {type(layers).__name__} of length {length}")
-    for index, layer in enumerate(layers):
-        parts: dict[str, tuple[nn.Module, str]] = {
-            "resid_post": (layer, "sum"),
-            "attn_out": (_part(layer, block.attention), "tensor"),
-            "mlp_out": (_part(layer, block.mlp), "tensor"),
-        }
-        for site in sites:
-            yield Point(site, index, *parts[site])
+    blocks = _part(model, family.layers)
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) != n_layers:
+        found = f"{len(blocks)}" if isinstance(blocks, nn.ModuleList) else type(blocks).__name__
+        raise StartError(f"vllm-tap: looked for {n_layers} blocks at {family.layers}, found {found}")
+    for site in sites:
+        places = family.block if SITES[site].per_layer else family.model
+        roots = list(enumerate(blocks)) if SITES[site].per_layer else [(0, model)]
+        points = [
+            Point(site, layer, module, place.rule, _width(module, place.rule, hidden), place.meaning)
+            for layer, root in roots
+            if (place := places.get(site)) is not None and (module := _part(root, place.path)) is not None
+        ]
+        if not points:
+            raise StartError(f"vllm-tap: cannot arm {site} on {', '.join(names)}; this model offers: "
+                             f"{', '.join(_offered(family, model, blocks))}")
+        yield from points
 
 
-def _part(module: nn.Module, path: str) -> Any:
+def _offered(family: Family, model: nn.Module, blocks: nn.ModuleList) -> list[str]:
+    return [site for site, place in family.block.items() if any(_part(b, place.path) is not None for b in blocks)] + [
+        site for site, place in family.model.items() if _part(model, place.path) is not None]
+
+
+def _part(module: nn.Module, path: str) -> nn.Module | None:
+    """The module at a dotted path, None where this model has none."""
     found: Any = module
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise StartError(f"vllm-tap: looked for {path} on {type(module).__name__}, "
-                             f"found {', '.join(name for name, _ in module.named_children()) or 'no parts'}")
-        found = getattr(found, name)
-    return found
+    for name in path.split(".") if path else ():
+        found = getattr(found, name, None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def _width(module: Any, rule: str, hidden: int) -> int:
+    """Numbers in a row, from the module itself; vLLM's parallel layers know their own share."""
+    if rule in ("q", "query"):
+        return int(module.num_heads * module.head_size)
+    if rule in ("k", "v", "key"):
+        return int(module.num_kv_heads * module.head_size)
+    if rule == "argument":
+        return int(getattr(module, "input_size_per_partition", getattr(module, "in_features", hidden)))
+    if rule == "result" and not hasattr(module, "embedding_dim"):
+        return int(getattr(module, "output_size", getattr(module, "out_features", hidden)))
+    return hidden

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_side.selection import Entry
-from engine_side.ticket import Ticket
 from schemas.spec import Resolved
 
 I64 = npt.NDArray[np.int64]
@@ -22,15 +21,12 @@ class Opened:
     slot: int
     capture: str
     request: str
-    ticket: Ticket
+    asked: str
+    resolved: Resolved
+    absent: dict[str, list[int]]  # by site, layers asked for that this model's site does not have
     prompt_token_ids: list[int]
     cached: int
     created_ms: int
-
-    @property
-    def resolved(self) -> Resolved:
-        """The resolved spec."""
-        return self.ticket.resolved
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from schemas.control import ClientFinish
 from schemas.errors import SpecError
 from schemas.ids import new_ulid
 from schemas.limits import capture_samples_max
+from schemas.sites import SITES
 from schemas.spec import Armed, parse_spec, resolve
 
 _SEEN_MAX: Final = 100_000
@@ -30,7 +31,9 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, arm: tupl
     than its n samples); ``prompt_number`` is this prompt's place in such a list.
     """
     spec = parse_spec(value)
-    resolved = resolve(spec, Armed({site: list(range(n_layers)) for site in arm}, n_layers))
+    # Which layers have a site only the worker knows; what its model lacks becomes `not_armed` in the manifest.
+    armed = {site: list(range(n_layers)) if SITES[site].per_layer else [0] for site in arm}
+    resolved = resolve(spec, Armed(armed, n_layers))
     if count is None:
         count = n if prompt_number == 0 else (prompt_number + 1) * n
     if not isinstance(count, int) or not 0 < count <= capture_samples_max:

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -23,10 +24,12 @@ from engine_side.selection import CaptureTable, Entry, Selected
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas import codecs, limits
+from schemas.spec import Resolved, parse_spec
 
 logger = logging.getLogger("vllm.tap")
 
 _WAIT_S: Final = 0.0005
+_LAYOUTS_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,9 @@ class Counters:
 
 @dataclass(slots=True)
 class Layout:
-    """Bytes of one (row, layer) by stream, for an entry."""
+    """Bytes of one (row, layer) by stream, for an entry; ``layers`` count in the site's staging buffer."""
 
+    layers: list[int]
     names: list[str]
     pieces: list[int]
     shapes: list[tuple[int, ...]]
@@ -94,7 +98,7 @@ class Recorder:
     captures: CaptureTable = field(default_factory=CaptureTable)
     counters: Counters = field(default_factory=Counters)
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
-    _layouts: dict[tuple[str, str], Layout] = field(default_factory=dict)
+    _layouts: dict[Entry, Layout] = field(default_factory=dict)
 
     # ── requests come and go ────────────────────────────────────────────────────────────────────────────────────
 
@@ -103,10 +107,33 @@ class Recorder:
         if request in self._tickets:
             return
         capture = ticket.capture_of(request)
-        slot = self.captures.open(request, ticket.resolved, len(prompt_token_ids))
+        resolved, absent = self._held_against_model(ticket)
+        taken = {site: [layer for layer in layers if layer not in absent.get(site, ())]
+                 for site, layers in resolved.layers.items()} if absent else resolved.layers
+        slot = self.captures.open(request, msgspec.structs.replace(resolved, layers=taken), len(prompt_token_ids))
         self._tickets[request] = capture
         now = time.time_ns() // 1_000_000
-        self.outbox.append(Opened(slot, capture, request, ticket, prompt_token_ids, cached, now))
+        self.outbox.append(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached,
+                                  now))
+
+    def _held_against_model(self, ticket: Ticket) -> tuple[Resolved, dict[str, list[int]]]:
+        """What the model has of a spec, and the layers it lacks where they were asked for by number.
+
+        The front end knows the armed sites but not which layers have them: some blocks of a sparse model are dense.
+        """
+        asked = ticket.resolved
+        absent = {
+            site: [layer for layer in layers if layer not in self.staging.layers.get(site, ())]
+            for site, layers in asked.layers.items()
+        }
+        absent = {site: layers for site, layers in absent.items() if layers}
+        if not absent:
+            return asked, {}
+        kept = {site: [layer for layer in layers if layer not in absent.get(site, ())]
+                for site, layers in asked.layers.items()}
+        if parse_spec(ticket.asked).layers == "all":
+            return msgspec.structs.replace(asked, layers=kept), {}
+        return asked, absent
 
     def finish(self, end: End) -> None:
         """A request ended; one that never ran is opened first, so that its manifest exists."""
@@ -179,7 +206,7 @@ class Recorder:
         base, mark = region
         try:
             where = self.side.rows(index)
-            x = _gather(self.staging.buffers[entry.site], entry.layers, where)
+            x = _gather(self.staging.buffers[entry.site], layout.layers, where)
             pieces = encoders.encode(entry.codec, x)
             extents = {}
             for name, size, shape, dtype, offset in zip(
@@ -211,15 +238,18 @@ class Recorder:
         return region
 
     def _layout(self, entry: Entry) -> Layout:
-        key = entry.site, entry.codec
-        if key not in self._layouts:
+        layout = self._layouts.get(entry)
+        if layout is None:
             width = self.staging.buffers[entry.site].shape[-1]
             declared = codecs.streams(entry.codec, width, self.dtype)
-            self._layouts[key] = Layout(
+            if len(self._layouts) >= _LAYOUTS_MAX:
+                self._layouts.clear()
+            layout = self._layouts[entry] = Layout(
+                [self.staging.index(entry.site, layer) for layer in entry.layers],
                 [stream.name for stream in declared], [stream.nbytes for stream in declared],
                 [stream.shape for stream in declared], [encoders.TORCH_DTYPES[stream.dtype] for stream in declared],
             )
-        return self._layouts[key]
+        return layout
 
 
 def _only(selected: Selected, plan: int) -> Selected:
@@ -228,7 +258,7 @@ def _only(selected: Selected, plan: int) -> Selected:
                     selected.plan[keep])
 
 
-def _gather(buffer: torch.Tensor, layers: tuple[int, ...], where: Any) -> torch.Tensor:
+def _gather(buffer: torch.Tensor, layers: list[int], where: Any) -> torch.Tensor:
     """Rows ``where`` (a slice or an index tensor) of chosen layers: [layers, rows, width]."""
     if len(layers) == buffer.shape[0]:
         return buffer[:, where]

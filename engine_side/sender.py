@@ -157,10 +157,13 @@ class Sender(threading.Thread):
     def _open(self, event: Opened) -> None:
         self._slots[event.slot] = event.capture
         self._number(control.Open(
-            seq=self._seq + 1, capture=event.capture, request=event.request, asked=event.ticket.asked,
+            seq=self._seq + 1, capture=event.capture, request=event.request, asked=event.asked,
             resolved=event.resolved, prompt_len=len(event.prompt_token_ids), cached=event.cached,
             prompt_token_ids=np.asarray(event.prompt_token_ids, "<u4").tobytes(), created_ms=event.created_ms,
         ))
+        for site, layers in event.absent.items():
+            self._number(control.Dropped(seq=self._seq + 1, capture=event.capture, site=site, layers=layers, start=0,
+                                         stop=limits.position_max, reason="not_armed"))
 
     def _finish(self, event: Finished) -> None:
         for entry, pending in list(self._pending.items()):

@@ -1,4 +1,4 @@
-"""Staging: one static buffer a site, [layers, tokens, width], that the compiled graph writes and we read."""
+"""Staging: one static buffer a site, [armed layers, tokens, width], that the compiled graph writes and we read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ _POISON = -0.0123456789
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The buffers by site; row r of layer l of the current step is ``buffers[site][l, r]``."""
+    """The buffers by site; row r of layer l of the current step is ``buffers[site][index(site, l), r]``."""
 
     buffers: dict[str, torch.Tensor]
+    layers: dict[str, list[int]]
+
+    def index(self, site: str, layer: int) -> int:
+        """Where a layer lies in its site's buffer."""
+        return self.layers[site].index(layer)
 
     @property
     def nbytes(self) -> int:
@@ -37,22 +42,23 @@ class Staging:
         return [
             f"{site}.{layer}"
             for site, buffer in self.buffers.items()
-            for layer in range(buffer.shape[0])
-            if bool((buffer[layer, :rows] == buffer.new_tensor(_POISON)).all(dim=-1).any())
+            for number, layer in enumerate(self.layers[site])
+            if bool((buffer[number, :rows] == buffer.new_tensor(_POISON)).all(dim=-1).any())
         ]
 
 
-def allocate(widths: dict[str, int], n_layers: int, tokens: int, dtype: torch.dtype, device: torch.device,
-             bytes_max: int) -> Staging:
+def allocate(widths: dict[str, int], layers: dict[str, list[int]], tokens: int, dtype: torch.dtype,
+             device: torch.device, bytes_max: int) -> Staging:
     """Buffers for every armed site; refuses above ``bytes_max`` before taking memory."""
     row = torch.empty((), dtype=dtype).element_size()
-    need = sum(n_layers * tokens * width * row for width in widths.values())
-    shown = " + ".join(f"{site} {n_layers}×{tokens}×{width}" for site, width in widths.items())
+    need = sum(len(layers[site]) * tokens * width * row for site, width in widths.items())
+    shown = " + ".join(f"{site} {len(layers[site])}×{tokens}×{width}" for site, width in widths.items())
     if need > bytes_max:
         raise StartError(f"vllm-tap: staging needs {need / 2**30:.2f} GiB ({shown}, {dtype}), the budget is "
                          f"{bytes_max / 2**30:.2f} GiB: arm fewer sites (VLLM_TAP_ARM), lower max_num_batched_tokens, "
                          "or raise VLLM_TAP_STAGING_BYTES_MAX")
     logger.info("vllm-tap: staging %.1f MiB (%s, %s)", need / 2**20, shown, dtype)
     return Staging({
-        site: torch.zeros(n_layers, tokens, width, dtype=dtype, device=device) for site, width in widths.items()
-    })
+        site: torch.zeros(len(layers[site]), tokens, width, dtype=dtype, device=device)
+        for site, width in widths.items()
+    }, layers)

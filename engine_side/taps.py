@@ -1,14 +1,18 @@
-"""Taps: the forward of chosen module *instances* also copies its result into staging, inside the compiled graph.
+"""Taps: the call of chosen module *instances* also copies rows into staging, inside the compiled graph.
 
 Only instances of the target model are touched, so drafters and other models in the process stay as they are. The
 wrapped forward is ordinary traced code: Dynamo and CUDA graphs see a tensor copy, no hook and no opaque operation.
+What comes from the arguments is copied before the call: fused norms update the residual in place.
 """
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,44 +23,121 @@ from engine_side.staging import Staging
 Forward = Callable[..., Any]
 
 
-def install(points: Iterable[Point], staging: Staging) -> int:
-    """Wrap every point; returns how many."""
-    count = 0
-    for point in points:
-        _wrap(point.module, staging.buffers[point.site][point.layer], _RESULTS[point.result])
-        count += 1
-    return count
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How rows are made of a call: of its arguments (``before``) or of its result."""
+
+    before: bool
+    rows: Callable[..., torch.Tensor]
 
 
-def _sum_rows(result: Any) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of a call, by name or, where the signature does not know the name, by place."""
+
+    places: dict[str, int]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def get(self, name: str, place: int = 0) -> Any:
+        """The argument called ``name``; None where it was not given."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        place = self.places.get(name, place)
+        return self.args[place] if place < len(self.args) else None
+
+    def first(self) -> Any:
+        """The first tensor that the call was given."""
+        return self.args[0] if self.args else next(iter(self.kwargs.values()))
+
+
+def _stream_in(call: Call) -> torch.Tensor:
+    hidden, residual = call.get("hidden_states", 1), call.get("residual", 2)
+    return hidden if residual is None else hidden + residual
+
+
+def _stream_out(_module: Any, result: Any) -> torch.Tensor:
     hidden, residual = result
     return hidden + residual
 
 
-def _tensor_rows(result: Any) -> torch.Tensor:
+def _result(_module: Any, result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-_RESULTS: dict[str, Callable[[Any], torch.Tensor]] = {"sum": _sum_rows, "tensor": _tensor_rows}
+def _second(_module: Any, result: Any) -> torch.Tensor:
+    return result[1]
 
 
-def _wrap(module: nn.Module, buffer: torch.Tensor, rows_of: Callable[[Any], torch.Tensor]) -> None:
-    module.register_buffer("vllm_tap_rows", buffer, persistent=False)
+def _projected(number: int) -> Callable[[Any, Any], torch.Tensor]:
+    """One of q, k, v of a joint projection."""
+
+    def rows(module: Any, result: Any) -> torch.Tensor:
+        joint = result[0] if isinstance(result, tuple) else result
+        queries, keys = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
+        start = (0, queries, queries + keys)[number]
+        return joint[..., start : start + (queries if number == 0 else keys)]
+
+    return rows
+
+
+RULES: Final[dict[str, Rule]] = {
+    "stream_in": Rule(True, _stream_in),
+    "argument": Rule(True, Call.first),
+    "query": Rule(True, lambda call: call.get("query", 0)),
+    "key": Rule(True, lambda call: call.get("key", 1)),
+    "stream_out": Rule(False, _stream_out),
+    "result": Rule(False, _result),
+    "second": Rule(False, _second),
+    "q": Rule(False, _projected(0)),
+    "k": Rule(False, _projected(1)),
+    "v": Rule(False, _projected(2)),
+}
+
+
+def install(points: Iterable[Point], staging: Staging) -> int:
+    """Wrap every point's module once; returns how many taps there are."""
+    ordered = sorted(points, key=lambda point: id(point.module))
+    for _, group in groupby(ordered, key=lambda point: id(point.module)):
+        taps = list(group)
+        module = taps[0].module
+        for tap in taps:
+            buffer = staging.buffers[tap.site][staging.index(tap.site, tap.layer)]
+            module.register_buffer(_name(tap.site), buffer, persistent=False)
+        _wrap(module, [(_name(tap.site), RULES[tap.rule]) for tap in taps])
+    return len(ordered)
+
+
+def _name(site: str) -> str:
+    return f"vllm_tap_{site}"
+
+
+def _wrap(module: nn.Module, taps: list[tuple[str, Rule]]) -> None:
     own = module.__dict__.get("forward")
     if own is not None:
         # Some vLLM back ends put a fused forward on the instance; it would shadow a swapped class silently.
-        module.forward = types.MethodType(_tapped(own.__func__, rows_of), module)
+        module.forward = types.MethodType(_tapped(own.__func__, taps), module)
     else:
         original = type(module)
-        module.__class__ = type(original.__name__, (original,), {"forward": _tapped(original.forward, rows_of)})
+        module.__class__ = type(original.__name__, (original,), {"forward": _tapped(original.forward, taps)})
 
 
-def _tapped(forward: Forward, rows_of: Callable[[Any], torch.Tensor]) -> Forward:
+def _tapped(forward: Forward, taps: list[tuple[str, Rule]]) -> Forward:
+    places = {name: number - 1 for number, name in enumerate(inspect.signature(forward).parameters)}
+    before = [(name, rule.rows) for name, rule in taps if rule.before]
+    after = [(name, rule.rows) for name, rule in taps if not rule.before]
+
     def tapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, rows_of in before:
+            _copy(getattr(self, name), rows_of(Call(places, args, kwargs)))
         result = forward(self, *args, **kwargs)
-        rows = rows_of(result)
-        rows = rows.reshape(-1, rows.shape[-1])
-        self.vllm_tap_rows[: rows.shape[0]].copy_(rows)
+        for name, rows_of in after:
+            _copy(getattr(self, name), rows_of(self, result))
         return result
 
     return tapped
+
+
+def _copy(buffer: torch.Tensor, rows: torch.Tensor) -> None:
+    rows = rows.reshape(-1, buffer.shape[-1])
+    buffer[: rows.shape[0]].copy_(rows)

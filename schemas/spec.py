@@ -18,7 +18,7 @@ from schemas import limits
 from schemas.codecs import DEFAULT_CODEC, check_codec
 from schemas.errors import LimitError, NotArmedError, SpecError
 from schemas.ids import check_ulid
-from schemas.sites import parse_site
+from schemas.sites import SITES, parse_site
 
 __all__ = ["Armed", "CaptureSpec", "Resolved", "intervals", "parse_spec", "resolve"]
 
@@ -168,7 +168,9 @@ def resolve(spec: CaptureSpec, armed: Armed) -> Resolved:
         if site not in armed.sites:
             raise NotArmedError("sites", name, f"not armed; armed: {', '.join(armed.sites) or 'nothing'} "
                                                "(restart the engine with --arm to add sites)")
-        if fixed is None:
+        if not SITES[site].per_layer:
+            wanted = set(armed.sites[site])  # one a model: `layers` is not about it
+        elif fixed is None:
             wanted = set(armed.sites[site]) if asked is None else asked
         elif fixed >= armed.n_layers:
             raise SpecError("sites", name, f"layer out of range; the model has layers 0 to {armed.n_layers - 1}")

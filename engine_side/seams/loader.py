@@ -15,7 +15,7 @@ import xxhash
 from torch import nn
 
 from engine_side import worker
-from engine_side.architectures import MEANING, find_points
+from engine_side.architectures import find_points
 from engine_side.config import TAP_VERSION, EngineConfig
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.staging import allocate
@@ -59,12 +59,13 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         raise StartError("vllm-tap: dual-batch overlap (enable_dbo, ubatch_size) runs a step in parts that would "
                          "overwrite each other's rows: switch it off")
     n_layers = model_config.get_total_num_hidden_layers()
-    points = list(find_points(model, list(model_config.architectures), config.arm, n_layers))
-    hidden = model_config.get_hidden_size()
+    points = list(find_points(model, list(model_config.architectures), config.arm, n_layers,
+                              model_config.get_hidden_size()))
+    layers = {site: [point.layer for point in points if point.site == site] for site in config.arm}
+    widths = {point.site: point.width for point in points}
     parameter = next(model.parameters())
     dtype, device = model_config.dtype, parameter.device
-    staging = allocate(dict.fromkeys(config.arm, hidden), n_layers, _tokens_max(vllm_config), dtype, device,
-                       config.staging_bytes_max)
+    staging = allocate(widths, layers, _tokens_max(vllm_config), dtype, device, config.staging_bytes_max)
     install(points, staging)
     info = EngineInfo(
         model=str(model_config.served_model_name or model_config.model),
@@ -73,14 +74,14 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         revision=str(model_config.revision or ""),
         tokenizer=str(model_config.tokenizer or ""),
         n_layers=n_layers,
-        armed=Armed({site: list(range(n_layers)) for site in config.arm}, n_layers),
-        widths=dict.fromkeys(config.arm, hidden),
+        armed=Armed(layers, n_layers),
+        widths=widths,
         max_model_len=model_config.max_model_len,
         vllm_version=_vllm_version(),
         tap_version=TAP_VERSION,
         runner="",
         world_size=parallel.world_size,
-        meaning={site: MEANING[site] for site in config.arm},
+        meaning={point.site: f"raw weights; {point.meaning}" for point in points},
     )
     worker.start(config, info, staging, device, leads=_tensor_parallel_rank() == 0)
 

@@ -1,7 +1,11 @@
-"""The reference: a Hugging Face forward of the same tokens in float32, every site × layer, on the CPU."""
+"""The reference: a Hugging Face forward of the same tokens in float32, every site × layer, on the CPU.
+
+Rows are read off Hugging Face's own modules, by the paths that its families use, not by ours.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +18,34 @@ from transformers import AutoModelForCausalLM
 
 F32 = npt.NDArray[np.float32]
 
+# By kind of block: site → (module below the block, "in" or "out").
+_LLAMA = {
+    "resid_pre": ("", "in"), "resid_post": ("", "out"), "resid_mid": ("post_attention_layernorm", "in"),
+    "attn_out": ("self_attn", "out"), "mlp_out": ("mlp", "out"), "mlp_post": ("mlp.down_proj", "in"),
+    "q": ("self_attn.q_proj", "out"), "k": ("self_attn.k_proj", "out"), "v": ("self_attn.v_proj", "out"),
+    "z": ("self_attn.o_proj", "in"),
+}
+_GEMMA = {
+    **_LLAMA, "resid_mid": ("pre_feedforward_layernorm", "in"), "attn_out": ("post_attention_layernorm", "out"),
+    "mlp_out": ("post_feedforward_layernorm", "out"), "attn_out_raw": ("self_attn", "out"),
+    "mlp_out_raw": ("mlp", "out"),
+}
+_MIXTURE = {site: place for site, place in _LLAMA.items() if site != "mlp_post"}
+_BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
+    "gemma2": _GEMMA, "gemma3_text": _GEMMA, "mixtral": _MIXTURE, "qwen3_moe": _MIXTURE,
+    "phi3": {site: place for site, place in _LLAMA.items() if site not in ("q", "k", "v")},
+    "opt": {
+        "resid_pre": ("", "in"), "resid_post": ("", "out"), "resid_mid": ("final_layer_norm", "in"),
+        "attn_out": ("self_attn", "out"), "mlp_out": ("fc2", "out"), "mlp_post": ("fc2", "in"),
+        "q": ("self_attn.q_proj", "out"), "k": ("self_attn.k_proj", "out"), "v": ("self_attn.v_proj", "out"),
+        "z": ("self_attn.out_proj", "in"),
+    },
+    "gpt_neox": {
+        "resid_pre": ("", "in"), "resid_post": ("", "out"), "attn_out": ("attention", "out"),
+        "mlp_out": ("mlp", "out"), "mlp_post": ("mlp.dense_4h_to_h", "in"), "z": ("attention.dense", "in"),
+    },
+}
+
 
 class Reference:
     """Rows of a model by (site, layer) for a token sequence."""
@@ -22,20 +54,81 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
         self.model.eval()
         self._rows: dict[tuple[str, int], torch.Tensor] = {}
-        for index, layer in enumerate(self.model.model.layers):
-            layer.register_forward_hook(self._keep("resid_post", index))
-            layer.self_attn.register_forward_hook(self._keep("attn_out", index))
-            layer.mlp.register_forward_hook(self._keep("mlp_out", index))
+        self._tokens = torch.zeros(0, dtype=torch.long)
+        kind = self.model.config.model_type
+        base = self.model.base_model
+        base = getattr(base, "decoder", base)
+        for index, block in enumerate(base.layers):
+            for site, (path, side) in _BLOCKS.get(kind, _LLAMA).items():
+                self._watch(block.get_submodule(path), side, site, index)
+            if kind in ("mixtral", "qwen3_moe"):
+                block.mlp.gate.register_forward_pre_hook(self._router(index))
+            if kind == "phi3":
+                block.self_attn.qkv_proj.register_forward_hook(self._joint(index))
+        if kind != "gpt_neox":
+            self._watch(base.final_layer_norm if kind == "opt" else base.norm, "out", "final_norm", 0)
+            self._embedding = base.embed_tokens
+            self._rotary(kind)
 
-    def _keep(self, site: str, layer: int) -> Callable[..., None]:
-        def hook(_module: Any, _args: Any, output: Any) -> None:
-            self._rows[site, layer] = (output[0] if isinstance(output, tuple) else output).detach()
+    def _watch(self, module: torch.nn.Module, side: str, site: str, layer: int) -> None:
+        def before(_module: Any, args: Any, kwargs: Any) -> None:
+            self._keep(site, layer, args[0] if args else kwargs["hidden_states"])
+
+        def after(_module: Any, _args: Any, output: Any) -> None:
+            self._keep(site, layer, output[0] if isinstance(output, tuple) else output)
+
+        if side == "in":
+            module.register_forward_pre_hook(before, with_kwargs=True)
+        else:
+            module.register_forward_hook(after)
+
+    def _keep(self, site: str, layer: int, rows: torch.Tensor) -> None:
+        self._rows[site, layer] = rows.detach().reshape(len(self._tokens), -1)
+
+    def _router(self, layer: int) -> Callable[..., None]:
+        def hook(gate: Any, args: Any) -> None:
+            x = args[0].reshape(len(self._tokens), -1)
+            self._keep("router_logits", layer, torch.nn.functional.linear(x, gate.weight))
 
         return hook
 
-    @lru_cache(maxsize=256)  # noqa: B019 (one reference a session)
+    def _joint(self, layer: int) -> Callable[..., None]:
+        def hook(_module: Any, _args: Any, output: torch.Tensor) -> None:
+            config = self.model.config
+            size = config.hidden_size // config.num_attention_heads
+            sizes = [config.num_attention_heads * size] + [config.num_key_value_heads * size] * 2
+            for site, rows in zip("qkv", output.split(sizes, dim=-1), strict=True):
+                self._keep(site, layer, rows)
+
+        return hook
+
+    def _rotary(self, kind: str) -> None:
+        """Queries and keys after the rotary embedding have no module: watch the function of the model's family."""
+        family = importlib.import_module(type(self.model).__module__)
+        original = getattr(family, "apply_rotary_pos_emb", None)
+        if original is None:
+            return
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            q, k = original(*args, **kwargs)
+            if self._calls is not None:
+                for site, rows in (("q_rot", q), ("k_rot", k)):
+                    self._keep(site, self._calls, rows[0].transpose(0, 1))
+                self._calls += 1
+            return q, k
+
+        family.apply_rotary_pos_emb = watched
+
+    _calls: int | None = None
+
+    @lru_cache(maxsize=256)  # noqa: B019 (one reference a model and session)
     def rows(self, tokens: tuple[int, ...]) -> dict[tuple[str, int], F32]:
         """``{(site, layer): [tokens, width]}``."""
+        self._tokens = torch.tensor(tokens)
+        self._rows, self._calls = {}, 0
         with torch.inference_mode():
-            self.model(torch.tensor([tokens]))
-        return {key: value.reshape(len(tokens), -1).numpy().copy() for key, value in self._rows.items()}
+            self.model(self._tokens[None])
+            self._calls = None
+            if hasattr(self, "_embedding"):
+                self._keep("embed", 0, self._embedding.weight[self._tokens])
+        return {key: value.numpy().copy() for key, value in self._rows.items()}

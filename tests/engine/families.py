@@ -1,0 +1,40 @@
+"""Small models of every architecture, with random weights, made by Hugging Face's own classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.1, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+}
+_HEADS = {"head_dim": 32}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _COMMON,
+    "mistral": _COMMON,
+    "qwen2": _COMMON,
+    "qwen3": {**_COMMON, **_HEADS},
+    "phi3": _COMMON,
+    "gemma2": {**_COMMON, **_HEADS, "query_pre_attn_scalar": 32, "sliding_window": 64, "tie_word_embeddings": True},
+    "gemma3_text": {**_COMMON, **_HEADS, "query_pre_attn_scalar": 32, "sliding_window": 64,
+                    "tie_word_embeddings": True},
+    "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_COMMON, **_HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+                  "norm_topk_prob": True},
+    "opt": {**_COMMON, "ffn_dim": 192, "word_embed_proj_dim": 128, "init_std": 0.1},
+    "gpt_neox": {**_COMMON, "rotary_pct": 0.5, "use_parallel_residual": True},
+}
+
+
+def make(family: str, folder: Path) -> Path:
+    """A folder with a model of this family in float32, deterministic."""
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
