@@ -8,7 +8,6 @@ from typing import Final
 
 import numpy as np
 
-from engine_side.config import EngineConfig
 from engine_side.ticket import Ticket, decode, encode
 from schemas.channel import ControlChannel
 from schemas.control import ClientFinish
@@ -21,7 +20,19 @@ from schemas.spec import Armed, parse_spec, resolve
 _SEEN_MAX: Final = 100_000
 _seen: OrderedDict[tuple[str, int], None] = OrderedDict()
 _lock = threading.Lock()
+_endpoint = ""
 _channel: ControlChannel | None = None
+
+
+def use(endpoint: str) -> None:
+    """The writer that ends are reported to from now on: that of the newest engine of this process."""
+    global _endpoint, _channel
+    with _lock:
+        if endpoint == _endpoint:
+            return
+        _endpoint, old, _channel = endpoint, _channel, None
+    if old is not None:
+        old.close()
 
 
 def admit(value: object, count: object, *, n: int, prompt_number: int, arm: tuple[str, ...], n_layers: int) -> str:
@@ -58,13 +69,13 @@ def forget(text: str) -> None:
         _seen.pop((ticket.id, ticket.base), None)
 
 
-def report_finish(config: EngineConfig, capture: str, reason: str, stop_reason: str | int | None,
-                  output_token_ids: list[int]) -> None:
+def report_finish(capture: str, reason: str, stop_reason: str | int | None, output_token_ids: list[int]) -> None:
     """Tell the writer how the client saw the end; never waits."""
     global _channel
     with _lock:
         if _channel is None:
-            _channel = ControlChannel(config.endpoint, role="front_end")
+            _channel = ControlChannel(_endpoint, role="front_end")
+        channel = _channel
     tokens = np.asarray(output_token_ids, "<u4").tobytes()
-    _channel.post(lambda seq: ClientFinish(seq=seq, capture=capture, reason=reason, stop_reason=stop_reason,
+    channel.post(lambda seq: ClientFinish(seq=seq, capture=capture, reason=reason, stop_reason=stop_reason,
                                            output_token_ids=tokens))

@@ -15,17 +15,16 @@ def register() -> None:
     global _registered
     from engine_side.config import from_environment
 
-    config = from_environment()
-    if config is None or _registered:
+    if _registered or from_environment() is None:  # a setting that is no good ends the start here
         return
     _check_own_packages()
     from engine_side.seams import compile_cache, front_end, loader, runner, scheduler
 
-    compile_cache.salt(config.salt())
-    loader.connect(config)
+    compile_cache.connect()
+    loader.connect()
     runner.connect()
     scheduler.connect()
-    front_end.connect(config)
+    front_end.connect()
     _registered = True
 
 

@@ -7,18 +7,18 @@ constant: they are read from the environment by us, and a store's address must n
 
 from __future__ import annotations
 
-from engine_side.config import VARIABLES
+from engine_side.config import VARIABLES, from_environment
 from schemas.errors import StartError
 
 
-def salt(text: str) -> None:
-    """Make the compile-cache keys of this process depend on ``text``."""
+def connect() -> None:
+    """Make the compile-cache keys of this process depend on what is armed when they are made."""
     import vllm.envs
 
     variables = getattr(vllm.envs, "environment_variables", None)
     if not isinstance(variables, dict) or not hasattr(vllm.envs, "compile_factors"):
         raise StartError("vllm-tap: looked for vllm.envs.environment_variables and compile_factors, not found: "
                          "compiled graphs of untapped models could be reused")
-    variables["VLLM_TAP_SALT"] = lambda: text
+    variables["VLLM_TAP_SALT"] = lambda: config.salt() if (config := from_environment()) else None
     for name in VARIABLES:
         variables[name] = lambda: None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_side import front
-from engine_side.config import EngineConfig
+from engine_side.config import from_environment
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.ticket import COUNT_KEY, KEY, find
 from schemas.errors import SpecError
@@ -23,24 +23,37 @@ logger = logging.getLogger("vllm.tap")
 _COMPLETION = re.compile(r"cmpl-.+-([0-9]+)", re.ASCII)
 
 
-def connect(config: EngineConfig) -> None:
+def connect() -> None:
     """Install the wrappers."""
 
     def inputs(module: types.ModuleType) -> None:
-        wrap(module.InputProcessor, "process_inputs", lambda original: _process_inputs(original, config))
+        wrap(module.InputProcessor, "__init__", _init)
+        wrap(module.InputProcessor, "process_inputs", _process_inputs)
 
     def outputs(module: types.ModuleType) -> None:
         wrap(module.RequestState, "from_new_request", _from_new_request)
-        wrap(module.RequestState, "_new_completion_output", lambda original: _new_completion_output(original, config))
+        wrap(module.RequestState, "_new_completion_output", _new_completion_output)
 
     when_imported("vllm.v1.engine.input_processor", inputs)
     when_imported("vllm.v1.engine.output_processor", outputs)
 
 
-def _process_inputs(original: Callable[..., Any], config: EngineConfig) -> Callable[..., Any]:
+def _init(original: Callable[..., None]) -> Callable[..., None]:
+    """One front end serves one engine: what that engine has armed is read when it is made, with the engine."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.vllm_tap = from_environment()
+        if self.vllm_tap is not None:
+            front.use(self.vllm_tap.endpoint)
+
+    return init
+
+
+def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        extra = getattr(params, "extra_args", None)
-        if not extra or KEY not in extra:
+        extra, config = getattr(params, "extra_args", None), self.vllm_tap
+        if not extra or KEY not in extra or config is None:
             return original(self, request_id, prompt, params, *args, **kwargs)
         n_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
         prompt_number = int(match[1]) if (match := _COMPLETION.fullmatch(request_id)) else 0
@@ -71,14 +84,14 @@ def _from_new_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_new_request
 
 
-def _new_completion_output(original: Callable[..., Any], config: EngineConfig) -> Callable[..., Any]:
+def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
     def new_completion_output(self: Any, token_ids: Any, finish_reason: Any, stop_reason: Any, *args: Any,
                               **kwargs: Any) -> Any:
         output = original(self, token_ids, finish_reason, stop_reason, *args, **kwargs)
         capture = getattr(self, "vllm_tap_capture", None)
         if finish_reason is not None and capture is not None:
             try:
-                front.report_finish(config, capture, str(finish_reason), stop_reason,
+                front.report_finish(capture, str(finish_reason), stop_reason,
                                     list(self.detokenizer.output_token_ids))
             except Exception:
                 logger.exception("vllm-tap: the end of %s as its client saw it was not reported", capture)

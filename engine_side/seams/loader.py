@@ -16,7 +16,7 @@ from torch import nn
 
 from engine_side import worker
 from engine_side.architectures import find_points
-from engine_side.config import TAP_VERSION, EngineConfig
+from engine_side.config import TAP_VERSION, EngineConfig, from_environment
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.staging import allocate
 from engine_side.taps import install
@@ -29,21 +29,22 @@ logger = logging.getLogger("vllm.tap")
 _SELF_TEST_ROWS = 2
 
 
-def connect(config: EngineConfig) -> None:
+def connect() -> None:
     """Install the wrappers."""
 
     def loaders(module: types.ModuleType) -> None:
-        wrap(module.BaseModelLoader, "load_model", lambda original: _load_model(original, config))
+        wrap(module.BaseModelLoader, "load_model", _load_model)
 
     when_imported("vllm.model_executor.model_loader.base_loader", loaders)
     when_imported("vllm.v1.worker.gpu_worker", lambda module: _wrap_worker(module.Worker))
     when_imported("vllm.v1.worker.cpu_worker", lambda module: _wrap_worker(module.CPUWorker))
 
 
-def _load_model(original: Callable[..., nn.Module], config: EngineConfig) -> Callable[..., nn.Module]:
+def _load_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
         model = original(self, vllm_config, model_config, *args, **kwargs)
-        if model_config is vllm_config.model_config:  # a drafter loads through here too, with its own
+        config = from_environment()
+        if config is not None and model_config is vllm_config.model_config:  # a drafter has a configuration of its own
             tap_model(model, vllm_config, config)
         return model
 
