@@ -28,7 +28,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_COMMON, **_HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
                   "norm_topk_prob": True},
     "opt": {**_COMMON, "ffn_dim": 192, "word_embed_proj_dim": 128, "init_std": 0.1},
-    "gpt_neox": {**_COMMON, "rotary_pct": 0.5, "use_parallel_residual": True},
+    # All heads have keys of their own here: told otherwise, vLLM's attention reads past the projections.
+    "gpt_neox": {**{key: value for key, value in _COMMON.items() if key != "num_key_value_heads"}, "rotary_pct": 0.5,
+                 "use_parallel_residual": True},
 }
 
 
