@@ -11,7 +11,7 @@ import numpy as np
 from engine_side.ticket import Ticket, decode, encode
 from schemas.channel import ControlChannel
 from schemas.control import ClientFinish
-from schemas.errors import SpecError
+from schemas.errors import LimitError, SpecError
 from schemas.ids import new_ulid
 from schemas.limits import capture_samples_max
 from schemas.sites import SITES
@@ -41,7 +41,10 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, arm: tupl
     ``count`` is how many captures the whole HTTP request makes, where a gateway knows it (a prompt list makes more
     than its n samples); ``prompt_number`` is this prompt's place in such a list.
     """
-    spec = parse_spec(value)
+    try:
+        spec = parse_spec(value)
+    except LimitError as error:  # vLLM answers a ValueError with 400, anything else with 500
+        raise SpecError("", "…", str(error)) from None
     # Which layers have a site only the worker knows; what its model lacks becomes `not_armed` in the manifest.
     armed = {site: list(range(n_layers)) if SITES[site].per_layer else [0] for site in arm}
     resolved = resolve(spec, Armed(armed, n_layers))

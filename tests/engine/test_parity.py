@@ -155,7 +155,8 @@ def test_bad_specs_are_refused_before_anything_is_scheduled(engine: Engine) -> N
     engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}],
                         SamplingParams(max_tokens=1, extra_args={"capture": {"id": ulid}}), use_tqdm=False)
     for spec, field in [({"sites": ["nope"]}, "sites"), ({"layers": [99]}, "layers"), ({"sites": ["q"]}, "sites"),
-                        ({"id": ulid}, "id"), ('{"sites"', ""), ({"positions": [[4, 2]]}, "positions")]:
+                        ({"id": ulid}, "id"), ('{"sites"', ""), ({"positions": [[4, 2]]}, "positions"),
+                        ('{"tags": {"a": "' + "x" * 70_000 + '"}}', "")]:
         with pytest.raises(SpecError) as raised:
             engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}],
                                 SamplingParams(max_tokens=1, extra_args={"capture": spec}), use_tqdm=False)
