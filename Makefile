@@ -43,6 +43,9 @@ test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest)
 demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, compare (KEEP=1 leaves it running)
 	$(PY) -m vllm_tap.demo $(if $(KEEP),--keep)
 
+parity: $(STAMP)  ## every site of every architecture against Hugging Face; writes docs/parity.md
+	TAP_FAMILIES=all TAP_PARITY=docs/parity.md $(PY) -m pytest tests/engine/test_architectures.py
+
 bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, writer GB/s
 	$(PY) -m bench
 

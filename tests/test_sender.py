@@ -40,7 +40,7 @@ class Tapped:
 
     def __init__(self, endpoint: str, on_full: str = "drop", ring_bytes: int = 16 * MIB, width: int = WIDTH) -> None:
         self.info: EngineInfo = engine_info(width=width, n_layers=LAYERS)
-        self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, width)})
+        self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, width)}, ARMED.sites)
         self.ring = Ring(ring_bytes, pinned=False)
         self.recorder = Recorder(self.staging, self.ring, "float32", on_full, SideStream(torch.device("cpu")))
         self.sender = Sender(endpoint, self.info, self.ring, self.recorder.outbox, self.recorder.counters)
@@ -137,7 +137,7 @@ def test_a_disk_that_is_full_when_the_engine_greets_is_asked_again(
 
 
 def test_a_ring_that_cannot_hold_a_row_ends_the_start() -> None:
-    staging = Staging({SITE: torch.zeros(LAYERS, 1, 1 << 19)})
+    staging = Staging({SITE: torch.zeros(LAYERS, 1, 1 << 19)}, ARMED.sites)
     config = EngineConfig("ipc:///nowhere", ring_bytes=4 * MIB)
     with pytest.raises(StartError, match="VLLM_TAP_RING_BYTES=4194304: a row of all layers has 8388608 bytes"):
         worker.start(config, engine_info(width=1 << 19), staging, torch.device("cpu"), leads=True)

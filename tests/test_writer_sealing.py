@@ -12,6 +12,7 @@ import pytest
 import xxhash
 
 from schemas import codecs
+from schemas.errors import CorruptError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from schemas.sites import SITES
@@ -195,3 +196,16 @@ def test_rot_in_a_block_is_named_and_costs_only_its_frame(tmp_path: Path) -> Non
 
 def test_every_site_has_a_name_that_can_be_stored() -> None:
     assert all(name.isidentifier() for name in SITES)
+
+
+def test_a_bit_that_flips_after_a_read_is_seen_at_the_next(tmp_path: Path) -> None:
+    block, capture = filled(tmp_path, "raw", 64)
+    with StoreReader(tmp_path / "store") as reader:
+        before = reader.slice(capture, SITE, [1], 0, 8)
+        main = block / "x" / "c" / "0" / "0" / "0"
+        with main.open("r+b") as file:
+            at = main.read_bytes().index(before.pieces["x"][0, 2].tobytes())
+            file.seek(at)
+            file.write(bytes([before.pieces["x"][0, 2].view(np.uint8)[0] ^ 1]))
+        with pytest.raises(CorruptError, match=block.name):
+            reader.slice(capture, SITE, [1], 0, 8)

@@ -43,9 +43,8 @@ def _bypassed_attention() -> dict[str, Any]:
 def _unknown_architecture() -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps({
-        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2,
-        "ffn_dim": 128, "num_attention_heads": 2, "vocab_size": 512, "max_position_embeddings": 256,
-        "word_embed_proj_dim": 64, "torch_dtype": "float32"}))
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2,
+        "vocab_size": 512, "n_positions": 256, "torch_dtype": "float32"}))
     return {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 128}
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
     ("case", "settings", "says"),
     [
         ("bypassed", {}, ["these taps had written nothing: attn_out.0, attn_out.1, attn_out.2, attn_out.3;"]),
-        ("unknown", {}, ["no tap is known for the architecture OPTForCausalLM", "Qwen3ForCausalLM"]),
+        ("unknown", {}, ["no tap is known for the architecture GPT2LMHeadModel", "Qwen3ForCausalLM"]),
         ("tiny", {"VLLM_TAP_STAGING_BYTES_MAX": "100000"}, ["staging needs", "VLLM_TAP_STAGING_BYTES_MAX"]),
         ("tiny", {"VLLM_TAP_ARM": "nope"}, ["VLLM_TAP_ARM='nope'", "unknown site"]),
     ],
