@@ -34,6 +34,10 @@ class Family:
     model: Mapping[str, Place] = field(default_factory=dict)
 
 
+# Rows of these are a rank's share of the heads or of the MLP under tensor parallelism; the others are whole everywhere.
+SHARED_OUT: Final = ("mlp_post", "q", "k", "v", "q_rot", "k_rot", "z")
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """One place to tap in a loaded model."""

@@ -15,7 +15,7 @@ import xxhash
 from torch import nn
 
 from engine_side import worker
-from engine_side.architectures import find_points
+from engine_side.architectures import SHARED_OUT, find_points
 from engine_side.config import TAP_VERSION, EngineConfig, from_environment
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.staging import allocate
@@ -59,6 +59,9 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     if parallel.use_ubatching:
         raise StartError("vllm-tap: dual-batch overlap (enable_dbo, ubatch_size) runs a step in parts that would "
                          "overwrite each other's rows: switch it off")
+    if parallel.tensor_parallel_size > 1 and (shared := [site for site in config.arm if site in SHARED_OUT]):
+        raise StartError(f"vllm-tap: tensor_parallel_size={parallel.tensor_parallel_size}: a rank has only its share "
+                         f"of {', '.join(shared)}; arm other sites, or run on one device")
     n_layers = model_config.get_total_num_hidden_layers()
     points = list(find_points(model, list(model_config.architectures), config.arm, n_layers,
                               model_config.get_hidden_size()))

@@ -54,7 +54,12 @@ def _tiny() -> dict[str, Any]:
     return {"model": str(tiny_model())}
 
 
-CASES = {"bypassed": _bypassed_attention, "unknown": _unknown_architecture, "tiny": _tiny}
+def _sharded() -> dict[str, Any]:
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return {**_tiny(), "tensor_parallel_size": 2}
+
+
+CASES = {"sharded": _sharded, "bypassed": _bypassed_attention, "unknown": _unknown_architecture, "tiny": _tiny}
 
 if __name__ == "__main__":
     from vllm import LLM

@@ -34,9 +34,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(family: str, folder: Path) -> Path:
-    """A folder with a model of this family in float32, deterministic."""
+def make(family: str, folder: Path, dtype: str = "float32") -> Path:
+    """A folder with a model of this family in ``dtype``, deterministic."""
     torch.manual_seed(7)
     config = AutoConfig.for_model(family, **FAMILIES[family])
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

@@ -17,7 +17,7 @@ import pytest
 from engine_side.architectures import ARCHITECTURES
 from schemas.reader import StoreReader
 from schemas.sites import SITES as schema_sites
-from tests.engine.engines import Engine, prompt
+from tests.engine.engines import DTYPE, ON_GPU, Engine, prompt
 from tests.engine.families import FAMILIES, make
 from tests.engine.reference import Reference
 
@@ -25,10 +25,11 @@ pytestmark = pytest.mark.timeout(600)
 
 HEADING = """# Parity
 
-Every site of every architecture, captured from vLLM (`raw`, float32, CPU) and compared with a Hugging Face forward of the
-same tokens: eight requests of 1 to 80 prompt tokens in one batch, prefill in chunks of 64, three layers, every position.
-The figure is the worst row's error over its length, ‖x − x̂‖ / ‖x̂‖; `–` is a site that the architecture does not have. The
-models are small, with random weights, made by Hugging Face's own classes. `make parity` regenerates this page.
+Every site of every architecture, captured from vLLM (`raw`, float32, CPU) and compared with a Hugging Face forward of
+the same tokens: eight requests of 1 to 80 prompt tokens in one batch, prefill in chunks of 64, three layers, every
+position. The figure is the worst row's error over its length, ‖x − x̂‖ / ‖x̂‖; `–` is a site that the architecture does
+not have. The models are small, with random weights, made by Hugging Face's own classes. `make parity` regenerates this
+page.
 """
 HEADS = ("q", "k", "v", "q_rot", "k_rot", "z")
 LLAMA = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp_post", *HEADS, "embed", "final_norm")
@@ -70,9 +71,9 @@ def test_every_site(
     from vllm import LLM
 
     monkeypatch.setenv("VLLM_TAP_ARM", ",".join(SITES[family]))
-    folder = make(family, tmp_path / family)
-    llm: Any = LLM(str(folder), dtype="float32", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8,
-                   max_num_batched_tokens=64, block_size=32)
+    folder = make(family, tmp_path / family, DTYPE)
+    llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8,
+                   max_num_batched_tokens=64, block_size=32, **({"gpu_memory_utilization": 0.3} if ON_GPU else {}))
     engine = Engine(llm, reader, Reference(folder))
     try:
         captured = engine.run([[t % 500 + 3 for t in prompt(n, seed=n)] for n in (9, 80, 1, 33, 20, 5, 70, 64)],
@@ -90,6 +91,6 @@ def test_every_site(
                 error = np.linalg.norm(rows.values()[0] - x, axis=-1) / np.linalg.norm(x, axis=-1)
                 worst[entry.site] = max(worst[entry.site], float(error.max()))
         table[family] = worst
-        assert max(worst.values()) <= 1e-4, worst
+        assert max(worst.values()) <= (0.1 if ON_GPU else 1e-4), worst
     finally:
         engine.close()

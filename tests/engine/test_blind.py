@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(300)
         ("bypassed", {}, ["these taps had written nothing: attn_out.0, attn_out.1, attn_out.2, attn_out.3;"]),
         ("unknown", {}, ["no tap is known for the architecture GPT2LMHeadModel", "Qwen3ForCausalLM"]),
         ("tiny", {"VLLM_TAP_STAGING_BYTES_MAX": "100000"}, ["staging needs", "VLLM_TAP_STAGING_BYTES_MAX"]),
+        ("sharded", {"VLLM_TAP_ARM": "resid_post,q"}, ["tensor_parallel_size=2: a rank has only its share of q"]),
         ("tiny", {"VLLM_TAP_ARM": "nope"}, ["VLLM_TAP_ARM='nope'", "unknown site"]),
     ],
 )
