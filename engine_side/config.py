@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -16,7 +17,10 @@ VARIABLES: Final = (
     "VLLM_TAP_ENDPOINT", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_ON_FULL", "VLLM_TAP_STAGING_BYTES_MAX",
 )
 
+TESTED_VERSIONS: Final = ((0, 26), (0, 32))  # of vLLM, first and last
+
 _MIB: Final = 1 << 20
+_VERSION: Final = re.compile(r"([0-9]+)\.([0-9]+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,12 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
         on_full=environment.get("VLLM_TAP_ON_FULL", "drop"),
         staging_bytes_max=_number(environment, "VLLM_TAP_STAGING_BYTES_MAX", 8 << 30),
     )
+
+
+def tested(vllm_version: str) -> bool:
+    """Whether a version of vLLM lies in the range that the tests were run on."""
+    match = _VERSION.match(vllm_version)
+    return match is not None and TESTED_VERSIONS[0] <= (int(match[1]), int(match[2])) <= TESTED_VERSIONS[1]
 
 
 def parse_arm(text: str) -> tuple[str, ...]:

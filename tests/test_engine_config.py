@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_side.config import from_environment
+from engine_side.config import from_environment, tested
 from schemas.errors import StartError
 
 ENDPOINT = {"VLLM_TAP_ENDPOINT": "ipc:///tmp/t/writer.sock"}
@@ -40,3 +40,12 @@ def test_refusals(settings: dict[str, str], says: str) -> None:
         from_environment({**ENDPOINT, **settings})
     (name,) = settings
     assert name in str(raised.value) and says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [("0.26.0", True), ("0.32.0", True), ("0.30.1rc2+cpu", True), ("0.25.9", False), ("0.33.0", False), ("1.0", False),
+     ("dev", False)],
+)
+def test_the_range_of_tested_versions(version: str, is_tested: bool) -> None:
+    assert tested(version) is is_tested

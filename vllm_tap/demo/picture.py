@@ -26,15 +26,15 @@ def heat_map(client: Client, manifest: Manifest, path: Path) -> None:
     norms = np.linalg.norm(rows.values, axis=-1)
     tokenizer = Tokenizer.from_file(str(tiny_model() / "tokenizer.json"))
     words = [tokenizer.decode([int(token)], skip_special_tokens=False) for token in rows.token_ids]
-    figure, axes = plt.subplots(figsize=(max(6.0, 0.28 * len(words) + 2), 3.2))
+    figure, axes = plt.subplots(figsize=(max(6.0, 0.2 * len(words) + 1.5), 3.2), layout="constrained")
     image = axes.imshow(norms, aspect="auto", origin="lower", cmap="magma")
     axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
     axes.set_xticks(range(len(words)), [word.replace("\n", "⏎").replace("$", r"\$") for word in words],
                     rotation=90, fontsize=7)
     axes.axvline(manifest.prompt_len - 0.5, color="white", linewidth=1, linestyle="--")
+    axes.set_xlabel("token")
     axes.set_ylabel("layer")
     axes.set_title("norm of the residual stream after each block (dashed: generation begins)", fontsize=9)
-    figure.colorbar(image, ax=axes, pad=0.01)
-    figure.tight_layout()
+    figure.colorbar(image, ax=axes, pad=0.01, label="‖x‖")
     figure.savefig(path, dpi=120)
     plt.close(figure)
