@@ -62,7 +62,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
     )
 
 
-def tested(vllm_version: str) -> bool:
+def in_tested_range(vllm_version: str) -> bool:
     """Whether a version of vLLM lies in the range that the tests were run on."""
     match = _VERSION.match(vllm_version)
     return match is not None and TESTED_VERSIONS[0] <= (int(match[1]), int(match[2])) <= TESTED_VERSIONS[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_side.config import from_environment, tested
+from engine_side.config import from_environment, in_tested_range
 from schemas.errors import StartError
 
 ENDPOINT = {"VLLM_TAP_ENDPOINT": "ipc:///tmp/t/writer.sock"}
@@ -48,4 +48,4 @@ def test_refusals(settings: dict[str, str], says: str) -> None:
      ("dev", False)],
 )
 def test_the_range_of_tested_versions(version: str, is_tested: bool) -> None:
-    assert tested(version) is is_tested
+    assert in_tested_range(version) is is_tested

@@ -16,7 +16,7 @@ from torch import nn
 
 from engine_side import worker
 from engine_side.architectures import SHARED_OUT, find_points
-from engine_side.config import TAP_VERSION, TESTED_VERSIONS, EngineConfig, from_environment, tested
+from engine_side.config import TAP_VERSION, TESTED_VERSIONS, EngineConfig, from_environment, in_tested_range
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.staging import allocate
 from engine_side.taps import install
@@ -62,7 +62,7 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     if parallel.tensor_parallel_size > 1 and (shared := [site for site in config.arm if site in SHARED_OUT]):
         raise StartError(f"vllm-tap: tensor_parallel_size={parallel.tensor_parallel_size}: a rank has only its share "
                          f"of {', '.join(shared)}; arm other sites, or run on one device")
-    if not tested(_vllm_version()):
+    if not in_tested_range(_vllm_version()):
         logger.warning("vllm-tap: vLLM %s is outside the tested range %s to %s; the self-test decides", _vllm_version(),
                        *(".".join(map(str, version)) for version in TESTED_VERSIONS))
     n_layers = model_config.get_total_num_hidden_layers()
