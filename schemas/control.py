@@ -10,7 +10,7 @@ not lie in the shared ring, the payload parts. No part is ever unpickled.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -219,6 +219,8 @@ Record = Open | Finish | Dropped | Own | ClientFinish | Abandon | Delete | Hold
 FromSender = Hello | Ping | Bye | Frame | Record
 FromWriter = Welcome | Ack | Refuse
 
+T = TypeVar("T")
+
 _encoder = msgspec.msgpack.Encoder()
 _from_sender: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromSender)
 _from_writer: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWriter)
@@ -230,16 +232,27 @@ def encode(message: FromSender | FromWriter) -> bytes:
     return _encoder.encode(message)
 
 
+def unpack(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+    """What a decoder reads; any bytes that it cannot read are a msgspec.DecodeError (or its ValidationError).
+
+    msgspec itself lets UnicodeDecodeError and RecursionError through.
+    """
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
 def decode_from_sender(data: bytes | memoryview) -> FromSender:
     """Raises msgspec.ValidationError or DecodeError on anything else."""
-    return _from_sender.decode(data)  # type: ignore[no-any-return]
+    return unpack(_from_sender, data)  # type: ignore[no-any-return]
 
 
 def decode_from_writer(data: bytes | memoryview) -> FromWriter:
     """Raises msgspec.ValidationError or DecodeError on anything else."""
-    return _from_writer.decode(data)  # type: ignore[no-any-return]
+    return unpack(_from_writer, data)  # type: ignore[no-any-return]
 
 
 def decode_record(data: bytes | memoryview) -> Record:
     """Raises msgspec.ValidationError or DecodeError on anything else."""
-    return _record.decode(data)  # type: ignore[no-any-return]
+    return unpack(_record, data)  # type: ignore[no-any-return]

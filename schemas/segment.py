@@ -21,7 +21,7 @@ import xxhash
 
 from schemas import codecs, limits
 from schemas.codecs import Stream
-from schemas.control import Frame, StreamPart
+from schemas.control import Frame, StreamPart, unpack
 from schemas.errors import CorruptError, ProtocolError
 from schemas.frame import RowTable, check_frame, check_table
 
@@ -175,7 +175,7 @@ def parse_frame(data: memoryview, offset: int, store: bytes, number: int, path: 
     head[_HASH_AT : PRELUDE.size] = bytes(8)
     need(xxhash.xxh3_64_intdigest(head) == digest, "the head does not match its checksum")
     try:
-        header = _decoder.decode(memoryview(head)[PRELUDE.size : PRELUDE.size + n_header])
+        header = unpack(_decoder, memoryview(head)[PRELUDE.size : PRELUDE.size + n_header])
         rows = check_frame(header.frame)
         table = RowTable.from_bytes(bytes(head[used - n_table :]), rows)
         check_table(header.frame, table)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schemas import limits
-from schemas.control import Dropped, Finish, Open, Own, encode
+from schemas.control import Dropped, Finish, Hello, Open, Own, Refuse, encode
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from schemas.spec import Resolved
@@ -194,6 +194,18 @@ def test_billions_of_positions_cost_no_memory(writer: WriterProcess, engine: Sen
         assert_rows(reader.slice(capture, SITE, [0, 2]), 1, [3, last - 2])
     status = Path(f"/proc/{writer.process.pid}/status").read_text()
     assert int(status.split("VmHWM:")[1].split()[0]) < 1_000_000  # KiB
+    still_works(writer, engine)
+
+
+def test_text_that_is_no_text(writer: WriterProcess, engine: Sender) -> None:
+    frame, parts = engine.frame([(new_ulid(), 1, range(3))], send=False)
+    broken = encode(frame).replace(b"int8b64", b"int8b\xff\xa5")
+    engine.socket.send_multipart([broken, *parts])
+    engine.sync()
+    stranger = Sender(writer.endpoint)
+    stranger.socket.send(encode(Hello("x" * 26, "engine", 1)).replace(b"engine", b"eng\xff\xa5e"))
+    assert isinstance(stranger.receive(10), Refuse)
+    stranger.close()
     still_works(writer, engine)
 
 

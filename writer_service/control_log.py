@@ -28,6 +28,7 @@ from schemas.control import (
     Hold,
     Open,
     Own,
+    unpack,
 )
 from schemas.errors import StoreError
 from writer_service import fs
@@ -140,7 +141,7 @@ def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, En
         if xxhash.xxh3_64_intdigest(data[offset : offset + 8] + body) != digest:
             return
         try:
-            entry = _decoder.decode(body)
+            entry = unpack(_decoder, body)
         except msgspec.MsgspecError:
             return
         yield end, entry

@@ -30,6 +30,7 @@ from schemas.control import (
     Welcome,
     decode_from_sender,
     encode,
+    unpack,
 )
 from schemas.errors import ProtocolError, StartError, StoreError
 from schemas.frame import RowTable, check_frame, check_table
@@ -62,6 +63,10 @@ class _Greeting(msgspec.Struct, tag="hello"):
     """What can be read of a Hello in another version's words."""
 
     version: int = limits.PROTOCOL_VERSION
+
+
+_seq = msgspec.msgpack.Decoder(_Seq)
+_greeting = msgspec.msgpack.Decoder(_Greeting)
 
 
 class Writer:
@@ -176,7 +181,7 @@ class Writer:
     def _take(self, identity: bytes, parts: list[zmq.Frame]) -> None:
         try:
             message = decode_from_sender(parts[0].buffer)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except msgspec.MsgspecError as error:
             self._take_malformed(identity, parts[0], str(error))
             return
         if isinstance(message, Hello):
@@ -202,8 +207,8 @@ class Writer:
     def _take_malformed(self, identity: bytes, part: zmq.Frame, why: str) -> None:
         self.counters.malformed += 1
         try:  # to greet again would not help it
-            greeting = msgspec.msgpack.decode(part.buffer, type=_Greeting)
-        except (msgspec.MsgspecError, RecursionError):
+            greeting = unpack(_greeting, part.buffer)
+        except msgspec.MsgspecError:
             pass
         else:
             code = "malformed" if greeting.version == limits.PROTOCOL_VERSION else "version"
@@ -214,8 +219,8 @@ class Writer:
             self._send(identity, Refuse("hello", "say Hello first"))
             return
         try:
-            seq = msgspec.msgpack.decode(part.buffer, type=_Seq).seq
-        except (msgspec.MsgspecError, RecursionError):
+            seq = unpack(_seq, part.buffer).seq
+        except msgspec.MsgspecError:
             return
         # It has a number: take it, or the sender would send it for ever.
         if not state.must_greet and self._in_order(state, seq):
