@@ -245,6 +245,7 @@ class Sender:
         """Until ``seq`` (default: the last) is durable; pings, greets and resends as a real sender does."""
         target = self.seq if seq is None else seq
         deadline = time.monotonic() + timeout_s
+        resent = 0.0
         while self.durable < target:
             assert time.monotonic() < deadline, f"seq {target} is not durable, {self.durable} is; {self.refusals}"
             before = self.durable
@@ -254,8 +255,10 @@ class Sender:
             elif isinstance(answer, Refuse):
                 self.hello()
             elif isinstance(answer, Ack) and self.durable == before and answer.visible == self.durable and self.kept:
-                time.sleep(0.05)
-                self.resend()
+                # Every message sent again is answered by an Ack: one round at a time, or the answers breed.
+                if time.monotonic() - resent > 0.5:
+                    resent = time.monotonic()
+                    self.resend()
 
     def sync(self, timeout_s: float = 5.0) -> Ack:
         """Ping, and the Ack that answers it."""

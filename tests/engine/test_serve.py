@@ -225,7 +225,7 @@ def test_killing_the_writer_loses_nothing_that_was_acknowledged(service: Service
 
     def ask(number: int) -> None:
         results[number] = service.openai.completions.create(
-            model=service.model, prompt=f"tell me a long story, number {number}", max_tokens=300, temperature=0,
+            model=service.model, prompt=f"tell me a long story, number {number}", max_tokens=900, temperature=0,
             extra_body={"capture": {"codec": "raw"}, "ignore_eos": True, "return_token_ids": True})
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(3)]
@@ -245,7 +245,7 @@ def test_killing_the_writer_loses_nothing_that_was_acknowledged(service: Service
     for thread in threads:
         thread.join()
     for response in results.values():
-        assert len(response.choices[0].model_extra["token_ids"]) == 300
+        assert len(response.choices[0].model_extra["token_ids"]) == 900
         manifest = service.check(response.model_extra["capture"]["id"])
         assert manifest["status"] == "complete"
         assert {e["captured"] for e in manifest["rows"]} == {manifest["total_len"] - 1}
