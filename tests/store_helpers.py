@@ -254,11 +254,11 @@ class Sender:
                 self.socket.send(encode(Ping()))
             elif isinstance(answer, Refuse):
                 self.hello()
-            elif isinstance(answer, Ack) and self.durable == before and answer.visible == self.durable and self.kept:
-                # Every message sent again is answered by an Ack: one round at a time, or the answers breed.
-                if time.monotonic() - resent > 0.5:
-                    resent = time.monotonic()
-                    self.resend()
+            stands = isinstance(answer, Ack) and self.durable == before and answer.visible == self.durable
+            # Every message sent again is answered by an Ack: one round at a time, or the answers breed.
+            if stands and self.kept and time.monotonic() - resent > 0.5:
+                resent = time.monotonic()
+                self.resend()
 
     def sync(self, timeout_s: float = 5.0) -> Ack:
         """Ping, and the Ack that answers it."""
