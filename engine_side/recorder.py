@@ -107,33 +107,27 @@ class Recorder:
         if request in self._tickets:
             return
         capture = ticket.capture_of(request)
-        resolved, absent = self._held_against_model(ticket)
-        taken = {site: [layer for layer in layers if layer not in absent.get(site, ())]
-                 for site, layers in resolved.layers.items()} if absent else resolved.layers
-        slot = self.captures.open(request, msgspec.structs.replace(resolved, layers=taken), len(prompt_token_ids))
+        taken, absent = self._held_against_model(ticket.resolved)
+        # "all" means what is there; a layer asked for by its number stays expected, and is named as not armed.
+        by_number = absent and parse_spec(ticket.asked).layers != "all"
+        resolved, absent = (ticket.resolved, absent) if by_number else (taken, {})
+        slot = self.captures.open(request, taken, len(prompt_token_ids))
         self._tickets[request] = capture
         now = time.time_ns() // 1_000_000
         self.outbox.append(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached,
                                   now))
 
-    def _held_against_model(self, ticket: Ticket) -> tuple[Resolved, dict[str, list[int]]]:
-        """What the model has of a spec, and the layers it lacks where they were asked for by number.
+    def _held_against_model(self, asked: Resolved) -> tuple[Resolved, dict[str, list[int]]]:
+        """What the model has of a spec, and by site the layers that it lacks.
 
         The front end knows the armed sites but not which layers have them: some blocks of a sparse model are dense.
         """
-        asked = ticket.resolved
-        absent = {
-            site: [layer for layer in layers if layer not in self.staging.layers.get(site, ())]
-            for site, layers in asked.layers.items()
-        }
-        absent = {site: layers for site, layers in absent.items() if layers}
-        if not absent:
+        has = {site: set(self.staging.layers.get(site, ())) for site in asked.layers}
+        absent = {site: [layer for layer in layers if layer not in has[site]] for site, layers in asked.layers.items()}
+        if not any(absent.values()):
             return asked, {}
-        kept = {site: [layer for layer in layers if layer not in absent.get(site, ())]
-                for site, layers in asked.layers.items()}
-        if parse_spec(ticket.asked).layers == "all":
-            return msgspec.structs.replace(asked, layers=kept), {}
-        return asked, absent
+        kept = {site: [layer for layer in layers if layer in has[site]] for site, layers in asked.layers.items()}
+        return msgspec.structs.replace(asked, layers=kept), {site: layers for site, layers in absent.items() if layers}
 
     def finish(self, end: End) -> None:
         """A request ended; one that never ran is opened first, so that its manifest exists."""

@@ -77,17 +77,12 @@ def make_dirs(path: Path) -> None:
 def write_durable(path: Path, data: bytes) -> None:
     """Replace a small file whole: temporary file, sync, rename, sync of the directory."""
     temporary = path.with_name(f".{path.name}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        write_at(fd, [data], 0)
-        datasync(fd)
-    finally:
-        os.close(fd)
+    write_new(temporary, data)
     rename(temporary, path)
 
 
 def write_new(path: Path, data: Buffer) -> None:
-    """A file inside a directory that is not visible yet: written and synced, its name not."""
+    """A file under a name that nobody reads yet: written and synced, its name not."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         write_at(fd, [data], 0)
