@@ -38,6 +38,7 @@ from schemas.control import (
     decode_from_writer,
     encode,
 )
+from schemas.errors import NotFoundError
 from schemas.frame import RowTable
 from schemas.ids import new_ulid
 from schemas.spec import Armed, Resolved
@@ -50,12 +51,18 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T], timeout_s: float = 10.0) -> T:
-    """What the condition gives once it is true, or at last after the timeout."""
+    """What the condition gives once it is true, or at last after the timeout.
+
+    A capture that is not there is waited for like anything else: the catalog follows an engine's Ack a moment later.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        value = condition()
-        if value or time.monotonic() > deadline:
-            return value
+        try:
+            if (value := condition()) or time.monotonic() > deadline:
+                return value
+        except NotFoundError:
+            if time.monotonic() > deadline:
+                raise
         time.sleep(0.02)
 
 

@@ -31,10 +31,7 @@ FAULTY = ROOT / "tests" / "faulty_writer.py"
 def status_is(store: Path, capture: str, status: str) -> bool:
     def check() -> bool:
         with StoreReader(store) as reader:
-            try:
-                return reader.capture(capture).status == status
-            except NotFoundError:
-                return False
+            return reader.capture(capture).status == status
 
     return until(check)
 

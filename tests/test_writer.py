@@ -61,13 +61,7 @@ def api(writer: WriterProcess) -> Iterator[Sender]:
 def final(reader: StoreReader, capture: str, owner: str | None = None) -> str:
     """The status, once it is no longer running; the catalog follows an engine's Ack a moment later."""
 
-    def settled() -> bool:
-        try:
-            return reader.capture(capture, owner).status not in ("running", "pending")
-        except NotFoundError:
-            return False
-
-    until(settled)
+    until(lambda: reader.capture(capture, owner).status not in ("running", "pending"))
     return reader.capture(capture, owner).status
 
 
