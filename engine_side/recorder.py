@@ -36,8 +36,9 @@ _LAYOUTS_MAX: Final = 4096
 class Step:
     """One step of the model as its runner laid it out; a seam makes it.
 
-    ``starts`` [n + 1] rows of each request, ``first`` [n] position of each request's first row (host's view);
-    ``positions`` and ``token_ids`` [rows] the tensors that the model really used.
+    ``starts`` [n + 1] rows of each request, ``first`` [n] position of each request's first row (host's view, too high
+    by at most ``slack``); ``positions`` and ``token_ids`` [rows] the tensors that the model really used; ``drafts``
+    [n] how many of each request's last rows are guesses of speculative decoding, None for nobody.
     """
 
     requests: list[str]
@@ -45,6 +46,8 @@ class Step:
     first: I64
     positions: torch.Tensor
     token_ids: torch.Tensor
+    drafts: I64 | None = None
+    slack: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,6 @@ class End:
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     computed: int
-    drafts: bool
 
 
 @dataclass(slots=True)
@@ -97,6 +99,7 @@ class Recorder:
     outbox: deque[Event] = field(default_factory=deque)
     captures: CaptureTable = field(default_factory=CaptureTable)
     counters: Counters = field(default_factory=Counters)
+    _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
     _layouts: dict[Entry, Layout] = field(default_factory=dict)
 
@@ -136,12 +139,9 @@ class Recorder:
         slot = self.captures.close(end.request)
         total = len(end.prompt_token_ids) + len(end.output_token_ids)
         seen = int(self.captures.computed[slot])
-        if end.reason in ("stop", "length"):
-            # The last sampled token is never forwarded; under async scheduling a step more may have run.
-            last = total - 1
-        else:
-            # A preempted request counts 0 computed tokens although its rows were taken; drafts may overshoot.
-            last = min(total, end.computed if end.drafts else max(end.computed, seen))
+        # The last sampled token is never forwarded; under async scheduling a step more may have run. A request that is
+        # aborted while it is preempted counts 0 computed tokens although its rows were taken.
+        last = total - 1 if end.reason in ("stop", "length") else min(total, max(end.computed, seen))
         self.outbox.append(Finished(
             slot, self._tickets.pop(end.request), end.reason, end.stop_reason, end.output_token_ids,
             max(last, 0), int(self.captures.recomputed[slot]),
@@ -157,7 +157,9 @@ class Recorder:
         """Take the wanted rows of the step that was just enqueued."""
         if not self.captures:
             return
-        selected = self.captures.select(step.requests, step.starts, step.first)
+        if step.drafts is not None:
+            self._guesses = max(self._guesses, int(step.drafts.max()) + step.slack)
+        selected = self.captures.select(step.requests, step.starts, step.first, step.drafts, step.slack)
         if selected is None:
             return
         self.counters.steps += 1
@@ -167,6 +169,15 @@ class Recorder:
                 part = selected if len(plans) == 1 else _only(selected, int(plan))
                 for entry in self.captures.plans[int(plan)]:
                     self._take(step, entry, part)
+
+    def miss_step(self) -> None:
+        """A step could not be looked at, so its rows are missing; drafts of the step before must not stand for them."""
+        if not self._guesses:
+            return
+        for slot in self.captures.slot_of.values():
+            positions = self.captures.computed[slot] + np.arange(self._guesses)
+            for entry in self.captures.plan(slot):
+                self.outbox.append(Lost(entry, np.full(len(positions), slot), positions))
 
     def _take(self, step: Step, entry: Entry, selected: Selected) -> None:
         """One entry's rows, in blocks of at most a frame."""
@@ -184,7 +195,7 @@ class Recorder:
                     logger.exception("vllm-tap: taking rows of %s failed; they are dropped (logged once)", entry.site)
             if run is None:
                 self.counters.dropped += len(selected.row[rows]) * len(entry.layers)
-                self.outbox.append(Lost(entry, selected.slot[rows], selected.position[rows]))
+                self.outbox.append(_lost(entry, selected, rows))
             else:
                 self.outbox.append(run)
 
@@ -249,7 +260,18 @@ class Recorder:
 def _only(selected: Selected, plan: int) -> Selected:
     keep = selected.plan == plan
     return Selected(selected.row[keep], selected.slot[keep], selected.position[keep], selected.flags[keep],
-                    selected.plan[keep])
+                    selected.plan[keep], None if selected.slack is None else selected.slack[keep])
+
+
+def _lost(entry: Entry, selected: Selected, rows: slice) -> Lost:
+    """These rows at every position that they may have had: no older row may stand for them."""
+    slot, position = selected.slot[rows], selected.position[rows]
+    if selected.slack is None:
+        return Lost(entry, slot, position)
+    slack = selected.slack[rows]
+    less = [np.flatnonzero(slack >= by) for by in range(int(slack.max(initial=0)) + 1)]
+    return Lost(entry, np.concatenate([slot[at] for at in less]),
+                np.maximum(np.concatenate([position[at] - by for by, at in enumerate(less)]), 0))
 
 
 def _gather(buffer: torch.Tensor, layers: list[int], where: Any) -> torch.Tensor:

@@ -2,6 +2,11 @@
 
 Positions asked for are kept as boundaries ``slot << 32 | position``, sorted, start and stop alternating: a row is
 wanted where the number of boundaries at or below its own key is odd. So any number of ranges costs one searchsorted.
+
+Under speculative decoding the last rows of a request in a step may be of *drafts*. Under asynchronous scheduling the
+host does not know yet how many of the drafts before were accepted, and takes them all for accepted: a row's position
+may in truth be less by up to *slack*. Such a row is taken where any of its possible positions is wanted; the positions
+that the model used travel with the rows.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from schemas.frame import FLAG_GENERATED, FLAG_RECOMPUTED
+from schemas.frame import FLAG_DRAFT, FLAG_GENERATED, FLAG_RECOMPUTED
 from schemas.spec import Resolved, intervals
 
 I64 = npt.NDArray[np.int64]
@@ -32,13 +37,17 @@ Plan = tuple[Entry, ...]
 
 @dataclass(slots=True)
 class Selected:
-    """The wanted rows of a step: index into the step's rows, and their columns."""
+    """The wanted rows of a step: index into the step's rows, and their columns.
+
+    ``slack`` [rows]: how much less each position may be; None where all are certain.
+    """
 
     row: I64
     slot: I64
     position: I64
     flags: I64
     plan: I64
+    slack: I64 | None = None
 
 
 def plan_of(resolved: Resolved) -> Plan:
@@ -61,7 +70,7 @@ class CaptureTable:
         self._boundaries: npt.NDArray[np.uint64] | None = None
         self._plan = np.zeros(0, np.int64)
         self._prompt_len = np.zeros(0, np.int64)
-        self.computed = np.zeros(0, np.int64)  # one past the highest position ever computed
+        self.computed = np.zeros(0, np.int64)  # one past the highest position ever computed that was no draft
         self.recomputed = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
@@ -88,37 +97,52 @@ class CaptureTable:
         self._boundaries = None
         return slot
 
-    def select(self, requests: list[str], starts: I64, first: I64) -> Selected | None:
+    def plan(self, slot: int) -> Plan:
+        """What is taken of the request in a slot."""
+        return self.plans[int(self._plan[slot])]
+
+    def select(self, requests: list[str], starts: I64, first: I64, drafts: I64 | None = None, slack: int = 0
+               ) -> Selected | None:
         """The wanted rows of a step; None where there are none.
 
         ``starts`` [n + 1]: rows of request i are ``starts[i]`` … ``starts[i+1]-1``; ``first`` [n]: position of each
-        request's first row.
+        request's first row, too high by at most ``slack`` once it generates; ``drafts`` [n]: how many of its last
+        rows are guesses, None for nobody.
         """
         slots = np.fromiter(map(self.slot_of.get, requests, repeat(-1)), np.int64, len(requests))
         live = np.flatnonzero(slots >= 0)
         if live.size == 0:
             return None
         slots, first, begin, counts = slots[live], first[live], starts[live], np.diff(starts)[live]
+        own = counts if drafts is None else counts - drafts[live]
+        unsure = None if slack == 0 else np.where(first > self._prompt_len[slots], slack, 0)
         offset = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         slot, position = np.repeat(slots, counts), np.repeat(first, counts) + offset
         before = self.computed[slot]
         self.recomputed[slots] += np.clip(self.computed[slots] - first, 0, counts)
-        self.computed[slots] = np.maximum(self.computed[slots], first + counts)
-        keys = slot.astype(np.uint64) << np.uint64(32) | position.astype(np.uint64)
-        wanted = np.flatnonzero(np.searchsorted(self._boundary_keys(), keys, side="right") & 1)
+        self.computed[slots] = np.maximum(self.computed[slots], first + own - (0 if unsure is None else unsure))
+        boundaries = self._boundary_keys()
+        below = np.searchsorted(boundaries, _keys(slot, position), side="right")
+        chosen = below & 1
+        if unsure is not None:
+            unsure = np.repeat(unsure, counts)
+            lowest = np.maximum(position - unsure, 0)
+            chosen |= below != np.searchsorted(boundaries, _keys(slot, lowest), side="right")
+        wanted = np.flatnonzero(chosen)
         if wanted.size == 0:
             return None
         row = (np.repeat(begin, counts) + offset)[wanted]
         slot, position, before = slot[wanted], position[wanted], before[wanted]
         flags = (position >= self._prompt_len[slot]) * FLAG_GENERATED + (position < before) * FLAG_RECOMPUTED
-        return Selected(row, slot, position, flags, self._plan[slot])
+        if drafts is not None:
+            flags += (offset >= np.repeat(own, counts))[wanted] * FLAG_DRAFT
+        return Selected(row, slot, position, flags, self._plan[slot], None if unsure is None else unsure[wanted])
 
     def _boundary_keys(self) -> npt.NDArray[np.uint64]:
         if self._boundaries is None:
             sizes = [ranges.size for ranges in self._ranges]
-            slots = np.repeat(np.arange(len(sizes)), sizes).astype(np.uint64)
-            positions = np.concatenate(self._ranges).astype(np.uint64) if sizes else np.zeros(0, np.uint64)
-            self._boundaries = slots << np.uint64(32) | positions
+            positions = np.concatenate(self._ranges) if sizes else np.zeros(0, np.int64)
+            self._boundaries = _keys(np.repeat(np.arange(len(sizes)), sizes), positions)
         return self._boundaries
 
     def _grow(self) -> int:
@@ -150,3 +174,7 @@ class CaptureTable:
 
     def _leave(self, number: int) -> None:
         self._users[number] -= 1
+
+
+def _keys(slot: I64, position: I64) -> npt.NDArray[np.uint64]:
+    return slot.astype(np.uint64) << np.uint64(32) | position.astype(np.uint64)

@@ -14,7 +14,7 @@ from schemas.errors import StoreError
 
 __all__ = ["CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json", "find_capture"]
 
-CATALOG_VERSION: Final = 1
+CATALOG_VERSION: Final = 2
 DDL: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE streams (
@@ -104,7 +104,7 @@ def connect_read(path: Path) -> sqlite3.Connection:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Rows of a capture in one frame; ``rows`` is uint32 ``[n, 2]`` of (position, row in the frame)."""
+    """Rows of a capture in one frame; ``rows`` is uint32 ``[n, 4]``: position, row in the frame, token id, flags."""
 
     site: str
     seq: int
@@ -212,7 +212,7 @@ def load_extents(db: sqlite3.Connection, capture: str, site: str | None = None) 
     query = f"SELECT site, seq, segment, offset, layers, rows FROM extents WHERE capture = ? {where} ORDER BY seq"
     return [
         Extent(r["site"], r["seq"], r["segment"], r["offset"], unpack_layers(r["layers"]),
-               np.frombuffer(r["rows"], "<u4").reshape(-1, 2))
+               np.frombuffer(r["rows"], "<u4").reshape(-1, 4))
         for r in db.execute(query, args)
     ]
 

@@ -2,6 +2,12 @@
 
 The latest computation of a (site, layer, position) wins by its sequence number; a drop supersedes older rows in its
 range; what lies at or past the end of a finished capture is stale and never served.
+
+Drafts of speculative decoding are rows like others, but flagged. While a capture runs they are served once a row that
+is no draft follows them: the step that made it began after their acceptance. When it is finished its tokens decide: a
+draft that the final sequence does not have is rejected, and so is all that its step computed after it, even where a
+token happens to be equal, for its context was wrong. An older row never takes the place of a newer one that is not
+served.
 """
 
 from __future__ import annotations
@@ -14,25 +20,38 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.catalog import Capture, Drop, Extent
+from schemas.frame import FLAG_DRAFT, FLAG_RECOMPUTED
 from schemas.manifest import Missing
 from schemas.spec import Resolved, intervals
 
 __all__ = ["Coverage", "LayerGroup", "cover", "status_of", "status_of_cover"]
 
 I64 = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 _UNFINISHED = "pending"
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows by position: ``extent`` is an index into Coverage.extents[site], ``row`` a row of that frame."""
+
+    positions: I64
+    extent: I64
+    row: I64
+
+    def __getitem__(self, which: Bools | I64) -> Rows:
+        return Rows(self.positions[which], self.extent[which], self.row[which])
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of a site with the same rows: ``positions`` sorted; ``extent`` and ``row`` say where each lies."""
+    """Layers of a site with the same rows, sorted by position; ``rejected`` drafts by position, then by age."""
 
     layers: tuple[int, ...]
     expected: int
-    positions: I64
-    extent: I64  # index into Coverage.extents[site]
-    row: I64
+    rows: Rows
     missing: list[Missing]
+    rejected: Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +68,14 @@ def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop]) ->
     if capture.resolved is None:
         return Coverage(0, {}, {})
     resolved = msgspec.json.decode(capture.resolved, type=Resolved)
-    highest = max((int(extent.rows[:, 0].max(initial=0)) for extent in extents), default=-1)
+    highest = max((_computed(extent) for extent in extents), default=0)
     finished = capture.finish_seq is not None
     if finished:
         served = capture.end or 0
         total = capture.prompt_len + len(capture.output_tokens) // 4
         expected_end = max(served, total - 1)
     else:
-        served = expected_end = max(capture.prompt_len, highest + 1)
+        served = expected_end = max(capture.prompt_len, highest)
     ranges = clip(intervals(resolved.positions, capture.prompt_len), expected_end)
     by_site: dict[str, list[LayerGroup]] = {}
     kept: dict[str, list[Extent]] = {}
@@ -83,34 +102,70 @@ def _group(
 ) -> LayerGroup:
     starts = np.asarray([start for start, _ in ranges], np.int64)
     stops = np.asarray([stop for _, stop in ranges], np.int64)
-    sizes = [len(extents[i].rows) for i in which]
-    stacked = np.concatenate([extents[i].rows for i in which]) if which else np.zeros((0, 2), np.uint32)
-    position, row = stacked[:, 0].astype(np.int64), stacked[:, 1].astype(np.int64)
-    extent = np.repeat(np.asarray(which, np.int64), sizes)
-    seq = np.repeat(np.asarray([extents[i].seq for i in which], np.int64), sizes)
-    order = np.lexsort((row, seq, position))
-    position, row, extent, seq = position[order], row[order], extent[order], seq[order]
+    columns = np.concatenate([extents[i].rows for i in which]) if which else np.zeros((0, 4), np.uint32)
+    position, row, token, flags = columns.astype(np.int64).T
+    extent = np.repeat(np.asarray(which, np.int64), [len(extents[i].rows) for i in which])
+    seq = np.asarray([part.seq for part in extents], np.int64)[extent]
+    age = np.lexsort((row, seq))
+    position, row, token, flags, extent, seq = (column[age] for column in (position, row, token, flags, extent, seq))
+    draft = flags & FLAG_DRAFT != 0
+    if capture.finish_seq is None:
+        served = min(served, int(position[~draft].max(initial=-1)) + 1)  # this site may lag behind others
+        stale = np.zeros(len(position), bool)
+    else:
+        stale = _rejected(position, token, draft, np.frombuffer(capture.prompt_tokens + capture.output_tokens, "<u4"))
+    order = np.argsort(position, kind="stable")
+    position, flags, seq, draft, stale = (column[order] for column in (position, flags, seq, draft, stale))
+    rows = Rows(position, extent[order], row[order])
     latest = np.append(position[1:] != position[:-1], True) if len(position) else np.zeros(0, bool)
-    keep = latest & (position < served)
+    # What was accepted and then computed again after a preemption was no bad guess.
+    again = np.append(flags[1:] & FLAG_RECOMPUTED != 0, False) if len(position) else np.zeros(0, bool)
+    asked = np.searchsorted(starts, position, "right") > np.searchsorted(stops, position, "right")
+    rejected = draft & (stale | ~latest & ~again | (position >= served) & (capture.finish_seq is not None))
+    keep = latest & asked & (position < served)
     for drop in drops:
         keep &= ~((position >= drop.start) & (position < drop.stop) & (seq < drop.seq))
-    position, row, extent = position[keep], row[keep], extent[keep]
-    wanted = np.searchsorted(starts, position, "right") > np.searchsorted(stops, position, "right")
-    position, row, extent = position[wanted], row[wanted], extent[wanted]
+    refused = position[keep & stale]
+    keep &= ~stale
     # Between the start of a range and its end, every row that is there ends a gap and begins the next.
-    gaps = np.stack([np.sort(np.append(starts, position + 1)), np.sort(np.append(stops, position))])
-    missing = _missing(capture, gaps[:, gaps[0] < gaps[1]], drops)
-    return LayerGroup(layers, int((stops - starts).sum()), position, extent, row, missing)
+    gaps = np.stack([np.sort(np.append(starts, position[keep] + 1)), np.sort(np.append(stops, position[keep]))])
+    missing = _missing(capture, gaps[:, gaps[0] < gaps[1]], drops, refused)
+    return LayerGroup(layers, int((stops - starts).sum()), rows[keep], missing, rows[rejected])
 
 
-def _missing(capture: Capture, gaps: I64, drops: Sequence[Drop]) -> list[Missing]:
+def _computed(extent: Extent) -> int:
+    """One past the highest position of an extent that is no draft."""
+    settled = extent.rows[extent.rows[:, 3] & FLAG_DRAFT == 0, 0]
+    return int(settled.max()) + 1 if len(settled) else 0
+
+
+def _rejected(position: I64, token: I64, draft: Bools, tokens: npt.NDArray[np.uint32]) -> Bools:
+    """Drafts that the final sequence does not have, and the drafts after them in their steps; rows oldest first.
+
+    A step's rows begin with one that is no draft or, where that one was not asked for, where positions fall back.
+    """
+    if not draft.any():
+        return draft
+    known = position < len(tokens)
+    wrong = draft & ~known
+    wrong[known] = draft[known] & (tokens[position[known]] != token[known])
+    begins = ~draft | np.append(True, position[1:] <= position[:-1])
+    count = np.cumsum(wrong)
+    before_step = np.maximum.accumulate(np.where(begins, count - wrong, 0))
+    return draft & (count > before_step)
+
+
+def _missing(capture: Capture, gaps: I64, drops: Sequence[Drop], refused: I64) -> list[Missing]:
     """Ranges of absent positions with their reasons; ``gaps`` are sorted, disjoint ``[start or stop, n]``.
+
+    At the positions ``refused`` there is a row, of a draft that was not accepted.
 
     Positions are never counted out one by one: a capture may claim billions of them.
     """
     if not gaps.size:
         return []
-    edges = {capture.end or 0, capture.cached, *(drop.start for drop in drops), *(drop.stop for drop in drops)}
+    edges = {capture.end or 0, capture.cached, *(drop.start for drop in drops), *(drop.stop for drop in drops),
+             *refused.tolist(), *(refused + 1).tolist()}
     cuts = np.asarray(sorted(edges), np.int64)
     cuts = cuts[np.searchsorted(gaps[0], cuts, "left") > np.searchsorted(gaps[1], cuts, "right")]  # inside a gap
     absent, ends = np.sort(np.append(gaps[0], cuts)), np.sort(np.append(gaps[1], cuts))
@@ -127,6 +182,8 @@ def _missing(capture: Capture, gaps: I64, drops: Sequence[Drop]) -> list[Missing
     if finished and capture.finish_reason in ("abort", "error"):
         reason[absent >= (capture.end or 0)] = name("aborted")
     reason[absent < capture.cached] = name("prefix_cached")
+    if len(refused):
+        reason[np.isin(absent, refused)] = name("rejected_draft")
     for drop in drops:
         reason[(absent >= drop.start) & (absent < drop.stop)] = name(drop.reason)
     first = np.flatnonzero(np.append(True, (absent[1:] != ends[:-1]) | (np.diff(reason) != 0)))

@@ -35,7 +35,7 @@ class Extent(msgspec.Struct, frozen=True):
 
 
 class SiteLayer(msgspec.Struct, frozen=True):
-    """One site × layer: expected = captured + missing, always."""
+    """One site × layer: expected = captured + missing, always; ``rejected`` drafts are stored beside them."""
 
     site: str
     layer: int
@@ -43,6 +43,7 @@ class SiteLayer(msgspec.Struct, frozen=True):
     expected: int
     captured: int
     missing: list[Missing]
+    rejected: int = 0
 
 
 class SiteInfo(msgspec.Struct, frozen=True):

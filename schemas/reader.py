@@ -70,7 +70,8 @@ class CaptureRow:
 class Slice:
     """Rows ``[start, stop)`` of some layers of a site, as stored.
 
-    ``pieces[stream]`` is ``[layers, n, *stream.shape]``; ``positions`` and ``token_ids`` are uint32 ``[n]``. A
+    ``pieces[stream]`` is ``[layers, n, *stream.shape]``; ``positions``, ``token_ids`` and ``flags`` (schemas.frame:
+    generated, recomputed, an accepted draft) are uint32 ``[n]``. A
     position is a row only if every asked layer has it; the others are in ``missing``. ``clipped`` says that the range
     asked for reached past the end.
     """
@@ -85,6 +86,7 @@ class Slice:
     stop: int
     positions: npt.NDArray[np.uint32]
     token_ids: npt.NDArray[np.uint32]
+    flags: npt.NDArray[np.uint32]
     pieces: dict[str, Array]
     missing: list[Missing]
     clipped: bool
@@ -209,9 +211,12 @@ class StoreReader:
 
     def slice(
         self, ref: str, site: str, layers: Sequence[int], start: int = 0, stop: int | None = None,
-        owner: str | None = None,
+        owner: str | None = None, rejected: bool = False,
     ) -> Slice:
         """Rows at positions ``[start, stop)`` of some layers of a site, clipped to what the capture can have.
+
+        ``rejected``: instead of the sequence's own rows, those of drafts (speculative decoding) that were not accepted,
+        by position and, where one was guessed at more than once, oldest first; ``token_ids`` are the guesses.
 
         LimitError over ``limits.slice_bytes_max`` of stored bytes; CorruptError where stored bytes do not match.
         """
@@ -224,10 +229,12 @@ class StoreReader:
             dtype, width = self._shape(capture, coverage, site)
             segments = self._segments(coverage, site)
         first = max(start, 0)
-        last = coverage.end if stop is None else min(stop, coverage.end)
-        last = max(last, first)
-        clipped = start < 0 or (stop is not None and stop > coverage.end)
-        positions, picks = _common_rows(coverage.sites[site], wanted, first, last)
+        end = coverage.end
+        if rejected:  # guesses reach past the end
+            end = max((int(group.rejected.positions.max(initial=-1)) + 1 for group in coverage.sites[site]), default=0)
+        last = max(end if stop is None else min(stop, end), first)
+        clipped = start < 0 or (stop is not None and stop > end)
+        positions, picks = _common_rows(coverage.sites[site], wanted, first, last, rejected)
         declared = codecs.streams(resolved.codec[site], width, dtype)
         nbytes = len(wanted) * len(positions) * sum(stream.nbytes for stream in declared)
         if nbytes > limits.slice_bytes_max:
@@ -235,7 +242,7 @@ class StoreReader:
         pieces: dict[str, Array] = {
             stream.name: np.empty((len(wanted), len(positions), *stream.shape), stream.dtype) for stream in declared
         }
-        token_ids = np.zeros(len(positions), np.uint32)
+        token_ids, flags = np.zeros(len(positions), np.uint32), np.zeros(len(positions), np.uint32)
         for group_layers, extent_of, row_of in picks:
             for index in np.unique(extent_of):
                 extent = coverage.extents[site][index]
@@ -254,10 +261,10 @@ class StoreReader:
                 for number, stream in enumerate(declared):
                     target = pieces[stream.name].view(np.uint8).reshape(len(wanted), len(positions), stream.nbytes)
                     target[np.ix_(np.asarray(group_layers), at)] = view.section(number)[source]
-                token_ids[at] = view.table.token_id[rows]
-        missing = _missing_of(coverage.sites[site], wanted, first, last)
+                token_ids[at], flags[at] = view.table.token_id[rows], view.table.flags[rows]
+        missing = [] if rejected else _missing_of(coverage.sites[site], wanted, first, last)
         return Slice(capture.id, site, list(layers), resolved.codec[site], dtype, width, first, last,
-                     positions.astype(np.uint32), token_ids, pieces, missing, clipped)
+                     positions.astype(np.uint32), token_ids, flags, pieces, missing, clipped)
 
     @contextmanager
     def _snapshot(self) -> Iterator[None]:
@@ -352,7 +359,8 @@ class StoreReader:
             sites.append(manifests.SiteInfo(site, width, codec, dtype, declared, codecs.CODECS[codec].error, meaning,
                                             lens, extents))
             rows += [
-                manifests.SiteLayer(site, layer, codec, group.expected, len(group.positions), group.missing)
+                manifests.SiteLayer(site, layer, codec, group.expected, len(group.rows.positions), group.missing,
+                                    len(group.rejected.positions))
                 for group in groups for layer in group.layers
             ]
         rows.sort(key=lambda entry: (list(coverage.sites).index(entry.site), entry.layer))
@@ -390,19 +398,26 @@ def _check_layers(capture: Capture, resolved: Resolved, site: str, layers: Seque
 Pick = tuple[list[int], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
-def _common_rows(groups: list[LayerGroup], wanted: list[int], start: int, stop: int) -> tuple[Array, list[Pick]]:
-    """Positions that every wanted layer has, and for each group of layers where their rows lie."""
+def _common_rows(groups: list[LayerGroup], wanted: list[int], start: int, stop: int, rejected: bool
+                 ) -> tuple[Array, list[Pick]]:
+    """Positions that every wanted layer has, and for each group of layers where their rows lie.
+
+    Of ``rejected`` drafts a position may have several: they are the same where they lie in the same row of a frame.
+    """
     used = [(group, [i for i, layer in enumerate(wanted) if layer in group.layers]) for group in groups]
     used = [(group, members) for group, members in used if members]
-    positions = used[0][0].positions
-    for group, _ in used[1:]:
-        positions = np.intersect1d(positions, group.positions, assume_unique=True)
-    positions = positions[(positions >= start) & (positions < stop)]
+    chosen = [group.rejected if rejected else group.rows for group, _ in used]
+    keys = [rows.extent << 32 | rows.row if rejected else rows.positions for rows in chosen]
+    common = keys[0]
+    for more in keys[1:]:
+        common = np.intersect1d(common, more, assume_unique=True)
+    first = chosen[0][np.isin(keys[0], common)]
+    inside = (first.positions >= start) & (first.positions < stop)
     picks = []
-    for group, members in used:
-        at = np.searchsorted(group.positions, positions)
-        picks.append((members, group.extent[at], group.row[at]))
-    return positions, picks
+    for (_, members), rows, key in zip(used, chosen, keys, strict=True):
+        here = rows[np.isin(key, common)][inside]
+        picks.append((members, here.extent, here.row))
+    return first.positions[inside], picks
 
 
 def _missing_of(groups: list[LayerGroup], wanted: list[int], start: int, stop: int) -> list[Missing]:

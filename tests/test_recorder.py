@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from engine_side.device import SideStream
-from engine_side.events import Opened
-from engine_side.recorder import Recorder
+from engine_side.events import Lost, Opened
+from engine_side.recorder import Recorder, Step
 from engine_side.ring import Ring
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
@@ -43,3 +44,41 @@ def test_layers_that_the_model_lacks(
     assert opened.resolved.layers == {"mlp_post": expected} and opened.absent == absent
     taken = [entry.layers for entry in recorder.captures.plans[0]]
     assert taken == ([tuple(layer for layer in expected if layer in HAS)] if set(expected) & set(HAS) else [])
+
+
+def opened(recorder: Recorder, prompt_len: int) -> None:
+    ulid = new_ulid()
+    spec = parse_spec({"layers": [0], "id": ulid, "codec": "raw"})
+    recorder.open("r", Ticket(ulid, spec.to_json(), resolve(spec, ASKED), 0, 1, 1), [1] * prompt_len, 0)
+
+
+def step(first: int, rows: int, drafts: int, slack: int = 0) -> Step:
+    positions = torch.arange(first, first + rows)
+    return Step(["r"], np.array([0, rows]), np.array([first]), positions, positions.to(torch.int32),
+                np.array([drafts]), slack)
+
+
+def lost(recorder: Recorder) -> set[int]:
+    return {int(p) for event in recorder.outbox if isinstance(event, Lost) for p in event.position}
+
+
+def test_rows_that_find_no_room_are_lost_at_every_position_that_they_may_have_had() -> None:
+    ring = Ring(1 << 16, pinned=False)
+    staging = Staging({"mlp_post": torch.zeros(1, 8, 4096)}, {"mlp_post": [0]})
+    recorder = Recorder(staging, ring, "float32", "drop", SideStream(torch.device("cpu")))
+    opened(recorder, 3)
+    recorder.after_step(step(0, 3, 0))
+    assert lost(recorder) == set()
+    recorder.after_step(step(9, 3, 2, slack=2))
+    assert lost(recorder) == {7, 8, 9, 10, 11}
+    ring.close()
+
+
+def test_a_step_that_could_not_be_looked_at_takes_the_drafts_before_it_along(recorder: Recorder) -> None:
+    opened(recorder, 2)
+    recorder.miss_step()
+    assert lost(recorder) == set()  # nobody has guessed yet: no older row can stand for a missing one
+    recorder.after_step(step(0, 2, 0))
+    recorder.after_step(step(2, 4, 3))
+    recorder.miss_step()
+    assert lost(recorder) == {3, 4, 5}

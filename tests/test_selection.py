@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_side.selection import CaptureTable, plan_of
-from schemas.frame import FLAG_GENERATED, FLAG_RECOMPUTED
+from schemas.frame import FLAG_DRAFT, FLAG_GENERATED, FLAG_RECOMPUTED
 from schemas.spec import Armed, Resolved, intervals, parse_spec, resolve
 
 ARMED = Armed({"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}, n_layers=4)
@@ -85,6 +85,39 @@ def test_selection_equals_the_oracle(
                                      strict=True)
         ]
         assert got == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(0, len(SPECS) - 1), st.integers(1, 9), st.integers(0, 3))
+def test_drafts_and_positions_that_the_host_only_guesses(
+    data: st.DataObject, spec: int, prompt_len: int, slack: int
+) -> None:
+    """A request alone: the truth starts at or below what the host says, by at most the slack once it generates."""
+    resolved, table = _resolved(SPECS[spec]), CaptureTable()
+    table.open("r", resolved, prompt_len)
+    ranges = [] if resolved.empty else intervals(resolved.positions, prompt_len)
+    truth = highest = 0
+    for _ in range(data.draw(st.integers(1, 6))):
+        decodes = truth > prompt_len
+        drafts = data.draw(st.integers(0, 3)) if truth >= prompt_len else 0
+        rows = 1 + drafts if truth >= prompt_len else data.draw(st.integers(1, prompt_len - truth))
+        host = truth + (data.draw(st.integers(0, slack)) if decodes else 0)
+        selected = table.select(["r"], np.array([0, rows]), np.array([host]), np.array([drafts]), slack)
+        got = {} if selected is None else dict(zip(selected.row.tolist(), selected.flags.tolist(), strict=True))
+        for row in range(rows):
+            if any(a <= truth + row < b for a, b in ranges):
+                assert row in got, (truth, host, row)
+            if not any(a <= host + row - less < b for a, b in ranges for less in range(slack + 1)):
+                assert row not in got
+            if row in got:
+                assert bool(got[row] & FLAG_DRAFT) == (row >= rows - drafts)
+                assert not got[row] & FLAG_RECOMPUTED  # a draft computed again was never more than a guess
+        if selected is not None and selected.slack is not None:
+            assert set(selected.slack.tolist()) <= {0, slack}
+        truth += rows - drafts + data.draw(st.integers(0, drafts))
+        highest = max(highest, truth)
+        assert table.computed[0] <= highest
+    assert table.recomputed[0] == 0
 
 
 def test_slots_and_plans_are_used_again() -> None:

@@ -65,7 +65,7 @@ class Tapped:
     def finish(self, capture: str, prompt_len: int) -> None:
         """Ends it after one output token."""
         self.recorder.finish(End(capture, self._tickets[capture], "length", None, list(range(prompt_len)), [7],
-                                 prompt_len, False))
+                                 prompt_len))
 
     def whole(self, prompt_len: int) -> str:
         """One capture from begin to end in one step."""

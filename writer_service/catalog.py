@@ -19,7 +19,7 @@ from schemas.catalog import CATALOG_VERSION, DDL, find_capture, load_drops, load
 from schemas.control import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Frame, Hello, Hold, Open, Own
 from schemas.coverage import Coverage, cover, status_of_cover
 from schemas.errors import TapError
-from schemas.frame import RowTable
+from schemas.frame import FLAG_DRAFT, RowTable
 from schemas.ids import sample_id, split_capture_id, ulid_ms
 from schemas.spec import parse_spec
 from writer_service.control_log import Entry, Lost
@@ -290,13 +290,14 @@ def _index(db: sqlite3.Connection, item: Indexed) -> set[str]:
         rows = order[starts[index] : starts[index + 1]]
         if not len(rows) or not _indexable(db, item, capture):
             continue
-        positions = table.position[rows]
-        pairs = np.stack([positions, rows.astype(np.uint32)], axis=1).astype("<u4").tobytes()
+        positions, flags = table.position[rows], table.flags[rows]
+        columns = np.stack([positions, rows.astype(np.uint32), table.token_id[rows], flags], axis=1).astype("<u4")
+        highest = int(positions[flags & FLAG_DRAFT == 0].max(initial=0))  # a draft may be of no length to come
         db.execute("INSERT OR REPLACE INTO extents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (
-            capture, frame.site, frame.seq, item.segment, item.offset, len(rows), int(positions.min()),
-            int(positions.max()), layers, pairs))
+            capture, frame.site, frame.seq, item.segment, item.offset, len(rows), int(positions.min()), highest, layers,
+            columns.tobytes()))
         db.execute("UPDATE captures SET total_len = max(total_len, ?) WHERE id = ? AND finish_seq IS NULL",
-                   (int(positions.max()) + 1, capture))
+                   (highest + 1, capture))
         touched.add(capture)
     return touched
 

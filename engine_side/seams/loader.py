@@ -110,6 +110,9 @@ def self_test(runner: Any) -> None:
     """
     current = worker.CURRENT
     assert current is not None
+    if getattr(runner, "adaptive_verification", None) is not None:
+        raise StartError("vllm-tap: adaptive verification of drafts lays out a step's rows on the device alone, where "
+                         "nobody can say whose they are: switch it off in speculative_config")
     for _ in range(2):
         current.staging.poison()
         with torch.inference_mode():

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine_side import worker
@@ -53,8 +55,9 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
         for request in scheduler_output.scheduled_new_reqs:
             _guarded(_open, current.recorder, request)
         result = original(self, scheduler_output, *args, **kwargs)
-        if scheduler_output.total_num_scheduled_tokens and current.recorder.captures:
-            _guarded(_after, current.recorder, self, scheduler_output, layout)
+        ran = scheduler_output.total_num_scheduled_tokens and current.recorder.captures
+        if ran and not _guarded(_after, current.recorder, self, scheduler_output, layout):
+            _guarded(_miss, current.recorder)
         return result
 
     return execute_model
@@ -72,16 +75,18 @@ def _dummy_run(original: Callable[..., Any]) -> Callable[..., Any]:
     return dummy_run
 
 
-def _guarded(body: Callable[..., None], *args: Any) -> None:
-    """No exception of ours may end the engine; the first is logged."""
+def _guarded(body: Callable[..., None], *args: Any) -> bool:
+    """No exception of ours may end the engine; the first is logged. Whether it went well."""
     global _failed
     try:
         body(*args)
+        return True
     except Exception:
         args[0].counters.failures += 1
         if not _failed:
             _failed = True
             logger.exception("vllm-tap: capture failed in a step; generation goes on (logged once)")
+        return False
 
 
 def _before(recorder: Any) -> None:
@@ -103,26 +108,44 @@ def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: Layout) ->
         recorder.after_step(layout(runner, scheduler_output))
 
 
+def _miss(recorder: Any) -> None:
+    recorder.miss_step()
+
+
+def _drafts(scheduler_output: Any, requests: list[str]) -> npt.NDArray[np.int64] | None:
+    """How many rows of each request are guesses; None where nobody has any."""
+    guesses = scheduler_output.scheduled_spec_decode_tokens
+    if not guesses:
+        return None
+    return np.fromiter(map(len, map(guesses.get, requests, repeat(()))), np.int64, len(requests))
+
+
 def _layout_v1(runner: Any, scheduler_output: Any) -> Step:
     batch, total = runner.input_batch, scheduler_output.total_num_scheduled_tokens
     n = batch.num_reqs
     positions = getattr(runner.positions, "gpu", runner.positions)
+    requests = batch.req_ids[:n]
     return Step(
-        requests=batch.req_ids[:n],
+        requests=requests,
         starts=runner.query_start_loc.np[: n + 1].astype(np.int64),
-        first=batch.num_computed_tokens_cpu[:n].astype(np.int64),
+        first=batch.num_computed_tokens_cpu[:n].astype(np.int64),  # corrected for drafts when execute_model returns
         positions=positions[:total],
         token_ids=runner.input_ids.gpu[:total],
+        drafts=_drafts(scheduler_output, requests),
     )
 
 
 def _layout_v2(runner: Any, scheduler_output: Any) -> Step:
     batch = runner.execute_model_state.input_batch
     n, total = batch.num_reqs, batch.num_tokens
+    requests = list(batch.req_ids[:n])
+    guessing = runner.num_speculative_steps if runner.scheduler_config.async_scheduling else 0
     return Step(
-        requests=list(batch.req_ids[:n]),
+        requests=requests,
         starts=np.asarray(batch.query_start_loc_np[: n + 1], np.int64),
         first=np.asarray(batch.num_computed_tokens_np[:n], np.int64),
         positions=batch.positions[:total],
         token_ids=batch.input_ids[:total],
+        drafts=_drafts(scheduler_output, requests),
+        slack=guessing,
     )

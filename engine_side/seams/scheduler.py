@@ -58,7 +58,6 @@ def _free_request(original: Callable[..., Any]) -> Callable[..., Any]:
                     stop_reason=request.stop_reason, prompt_token_ids=list(request.prompt_token_ids or ()),
                     output_token_ids=list(request.output_token_ids),
                     computed=min(request.num_computed_tokens, request.num_tokens),
-                    drafts=bool(getattr(self, "num_spec_tokens", 0)),
                 ))
         except Exception:
             logger.exception("vllm-tap: a finish was not seen; its capture will end as incomplete")

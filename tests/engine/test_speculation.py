@@ -1,0 +1,103 @@
+"""Speculative decoding: rows of drafts are computed and many are rejected; only accepted ones are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from schemas.frame import FLAG_DRAFT
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from tests.engine.engines import ALL_ROWS, Captured, Engine, row_errors, start
+from tests.engine.reference import Reference
+from tests.store_helpers import until
+
+pytestmark = pytest.mark.timeout(600)
+
+DRAFTS = 3
+LENGTH = 40
+# Few tokens to choose from: the drafter finds the last ones again and guesses what came then, at times rightly.
+VOCABULARY = [100, 200, 300]
+PROMPTS = [[VOCABULARY[t] for t in np.random.default_rng(n).integers(0, 3, 5 + 7 * n)] for n in range(6)]
+PARAMS = {"max_tokens": LENGTH, "ignore_eos": True, "allowed_token_ids": VOCABULARY}
+
+
+@pytest.fixture(scope="module")
+def engine(reader: StoreReader, reference_of: Callable[[str], Reference]) -> Iterator[Engine]:
+    engine = start(reader, reference_of("qwen3"), "qwen3", max_num_batched_tokens=64, enable_prefix_caching=False,
+                   speculative_config={"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3,
+                                       "prompt_lookup_min": 1})
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def captured(engine: Engine) -> list[Captured]:
+    return engine.run(PROMPTS, [PARAMS] * len(PROMPTS), [{"codec": "raw"}] * len(PROMPTS))
+
+
+def test_every_row_of_the_final_sequence(engine: Engine, captured: list[Captured]) -> None:
+    for one in captured:
+        assert one.manifest.status == "complete"
+        assert engine.check(one) == ALL_ROWS * (one.prompt_len + LENGTH - 1)
+        assert one.manifest.recomputed == 0  # a guess computed again is no recomputation
+
+
+def test_drafts_were_accepted_and_rejected(engine: Engine, captured: list[Captured]) -> None:
+    """Rejected rows are there for who asks for them, each what the model computes of the guesses up to it."""
+    wrong_in_all = accepted = 0
+    for one in captured:
+        rejected = one.manifest.rows[0].rejected
+        assert {entry.rejected for entry in one.manifest.rows} == {rejected}
+        accepted += int((engine.reader.slice(one.id, "resid_post", [0]).flags & FLAG_DRAFT != 0).sum())
+        rows = engine.reader.slice(one.id, "resid_post", [0, 1], rejected=True)
+        assert len(rows.positions) == rejected and rows.values().shape[:2] == (2, rejected)
+        assert (rows.flags & FLAG_DRAFT != 0).all()
+        tokens = np.asarray(one.tokens)
+        known = rows.positions < len(tokens)
+        wrong = known & (rows.token_ids != tokens[np.where(known, rows.positions, 0)])
+        wrong_in_all += int(wrong.sum())
+        first = wrong & np.append(True, np.diff(rows.positions.astype(int)) != 1)  # else a wrong guess is its context
+        for at in np.flatnonzero(first)[:2]:
+            position = int(rows.positions[at])
+            guessed = (*one.tokens[:position], int(rows.token_ids[at]))
+            expected = engine.reference.rows(guessed)["resid_post", 0][[position]]
+            assert (row_errors(rows.values()[0, [at]], expected) <= 1).all()
+    assert wrong_in_all > 20 and accepted > 20, f"{wrong_in_all} rejected, {accepted} accepted: little is shown"
+
+
+def test_positions_asked_for_one_by_one(engine: Engine) -> None:
+    """Guesses at positions that were not asked for are not seen, those at the others are decided all the same."""
+    first = PROMPTS[0]
+    positions = [len(first) + at for at in (0, 3, 4, 9, 15, 16, 17, 30)]
+    (one,) = engine.run([first], [PARAMS],
+                        [{"codec": "raw", "positions": [*positions, len(first) + LENGTH + 3]}])
+    assert one.manifest.status == "complete"
+    assert engine.check(one) == ALL_ROWS * len(positions)
+
+
+def test_clients_that_leave(engine: Engine) -> None:
+    """Aborted between steps: what was computed of the sequence so far is there, its last guesses are not."""
+    from vllm import SamplingParams
+
+    ids = [new_ulid() for _ in range(3)]
+    core = engine.llm.llm_engine
+    for id_, tokens in zip(ids, PROMPTS, strict=False):
+        core.add_request(id_, {"prompt_token_ids": tokens}, SamplingParams(
+            temperature=0.0, **{**PARAMS, "max_tokens": 200}, extra_args={"capture": {"id": id_, "codec": "raw"}}))
+    seen: dict[str, list[int]] = {}
+    while min((len(tokens) for tokens in seen.values()), default=0) < 12 or len(seen) < 3:
+        for output in core.step():
+            seen[output.request_id] = list(output.outputs[0].token_ids)
+    core.abort_request(list(seen), internal=False)
+    while core.has_unfinished_requests():
+        core.step()
+    for id_, tokens in zip(ids, PROMPTS, strict=False):
+        assert until(lambda id_=id_: engine.reader.manifest(id_).finish_reason) == "abort"  # type: ignore[misc]
+        manifest = engine.reader.manifest(id_)
+        assert manifest.output_token_ids[: len(seen[id_])] == seen[id_]
+        one = Captured(id_, (*tokens, *manifest.output_token_ids), len(tokens), None, manifest)
+        assert engine.check(one) >= ALL_ROWS * (len(tokens) + len(seen[id_]) - 1)
+        assert {missing.reason for entry in manifest.rows for missing in entry.missing} <= {"aborted"}
