@@ -20,7 +20,7 @@ __all__ = ["SliceQuery", "parse_slice_query", "seconds"]
 _NUMBER: Final = re.compile(r"[0-9]{1,10}", re.ASCII)
 _LAYER: Final = re.compile(r"[0-9]{1,4}", re.ASCII)
 _SLICE: Final = re.compile(r"(-?[0-9]{1,4})?:(-?[0-9]{1,4})?(?::([1-9][0-9]{0,3}))?", re.ASCII)
-_PARAMS: Final = ("site", "layer", "start", "stop", "format", "dtype", "wait", "timeout")
+_PARAMS: Final = ("site", "layer", "start", "stop", "format", "dtype", "wait", "timeout", "rows")
 _LAYER_VALID: Final = 'valid: a layer ("3"), several ("0,2"), a slice ("0:32:4") or "all"'
 
 
@@ -36,6 +36,7 @@ class SliceQuery:
     dtype: str
     wait: str | None
     timeout_s: float
+    rejected: bool = False  # drafts that were not accepted, instead of the sequence's own rows
 
     def choose(self, captured: dict[str, list[int]], n_layers: int) -> dict[str, list[int]]:
         """The layers to read of each site, out of what the capture has; NotFoundError where it has them not.
@@ -75,7 +76,7 @@ def parse_slice_query(params: QueryParams, accept: str | None) -> SliceQuery:
     for name in params:
         if name not in _PARAMS:
             raise BadParam(name, params[name], f"unknown parameter; valid: {', '.join(_PARAMS)}")
-    for name in ("start", "stop", "format", "dtype", "wait", "timeout"):
+    for name in ("start", "stop", "format", "dtype", "wait", "timeout", "rows"):
         if len(params.getlist(name)) > 1:
             raise BadParam(name, params.getlist(name), "given more than once")
     start, stop = _position(params, "start"), _position(params, "stop")
@@ -85,6 +86,7 @@ def parse_slice_query(params: QueryParams, accept: str | None) -> SliceQuery:
         _sites(params.getlist("site")), _layer_texts(params.getlist("layer")), start or 0, stop,
         _format(params.get("format"), accept), one_of(params, "dtype", DTYPES) or "float32",
         one_of(params, "wait", ("complete", "rows")), seconds(params.get("timeout")),
+        one_of(params, "rows", ("accepted", "rejected")) == "rejected",
     )
     if query.dtype == "bfloat16" and query.format in ("npy", "npz", "arrow"):
         raise BadParam("dtype", "bfloat16", f"{query.format} has no bfloat16; use safetensors, or float16, float32")

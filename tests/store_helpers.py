@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +39,7 @@ from schemas.control import (
     encode,
 )
 from schemas.errors import NotFoundError
-from schemas.frame import RowTable
+from schemas.frame import FLAG_DRAFT, RowTable
 from schemas.ids import new_ulid
 from schemas.spec import Armed, Resolved
 
@@ -346,21 +346,24 @@ class Sender:
         site: str = SITE,
         send: bool = True,
         ring_at: int | None = None,
+        drafts: Mapping[int, int] | None = None,
     ) -> tuple[Frame, list[bytes]]:
         """A frame of rows: (capture id, number of the capture in its content, positions) each; one run by default.
 
-        ``ring_at`` writes the payload into the ring file from there on and names it by extents.
+        ``ring_at`` writes the payload into the ring file from there on and names it by extents. ``drafts`` are the
+        positions of guesses with the token guessed.
         """
         captures = [capture for capture, _, _ in rows]
         index = np.concatenate([np.full(len(p), i) for i, (_, _, p) in enumerate(rows)])
         content = np.concatenate([np.full(len(p), n) for _, n, p in rows])
         position = np.concatenate([np.asarray(p) for _, _, p in rows])
         runs = list(runs or [len(position)])
+        guesses = drafts or {}
         table = RowTable(
             index.astype(np.uint32),
             position.astype(np.uint32),
-            (position + 5000).astype(np.uint32),
-            np.zeros(len(position), np.uint32),
+            np.asarray([guesses.get(int(p), int(p) + 5000) for p in position], np.uint32),
+            np.asarray([FLAG_DRAFT if int(p) in guesses else 0 for p in position], np.uint32),
         ).to_bytes()
         bounds = np.cumsum([0, *runs])
         streams, parts = [], []

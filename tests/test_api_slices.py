@@ -21,9 +21,12 @@ from api.config import Config
 from api.routes.slices import _bytes, _read
 from api.slice_query import SliceQuery
 from schemas import codecs
+from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from tests.api_stack import Stack, running
 from tests.engine_player import WIDTH, decoded, encode_rows, from_bits, rows, to_bits
+from tests.store_helpers import Sender
+from vllm_tap import Client, open_store
 
 PROMPT = "What is inside?"
 P, G = len(PROMPT), 6
@@ -341,3 +344,36 @@ def test_too_much_at_once(tmp_path: Path) -> None:
             time.sleep(0.05)
         assert again.status_code == 200
         assert "vllm_tap_api_slices_in_flight_bytes 0.0" in stack.http.get("/metrics").text
+
+
+def test_rejected_drafts_are_had_by_asking_for_them(stack: Stack) -> None:
+    ulid = new_ulid()
+    with Sender(stack.endpoint) as engine:
+        engine.open(ulid)
+        engine.frame([(ulid, 1, range(8))])
+        engine.frame([(ulid, 1, [8, 9, 10])], drafts={9: 7, 10: 1002})  # 9 is wrong, so 10 had a wrong context
+        engine.frame([(ulid, 1, [9, 10, 11])], drafts={10: 1002, 11: 5}, version=1)
+        engine.frame([(ulid, 1, [11])], version=2)
+        engine.finish(ulid, end=12, output=5)
+        engine.wait()
+    manifest = stack.http.get(f"/v1/captures/{ulid}?wait=complete").json()
+    assert (manifest["status"], manifest["captured"]) == ("complete", 48)
+    assert [row["rejected"] for row in manifest["rows"]] == [3, 3, 3, 3]
+    with Client(stack.url) as client, open_store(stack.store) as store:
+        for source in (client.capture(ulid), store[ulid]):
+            rejected = source.rejected("resid_post", [0, 2])
+            assert rejected.positions.tolist() == [9, 10, 11] and rejected.token_ids.tolist() == [7, 1002, 5]
+            assert not rejected.missing
+            accepted = source.slice("resid_post", [0, 2], 9, 12)
+            assert accepted.positions.tolist() == [9, 10, 11]
+            assert not np.isclose(accepted.values, rejected.values).all(axis=-1).any()
+            assert source.rejected("resid_post", 0, 10, 11).positions.tolist() == [10]
+    assert get(stack, ulid, "rows=rejected&start=100&format=json").json()["positions"] == []
+    answer = get(stack, ulid, "rows=guessed")
+    assert answer.status_code == 400 and "accepted, rejected" in answer.text
+
+
+def test_rejected_drafts_of_several_sites_are_not_mixed(stack: Stack, capture: str) -> None:
+    answer = get(stack, capture, "rows=rejected")
+    assert answer.status_code == 400 and "one site at a time" in answer.text
+    assert get(stack, capture, "rows=rejected&site=resid_post").headers["X-Tap-Rows"] == "0"

@@ -52,7 +52,7 @@ class Source(Protocol):
     def manifest(self, ref: str, wait_s: float | None = None) -> Manifest: ...
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
-             wait_s: float | None) -> Rows: ...
+             wait_s: float | None, rejected: bool = False) -> Rows: ...
 
 
 class Capture:
@@ -100,6 +100,15 @@ class Capture:
         if rows.missing and not allow_missing:
             raise MissingRows(self.id, f"{site}, layer {', '.join(map(str, layers))}", rows.missing)
         return rows
+
+    def rejected(self, site: str, layer: int | Sequence[int] | None = None, start: int = 0, stop: int | None = None
+                 ) -> Rows:
+        """Rows of drafts (speculative decoding) that were not accepted; ``token_ids`` are what was guessed.
+
+        By position and, where one was guessed at more than once, oldest first; they may reach past the end.
+        """
+        site, layers = self._place(site, layer)
+        return self._source.rows(self.id, site, layers, start, stop, self.wait_s, rejected=True)
 
     def _place(self, name: str, layer: int | Sequence[int] | None) -> tuple[str, list[int]]:
         site, fixed = parse_site(name, "site")

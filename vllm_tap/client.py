@@ -161,12 +161,14 @@ class Client:
         return msgspec.convert(body, Manifest)
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
-             wait_s: float | None) -> Rows:
+             wait_s: float | None, rejected: bool = False) -> Rows:
         """Decoded rows; NotComplete where the capture is not final after ``wait_s`` seconds (None: as it is)."""
         params: dict[str, Any] = {"site": site, "layer": ",".join(map(str, layers)), "start": start,
                                   "format": "safetensors"}
         if stop is not None:
             params["stop"] = stop
+        if rejected:
+            params["rows"] = "rejected"
         if wait_s is not None:
             params |= {"wait": "complete", "timeout": f"{wait_s:g}"}
         answer = self._send("GET", f"{_path(ref)}/activations", params=params)

@@ -73,11 +73,11 @@ class Store:
         return found
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
-             wait_s: float | None) -> Rows:
+             wait_s: float | None, rejected: bool = False) -> Rows:
         """Decoded rows; NotComplete where the capture is not final after ``wait_s`` seconds (None: as it is)."""
         if wait_s is not None and (found := self.manifest(ref, wait_s)).status not in _FINAL:
             raise NotComplete(f"capture {found.id} is {found.status} after {wait_s:g} s")
-        piece = self._reader.slice(ref, site, layers, start, stop)
+        piece = self._reader.slice(ref, site, layers, start, stop, rejected=rejected)
         return Rows(piece.capture, piece.site, piece.layers, piece.start, piece.stop, piece.positions, piece.token_ids,
                     piece.values(), piece.missing, piece.clipped)
 

@@ -48,6 +48,8 @@ async def activations(
     dtype: Annotated[str | None, Query(description=", ".join(DTYPES))] = None,
     wait: Annotated[str | None, Query(description="complete, rows")] = None,
     timeout: Annotated[str | None, Query(description="Seconds to wait at most.")] = None,
+    rows: Annotated[str | None, Query(description="accepted (default); rejected: the drafts of speculative decoding "
+                                                  "that were not accepted.")] = None,
 ) -> Response:
     """A slice; what is missing is named in X-Tap-Missing and never filled in."""
     service, owner = service_of(request), owner_of(request)
@@ -60,14 +62,16 @@ async def activations(
     chosen = query.choose(_captured(manifest), int(manifest.engine.get("n_layers", 0)))
     if query.format == "npy" and [len(layers) for layers in chosen.values()] != [1]:
         raise BadParam("format", "npy", "holds one array: name one site and one layer, or use safetensors or npz")
+    if query.rejected and len(chosen) != 1:
+        raise BadParam("rows", "rejected", f"of one site at a time: name one of {', '.join(chosen)}")
     end = max(manifest.end, manifest.total_len - 1)
-    if 0 < query.start >= end:
+    if 0 < query.start >= end and not query.rejected:
         raise ApiError(416, "out_of_range", f"start = {query.start}: the capture has {end} positions, from 0 on",
                        "start", {"Content-Range": f"positions */{end}"})
     held = _Held(service, _bytes(service.config, manifest, chosen, query))
     try:
         answer = await service.read(lambda reader: _read(
-            manifest, [reader.slice(manifest.id, site, layers, query.start, _stop(query), owner)
+            manifest, [reader.slice(manifest.id, site, layers, query.start, _stop(query), owner, query.rejected)
                        for site, layers in chosen.items()], query))
     except BaseException:
         held.release()
@@ -106,7 +110,7 @@ def _rows_there(manifest: Manifest, query: SliceQuery) -> bool:
         return False
     chosen = query.choose(_captured(manifest), int(manifest.engine.get("n_layers", 0)))
     return not any(
-        gap.start < query.stop and gap.stop > query.start and gap.reason not in ("prefix_cached", "dropped")
+        gap.start < query.stop and gap.stop > query.start and gap.reason == "pending"
         for row in manifest.rows if row.layer in chosen.get(row.site, ()) for gap in row.missing
     )
 
@@ -124,11 +128,13 @@ def _stop(query: SliceQuery) -> int:
 def _bytes(config: Config, manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery) -> int:
     """Bytes of the slice, from the manifest alone; LimitError where they are too many."""
     widths = {info.site: info.width for info in manifest.sites}
-    rows = {(row.site, row.layer): row.captured for row in manifest.rows}
+    rows = {(row.site, row.layer): row.rejected if query.rejected else row.captured for row in manifest.rows}
     numbers = 0
     for site, layers in chosen.items():
         most = max((rows.get((site, layer), 0) for layer in layers), default=0)
-        numbers += min(most, _stop(query) - query.start) * len(layers) * widths.get(site, 0)
+        if not query.rejected:  # else a position may have several
+            most = min(most, _stop(query) - query.start)
+        numbers += most * len(layers) * widths.get(site, 0)
     if query.format == "json" and numbers > limits.slice_json_numbers_max:
         raise LimitError("numbers in a json slice", numbers, limits.slice_json_numbers_max, "use format=safetensors")
     if numbers * itemsize(query.dtype) > config.slice_bytes_max:
