@@ -1,13 +1,16 @@
-"""Which rows are served where drafts of speculative decoding lie among them: only what the final sequence has."""
+"""Which rows are served and why others are not; of speculative decoding only what the final sequence has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from schemas.catalog import Capture, Drop, Extent
 from schemas.coverage import Coverage, LayerGroup, cover, status_of
@@ -31,7 +34,7 @@ REAL, DRAFT = FLAG_GENERATED, FLAG_GENERATED | FLAG_DRAFT
 
 def frame(seq: int, rows: Sequence[Row], layers: tuple[int, ...] = (0, 1)) -> Extent:
     table = [(position, number, token, flags) for number, (position, token, flags) in enumerate(rows)]
-    return Extent("resid_post", seq, 1, 0, layers, np.asarray(table, np.uint32))
+    return Extent("resid_post", seq, 1, 0, layers, np.asarray(table, np.uint32).reshape(-1, 4))
 
 
 def real(position: int, token: int | None = None) -> Row:
@@ -148,3 +151,29 @@ def test_layers_of_a_site_may_differ() -> None:
     drop = Drop("resid_post", 3, (1,), 4, 5, "dropped")
     by_layer = {group.layers: group for group in cover(FINISHED, frames, [drop]).sites["resid_post"]}
     assert by_layer[(0,)].missing == [] and gaps(by_layer[(1,)]) == [(4, 5, "dropped")]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_missing_ranges_are_what_counting_positions_says(data: st.DataObject) -> None:
+    edge = st.integers(0, 30)
+    ranges = sorted({*data.draw(st.lists(edge, max_size=8).filter(lambda edges: len(set(edges)) % 2 == 0))})
+    positions = list(zip(ranges[::2], ranges[1::2], strict=True))
+    end, cached = data.draw(edge), data.draw(st.integers(0, 20))
+    output = data.draw(st.integers(0, 12))
+    present = sorted(data.draw(st.sets(st.integers(0, 40))))
+    drops = [Drop("resid_post", seq, (0,), start, start + n, "dropped") for seq, start, n in
+             data.draw(st.lists(st.tuples(st.integers(1, 9), edge, st.integers(1, 9)), max_size=3))]
+    resolved = msgspec.json.encode(Resolved({"resid_post": [0]}, {"resid_post": "raw"}, positions, "allow")).decode()
+    capture = replace(RUNNING, resolved=resolved, prompt_len=20, cached=cached, finish_seq=99, finish_reason="abort",
+                      output_tokens=bytes(4 * output), end=end)
+    group = only(cover(capture, [frame(5, [(p, 0, 0) for p in present], layers=(0,))], drops))
+    expected = [p for a, b in positions for p in range(a, min(b, max(end, 19 + output)))]
+    gone = {p for drop in drops if drop.seq > 5 for p in range(drop.start, drop.stop)}
+    there = [p for p in present if p in expected and p < end and p not in gone]
+    dropped = {p for drop in drops for p in range(drop.start, drop.stop)}
+    assert group.expected == len(expected) and group.rows.positions.tolist() == there
+    assert [(p, m.reason) for m in group.missing for p in range(m.start, m.stop)] == [
+        (p, "dropped" if p in dropped else "prefix_cached" if p < cached else "aborted" if p >= end else "dropped")
+        for p in expected if p not in there]
+    assert all(a.stop < b.start or a.reason != b.reason for a, b in pairwise(group.missing))

@@ -6,22 +6,14 @@ import random
 import shutil
 import signal
 import sqlite3
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from schemas.catalog import Capture, Drop, Extent
-from schemas.coverage import cover
 from schemas.errors import NotFoundError, StartError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
-from schemas.spec import Resolved
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
 from writer_service import fs, recovery
 
@@ -453,30 +445,3 @@ def test_two_first_starts_at_once_make_one_store(tmp_path: Path) -> None:
         recovery.recover(store)
     assert not (store / "store.json").exists()
     fs.close(lock)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_missing_ranges_are_what_counting_positions_says(data: st.DataObject) -> None:
-    edge = st.integers(0, 30)
-    ranges = sorted({*data.draw(st.lists(edge, max_size=8).filter(lambda edges: len(set(edges)) % 2 == 0))})
-    positions = list(zip(ranges[::2], ranges[1::2], strict=True))
-    end, cached = data.draw(edge), data.draw(st.integers(0, 20))
-    output = data.draw(st.integers(0, 12))
-    present = sorted(data.draw(st.sets(st.integers(0, 40))))
-    drops = [Drop(SITE, seq, (0,), start, start + n, "dropped") for seq, start, n in
-             data.draw(st.lists(st.tuples(st.integers(1, 9), edge, st.integers(1, 9)), max_size=3))]
-    resolved = msgspec.json.encode(Resolved({SITE: [0]}, {SITE: "raw"}, positions, "allow")).decode()
-    capture = Capture("c", "c", 0, "", "running", 0, {}, "s", "{}", resolved, 20, b"", cached, 99, "abort", None,
-                      bytes(4 * output), end, 0, None, 0, False, None, False)
-    rows = np.array([(p, i) for i, p in enumerate(present)], np.uint32).reshape(-1, 2)
-    (group,) = cover(capture, [Extent(SITE, 5, 1, 0, (0,), rows)], drops).sites[SITE]
-    expected = [p for a, b in positions for p in range(a, min(b, max(end, 19 + output)))]
-    gone = {p for drop in drops if drop.seq > 5 for p in range(drop.start, drop.stop)}
-    there = [p for p in present if p in expected and p < end and p not in gone]
-    dropped = {p for drop in drops for p in range(drop.start, drop.stop)}
-    assert group.expected == len(expected) and group.positions.tolist() == there
-    assert [(p, m.reason) for m in group.missing for p in range(m.start, m.stop)] == [
-        (p, "dropped" if p in dropped else "prefix_cached" if p < cached else "aborted" if p >= end else "dropped")
-        for p in expected if p not in there]
-    assert all(a.stop < b.start or a.reason != b.reason for a, b in pairwise(group.missing))
