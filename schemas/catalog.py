@@ -182,9 +182,10 @@ def unpack_layers(data: bytes) -> tuple[int, ...]:
 def capture_of(row: sqlite3.Row) -> Capture:
     """A Capture of a row of ``SELECT * FROM captures``."""
     stop, tokens, end = row["stop_reason"], row["output_tokens"], row["end"]
-    if row["finish_reason"] in (None, "abort") and row["client_reason"] == "stop":
-        # A stop string is known to the front end alone: the engine saw an abort, maybe after tokens that the final
-        # sequence does not have.
+    by_string = (row["client_stop"] or "").startswith('"')
+    if row["client_reason"] == "stop" and (by_string or row["finish_reason"] in (None, "abort")):
+        # A stop string is known to the front end alone: the engine saw an abort, or an end of its own in the same step,
+        # maybe after tokens that the final sequence does not have.
         stop = row["client_stop"] or stop
         if tokens.startswith(row["client_tokens"]) or row["finish_reason"] is None:
             tokens = row["client_tokens"]

@@ -450,25 +450,27 @@ def test_the_front_end_may_be_faster_than_the_engine(store: Path, engine: Sender
 
 
 @pytest.mark.parametrize("client_first", [True, False])
+@pytest.mark.parametrize(("reason", "end"), [("abort", 12), ("length", 11), ("stop", 11)])
 def test_a_stop_string_ends_the_sequence_where_the_client_saw_it(
-    store: Path, engine: Sender, api: Sender, client_first: bool
+    store: Path, engine: Sender, api: Sender, client_first: bool, reason: str, end: int
 ) -> None:
     capture = new_ulid()
     engine.open(capture)
     engine.frame([(capture, 1, range(12))])
     engine.wait()
     if not client_first:
-        engine.finish(capture, end=12, output=4, reason="abort")
+        engine.finish(capture, end=end, output=4, reason=reason)
         engine.wait()
     api.client_finish(capture, "stop", output=2)
     api.wait()
     if client_first:
-        engine.finish(capture, end=12, output=4, reason="abort")
+        engine.finish(capture, end=end, output=4, reason=reason)
         engine.wait()
     with StoreReader(store) as reader:
         assert final(reader, capture) == "complete"
         until(lambda: reader.manifest(capture).client_finish_reason)
         manifest = reader.manifest(capture)
+        assert (manifest.finish_reason, manifest.client_finish_reason, manifest.stop_reason) == (reason, "stop", "END")
         assert manifest.output_token_ids == [1000, 1001]
         assert manifest.end == manifest.total_len == manifest.prompt_len + 2
         assert len(reader.slice(capture, SITE, [0], 0, 100).positions) == manifest.prompt_len + 2
