@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-from vllm_tap.guard import session_members, signal_session
+from vllm_tap.guard import GRACE_S, session_members, signal_session
 
 __all__ = ["Child", "Guard", "Service"]
 
@@ -54,8 +54,8 @@ async def _exit_of(process: subprocess.Popen[bytes]) -> int:
 class Guard:
     """The process that ends every session when the supervisor is gone; started again where it dies itself."""
 
-    def __init__(self, socket_dir: Path) -> None:
-        self._socket_dir = socket_dir
+    def __init__(self, socket_dir: Path, pace: float = 1.0) -> None:
+        self._arguments = ("guard", str(socket_dir), str(GRACE_S * pace))
         self._sessions: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._write_fd = -1
@@ -64,7 +64,7 @@ class Guard:
         """Starts the guard and tells it of the sessions that run."""
         self._close()
         read_fd, self._write_fd = os.pipe()
-        self._process = subprocess.Popen([*_GUARD, "guard", str(self._socket_dir)], stdin=read_fd,
+        self._process = subprocess.Popen([*_GUARD, *self._arguments], stdin=read_fd,
                                          stdout=subprocess.DEVNULL)
         os.close(read_fd)
         for session in self._sessions:

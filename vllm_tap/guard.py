@@ -53,7 +53,7 @@ def signal_session(session: int, number: int) -> bool:
     return bool(members)
 
 
-def guard(sessions: set[int], socket_dir: str) -> None:
+def guard(sessions: set[int], socket_dir: str, grace_s: float) -> None:
     """Reads the supervisor's lines until the input ends, then ends every session that is left."""
     buffer = b""
     while True:
@@ -67,7 +67,7 @@ def guard(sessions: set[int], socket_dir: str) -> None:
                 sessions.add(pid)
             else:
                 sessions.discard(pid)
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + grace_s
     for session in sessions:
         # The leader alone: an engine's workers are ended by their own parent, in order.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -95,14 +95,14 @@ def start(guard_fd: int, parent: int, command: list[str]) -> None:
 
 
 def main() -> None:
-    """``guard [SOCKET_DIR]`` or ``start GUARD_FD PARENT COMMAND…``."""
+    """``guard SOCKET_DIR GRACE_S`` or ``start GUARD_FD PARENT COMMAND…``."""
     if sys.argv[1] == "guard":
         # A terminal's Ctrl-C, or a TERM to the whole group, is for the supervisor; this one waits for its end.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         os.setsid()
         select.select([0], [], [])
-        guard(set(), sys.argv[2] if len(sys.argv) > 2 else "")
+        guard(set(), sys.argv[2], float(sys.argv[3]))
     else:
         start(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
 

@@ -42,16 +42,18 @@ class Supervisor:
     """Runs ``services``; ``output(name, line)`` gets their lines, and its own under the name "serve".
 
     ``running`` says how many captures are still open in the store (asked while stopping); ``ready`` is called once
-    when every service is ready. Must be run in the main thread: signals and the children's death signal hang on it.
+    when every service is ready; ``pace`` multiplies every pause and deadline. Must be run in the main thread: signals
+    and the children's death signal hang on it.
     """
 
     def __init__(self, services: Sequence[Service], socket_dir: Path, output: Output,
-                 running: Callable[[], int], ready: Callable[[], None]) -> None:
+                 running: Callable[[], int], ready: Callable[[], None], pace: float = 1.0) -> None:
         self._services = services
         self._output = output
         self._running = running
         self._ready = ready
-        self._guard = Guard(socket_dir)
+        self._pace = pace
+        self._guard = Guard(socket_dir, pace)
         self._children: dict[str, Child] = {}
         self._is_ready: dict[str, asyncio.Event] = {}
         self._stop = asyncio.Event()
@@ -119,7 +121,7 @@ class Supervisor:
             if len(restarts) >= RESTARTS_MAX:
                 return self.end(f"{died} for the {RESTARTS_MAX + 1}th time in {RESTARTS_WINDOW_S:.0f} s; "
                                 f"everything is stopped. Its last lines:{_quoted(child)}")
-            pause = 0.2 * 2 ** len(restarts)
+            pause = 0.2 * 2 ** len(restarts) * self._pace
             restarts.append(now)
             self._say(f"{died}: starting it again in {pause:.1f} s")
             await self._first_of(asyncio.sleep(pause), self._stop.wait())
@@ -162,7 +164,8 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         self._signals += 1
         if self._signals == 1:
-            self._say(f"{signal.Signals(number).name}: stopping (at most {STOP_S:.0f} s; once more: at once)")
+            self._say(f"{signal.Signals(number).name}: stopping (at most {STOP_S * self._pace:.0f} s; "
+                      "once more: at once)")
             self._stop.set()
 
     async def _stop_all(self) -> None:
@@ -173,7 +176,7 @@ class Supervisor:
             by = _STOP_BY_S.get(name, STOP_S)
             if name == "engine" and not self._is_ready[name].is_set():
                 by = _STOP_LOADING_S
-            return 0.0 if self._signals > 1 else by - (time.monotonic() - began)
+            return 0.0 if self._signals > 1 else by * self._pace - (time.monotonic() - began)
 
         for name in ("api", "captures", "engine", "writer"):
             if name == "captures":

@@ -2,7 +2,8 @@
 
 Usage: supervised.py FOLDER ENGINE_PORT [MODE]. Each program appends its id to FOLDER/NAME.pids. The engine listens on a
 port, has a worker process of its own, and with MODE "stubborn" ignores SIGTERM, its worker too; with MODE "loading" it
-ignores SIGTERM and never gets ready; with MODE "writer-dies" or "engine-fails" that program ends by itself.
+ignores SIGTERM and never gets ready; with MODE "writer-dies" or "engine-fails" that program ends by itself. Where
+all that happens is that a time runs out, the supervisor runs at PACE of its times.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from vllm_tap.child import Service
 from vllm_tap.supervisor import Supervisor
 
+PACE = 0.4
 HEAD = """
 import os, signal, subprocess, sys, time
 def note(name):
@@ -82,6 +84,7 @@ def main() -> int:
         ],
         sockets, lambda name, line: print(f"{name} | {line}", flush=True),
         running=lambda: 0, ready=lambda: print("ALL READY", flush=True),
+        pace=PACE if mode in ("stubborn", "writer-dies") else 1.0,
     )
     return asyncio.run(supervisor.run())
 
