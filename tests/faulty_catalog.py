@@ -6,7 +6,7 @@ import sqlite3
 import sys
 
 from schemas.catalog import connect_write
-from writer_service import commits
+from writer_service import commits, server
 from writer_service.__main__ import main
 
 
@@ -18,4 +18,5 @@ def connect_full(path: object) -> sqlite3.Connection:
 
 if __name__ == "__main__":
     commits.connect_write = connect_full
+    server.settle_s = 1.0  # that it ends is the point
     sys.exit(main())

@@ -21,7 +21,8 @@ from schemas.errors import SpecError, TapError
 from schemas.ids import new_ulid
 from schemas.spec import parse_spec
 from tests.engine_player import WIDTH, EnginePlayer, decoded
-from tests.test_supervisor import runs, until
+from tests.processes import runs
+from tests.test_supervisor import until
 from vllm_tap.export import choose_layers
 from vllm_tap.offline import CaptureJob
 from vllm_tap.prompt_file import read_prompts

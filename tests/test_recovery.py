@@ -380,8 +380,8 @@ def test_a_power_loss_that_keeps_rows_but_not_their_open(tmp_path: Path) -> None
         kept = dict(engine.kept)
         writer.process.send_signal(signal.SIGCONT)
         engine.wait()
-        writer.kill()
         assert until(lambda: dump(store)["frames"])[0][-1] == 0
+        writer.kill()
         for file in store.glob("catalog.sqlite*"):
             file.unlink()
         for file in saved.glob("catalog.sqlite*"):

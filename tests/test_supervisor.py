@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import StartError
+from tests.processes import runs
 from tests.programs.supervised import PACE
 from vllm_tap.guard import session_members
 from vllm_tap.services import ServeConfig, check_port, make_socket_dir, services
@@ -61,13 +62,6 @@ class Supervised:
             if runs(pid):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def until(condition: Callable[[], bool], seconds: float, explain: Callable[[], str] = lambda: "") -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from schemas.reader import StoreReader
 from tests.engine.engines import model
@@ -24,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_TAP_ON_FULL": "wait",
     "VLLM_CPU_CI_ENV": "1",  # Dynamo traces the whole graph; only Inductor's C++ compilation is left out
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",  # models this small only wait for a second thread
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # on a GPU machine the test process may hold CUDA already
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -49,6 +51,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None and "writer ready" in writer.stdout.readline()
         before = dict(os.environ)
+        torch.set_num_threads(1)
         os.environ.update(ENVIRONMENT, VLLM_TAP_ENDPOINT=endpoint, VLLM_CACHE_ROOT=str(cache_dir() / "vllm"))
         try:
             yield Store(path, writer)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,9 +97,14 @@ class Engine:
         return seen
 
     def close(self) -> None:
-        """End the engine's processes."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """End the engine: its processes, or what it holds of this one."""
+        core = self.llm.llm_engine.engine_core
+        core.shutdown()
         del self.llm
+        if hasattr(core, "engine_core"):  # it lived in this process
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
         gc.collect()
 
 
@@ -117,13 +124,29 @@ def model(family: str) -> Path:
     return tiny_model(family, dtype=DTYPE)
 
 
-def start(reader: StoreReader, reference: Reference, family: str, **options: Any) -> Engine:
-    """An engine on the tiny model in float32."""
+@contextmanager
+def in_this_process(yes: bool = True) -> Iterator[None]:
+    """An ``LLM`` made here has its engine in this process, which takes 2 s; else in two of its own, each of which
+    imports vLLM first: 20 s more. A model that vLLM runs by Hugging Face's classes changes them for references as well.
+    """
+    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if yes else "1"
+    try:
+        yield
+    finally:
+        del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        if before is not None:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+
+
+def start(reader: StoreReader, reference: Reference, family: str, *, here: bool = True, **options: Any) -> Engine:
+    """An engine on the tiny model in float32, ``here`` in this process or in processes of its own."""
     from vllm import LLM
 
     options = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32, "dtype": DTYPE, "seed": 0,
                **({"gpu_memory_utilization": 0.3} if ON_GPU else {}), **options}
-    return Engine(LLM(str(model(family)), **options), reader, reference, options)
+    with in_this_process(here):
+        return Engine(LLM(str(model(family)), **options), reader, reference, options)
 
 
 def prompt(length: int, seed: int) -> list[int]:

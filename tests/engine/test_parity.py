@@ -22,11 +22,15 @@ RAGGED = [7, 60, 1, 33, 150, 49, 48, 2, 97, 20]
 RAW = {"codec": "raw"}
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.versions), "llama"])
 def engine(request: pytest.FixtureRequest, reader: StoreReader,
            reference_of: Callable[[str], Reference]) -> Iterator[Engine]:
-    """Chunked prefill is forced by a budget smaller than most prompts; the prefix cache is on, as by default."""
-    engine = start(reader, reference_of(request.param), request.param, max_num_batched_tokens=BATCHED_TOKENS)
+    """Chunked prefill is forced by a budget smaller than most prompts; the prefix cache is on, as by default.
+
+    One engine has processes of its own, as an ``LLM`` has by default.
+    """
+    engine = start(reader, reference_of(request.param), request.param, here=request.param != "qwen3",
+                   max_num_batched_tokens=BATCHED_TOKENS)
     yield engine
     engine.close()
 

@@ -13,7 +13,7 @@ from tests.engine.reference import Reference
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.versions), "llama"])
 def engine(request: pytest.FixtureRequest, reader: StoreReader,
            reference_of: Callable[[str], Reference]) -> Iterator[Engine]:
     """Ten blocks of 32 tokens for six requests that want twice as many."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,8 +22,11 @@ import openai
 import pytest
 
 from schemas.ids import new_ulid
+from schemas.reader import StoreReader
 from tests.engine.conftest import ENVIRONMENT
 from tests.engine.reference import Reference
+from tests.processes import descendants, runs
+from tests.store_helpers import until
 from vllm_tap.client import Client
 from vllm_tap.tiny_model import LAYERS, cache_dir
 
@@ -123,6 +127,7 @@ def _chat(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
+@pytest.mark.versions
 def test_a_chat_request_and_its_slices_by_every_name(service: Service) -> None:
     response = service.openai.chat.completions.create(
         model=service.model, messages=_chat("What does layer two think of this sentence?"), max_tokens=12,
@@ -168,6 +173,7 @@ def test_two_requests_at_once_with_their_own_specs(service: Service) -> None:
     assert [(e["site"], e["layer"], e["captured"]) for e in second["rows"]] == [("mlp_out", 3, second["prompt_len"])]
 
 
+@pytest.mark.versions
 def test_prompt_lists_and_samples_make_one_capture_each(service: Service) -> None:
     response = service.openai.completions.create(
         model=service.model, prompt=["a first prompt", "and a second, longer one"], n=2, temperature=1.0,
@@ -179,6 +185,7 @@ def test_prompt_lists_and_samples_make_one_capture_each(service: Service) -> Non
         assert manifest["output_token_ids"] == choice.model_extra["token_ids"]  # type: ignore[index]
 
 
+@pytest.mark.versions
 def test_a_client_that_leaves_gets_a_manifest_that_adds_up(service: Service) -> None:
     ulid = new_ulid()
     with httpx.stream("POST", f"{service.url}/v1/completions", timeout=30, json={
@@ -286,3 +293,40 @@ def test_delete_hides_at_once(service: Service) -> None:
     assert httpx.delete(f"{service.url}/v1/captures/{generation.capture_id}").status_code == 204
     assert httpx.get(f"{service.url}/v1/captures/{generation.capture_id}").status_code == 404
     assert generation.capture_id not in json.dumps(httpx.get(f"{service.url}/v1/captures").json())
+
+
+def test_a_stop_with_requests_in_flight(service: Service) -> None:
+    """Their captures are closed with their reason, and everything is gone in time. Ends the service: the last here."""
+    first: list[str] = []
+
+    def ask(ulid: str) -> None:
+        with contextlib.suppress(httpx.HTTPError), httpx.stream(
+            "POST", f"{service.url}/v1/completions", timeout=60, json={
+                "model": service.model, "prompt": "The sea", "max_tokens": 900, "temperature": 0, "ignore_eos": True,
+                "stream": True, "capture": {"id": ulid}}) as answer:
+            for number, _ in enumerate(answer.iter_lines()):
+                if number == 2:
+                    first.append(ulid)
+
+    ids = [new_ulid() for _ in range(3)]
+    threads = [threading.Thread(target=ask, args=(ulid,)) for ulid in ids]
+    for thread in threads:
+        thread.start()
+    assert until(lambda: len(first) == 3, 30)
+    everything = descendants(service.process.pid)
+    assert len(everything) >= 6  # guard, writer, API, vLLM's server, its core and its worker
+    began = time.monotonic()
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(20) == 0, "\n".join(service.lines[-40:])
+    assert time.monotonic() - began < 15, "\n".join(service.lines[-40:])
+    assert not [pid for pid in everything if runs(pid)]
+    for thread in threads:
+        thread.join(10)
+    with StoreReader(service.store) as reader:
+        assert reader.captures(status="running") == []
+        for ulid in ids:
+            found = reader.manifest(ulid)
+            assert found.finish_reason == "abort"
+            assert found.status in ("complete", "incomplete")
+            assert found.expected == found.captured + sum(gap.rows for row in found.rows for gap in row.missing)
+            assert found.captured > 0

@@ -24,7 +24,7 @@ def test_rows_of_two_ranks_arrive_once(
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     before = engine_streams()
-    engine = start(reader, reference_of("qwen3"), "qwen3", tensor_parallel_size=2)
+    engine = start(reader, reference_of("qwen3"), "qwen3", here=False, tensor_parallel_size=2)
     try:
         captured = engine.run([prompt(length, seed=length) for length in (5, 90, 31)],
                               [{"max_tokens": 7, "ignore_eos": True}] * 3, [{"codec": "raw"}] * 3)

@@ -1,0 +1,30 @@
+"""Processes of this machine, as /proc shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def runs(pid: int) -> bool:
+    """Whether it is there and no zombie."""
+    return _stat(pid)[:1] not in ([], ["Z"], ["X"])
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below one."""
+    parents = {int(entry.name): int(fields[1]) for entry in Path("/proc").iterdir()
+               if entry.name.isdigit() and (fields := _stat(int(entry.name)))}
+    found: set[int] = set()
+    front = {pid}
+    while front:
+        front = {child for child, parent in parents.items() if parent in front} - found
+        found |= front
+    return sorted(found)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields after the name: state, parent, …; none where the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
