@@ -44,11 +44,18 @@ def _load_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
         model = original(self, vllm_config, model_config, *args, **kwargs)
         config = from_environment()
-        if config is not None and model_config is vllm_config.model_config:  # a drafter has a configuration of its own
+        if config is not None and model_config is vllm_config.model_config and not _drafts(vllm_config):
             tap_model(model, vllm_config, config)
         return model
 
     return load_model
+
+
+def _drafts(vllm_config: Any) -> bool:
+    """Whether this configuration is a drafter's own: some drafters are loaded with one of theirs as the main one."""
+    speculative = vllm_config.speculative_config
+    return (speculative is not None and vllm_config.model_config is speculative.draft_model_config
+            and speculative.draft_model_config is not speculative.target_model_config)
 
 
 def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
