@@ -95,7 +95,7 @@ def plan(asked: Wish, engine: EngineInfo | None) -> Plan:
     if engine is None:
         raise ApiError(503, "no_engine", "no engine has connected to the writer yet, so it is not known what can be "
                        "captured; is vLLM running with the plugin and VLLM_TAP_ENDPOINT?", headers={"Retry-After": "2"})
-    resolve(asked.spec, engine.armed)
+    resolve(asked.spec, engine.armed, engine.widths)
     ulid = asked.spec.id or new_ulid()
     response_id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{ulid}"
     aliases = [response_id] if asked.request_id is None else [response_id, asked.request_id]

@@ -14,7 +14,7 @@ from schemas.control import ClientFinish
 from schemas.errors import LimitError, SpecError
 from schemas.ids import new_ulid
 from schemas.limits import capture_samples_max
-from schemas.sites import SITES
+from schemas.sites import SITES, has_heads
 from schemas.spec import Armed, parse_spec, resolve
 
 _SEEN_MAX: Final = 100_000
@@ -35,7 +35,8 @@ def use(endpoint: str) -> None:
         old.close()
 
 
-def admit(value: object, count: object, *, n: int, prompt_number: int, arm: tuple[str, ...], n_layers: int) -> str:
+def admit(value: object, count: object, *, n: int, prompt_number: int, arm: tuple[str, ...], n_layers: int,
+          hidden_size: int, head_size: int) -> str:
     """The ticket's JSON of a caller's spec; SpecError (a ValueError) where it cannot be had.
 
     ``count`` is how many captures the whole HTTP request makes, where a gateway knows it (a prompt list makes more
@@ -47,7 +48,8 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, arm: tupl
         raise SpecError("", "…", str(error)) from None
     # Which layers have a site only the worker knows; what its model lacks becomes `not_armed` in the manifest.
     armed = {site: list(range(n_layers)) if SITES[site].per_layer else [0] for site in arm}
-    resolved = resolve(spec, Armed(armed, n_layers))
+    widths = {site: hidden_size for site in arm if SITES[site].width == "hidden"}
+    resolved = resolve(spec, Armed(armed, n_layers, dict.fromkeys(filter(has_heads, arm), head_size)), widths)
     if count is None:
         count = n if prompt_number == 0 else (prompt_number + 1) * n
     if not isinstance(count, int) or not 0 < count <= capture_samples_max:

@@ -20,10 +20,11 @@ from engine_side import codecs as encoders
 from engine_side.device import SideStream
 from engine_side.events import I64, Event, Finished, Lost, Opened, Run
 from engine_side.ring import ALIGN, Ring
-from engine_side.selection import CaptureTable, Entry, Selected
+from engine_side.selection import CaptureTable, Entry, Plan, Selected, plan_of
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas import codecs, limits
+from schemas.errors import SpecError
 from schemas.spec import Resolved, parse_spec
 
 logger = logging.getLogger("vllm.tap")
@@ -85,6 +86,7 @@ class Layout:
     pieces: list[int]
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
+    encode: encoders.Encoder
 
 
 @dataclass(slots=True)
@@ -119,6 +121,7 @@ class Recorder:
         now = time.time_ns() // 1_000_000
         self.outbox.append(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached,
                                   now))
+        self._warm(plan_of(taken))
 
     def _held_against_model(self, asked: Resolved) -> tuple[Resolved, dict[str, list[int]]]:
         """What the model has of a spec, and by site the layers that it lacks.
@@ -182,6 +185,9 @@ class Recorder:
     def _take(self, step: Step, entry: Entry, selected: Selected) -> None:
         """One entry's rows, in blocks of at most a frame."""
         layout = self._layout(entry)
+        if layout is None:
+            self._lose(entry, selected, slice(None))
+            return
         row_bytes = sum(layout.pieces) * len(entry.layers)
         block = max(1, min(limits.frame_bytes_target, self.ring.capacity // 4) // row_bytes)
         for begin in range(0, len(selected.row), block):
@@ -190,14 +196,22 @@ class Recorder:
             try:
                 run = self._encode(step, entry, layout, selected, rows)
             except Exception:
-                self.counters.failures += 1
-                if self.counters.failures == 1:
-                    logger.exception("vllm-tap: taking rows of %s failed; they are dropped (logged once)", entry.site)
+                self._failed(entry)
             if run is None:
-                self.counters.dropped += len(selected.row[rows]) * len(entry.layers)
-                self.outbox.append(_lost(entry, selected, rows))
+                self._lose(entry, selected, rows)
             else:
                 self.outbox.append(run)
+
+    def _lose(self, entry: Entry, selected: Selected, rows: slice) -> None:
+        """Rows that are not taken are told of."""
+        self.counters.dropped += len(selected.row[rows]) * len(entry.layers)
+        self.outbox.append(_lost(entry, selected, rows))
+
+    def _failed(self, entry: Entry) -> None:
+        self.counters.failures += 1
+        if self.counters.failures == 1:
+            logger.exception("vllm-tap: taking rows of %s as %s failed; they are dropped (logged once)", entry.site,
+                             entry.codec)
 
     def _encode(self, step: Step, entry: Entry, layout: Layout, selected: Selected, rows: slice) -> Run | None:
         """Encode a block into the ring; None when the ring is full and rows may be dropped."""
@@ -212,7 +226,7 @@ class Recorder:
         try:
             where = self.side.rows(index)
             x = _gather(self.staging.buffers[entry.site], layout.layers, where)
-            pieces = encoders.encode(entry.codec, x)
+            pieces = layout.encode(x)
             extents = {}
             for name, size, shape, dtype, offset in zip(
                 layout.names, sizes, layout.shapes, layout.dtypes, offsets, strict=False
@@ -242,17 +256,30 @@ class Recorder:
                 region = self.ring.allocate(nbytes)
         return region
 
-    def _layout(self, entry: Entry) -> Layout:
+    def _warm(self, plan: Plan) -> None:
+        """A projection is made before the first step that needs it: one row of each entry that has one is encoded."""
+        for entry in plan:
+            if codecs.identified(entry.codec).family.projected and (layout := self._layout(entry)) is not None:
+                with torch.inference_mode(), self.side.after_main():
+                    layout.encode(self.staging.buffers[entry.site][:1, :1])
+
+    def _layout(self, entry: Entry) -> Layout | None:
+        """None where the codec cannot take this site's rows: its parameters do not fit their width."""
         layout = self._layouts.get(entry)
         if layout is None:
             width = self.staging.buffers[entry.site].shape[-1]
-            declared = codecs.streams(entry.codec, width, self.dtype)
+            try:
+                declared = codecs.streams(entry.codec, width, self.dtype)
+            except SpecError:
+                self._failed(entry)
+                return None
             if len(self._layouts) >= _LAYOUTS_MAX:
                 self._layouts.clear()
             layout = self._layouts[entry] = Layout(
                 [self.staging.index(entry.site, layer) for layer in entry.layers],
                 [stream.name for stream in declared], [stream.nbytes for stream in declared],
                 [stream.shape for stream in declared], [encoders.TORCH_DTYPES[stream.dtype] for stream in declared],
+                encoders.encoder(entry.codec),
             )
         return layout
 

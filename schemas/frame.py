@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from schemas import codecs, limits
 from schemas.control import Frame
-from schemas.errors import ProtocolError
+from schemas.errors import ProtocolError, SpecError
 from schemas.ids import split_capture_id
 from schemas.sites import SITES
 
@@ -50,7 +50,7 @@ def check_frame(frame: Frame) -> int:
 
     need(frame.seq > 0, "seq must be positive")
     need(frame.site in SITES, f"unknown site {frame.site!r}")
-    need(frame.codec in codecs.CODECS, f"unknown codec {frame.codec!r}")
+    need(codecs.is_identity(frame.codec), f"unknown codec {frame.codec[:64]!r}")
     need(frame.dtype in codecs.MODEL_DTYPES, f"unknown dtype {frame.dtype!r}")
     need(0 < frame.width <= limits.width_max, f"width {frame.width}")
     need(0 < len(frame.layers) <= limits.layers_max, f"{len(frame.layers)} layers")
@@ -64,7 +64,10 @@ def check_frame(frame: Frame) -> int:
     need(len(set(frame.captures)) == len(frame.captures), "a capture is named twice")
     need(len(frame.fingerprint) <= limits.alias_chars_max, f"fingerprint of {len(frame.fingerprint)} characters")
     need(all(split_capture_id(capture) is not None for capture in frame.captures), "malformed capture id")
-    declared = codecs.streams(frame.codec, frame.width, frame.dtype)
+    try:
+        declared = codecs.streams(frame.codec, frame.width, frame.dtype)
+    except SpecError as error:
+        raise ProtocolError(f"frame {frame.seq}: {error}") from None
     need([part.name for part in frame.streams] == [stream.name for stream in declared], "streams do not fit the codec")
     total = 0
     for part, stream in zip(frame.streams, declared, strict=True):

@@ -50,10 +50,15 @@ class SiteInfo(msgspec.Struct, frozen=True):
     """What a site's stored numbers are."""
 
     site: str
-    width: int
-    codec: str
+    width: int  # numbers in a row
+    decoded_width: int  # numbers that a row decodes to
+    codec: str  # its identity
+    family: str  # the codec's name and its parameters apart
+    parameters: dict[str, int | float]
+    decoded: str  # what the decoded numbers are
+    formula: str  # how a row is decoded from its streams
     dtype: str  # the model's; a codec's streams follow from codec, width and dtype
-    streams: list[dict[str, Any]]  # name, dtype, shape, view
+    streams: list[dict[str, Any]]  # name, dtype, shape, view, fill; empty where the codec does not fit the width
     error_bound: str
     meaning: str
     transformer_lens: str | None  # with {l} for the layer

@@ -36,7 +36,7 @@ from schemas.catalog import (
 )
 from schemas.control import EngineInfo
 from schemas.coverage import Coverage, LayerGroup, cover
-from schemas.errors import CorruptError, LimitError, NotFoundError, StoreError
+from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError, StoreError
 from schemas.ids import split_capture_id
 from schemas.manifest import Manifest, Missing
 from schemas.mapping import SegmentMaps
@@ -73,7 +73,7 @@ class Slice:
     ``pieces[stream]`` is ``[layers, n, *stream.shape]``; ``positions``, ``token_ids`` and ``flags`` (schemas.frame:
     generated, recomputed, an accepted draft) are uint32 ``[n]``. A
     position is a row only if every asked layer has it; the others are in ``missing``. ``clipped`` says that the range
-    asked for reached past the end.
+    asked for reached past the end. ``codec`` is the identity; ``codecs.identified`` tells what its numbers are.
     """
 
     capture: str
@@ -92,8 +92,12 @@ class Slice:
     clipped: bool
 
     def values(self) -> npt.NDArray[np.float32]:
-        """Decoded rows, float32 ``[layers, n, width]``."""
+        """Decoded rows, float32 ``[layers, n, decoded width]``: k numbers a row where the codec projects."""
         return codecs.decode(self.codec, self.pieces, self.width, self.dtype)
+
+    def kept_energy(self) -> npt.NDArray[np.float32] | None:
+        """Share of each row's energy that was kept, ``[layers, n]``; None where the codec keeps every column."""
+        return codecs.kept_energy(self.pieces)
 
 
 def read_store_uuid(path: Path) -> bytes:
@@ -350,14 +354,15 @@ class StoreReader:
                 positions = extent.rows[:, 0]
                 extents.append(manifests.Extent(block, extent.offset, len(positions), int(positions.min()),
                                                 int(positions.max())))
-            declared = [
-                {"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "view": s.view, "fill": s.fill}
-                for s in codecs.streams(codec, width, dtype)
-            ] if width else []
             meaning = engine.get("meaning", {}).get(site) or SITES[site].meaning
             lens = SITES[site].lens[0] if SITES[site].lens else None
-            sites.append(manifests.SiteInfo(site, width, codec, dtype, declared, codecs.CODECS[codec].error, meaning,
-                                            lens, extents))
+            known = codecs.identified(codec)
+            sites.append(manifests.SiteInfo(
+                site=site, width=width, decoded_width=known.decoded_width(width), codec=codec, family=known.family.name,
+                parameters=known.parameters, decoded=known.family.decoded, formula=known.family.formula, dtype=dtype,
+                streams=_declared(known, width, dtype), error_bound=known.family.error, meaning=meaning,
+                transformer_lens=lens, extents=extents,
+            ))
             rows += [
                 manifests.SiteLayer(site, layer, codec, group.expected, len(group.rows.positions), group.missing,
                                     len(group.rejected.positions))
@@ -375,6 +380,15 @@ class StoreReader:
             stop_reason=capture.stop_reason, cached=capture.cached, recomputed=capture.recomputed,
             sites=sites, rows=rows,
         )
+
+
+def _declared(codec: codecs.Codec, width: int, dtype: str) -> list[dict[str, Any]]:
+    """The streams as manifests show them; none where the codec does not fit the width, so that no row was stored."""
+    try:
+        streams = codec.streams(width, dtype) if width else ()
+    except SpecError:
+        return []
+    return [{"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "view": s.view, "fill": s.fill} for s in streams]
 
 
 def _resolved(capture: Capture) -> Resolved:

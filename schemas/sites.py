@@ -13,7 +13,7 @@ from typing import Final
 
 from schemas.errors import SpecError
 
-__all__ = ["SITES", "Site", "parse_site", "transformer_lens_name"]
+__all__ = ["SITES", "Site", "has_heads", "parse_site", "transformer_lens_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,6 @@ class Site:
     per_layer: bool
     meaning: str
     lens: tuple[str, ...]  # TransformerLens names, "{l}" for the layer; the first is what we print
-
 
 _TABLE: Final = (
     Site("resid_pre", "hidden", True, "residual stream entering the block",
@@ -80,6 +79,11 @@ def parse_site(name: str, field: str = "sites") -> tuple[str, int | None]:
         return match[1], int(match[2])
     raise SpecError(field, name, f"unknown site; valid: {', '.join(SITES)}, or a TransformerLens name "
                                  "such as blocks.12.hook_resid_post")
+
+
+def has_heads(site: str) -> bool:
+    """Whether the rows of a site are one head after the other."""
+    return SITES[site].width in ("q_heads", "kv_heads")
 
 
 def transformer_lens_name(site: str, layer: int) -> str | None:

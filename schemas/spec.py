@@ -15,7 +15,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
 from schemas import limits
-from schemas.codecs import DEFAULT_CODEC, check_codec
+from schemas.codecs import DEFAULT_CODEC, parse_codec
 from schemas.errors import LimitError, NotArmedError, SpecError
 from schemas.ids import check_ulid
 from schemas.sites import SITES, parse_site
@@ -50,7 +50,8 @@ class CaptureSpec(BaseModel):
         "all", description='"all", a list of 0-based layers, or a slice "start:stop:step".')
     positions: StrictStr | list[_Natural] | list[tuple[_Natural, _Natural]] = Field(
         "all", description='"all", "prompt", "generated", "last_prompt" (or "last"), positions, or [[start, stop], …].')
-    codec: StrictStr | dict[StrictStr, StrictStr] = Field(DEFAULT_CODEC, description="A codec, or a map site → codec.")
+    codec: StrictStr | dict[StrictStr, StrictStr] = Field(
+        DEFAULT_CODEC, description='A codec, such as "int8b64" or "rp8:k=256,seed=3", or a map site → codec.')
     prefix_cache: Literal["recompute", "allow"] | None = Field(
         None, description="Whether cached prompt rows are computed again; default: where they could be missing.")
     return_: Literal["reference", "inline"] = Field("reference", alias="return")
@@ -72,14 +73,15 @@ class CaptureSpec(BaseModel):
 
 
 class Armed(msgspec.Struct, frozen=True):
-    """The sites × layers that the engine has taps for; ``n_layers`` of the model."""
+    """The sites × layers that the engine has taps for; ``n_layers`` of the model, ``heads``: a head's columns."""
 
     sites: dict[str, list[int]]
     n_layers: int
+    heads: dict[str, int] = {}
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """A spec held against one engine: every site with its layers and codec, positions as asked."""
+    """A spec held against one engine: every site with its layers and its codec's identity, positions as asked."""
 
     layers: dict[str, list[int]]
     codec: dict[str, str]
@@ -96,7 +98,7 @@ _VALID: Final = {
     "sites": 'a list of sites, such as ["resid_post"] or ["blocks.12.hook_resid_post"]',
     "layers": '"all", a list of layers, or a slice such as "0:32:4"',
     "positions": '"all", "prompt", "generated", "last_prompt", a list of positions, or [[start, stop], …]',
-    "codec": "a codec name, or a map from site to codec name",
+    "codec": 'a codec such as "int8b64" or "rp8:k=256,seed=3", or a map from site to codec',
     "prefix_cache": '"recompute" or "allow"',
     "return": '"reference" or "inline"',
     "probe": "an empty list: no probe is registered",
@@ -147,7 +149,7 @@ def _check_values(spec: CaptureSpec) -> None:
     for site, codec in (spec.codec if isinstance(spec.codec, dict) else {"": spec.codec}).items():
         if site:
             parse_site(site, "codec")
-        check_codec(codec)
+        parse_codec(codec)
     if spec.id is not None:
         check_ulid(spec.id)
     for key, text in spec.tags.items():
@@ -159,8 +161,11 @@ def _check_values(spec: CaptureSpec) -> None:
             raise SpecError("tags", text, "valid: text without lone surrogates, which no file or message can hold")
 
 
-def resolve(spec: CaptureSpec, armed: Armed) -> Resolved:
-    """Sites, layers and codecs of a spec on an engine; SpecError or NotArmedError where they do not fit."""
+def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = None) -> Resolved:
+    """Sites, layers and codecs of a spec on an engine; SpecError or NotArmedError where they do not fit.
+
+    ``widths`` are the numbers in a row by site, as far as they are known here.
+    """
     asked = _layers_asked(spec.layers, armed.n_layers)
     layers: dict[str, set[int]] = {}
     for name in list(armed.sites) if spec.sites is None else spec.sites:
@@ -183,7 +188,8 @@ def resolve(spec: CaptureSpec, armed: Armed) -> Resolved:
         layers.setdefault(site, set()).update(wanted)
     return Resolved(
         layers={site: sorted(chosen) for site, chosen in layers.items()},
-        codec=_codecs(spec, list(layers)),
+        codec={site: _identity(codec, site, armed, (widths or {}).get(site))
+               for site, codec in _codecs(spec, list(layers)).items()},
         positions=_positions(spec.positions),
         prefix_cache=spec.prefix_cache or ("recompute" if _could_be_cached(spec.positions) else "allow"),
     )
@@ -210,6 +216,23 @@ def _codecs(spec: CaptureSpec, sites: list[str]) -> dict[str, str]:
     if extra := sorted(set(named) - set(sites)):
         raise SpecError("codec", extra, f"names sites that are not captured; captured: {', '.join(sites)}")
     return {site: named.get(site, DEFAULT_CODEC) for site in sites}
+
+
+def _identity(text: str, site: str, armed: Armed, width: int | None) -> str:
+    """The identity of a codec at a site, the size of its heads filled in."""
+    codec = parse_codec(text)
+    family = codec.family
+    if family.sites and site not in family.sites:
+        raise SpecError("codec", text, f"{site} has no heads that it could encode; {family.name} is for "
+                                       f"{', '.join(family.sites)}")
+    if family.sites:
+        head, asked = armed.heads.get(site), codec.parameters.get("head")
+        if head is None or asked not in (None, head):
+            raise SpecError("codec", text, f"heads of {site} have {head or 'an unknown number of'} columns")
+        codec = parse_codec(f"{family.name}:head={head}")
+    if width:
+        codec.streams(width, "float32")
+    return codec.identity
 
 
 def _positions(positions: str | list[int] | list[tuple[int, int]]) -> str | list[tuple[int, int]]:

@@ -71,10 +71,17 @@ def from_bits(bits: npt.NDArray[np.uint16]) -> F32:
 
 
 def encode_rows(codec: str, x: F32, dtype: str) -> dict[str, npt.NDArray[np.generic]]:
-    """Stored pieces of rows ``[..., WIDTH]``: written down from the codec's description, row by row."""
+    """Stored pieces of rows ``[..., WIDTH]``: those of the first codecs written down from their description."""
     if codec in ("raw", "raw16"):
-        kept = codecs.stored_dtype(codec, dtype)
+        kept = "bfloat16" if codec == "raw16" and dtype == "float32" else dtype
         return {"x": to_bits(x) if kept == "bfloat16" else x.astype(kept)}
+    if codec != "int8b64":
+        import torch
+
+        from engine_side.codecs import encode as encode_codec
+
+        x = np.ascontiguousarray(x)
+        return {name: piece.numpy() for name, piece in encode_codec(codec, torch.from_numpy(x)).items()}
     kept = np.argsort(-np.abs(x), axis=-1, kind="stable")[..., :8]
     outliers = np.take_along_axis(x, kept, -1)
     rest = x.copy()

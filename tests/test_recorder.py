@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine_side.device import SideStream
-from engine_side.events import Lost, Opened
+from engine_side.events import Lost, Opened, Run
 from engine_side.recorder import Recorder, Step
 from engine_side.ring import Ring
 from engine_side.staging import Staging
@@ -82,3 +82,21 @@ def test_a_step_that_could_not_be_looked_at_takes_the_drafts_before_it_along(rec
     recorder.after_step(step(2, 4, 3))
     recorder.miss_step()
     assert lost(recorder) == {3, 4, 5}
+
+
+def test_a_codec_that_does_not_fit_loses_its_own_rows_alone() -> None:
+    """The front end may not know how wide a site is; what cannot be encoded is told of, and the rest is taken."""
+    ring = Ring(4 << 20, pinned=False)
+    staging = Staging({"mlp_post": torch.ones(1, 8, 1 << 15), "router_logits": torch.ones(1, 8, 4)},
+                      {"mlp_post": [0], "router_logits": [0]})
+    recorder = Recorder(staging, ring, "float32", "drop", SideStream(torch.device("cpu")))
+    spec = parse_spec({"codec": {"mlp_post": "rp8:k=16384", "router_logits": "sketch"}, "id": new_ulid()})
+    resolved = resolve(spec, Armed({"mlp_post": [0], "router_logits": [0]}, 1))
+    recorder.open("r", Ticket(str(spec.id), spec.to_json(), resolved, 0, 1, 1), [1, 2, 3], 0)
+    recorder.after_step(step(0, 3, 0))
+    begun, missed, run = recorder.outbox
+    assert isinstance(begun, Opened) and begun.resolved.codec["router_logits"] == "sketch:k=512,bits=2,seed=0"
+    assert isinstance(missed, Lost) and missed.entry.site == "mlp_post" and missed.position.tolist() == [0, 1, 2]
+    assert isinstance(run, Run) and run.entry.site == "router_logits" and len(run.slot) == 3
+    assert recorder.counters.dropped == 3
+    ring.close()

@@ -182,6 +182,8 @@ def test_a_header_that_lies_under_a_true_hash(tmp_path: Path) -> None:
         {"width": 64},
         {"codec": "raw"},
         {"codec": "pickle"},
+        {"codec": "topk:density=0.040"},
+        {"codec": "kv8:head=3"},
         {"captures": ["../../x"]},
         {"captures": []},
         {"site": "nowhere"},

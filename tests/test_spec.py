@@ -54,6 +54,7 @@ def test_layers_resolve(spec: dict[str, Any], layers: dict[str, list[int]]) -> N
         ({"positions": [[5, 5]]}, "positions", "start < stop"),
         ({"positions": [2**40]}, "positions", "positions"),
         ({"codec": "zip"}, "codec", "int8b64"),
+        ({"codec": "rp8:k=0"}, "codec", "a whole number from 1"),
         ({"codec": {"mlp_out": "raw"}}, "codec", "not captured"),
         ({"prefix_cache": "off"}, "prefix_cache", "recompute"),
         ({"return": "file"}, "return", "inline"),
@@ -72,6 +73,31 @@ def test_refusals_name_field_value_and_what_is_valid(spec: object, field: str, s
         resolve(parse_spec(spec), ARMED)
     assert raised.value.field == field
     assert says in str(raised.value)
+
+
+HEADED = Armed({"resid_post": [0], "q": [0], "k": [0]}, n_layers=1, heads={"q": 64, "k": 64})
+
+
+@pytest.mark.parametrize(("asked", "codec"), [
+    ("raw", {"resid_post": "raw", "q": "raw", "k": "raw"}),
+    ({"resid_post": "rp8:k=8"}, {"resid_post": "rp8:k=8,seed=0", "q": "int8b64", "k": "int8b64"}),
+    ({"q": "qk8", "blocks.0.attn.hook_k": "kv8:head=64"},
+     {"resid_post": "int8b64", "q": "qk8:head=64", "k": "kv8:head=64"}),
+])
+def test_codecs_resolve_to_their_identity(asked: object, codec: dict[str, str]) -> None:
+    assert resolve(parse_spec({"codec": asked}), HEADED).codec == codec
+
+
+@pytest.mark.parametrize(("asked", "says"), [
+    ("kv8", "resid_post has no heads that it could encode; kv8 is for k, k_rot, v"),
+    ({"q": "kv8"}, "q has no heads that it could encode"),
+    ({"q": "qk8:head=32"}, "heads of q have 64 columns"),
+    ({"resid_post": "rp8:k=9000"}, "valid at width 4096: k up to 2048"),
+])
+def test_codecs_that_do_not_fit_a_site_are_refused(asked: object, says: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        resolve(parse_spec({"codec": asked}), HEADED, {"resid_post": 4096})
+    assert raised.value.field == "codec" and says in str(raised.value)
 
 
 def test_an_unarmed_site_is_its_own_error() -> None:

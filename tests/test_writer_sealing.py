@@ -18,7 +18,8 @@ from schemas.reader import StoreReader
 from schemas.sites import SITES
 from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, expected_pieces, until
 
-DTYPES = {"int8b64": "bfloat16", "raw": "float32", "raw16": "float16"}
+DTYPES = {"int8b64": "bfloat16", "raw": "float32", "raw16": "float16", "topk8:k=5": "bfloat16",
+          "rp8:k=32,seed=7": "bfloat16"}
 
 
 def filled(tmp_path: Path, codec: str, width: int) -> tuple[Path, str]:
@@ -56,13 +57,14 @@ def read_tensorstore(path: Path) -> np.ndarray:
     return np.asarray(ts.open(spec, open=True).result().read().result())
 
 
-@pytest.mark.parametrize("codec", ["int8b64", "raw", "raw16"])
+@pytest.mark.parametrize("codec", DTYPES)
 def test_three_readers_agree_bit_for_bit(tmp_path: Path, codec: str) -> None:
     width = 96
     block, capture = filled(tmp_path, codec, width)
     attributes = json.loads((block / "zarr.json").read_text())["attributes"]
     assert attributes["layers"] == [0, 1, 2, 3] and attributes["captures"] == [capture]
     assert attributes["site"] == SITE and attributes["codec"]["name"] == codec
+    assert attributes["codec"]["parameters"] == codecs.identified(codec).parameters
     assert [s["name"] for s in attributes["codec"]["streams"]] == [
         s.name for s in codecs.streams(codec, width, DTYPES[codec])
     ]

@@ -109,7 +109,7 @@ def _choose(manifest: Manifest, sites: str | None, layers: str) -> dict[str, lis
 
 def _arrays(reader: StoreReader, manifest: Manifest, chosen: dict[str, list[int]]) -> list[_Array]:
     positions = _common_positions(manifest, chosen)
-    widths = {info.site: info.width for info in manifest.sites}
+    widths = {info.site: info.decoded_width for info in manifest.sites}
 
     def parts(site: str, layer: int) -> Iterator[tuple[Slice, npt.NDArray[np.bool_]]]:
         """Slices that hold the positions, a block at a time, and which of their rows those are."""

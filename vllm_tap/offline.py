@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from schemas.channel import ControlChannel
-from schemas.codecs import check_codec
+from schemas.codecs import parse_codec
 from schemas.control import Abandon, Own
 from schemas.errors import ConflictError, NotFoundError, SpecError, TapError
 from schemas.ids import new_ulid
@@ -70,7 +70,7 @@ class CaptureJob:
         check_model(self.model)
         check_store(self.store)
         check_arm(self.armed)
-        check_codec(self.codec)
+        parse_codec(self.codec)
         self.spec()
         if self.output is not None:
             if self.output.is_dir():

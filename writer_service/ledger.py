@@ -261,7 +261,7 @@ def _check_open(opened: Open) -> None:
     _need(len(opened.asked) <= limits.spec_json_bytes_max, "asked", f"at most {limits.spec_json_bytes_max} characters")
     _need(set(resolved.layers) <= set(SITES), "resolved.layers", "known sites")
     _need(all(not layers or _layers(layers) for layers in resolved.layers.values()), "resolved.layers", "ascending")
-    _need(set(resolved.codec) == set(resolved.layers) and set(resolved.codec.values()) <= set(codecs.CODECS),
+    _need(set(resolved.codec) == set(resolved.layers) and all(map(codecs.is_identity, resolved.codec.values())),
           "resolved.codec", "a known codec for every site")
     positions = resolved.positions
     if isinstance(positions, str):

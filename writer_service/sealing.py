@@ -214,7 +214,6 @@ def _attributes(
     streams: dict[tuple[str, int], list[int]] = {}
     for view in frames:
         streams.setdefault((view.header.stream, view.header.epoch), []).append(view.frame.seq)
-    codec = codecs.CODECS[frame.codec]
     return {
         "format": "vllm-tap block",
         "store_version": limits.STORE_VERSION,
@@ -235,9 +234,7 @@ def _attributes(
         "layers": columns.layers,
         "captures": columns.captures,
         "codec": {
-            "name": frame.codec,
-            "meaning": codec.meaning,
-            "error_bound": codec.error,
+            **codecs.identified(frame.codec).about(),
             "streams": [
                 {"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "view": s.view, "fill": s.fill}
                 for s in frames[0].declared

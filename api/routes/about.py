@@ -39,7 +39,10 @@ async def capabilities(request: Request) -> Json:
     return Json({
         "engine": None if engine is None else msgspec.to_builtins(engine),
         "armed": {} if engine is None else {site: _armed(engine, site) for site in engine.armed.sites},
-        "codecs": {name: {"meaning": codec.meaning, "error": codec.error, "default": name == DEFAULT_CODEC}
+        "codecs": {name: {"meaning": codec.meaning, "error": codec.error, "default": name == DEFAULT_CODEC,
+                          "sites": list(codec.sites), "decoded": codec.decoded,
+                          "parameters": {p.name: {"meaning": p.meaning, "min": p.low, "max": p.high,
+                                                  "default": p.default} for p in codec.parameters}}
                    for name, codec in CODECS.items()},
         "formats": list(available_formats()),
         "dtypes": list(DTYPES),

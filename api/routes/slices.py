@@ -127,7 +127,7 @@ def _stop(query: SliceQuery) -> int:
 
 def _bytes(config: Config, manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery) -> int:
     """Bytes of the slice, from the manifest alone; LimitError where they are too many."""
-    widths = {info.site: info.width for info in manifest.sites}
+    widths = {info.site: info.decoded_width for info in manifest.sites}
     rows = {(row.site, row.layer): row.rejected if query.rejected else row.captured for row in manifest.rows}
     numbers = 0
     for site, layers in chosen.items():

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import torch
 
+from engine_side.codecs.columns import largest, numbered
 from schemas.codecs.int8b64 import BLOCK, outliers
 
 
 def encode(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Codes, scales and outliers of rows ``[..., width]`` of any float dtype."""
     width = rows.shape[-1]
-    x = rows.to(torch.float32, copy=True)
-    index = torch.topk(x.abs(), outliers(width), dim=-1, sorted=False).indices.sort(dim=-1).values
-    value = x.gather(-1, index).to(torch.bfloat16)
-    x.scatter_(-1, index, 0.0)
-    blocks = torch.nn.functional.pad(x, (0, -width % BLOCK)).unflatten(-1, (-1, BLOCK))
+    blocks, kept = blocks_and_outliers(rows)
     scale = (blocks.abs().amax(dim=-1) / 127).to(torch.bfloat16)
     step = scale.to(torch.float32).unsqueeze(-1)
     # A zero scale means a block of zeros (or of values that even bfloat16 cannot scale): its codes are 0.
     codes = torch.nan_to_num(blocks / torch.where(step == 0, torch.ones_like(step), step), posinf=127.0, neginf=-127.0)
     codes = codes.round_().clamp_(-127, 127).to(torch.int8).flatten(-2)[..., :width]
-    return {
-        "q": codes,
-        "scale": scale.view(torch.uint16),
-        "outlier_index": index.to(torch.uint16 if width <= 1 << 16 else torch.uint32),
-        "outlier_value": value.view(torch.uint16),
-    }
+    return {"q": codes, "scale": scale.view(torch.uint16), **kept}
+
+
+def blocks_and_outliers(rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """float32 blocks ``[..., blocks, BLOCK]`` with 0 in the place of outliers, and the outliers' two pieces."""
+    width = rows.shape[-1]
+    x = rows.to(torch.float32, copy=True)
+    index = largest(x, outliers(width))
+    value = x.gather(-1, index).to(torch.bfloat16)
+    x.scatter_(-1, index, 0.0)
+    blocks = torch.nn.functional.pad(x, (0, -width % BLOCK)).unflatten(-1, (-1, BLOCK))
+    return blocks, {"outlier_index": numbered(index, width), "outlier_value": value.view(torch.uint16)}

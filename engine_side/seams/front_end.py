@@ -55,10 +55,11 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         extra, config = getattr(params, "extra_args", None), self.vllm_tap
         if not extra or KEY not in extra or config is None:
             return original(self, request_id, prompt, params, *args, **kwargs)
-        n_layers = self.vllm_config.model_config.get_total_num_hidden_layers()
+        model = self.vllm_config.model_config
         prompt_number = int(match[1]) if (match := _COMPLETION.fullmatch(request_id)) else 0
         text = front.admit(extra[KEY], extra.get(COUNT_KEY), n=params.n, prompt_number=prompt_number, arm=config.arm,
-                           n_layers=n_layers)
+                           n_layers=model.get_total_num_hidden_layers(), hidden_size=model.get_hidden_size(),
+                           head_size=model.get_head_size())
         try:
             request = original(self, request_id, prompt, params, *args, **kwargs)
             if request.prompt_token_ids is None:

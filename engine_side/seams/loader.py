@@ -22,6 +22,7 @@ from engine_side.staging import allocate
 from engine_side.taps import install
 from schemas.control import EngineInfo
 from schemas.errors import StartError
+from schemas.sites import has_heads
 from schemas.spec import Armed
 
 logger = logging.getLogger("vllm.tap")
@@ -88,7 +89,7 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         revision=str(model_config.revision or ""),
         tokenizer=str(model_config.tokenizer or ""),
         n_layers=n_layers,
-        armed=Armed(layers, n_layers),
+        armed=Armed(layers, n_layers, dict.fromkeys(filter(has_heads, config.arm), model_config.get_head_size())),
         widths=widths,
         max_model_len=model_config.max_model_len,
         vllm_version=_vllm_version(),

@@ -2,75 +2,165 @@
 
 A codec turns one row (a vector of ``width`` numbers) into fixed-size pieces of one or more *streams*. The first
 stream is the main one. Encoders live beside the engine (torch); decoding is NumPy alone, so readers need no GPU.
+
+A codec is named ``name`` or ``name:key=value,…``. With every parameter that it has, in the declared order, that text is
+the codec's *identity*: it stands in resolved specs, frames, segments, the catalog, blocks and manifests.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from functools import lru_cache
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs import int8b64, raw
-from schemas.codecs.declare import MODEL_DTYPES, Stream
-from schemas.errors import SpecError
+from schemas.codecs.declare import MODEL_DTYPES, Parameter, Stream
+from schemas.codecs.family import FAMILIES, Family
+from schemas.errors import CorruptError, SpecError
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "MODEL_DTYPES", "Codec", "Stream", "check_codec", "decode", "streams"]
+__all__ = ["CODECS", "DEFAULT_CODEC", "MODEL_DTYPES", "Codec", "Stream", "decode", "identified", "is_identity",
+           "kept_energy", "parse_codec", "streams"]
 
 Array = npt.NDArray[np.generic]
 
-
-class _Module(Protocol):
-    """What a codec module offers."""
-
-    def streams(self, width: int, dtype: str) -> tuple[Stream, ...]: ...
-
-    def decode(self, pieces: Mapping[str, Array], width: int, dtype: str) -> npt.NDArray[np.float32]: ...
+DEFAULT_CODEC: Final = "int8b64"
+CODECS: Final[dict[str, Family]] = {family.name: family for family in FAMILIES}
+_TEXT_MAX: Final = 128
+_NUMBER: Final = re.compile(r"[0-9]{1,10}", re.ASCII)
+_DECIMAL: Final = re.compile(r"[0-9]{0,4}(\.[0-9]{1,9})?(e-[0-9]{1,2})?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """A codec as it is named in specs; ``error`` is the bound that manifests carry."""
+    """A family with its parameters.
 
-    name: str
-    module: _Module
-    meaning: str
-    error: str
-    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    >>> parse_codec("rp8:k=256").identity
+    'rp8:k=256,seed=0'
+    """
+
+    family: Family
+    values: tuple[tuple[str, int | float], ...]
+
+    @property
+    def identity(self) -> str:
+        """The one spelling of this codec."""
+        text = ",".join(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+                        for name, value in self.values)
+        return f"{self.family.name}:{text}" if text else self.family.name
+
+    @property
+    def parameters(self) -> dict[str, int | float]:
+        """The parameters by name."""
+        return dict(self.values)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no parameter is left to be filled in."""
+        lacking = [p.name for p in self.family.parameters if p.name not in self.parameters]
+        return set(lacking) <= set(self.family.either)
+
+    def streams(self, width: int, dtype: str) -> tuple[Stream, ...]:
+        """The streams of one row; SpecError where a parameter does not fit the width."""
+        return self.family.streams(width, dtype, **self.parameters)
+
+    def decode(self, pieces: Mapping[str, Array], width: int, dtype: str) -> npt.NDArray[np.float32]:
+        """Rows of float32 ``[..., decoded_width]``; CorruptError where an index points past the row."""
+        try:
+            rows: npt.NDArray[np.float32] = self.family.decode(pieces, width, dtype, **self.parameters)
+        except IndexError as error:
+            raise CorruptError("decode", self.identity, error) from None
+        return rows
+
+    def decoded_width(self, width: int) -> int:
+        """How many numbers a row of ``width`` decodes to."""
+        return min(int(self.parameters["k"]), width) if self.family.projected else width
+
+    def about(self) -> dict[str, Any]:
+        """What manifests and blocks say of it."""
+        family = self.family
+        return {"name": self.identity, "family": family.name, "parameters": self.parameters, "meaning": family.meaning,
+                "error_bound": family.error, "formula": family.formula, "decoded": family.decoded}
 
 
-DEFAULT_CODEC: Final = "int8b64"
-CODECS: Final[dict[str, Codec]] = {
-    codec.name: codec
-    for codec in (
-        Codec("raw", raw, "the model's own dtype, bit for bit", "exact"),
-        Codec("raw16", raw, "16-bit rows: bit for bit on 16-bit models, float32 rounded to bfloat16",
-              "exact on 16-bit models; else rounding to bfloat16 (relative 2^-9)"),
-        Codec("int8b64", int8b64, "int8 in blocks of 64 columns with a bfloat16 scale, 8 largest entries kept apart",
-              "at most 0.51 of a block's scale a column, outliers rounded to bfloat16 (relative 2^-9)"),
-    )
-}
+def parse_codec(text: str, field: str = "codec") -> Codec:
+    """The codec of a text, defaults filled in; SpecError naming what is wrong in it and what would be valid.
+
+    Only ``head`` may be left open: what resolves a spec on an engine fills it in.
+    """
+    name, colon, rest = text[:_TEXT_MAX].partition(":")
+    family = CODECS.get(name)
+    if family is None or len(text) > _TEXT_MAX:
+        raise SpecError(field, text, f"unknown codec; valid: {', '.join(CODECS)}")
+    known = {parameter.name: parameter for parameter in family.parameters}
+    given: dict[str, int | float] = {}
+    for part in rest.split(",") if colon else ():
+        key, _, value = part.partition("=")
+        if key not in known or key in given:
+            raise SpecError(field, text, f"{part!r}: {name} has "
+                            + (f"{', '.join(known)}, each once, as in {name}:{_example(family)}" if known
+                               else "no parameters"))
+        given[key] = _value(known[key], value, text, field)
+    if len(set(given) & set(family.either)) > 1:
+        raise SpecError(field, text, f"name one of {' and '.join(family.either)}, not both")
+    for parameter in family.parameters:
+        settled = parameter.name in family.either and set(given) & set(family.either)
+        if parameter.default is not None and not settled:
+            given.setdefault(parameter.name, parameter.kind(parameter.default))
+    return Codec(family, tuple((key, given[key]) for key in known if key in given))
 
 
-def check_codec(name: str, field: str = "codec") -> str:
-    """``name`` if there is such a codec, else a SpecError naming the valid ones."""
-    if name not in CODECS:
-        raise SpecError(field, name, f"unknown codec; valid: {', '.join(CODECS)}")
-    return name
+def _value(parameter: Parameter, text: str, whole: str, field: str) -> int | float:
+    pattern = _NUMBER if parameter.kind is int else _DECIMAL
+    value = parameter.kind(text) if text and pattern.fullmatch(text) and text[0] != "e" else None
+    if value is None or not parameter.low <= value <= parameter.high:
+        kind = "a whole number" if parameter.kind is int else "a number"
+        raise SpecError(field, whole, f"{parameter.name} = {text[:32]!r}: valid: {kind} from {parameter.low:g} to "
+                                      f"{parameter.high:.10g} ({parameter.meaning})")
+    return float(f"{value:.6g}") if parameter.kind is float else value
 
 
-def stored_dtype(codec: str, dtype: str) -> str:
-    """The dtype that a codec's main stream keeps of a model dtype (only ``raw16`` narrows float32)."""
-    return "bfloat16" if codec == "raw16" and dtype == "float32" else dtype
+def _example(family: Family) -> str:
+    shown = [p for p in family.parameters if p.name not in family.either[1:]]
+    return ",".join(f"{p.name}={64 if p.default is None else p.default}" for p in shown)
 
 
-def streams(codec: str, width: int, dtype: str) -> tuple[Stream, ...]:
+@lru_cache(maxsize=1024)
+def _identified(identity: str) -> Codec:
+    codec = parse_codec(identity)
+    if codec.identity != identity or not codec.complete:
+        raise SpecError("codec", identity, f"not an identity; it would be {codec.identity}")
+    return codec
+
+
+def identified(identity: str) -> Codec:
+    """The codec of an identity; SpecError for any other spelling, or where a parameter is left open."""
+    return _identified(identity)
+
+
+def is_identity(text: str) -> bool:
+    """Whether the text is the one spelling of a codec."""
+    try:
+        identified(text)
+    except SpecError:
+        return False
+    return True
+
+
+def streams(identity: str, width: int, dtype: str) -> tuple[Stream, ...]:
     """The streams of one row; ``width`` in numbers, ``dtype`` the model's."""
-    return CODECS[codec].module.streams(width, stored_dtype(codec, dtype))
+    return identified(identity).streams(width, dtype)
 
 
-def decode(codec: str, pieces: Mapping[str, Array], width: int, dtype: str) -> npt.NDArray[np.float32]:
-    """Rows of float32 ``[..., width]`` from stored pieces ``{stream: [..., *stream.shape]}``."""
-    return CODECS[codec].module.decode(pieces, width, stored_dtype(codec, dtype))
+def decode(identity: str, pieces: Mapping[str, Array], width: int, dtype: str) -> npt.NDArray[np.float32]:
+    """Rows of float32 ``[..., decoded width]`` from stored pieces ``{stream: [..., *stream.shape]}``."""
+    return identified(identity).decode(pieces, width, dtype)
+
+
+def kept_energy(pieces: Mapping[str, Array]) -> npt.NDArray[np.float32] | None:
+    """The share of each row's energy that was kept ``[...]``; None where the codec keeps every column."""
+    kept = pieces.get("kept")
+    return None if kept is None else kept[..., 0].astype(np.float32)

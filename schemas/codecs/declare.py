@@ -1,4 +1,4 @@
-"""What a codec declares: its streams, and how bfloat16 lives in arrays that know no bfloat16."""
+"""What a codec declares: its streams and parameters, and how bfloat16 lives in arrays that know no bfloat16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Stream:
     """One stream of a codec: ``shape`` of a row's piece in ``dtype`` as stored.
 
     bfloat16 is stored as uint16 with ``view="bfloat16"`` because Zarr readers have no such dtype.
-    ``fill`` is what a Zarr reader sees where a row is missing; no encoder emits it.
+    ``fill`` is what a Zarr reader sees where a row is missing; in a codec's first stream no encoder emits it.
     """
 
     name: str
@@ -30,6 +30,23 @@ class Stream:
     def nbytes(self) -> int:
         """Bytes of one row's piece."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A number that is part of a codec's name: ``low`` to ``high``; ``default`` None: absent unless given."""
+
+    name: str
+    kind: type[int] | type[float]
+    low: float
+    high: float
+    default: float | None
+    meaning: str
+
+
+def index_dtype(width: int) -> str:
+    """The dtype of column numbers of a row; its largest value stays free for the fill."""
+    return "uint16" if width <= 0xFFFF else "uint32"
 
 
 def float_stream(name: str, dtype: str, shape: tuple[int, ...]) -> Stream:

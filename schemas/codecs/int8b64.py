@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream, index_dtype
 
 BLOCK: Final = 64
 OUTLIERS: Final = 8
@@ -25,15 +25,28 @@ def outliers(width: int) -> int:
     return min(OUTLIERS, width)
 
 
+def outlier_streams(width: int) -> tuple[Stream, Stream]:
+    """``outlier_index`` and ``outlier_value`` of the entries kept apart."""
+    kept, index = outliers(width), index_dtype(width)
+    return (
+        Stream("outlier_index", index, (kept,), int(np.iinfo(index).max)),
+        float_stream("outlier_value", "bfloat16", (kept,)),
+    )
+
+
+def put_back(x: npt.NDArray[np.float32], pieces: Mapping[str, npt.NDArray[np.generic]]) -> npt.NDArray[np.float32]:
+    """``x`` with the entries kept apart in their places."""
+    values = bfloat16_to_float32(pieces["outlier_value"].view(np.uint16))
+    np.put_along_axis(x, pieces["outlier_index"].astype(np.int64), values, axis=-1)
+    return x
+
+
 def streams(width: int, dtype: str) -> tuple[Stream, ...]:
-    """``q`` codes, ``scale`` a block, ``outlier_index`` and ``outlier_value``; the same for every model dtype."""
-    kept = outliers(width)
-    index_dtype = "uint16" if width <= 1 << 16 else "uint32"
+    """``q`` codes, ``scale`` a block, and the outliers; the same for every model dtype."""
     return (
         Stream("q", "int8", (width,), -128),
         float_stream("scale", "bfloat16", (-(-width // BLOCK),)),
-        Stream("outlier_index", index_dtype, (kept,), np.iinfo(index_dtype).max),
-        float_stream("outlier_value", "bfloat16", (kept,)),
+        *outlier_streams(width),
     )
 
 
@@ -43,6 +56,4 @@ def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str
     x = pieces["q"].astype(np.float32)
     with np.errstate(invalid="ignore"):  # a block of more infinities than outliers decodes to NaN, in silence
         x *= np.repeat(scale, BLOCK, axis=-1)[..., :width]
-    values = bfloat16_to_float32(pieces["outlier_value"].view(np.uint16))
-    np.put_along_axis(x, pieces["outlier_index"].astype(np.int64), values, axis=-1)
-    return x
+    return put_back(x, pieces)

@@ -1,4 +1,4 @@
-"""``raw`` and ``raw16``: the row as it is, in the model's dtype (``raw16`` narrows float32 to bfloat16)."""
+"""``raw``: the row as it is, in the model's dtype."""
 
 from __future__ import annotations
 

@@ -1,0 +1,30 @@
+"""``kv8`` and ``qk8``: int8 with one bfloat16 scale a head, for keys, values and queries.
+
+Encoding of each head's ``head`` columns: s = bfloat16(max|x| / 127), rounded up; q = clip(round(x / s), −127, 127),
+round half to even. −128 is the fill of a missing row. A head with a NaN or an infinity has the scale NaN.
+Decoding: x = q * s of the column's head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
+from schemas.errors import SpecError
+
+
+def streams(width: int, dtype: str, head: int) -> tuple[Stream, ...]:
+    """``q`` codes and ``scale`` a head; SpecError where the width is not a number of heads."""
+    if width % head:
+        raise SpecError("codec", f"head={head}", f"valid at width {width}: a size of a head that divides it")
+    return Stream("q", "int8", (width,), -128), float_stream("scale", "bfloat16", (width // head,))
+
+
+def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, head: int) -> npt.NDArray[np.float32]:
+    """Rows of float32 ``[..., width]``."""
+    x: npt.NDArray[np.float32] = pieces["q"].astype(np.float32)
+    x *= np.repeat(bfloat16_to_float32(pieces["scale"].view(np.uint16)), head, axis=-1)
+    return x

@@ -1,0 +1,52 @@
+"""``nf4b64``: 4-bit normal-floats in blocks of 64 columns, the 8 largest entries kept apart.
+
+Encoding of a row x of width W: the 8 entries of largest magnitude are stored as (index, bfloat16 value) and taken as 0
+in the blocks; each block b of 64 columns has scale s_b = bfloat16(max|x|), rounded up, and of each x / s_b the number
+of the nearest of 15 LEVELS, in between the smaller one. Two numbers a byte, the first column in the lower half; an odd
+last one has 7 (the level 0) beside it. 15 is no number of a level: the byte 255 is the fill of a missing row.
+Decoding: x = LEVELS[number] * s_b, then the outliers put back.
+
+LEVELS are quantiles of a normal distribution, largest 1, as in QLoRA (Dettmers et al. 2023, section 3), whose 16 levels
+have one more on the positive side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.int8b64 import BLOCK, outlier_streams, put_back
+
+
+def _levels() -> npt.NDArray[np.float32]:
+    quantiles = np.array([NormalDist().inv_cdf(p) for p in np.linspace(0.9677083, 0.5, 8)[:-1]])
+    half = quantiles / quantiles[0]
+    levels: npt.NDArray[np.float32] = np.concatenate([-half, [0.0], half[::-1]]).astype(np.float32)
+    return levels
+
+
+LEVELS: Final = _levels()
+BETWEEN: Final = ((LEVELS[1:] + LEVELS[:-1]) / 2).astype(np.float32)
+
+
+def streams(width: int, dtype: str) -> tuple[Stream, ...]:
+    """``q`` two numbers a byte, ``scale`` a block, and the outliers; the same for every model dtype."""
+    return (
+        Stream("q", "uint8", (-(-width // 2),), 255),
+        float_stream("scale", "bfloat16", (-(-width // BLOCK),)),
+        *outlier_streams(width),
+    )
+
+
+def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
+    """Rows of float32 ``[..., width]``."""
+    q = pieces["q"].view(np.uint8)
+    numbers = np.stack([q & 15, q >> 4], axis=-1).reshape(*q.shape[:-1], -1)[..., :width]
+    x = LEVELS[np.minimum(numbers, 14)]
+    x *= np.repeat(bfloat16_to_float32(pieces["scale"].view(np.uint16)), BLOCK, axis=-1)[..., :width]
+    return put_back(x, pieces)

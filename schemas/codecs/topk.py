@@ -1,0 +1,49 @@
+"""``topk``: the k entries of largest magnitude as (index, bfloat16 value), and the share of energy that they hold.
+
+k is a parameter, or follows from the density: ⌈density · width⌉. Indices ascend. Decoding: a row of zeros with the
+values in their places. ``kept`` is Σ kept x² / Σ x², of the row before rounding; 1 for a row of zeros, NaN where the
+row has a NaN or an infinity (which are kept before any number).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream, index_dtype
+
+
+def entries(width: int, k: int | None, density: float | None) -> int:
+    """How many entries of a row are kept; at least one, at most all."""
+    # Rounded first: 0.07 * 100 is a little more than 7.
+    wanted = k if k is not None else ceil(round((density or 0.0) * width, 6))
+    return max(1, min(wanted, width))
+
+
+def index_and_kept(width: int, kept: int) -> tuple[Stream, Stream]:
+    """``index`` of the entries and ``kept``, their share of the energy."""
+    dtype = index_dtype(width)
+    return Stream("index", dtype, (kept,), int(np.iinfo(dtype).max)), float_stream("kept", "float32", (1,))
+
+
+def streams(width: int, dtype: str, k: int | None = None, density: float | None = None) -> tuple[Stream, ...]:
+    """``index``, ``value`` and ``kept``; the same for every model dtype."""
+    kept = entries(width, k, density)
+    index, energy = index_and_kept(width, kept)
+    return index, float_stream("value", "bfloat16", (kept,)), energy
+
+
+def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, k: int | None = None,
+           density: float | None = None) -> npt.NDArray[np.float32]:
+    """Rows of float32 ``[..., width]``, zero where nothing was kept."""
+    return in_place(pieces["index"], bfloat16_to_float32(pieces["value"].view(np.uint16)), width)
+
+
+def in_place(index: npt.NDArray[np.generic], values: npt.NDArray[np.float32], width: int) -> npt.NDArray[np.float32]:
+    """Rows of zeros with ``values`` at ``index``."""
+    x = np.zeros((*index.shape[:-1], width), np.float32)
+    np.put_along_axis(x, index.astype(np.int64), values, axis=-1)
+    return x
