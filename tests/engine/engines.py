@@ -140,12 +140,15 @@ def in_this_process(yes: bool = True) -> Iterator[None]:
 
 
 def start(reader: StoreReader, reference: Reference, family: str, *, here: bool = True, **options: Any) -> Engine:
-    """An engine on the tiny model in float32, ``here`` in this process or in processes of its own."""
+    """An engine on the tiny model in float32, ``here`` in this process or in processes of its own.
+
+    On a GPU always the latter: what one engine captured and compiled is in the way of the next.
+    """
     from vllm import LLM
 
     options = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32, "dtype": DTYPE, "seed": 0,
                **({"gpu_memory_utilization": 0.3} if ON_GPU else {}), **options}
-    with in_this_process(here):
+    with in_this_process(here and not ON_GPU):
         return Engine(LLM(str(model(family)), **options), reader, reference, options)
 
 
