@@ -80,8 +80,8 @@ def encode_rows(codec: str, x: F32, dtype: str) -> dict[str, npt.NDArray[np.gene
 
         from engine_side.codecs import encode as encode_codec
 
-        x = np.ascontiguousarray(x)
-        return {name: piece.numpy() for name, piece in encode_codec(codec, torch.from_numpy(x)).items()}
+        pieces = encode_codec(codec, torch.from_numpy(np.ascontiguousarray(x)))
+        return {stream.name: pieces[stream.name].numpy() for stream in codecs.streams(codec, x.shape[-1], dtype)}
     kept = np.argsort(-np.abs(x), axis=-1, kind="stable")[..., :8]
     outliers = np.take_along_axis(x, kept, -1)
     rest = x.copy()

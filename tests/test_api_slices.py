@@ -61,6 +61,50 @@ def get(stack: Stack, capture: str, query: str, **headers: str) -> httpx.Respons
     return stack.http.get(f"/v1/captures/{capture}/activations?{query}", headers=headers)
 
 
+@pytest.fixture(scope="module")
+def reduced(stack: Stack) -> str:
+    """A capture of a projection and of the largest entries alone."""
+    body = stack.complete(PROMPT, max_tokens=G, capture={**SPEC, "codec": {
+        "resid_post": "rp8:k=16", "attn_out": "topk:k=12"}}).json()
+    assert body["capture"]["status"] == "complete", body
+    return str(body["capture"]["id"])
+
+
+@pytest.mark.parametrize("format_", ["safetensors", "npy", "npz", "arrow", "json"])
+def test_what_is_not_the_row_itself_says_so(stack: Stack, reduced: str, format_: str) -> None:
+    want = decoded("rp8:k=16,seed=0", 0, "resid_post", 1, ALL, "bfloat16")
+    answer = get(stack, reduced, f"site=resid_post&layer=1&format={format_}")
+    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.headers["X-Tap-Codecs"]) == {"resid_post": "rp8:k=16,seed=0"}
+    assert "cannot be undone" in json.loads(answer.headers["X-Tap-Decoded"])["resid_post"]
+    assert json.loads(answer.headers["X-Tap-Widths"]) == {"resid_post": WIDTH}
+    found = {
+        "safetensors": lambda: load_safetensors(answer.content)["resid_post.1"],
+        "npy": lambda: np.load(io.BytesIO(answer.content)),
+        "npz": lambda: np.load(io.BytesIO(answer.content))["resid_post.1"],
+        "arrow": lambda: np.stack(pa.ipc.open_file(answer.content).read_all()["resid_post.1"].to_numpy()),
+        "json": lambda: np.array(answer.json()["arrays"]["resid_post.1"], np.float32),
+    }[format_]()
+    assert found.shape == (END, 16) and np.array_equal(found, want)
+
+
+def test_the_largest_entries_say_how_much_they_are(stack: Stack, reduced: str) -> None:
+    answer = get(stack, reduced, "site=attn_out&layer=1")
+    rows_ = load_safetensors(answer.content)["attn_out.1"]
+    x = rows(0, "attn_out", 1, ALL, "bfloat16")
+    assert rows_.shape == (END, WIDTH) and ((rows_ != 0).sum(-1) == 12).all()
+    share = ((rows_**2).sum(-1) / (x**2).sum(-1)).mean()
+    assert abs(json.loads(answer.headers["X-Tap-Kept-Energy"])["attn_out"] - share) < 0.01
+    codes = load_safetensors(get(stack, reduced, "site=attn_out&layer=1&dtype=codes").content)
+    assert codes["attn_out.1.index"].dtype == np.uint16 and codes["attn_out.1.kept"].shape == (END, 1)
+    manifest = stack.http.get(f"/v1/captures/{reduced}").json()
+    projected, kept = (next(info for info in manifest["sites"] if info["site"] == site)
+                       for site in ("resid_post", "attn_out"))
+    assert projected["parameters"] == {"k": 16, "seed": 0} and projected["family"] == "rp8"
+    assert (projected["decoded_width"], projected["width"]) == (16, WIDTH) and "cannot" in projected["decoded"]
+    assert kept["parameters"] == {"k": 12} and "share of" in kept["error_bound"] and kept["formula"]
+
+
 @pytest.mark.parametrize(("site", "codec"), [("resid_post", "raw"), ("attn_out", "int8b64")])
 @pytest.mark.parametrize("layer", [0, 3])
 @pytest.mark.parametrize("format_", ["safetensors", "npy", "npz", "arrow", "json"])

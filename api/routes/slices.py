@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -23,6 +25,7 @@ from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES, Arrays, cast, encode
 from api.slice_query import SliceQuery, parse_slice_query
 from api.waiting import FINAL, poll
 from schemas import limits
+from schemas.codecs import identified
 from schemas.errors import LimitError
 from schemas.manifest import Manifest, Missing
 from schemas.reader import Slice
@@ -176,6 +179,7 @@ class _Answer:
     start: int
     stop: int
     missing: list[Missing]
+    about: dict[str, str]  # what the numbers are, JSON by site
 
     @property
     def size(self) -> int:
@@ -195,6 +199,7 @@ class _Answer:
             "X-Tap-Clipped": "true" if query.stop is not None and self.stop < query.stop else "false",
             "X-Tap-Missing": text, "X-Tap-Missing-Rows": str(sum(gap.rows for gap in self.missing)),
             "X-Tap-Missing-Truncated": "true" if told < len(self.missing) else "false",
+            **{f"X-Tap-{name.replace('_', '-').title()}": text for name, text in self.about.items()},
         }
 
 
@@ -220,12 +225,32 @@ def _read(manifest: Manifest, slices: Sequence[Slice], query: SliceQuery) -> _An
     if query.format == "npy" and len(arrays) != 1:
         raise BadParam("dtype", "codes", f"npy holds one array, this codec has {len(arrays)}; use safetensors")
     index: Arrays = {"positions": positions, "token_ids": token_ids}
-    meta = {"capture": manifest.id, "dtype": query.dtype, "model_dtype": slices[0].dtype,
-            "codecs": json.dumps({piece.site: piece.codec for piece in slices}),
-            "widths": json.dumps({piece.site: piece.width for piece in slices})}
+    about = _about(slices)
+    meta = {"capture": manifest.id, "dtype": query.dtype, "model_dtype": slices[0].dtype, **about}
     missing = merged(Missing(gap.start, min(gap.stop, stop), gap.reason)
                      for piece in slices for gap in piece.missing if gap.start < stop)
-    return _Answer(encode(query.format, arrays, index, query.dtype, meta), len(positions), start, stop, missing)
+    return _Answer(encode(query.format, arrays, index, query.dtype, meta), len(positions), start, stop, missing,
+                   about)
+
+
+def _about(slices: Sequence[Slice]) -> dict[str, str]:
+    """What the numbers are, as JSON by site: a projection's are not the row's own, and what was kept may be little."""
+    known = {piece.site: identified(piece.codec) for piece in slices}
+    energy = {piece.site: kept for piece in slices if (kept := piece.kept_energy()) is not None}
+    about: dict[str, dict[str, Any]] = {
+        "codecs": {piece.site: piece.codec for piece in slices},
+        "widths": {piece.site: piece.width for piece in slices},
+        "decoded": {site: codec.family.decoded for site, codec in known.items()},
+    }
+    if energy:
+        about["kept_energy"] = {site: _mean(kept) for site, kept in energy.items()}
+    return {name: json.dumps(value) for name, value in about.items()}
+
+
+def _mean(shares: npt.NDArray[np.float32]) -> float | None:
+    """Over all layers and rows; None where there is none, or one with a number that is none."""
+    mean = float(shares.mean()) if shares.size else math.nan
+    return round(mean, 6) if math.isfinite(mean) else None
 
 
 def merged(gaps: Any) -> list[Missing]:
