@@ -19,6 +19,7 @@ from schemas.reader import StoreReader
 from schemas.sites import SITES as schema_sites
 from tests.engine.engines import DTYPE, ON_GPU, Engine, prompt
 from tests.engine.families import FAMILIES, make
+from tests.engine.heads import check_heads
 from tests.engine.reference import Reference
 
 pytestmark = pytest.mark.timeout(600)
@@ -98,6 +99,8 @@ def test_every_site(
                 error = np.linalg.norm(rows.values()[0] - x, axis=-1) / np.linalg.norm(x, axis=-1)
                 worst[entry.site] = max(worst[entry.site], float(error.max()))
         table[family] = worst
+        if family in ("qwen3", "opt"):
+            check_heads(engine, SITES[family])
         assert max(worst.values()) <= (0.1 if ON_GPU else 1e-4), worst
     finally:
         engine.close()
