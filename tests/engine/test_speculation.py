@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from engine_side import worker
+from engine_side.ring import Ring
 from schemas.frame import FLAG_DRAFT
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from tests.engine.drafters import draft_model, eagle_head
-from tests.engine.engines import ALL_ROWS, Captured, Engine, model, row_errors, start
+from tests.engine.engines import ALL_ROWS, ON_GPU, Captured, Engine, model, row_errors, start
 from tests.engine.reference import Reference
 from tests.store_helpers import until
 
@@ -116,3 +118,22 @@ def test_clients_that_leave(engine: Engine) -> None:
         one = Captured(id_, (*tokens, *manifest.output_token_ids), len(tokens), None, manifest)
         assert engine.check(one) >= ALL_ROWS * (len(tokens) + len(seen[id_]) - 1)
         assert {missing.reason for entry in manifest.rows for missing in entry.missing} <= {"aborted"}
+
+
+@pytest.mark.skipif(ON_GPU, reason="the engine is in another process there")
+def test_no_guess_stands_for_a_row_that_was_dropped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hard case: after a wrong guess one that happens to be right, and the row computed in its place is dropped."""
+    assert worker.CURRENT is not None and worker.CURRENT.recorder is not None
+    allocate, chance = Ring.allocate, np.random.default_rng(3)
+    monkeypatch.setattr(Ring, "allocate", lambda ring, n: allocate(ring, n) if chance.random() < 0.6 else None)
+    monkeypatch.setattr(worker.CURRENT.recorder, "on_full", "drop")
+    lucky = 0
+    for one in engine.run(PROMPTS, [PARAMS] * len(PROMPTS), [{"codec": "raw"}] * len(PROMPTS)):
+        assert engine.check(one) < ALL_ROWS * (one.prompt_len + LENGTH - 1)
+        tokens = np.asarray(one.tokens)
+        for entry in one.manifest.rows:
+            assert {missing.reason for missing in entry.missing} <= {"dropped"}
+            gone = [p for missing in entry.missing for p in range(missing.start, missing.stop)]
+            guesses = engine.reader.slice(one.id, entry.site, [entry.layer], 0, len(tokens), rejected=True)
+            lucky += int((np.isin(guesses.positions, gone) & (guesses.token_ids == tokens[guesses.positions])).sum())
+    assert lucky > 0, "no guess happened to be right where the row was dropped: nothing is shown"
