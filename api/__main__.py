@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
                         metavar="N", help="memory of all slices being answered together")
     parser.add_argument("--slice-stall-s", type=float, default=Config.__dataclass_fields__["slice_stall_s"].default,
                         metavar="S", help="cut off a caller who takes nothing of a slice for so long")
+    parser.add_argument("--capture-all", default="", metavar="SPEC",
+                        help="capture every request that brings no spec of its own, as this one says")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -8,7 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from schemas import limits
-from schemas.errors import StartError
+from schemas.errors import StartError, TapError
+from schemas.spec import parse_spec
 
 __all__ = ["Config"]
 
@@ -27,6 +28,7 @@ class Config:
     slices_in_flight_bytes_max: int = limits.slices_in_flight_bytes_max
     slice_stall_s: float = 60.0  # a caller who takes nothing of a slice for so long is cut off
     upstream_connect_s: float = 5.0
+    capture_all: str = ""  # the spec, as JSON, of requests that bring none
     status_wait_s: float = 2.0  # how long an answer waits for its capture to become final
     settle_s: float = 30.0  # after this, a capture that no engine has begun is closed as failed
     stop_grace_s: float = 1.0  # on a stop, how long requests in flight may still take
@@ -39,6 +41,11 @@ class Config:
                              "only (127.0.0.1, ::1 or localhost); use an SSH tunnel to reach it from elsewhere")
         if not 0 <= self.port <= 65535:
             raise StartError(f"port = {self.port}: valid: 0 (any free one) to 65535")
+        if self.capture_all:
+            try:
+                parse_spec(self.capture_all)
+            except TapError as error:
+                raise StartError(f"capture_all = {self.capture_all!r}: {error}") from None
         if not 0 < self.slice_stall_s < 86400:
             raise StartError(f"slice_stall_s = {self.slice_stall_s}: more than 0 and less than a day")
         url = urlsplit(self.upstream)

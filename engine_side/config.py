@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from schemas import legacy
 from schemas.errors import SpecError, StartError
 from schemas.sites import parse_site
 
@@ -32,6 +33,7 @@ class EngineConfig:
     ring_bytes: int = 256 * _MIB
     on_full: str = "drop"  # "drop": generation never waits; "wait": nothing is lost
     staging_bytes_max: int = 8 << 30
+    capture_all: str = ""  # the spec, as JSON, of requests that bring none
 
     def __post_init__(self) -> None:
         if not self.endpoint.startswith("ipc://"):
@@ -40,6 +42,9 @@ class EngineConfig:
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: a socket path has at most 100 characters")
         if self.on_full not in ("drop", "wait"):
             raise StartError(f"VLLM_TAP_ON_FULL={self.on_full!r}: valid: drop, wait")
+        if self.capture_all and legacy.SITE not in self.arm:
+            raise StartError(f"VLLM_TAP_ARM={','.join(self.arm)!r}: must have {legacy.SITE}, which VLLM_ACT_CAPTURE=1 "
+                             "captures")
         if self.ring_bytes < 4 * _MIB:
             raise StartError(f"VLLM_TAP_RING_BYTES={self.ring_bytes}: at least {4 * _MIB}")
 
@@ -51,6 +56,10 @@ class EngineConfig:
 def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfig | None:
     """The configuration, or None where the plugin stays inert (no endpoint is set)."""
     endpoint = environment.get("VLLM_TAP_ENDPOINT", "")
+    capture_all = legacy.capture_all(environment)
+    if not endpoint and capture_all:
+        raise StartError("VLLM_ACT_CAPTURE=1: captures need a writer, and VLLM_TAP_ENDPOINT names none; "
+                         "`vllm-tap serve` starts one beside the engine")
     if not endpoint:
         return None
     return EngineConfig(
@@ -59,6 +68,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
         ring_bytes=_number(environment, "VLLM_TAP_RING_BYTES", 256 * _MIB),
         on_full=environment.get("VLLM_TAP_ON_FULL", "drop"),
         staging_bytes_max=_number(environment, "VLLM_TAP_STAGING_BYTES_MAX", 8 << 30),
+        capture_all=capture_all or "",
     )
 
 

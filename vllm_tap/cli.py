@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import StrEnum
 from importlib import metadata
@@ -10,7 +11,10 @@ from typing import Annotated
 
 import typer
 
+from schemas import legacy as legacy_names
+from schemas.codecs import CODECS, DEFAULT_CODEC
 from schemas.errors import TapError
+from schemas.legacy import FLAGS, MODES
 
 __all__ = ["app", "main"]
 
@@ -46,7 +50,14 @@ class Format(StrEnum):
     npy = "npy"
 
 
-Store = Annotated[Path, typer.Option(help="The folder of captures.")]
+Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",
+                                     help="The folder of captures.")]
+ActMode = Annotated[str | None, typer.Option(
+    help=f"Legacy codec: {', '.join(f'{mode} ({CODECS[mode].error})' for mode in MODES)}.")]
+RpK = Annotated[int | None, typer.Option(help="rp8: numbers that a row becomes (default 512).")]
+RpSeed = Annotated[int | None, typer.Option(help="rp8: seed of the projection (default 0).")]
+TopkK = Annotated[int | None, typer.Option(help="topk8: entries kept of a row (default 4 % of them).")]
+ActBits = Annotated[int | None, typer.Option(help="Bits of a stored number: 8, no other.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Use a small model made on the spot instead of MODEL.")]
 Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …")]
 
@@ -70,11 +81,22 @@ def serve(
         = Durability.fsync,
     seal_idle_s: Annotated[float, typer.Option(help="Turn what was written into Zarr after so many quiet seconds.")]
         = 5.0,
+    activation_capture: Annotated[bool, typer.Option(
+        "--activation-capture", help="Capture resid_post of every request that brings no spec of its own.")] = False,
+    act_mode: ActMode = None,
+    rp_k: RpK = None,
+    rp_seed: RpSeed = None,
+    topk_k: TopkK = None,
+    act_bits: ActBits = None,
 ) -> None:
     """Serve MODEL (or --tiny) with captures: writer, engine and API as one. Arguments after -- go to vLLM."""
     from vllm_tap.serve_command import serve as run
     from vllm_tap.services import ServeConfig
 
+    legacy = _legacy(activation_capture, act_mode, rp_k, rp_seed, topk_k, act_bits)
+    capture_all = legacy_names.capture_all({**os.environ, **legacy}) or ""
+    if legacy and not capture_all:
+        raise _usage(f"{FLAGS[next(iter(legacy))]}: says how --activation-capture captures; add that flag")
     chosen = _model(model, tiny)
     environment, arguments = tiny_settings() if tiny else ({}, ())
     if max_model_len is not None:
@@ -83,7 +105,7 @@ def serve(
         model=chosen, served_name="tiny" if tiny else "", store=store, host=host, port=port, engine_port=engine_port,
         arm=arm, on_full=on_full.value, ring_bytes=ring_bytes, staging_bytes_max=staging_bytes_max,
         durability=durability.value, seal_idle_s=seal_idle_s, engine_args=(*arguments, *context.obj),
-        environment=environment,
+        environment={**environment, **legacy}, capture_all=capture_all,
     )))
 
 
@@ -98,17 +120,32 @@ def capture(
     layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
     positions: Annotated[str, typer.Option(
         help='"all", "prompt", "generated", "last", "0,5" or "[[0, 8]]".')] = "all",
-    codec: Annotated[str, typer.Option(help="How rows are stored: int8b64, raw16 or raw.")] = "int8b64",
+    codec: Annotated[str | None, typer.Option(
+        help=f"How rows are stored: {', '.join(CODECS)}; with parameters as in rp8:k=256,seed=3 "
+             f"(default: {DEFAULT_CODEC}).")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 16,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     arm: Annotated[str | None, typer.Option(help="Sites to tap (default: the sites asked for).")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write {line, capture, text, …} as JSON lines.")] = None,
     durability: Annotated[Durability, typer.Option()] = Durability.fsync,
+    activation_capture: Annotated[bool, typer.Option(
+        "--activation-capture", help="Nothing more: every prompt is captured anyway.")] = False,
+    act_mode: ActMode = None,
+    rp_k: RpK = None,
+    rp_seed: RpSeed = None,
+    topk_k: TopkK = None,
+    act_bits: ActBits = None,
 ) -> None:
     """Capture a file of prompts offline: every prompt becomes one capture. Arguments after -- go to vLLM."""
     from vllm_tap.offline import CaptureJob, run
 
+    legacy = _legacy(activation_capture, act_mode, rp_k, rp_seed, topk_k, act_bits)
+    if codec is not None and act_mode is not None:
+        raise _usage(f"either --codec or --act-mode, not both (--codec {act_mode} says the same)")
+    if codec is None:
+        asked = {**os.environ, **legacy}
+        codec = legacy_names.act_codec(asked) if legacy or asked.get("VLLM_ACT_CAPTURE") == "1" else DEFAULT_CODEC
     environment, arguments = tiny_settings() if tiny else ({}, ())
     if max_model_len is not None:
         arguments = (*arguments, "--max-model-len", str(max_model_len))
@@ -148,8 +185,10 @@ def show(
 def export(
     ref: Annotated[str, typer.Argument(help="A capture id, a response id or an X-Request-Id.")],
     store: Store = Path("captures"),
-    format: Annotated[Format, typer.Option(help="npz and safetensors: one file; npy: one a site.")] = Format.npz,
-    out: Annotated[Path | None, typer.Option(help="File, or folder for npy (default: named after the capture).")]
+    format: Annotated[Format, typer.Option(
+        help="npz, safetensors: one file; npy: one an array; npz of rp8, full8, topk8: the codes, one file a layer.",
+    )] = Format.npz,
+    out: Annotated[Path | None, typer.Option(help="File or folder (default: named after the capture).")]
         = None,
     sites: Annotated[str | None, typer.Option(help="Sites, comma-separated (default: all).")] = None,
     layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
@@ -198,6 +237,13 @@ def tiny_settings() -> tuple[dict[str, str], tuple[str, ...]]:
     """Environment and vLLM arguments that fit the tiny model on a small machine."""
     # Without --dtype vLLM would narrow a float32 model to 16 bits.
     return {"VLLM_CPU_KVCACHE_SPACE": "1"}, ("--dtype", "float32")
+
+
+def _legacy(on: bool, mode: str | None, rp_k: int | None, rp_seed: int | None, topk_k: int | None,
+            bits: int | None) -> dict[str, str]:
+    """The flags that were given, under the names of the variables that say the same."""
+    given = ("1" if on else None, mode, rp_k, rp_seed, topk_k, bits)
+    return {name: str(value) for name, value in zip(FLAGS, given, strict=True) if value is not None}
 
 
 def _split(arguments: list[str]) -> tuple[list[str], bool, tuple[str, ...]]:

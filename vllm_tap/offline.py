@@ -136,6 +136,7 @@ def run(job: CaptureJob) -> int:
         _check_ids(job, ids)
         channel = ControlChannel(endpoint, "cli")
         stack.callback(channel.close)
+        _say_codec(console, job)
         console.print(f"{total} prompts; starting vLLM with {job.model} (a minute)", soft_wrap=True)
         _set_environment(job, endpoint)
         engine = _start_engine(job)
@@ -184,9 +185,17 @@ def _check_ids(job: CaptureJob, ids: dict[str, int]) -> None:
                 raise TapError(f"{job.prompts}, line {line}: id = {capture!r}: taken in {job.store}; give another")
 
 
+def _say_codec(console: Console, job: CaptureJob) -> None:
+    """What a legacy codec loses, before anybody relies on it."""
+    codec = parse_codec(job.codec)
+    if codec.family.legacy:
+        console.print(f"rows are stored as {codec.identity}; error: {codec.family.error}", soft_wrap=True, markup=False)
+
+
 def _set_environment(job: CaptureJob, endpoint: str) -> None:
     os.environ |= {**job.environment, "VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": job.armed,
-                   "VLLM_TAP_ON_FULL": "wait", "VLLM_NO_USAGE_STATS": "1"}
+                   "VLLM_TAP_ON_FULL": "wait", "VLLM_NO_USAGE_STATS": "1",
+                   "VLLM_ACT_CAPTURE": "0"}  # every prompt has a spec of its own
     # A progress bar is no place for vLLM's log; VLLM_LOGGING_LEVEL=INFO and PYTHONWARNINGS=default bring it back.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")

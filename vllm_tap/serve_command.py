@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import sys
 import time
 from pathlib import Path
 from typing import Final
 
+from schemas.codecs import parse_codec
+from schemas.legacy import SITE
 from schemas.reader import StoreReader
 from vllm_tap.services import ServeConfig, make_socket_dir, services
 from vllm_tap.supervisor import Supervisor
@@ -68,12 +71,17 @@ class _Output:
 def _ready_text(config: ServeConfig, seconds: float) -> str:
     name = config.served_name or config.model
     body = f'{{"model": "{name}", "max_tokens": 16, "messages": [{{"role": "user", "content": "Hello"}}],'
+    every = ""
+    if config.capture_all:
+        codec = parse_codec(json.loads(config.capture_all)["codec"])
+        every = f"\n    every    request is captured: {SITE}, all layers, as {codec.identity}\n" \
+                f"             error: {codec.family.error}"
     return f"""
   vllm-tap is ready ({seconds:.0f} s)
 
     API      {config.url}/v1      (OpenAI-compatible; add "capture" to a request)
     store    {config.store.absolute()}
-    armed    {config.arm}
+    armed    {config.arm}{every}
 
     try      curl {config.url}/v1/chat/completions -H 'Content-Type: application/json' -d \\
                '{body} "capture": {{}}}}'

@@ -15,6 +15,7 @@ from typing import Final
 
 from api.config import is_loopback
 from schemas.errors import SpecError, StartError
+from schemas.legacy import SITE
 from schemas.sites import parse_site
 from vllm_tap.child import Service
 
@@ -44,10 +45,13 @@ class ServeConfig:
     seal_idle_s: float = 5.0
     engine_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    capture_all: str = ""  # the spec, as JSON, of requests that bring none
 
     def __post_init__(self) -> None:
         check_arm(self.arm)
         check_model(self.model)
+        if self.capture_all and SITE not in self.armed:
+            raise StartError(f"--arm {self.arm!r}: --activation-capture captures {SITE}, which is not among them")
         if not is_loopback(self.host):
             raise StartError(f"--host = {self.host!r}: there are no API keys yet, so it must be 127.0.0.1, ::1 or "
                              "localhost; an SSH tunnel reaches it from elsewhere")
@@ -69,6 +73,11 @@ class ServeConfig:
                 raise StartError(f"{argument!r} after --: vllm-tap sets this itself "
                                  "(the model, --host, --port and --engine-port are its own arguments)")
         check_store(self.store)
+
+    @property
+    def armed(self) -> list[str]:
+        """The sites of ``arm`` in canonical names."""
+        return [parse_site(name.strip(), "arm")[0] for name in self.arm.split(",")]
 
     @property
     def url(self) -> str:
@@ -171,7 +180,8 @@ def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
     api = Service(
         "api",
         (*_module("api"), "--store", str(store), "--endpoint", endpoint, "--upstream", upstream,
-         "--host", config.host, "--port", str(config.port)),
+         "--host", config.host, "--port", str(config.port),
+         *(("--capture-all", config.capture_all) if config.capture_all else ())),
         common,
         ready_line="api ready",
         ready_url=f"{config.url}/healthz",

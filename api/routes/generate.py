@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -13,15 +14,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import ApiError, BadParam, Json
-from api.generation import Plan, parse_body, plan, wish
+from api.generation import Plan, Wish, parse_body, plan, wish
 from api.service import Service, owner_of, service_of
 from api.sse import DoneFinder, last_event
 from api.upstream import ClientGone, Relay, broken, forward_headers, passed, read_body, send, while_connected
 from api.waiting import settle, status_of_all
 from schemas.control import Own
-from schemas.errors import StoreError
+from schemas.errors import StoreError, TapError
 
 router = APIRouter()
+log = logging.getLogger("vllm_tap.api")
 
 _NEVER_BEGUN: Final = "the engine never began it; is the plugin loaded in the model server?"
 _TAIL_BYTES: Final = 16 * 1024  # of a stream, to find its last event in
@@ -49,13 +51,28 @@ async def generate(request: Request, chat: bool) -> Response:
             if "capture" in body:
                 del body["capture"]
                 data = json.dumps(body).encode()
+            if not service.config.capture_all:
+                return await passed(service, request, data)
+        asked = _wish(service, body, chat, request.headers.get("x-request-id"))
+        if asked is None:
             return await passed(service, request, data)
-        asked = wish(body, chat, request.headers.get("x-request-id"))
         planned = plan(asked, await service.read(lambda reader: reader.engine()))
         _check_content_type(request)
         return await _captured(service, request, planned)
     except ClientGone:
         return Response(status_code=499)  # nobody reads it; the number shows in the metrics
+
+
+def _wish(service: Service, body: dict[str, Any], chat: bool, request_id: str | None) -> Wish | None:
+    """What is to be captured; None where all requests are, and this one, which did not ask for it, cannot be."""
+    if body.get("capture") is not None:
+        return wish(body, chat, request_id)
+    try:
+        return wish({**body, "capture": json.loads(service.config.capture_all)}, chat, request_id)
+    except (ApiError, TapError) as error:
+        service.metrics.captures.labels("impossible").inc()
+        log.warning("a request is not captured: %s", error)
+        return None
 
 
 def _check_content_type(request: Request) -> None:

@@ -53,20 +53,28 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         extra, config = getattr(params, "extra_args", None), self.vllm_tap
-        if not extra or KEY not in extra or config is None:
+        extra = extra or {}
+        own = KEY in extra
+        # What asks for a pooled vector has no samples, and no tokens to capture.
+        if config is None or not (own or (config.capture_all and hasattr(params, "n"))):
             return original(self, request_id, prompt, params, *args, **kwargs)
         model = self.vllm_config.model_config
-        prompt_number = int(match[1]) if (match := _COMPLETION.fullmatch(request_id)) else 0
-        text = front.admit(extra[KEY], extra.get(COUNT_KEY), n=params.n, prompt_number=prompt_number, arm=config.arm,
+        # Without a spec there is no id that the prompts of a list could share.
+        prompt_number = int(match[1]) if own and (match := _COMPLETION.fullmatch(request_id)) else 0
+        text = front.admit(extra[KEY] if own else config.capture_all, extra.get(COUNT_KEY), n=params.n,
+                           prompt_number=prompt_number, arm=config.arm,
                            n_layers=model.get_total_num_hidden_layers(), hidden_size=model.get_hidden_size(),
                            head_size=model.get_head_size())
         try:
             request = original(self, request_id, prompt, params, *args, **kwargs)
-            if request.prompt_token_ids is None:
+            if request.prompt_token_ids is None and own:
                 raise SpecError("", extra[KEY], "a prompt of embeddings has no token ids, which every row is named by")
         except BaseException:
             front.forget(text)
             raise
+        if request.prompt_token_ids is None:
+            front.forget(text)
+            return request
         rest = {key: value for key, value in extra.items() if key not in (KEY, COUNT_KEY)}
         request.sampling_params.extra_args = {**rest, KEY: text}
         return request

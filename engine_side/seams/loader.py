@@ -73,6 +73,8 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     if not in_tested_range(_vllm_version()):
         logger.warning("vllm-tap: vLLM %s is outside the tested range %s to %s; the self-test decides", _vllm_version(),
                        *(".".join(map(str, version)) for version in TESTED_VERSIONS))
+    if config.capture_all:
+        logger.warning("vllm-tap: every request that brings no spec is captured: %s", config.capture_all)
     n_layers = model_config.get_total_num_hidden_layers()
     points = list(find_points(model, list(model_config.architectures), config.arm, n_layers,
                               model_config.get_hidden_size()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -165,6 +166,22 @@ def test_stop_tokens_and_stop_strings_end_as_the_client_saw(engine: Engine) -> N
     assert by_text.manifest.status == "complete"
     produced = len(by_text.output.outputs[0].token_ids)
     assert engine.check(by_text) in (ALL_ROWS * (40 + produced - 1), ALL_ROWS * (40 + produced))
+
+
+def test_every_request_is_captured_where_that_is_asked_for(engine: Engine) -> None:
+    """As with VLLM_ACT_CAPTURE=1, which is read when an engine starts; here on the one that runs."""
+    front = engine.llm.llm_engine.input_processor
+    before, known = front.vllm_tap, {row.id for row in engine.reader.captures(limit=1000)}
+    front.vllm_tap = replace(before, capture_all='{"sites": ["resid_post"], "codec": "rp8:k=16,seed=2"}')
+    try:
+        engine.run([prompt(9, seed=3), prompt(5, seed=4)], [{"max_tokens": 2}] * 2, [None, {"sites": []}])
+    finally:
+        front.vllm_tap = before
+    found = [row for row in engine.reader.captures(limit=1000) if row.id not in known]
+    assert sorted(len(row.sites) for row in found) == [0, 1], "one of its own, one as asked of all"
+    manifest = engine.final(next(row.id for row in found if row.sites))
+    assert manifest.resolved["codec"] == {"resid_post": "rp8:k=16,seed=2"}
+    assert {row.captured for row in manifest.rows} == {10} and len(manifest.rows) == LAYERS
 
 
 def test_bad_specs_are_refused_before_anything_is_scheduled(engine: Engine) -> None:

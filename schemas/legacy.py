@@ -1,0 +1,68 @@
+"""The ``VLLM_ACT_*`` names of earlier designs, and the flags that mean the same: what they ask for in today's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Final
+
+from schemas.codecs import DEFAULT_CODEC, parse_codec
+from schemas.errors import SpecError, StartError
+
+__all__ = ["FLAGS", "MODES", "SITE", "act_codec", "capture_all"]
+
+MODES: Final = ("rp8", "full8", "topk8")
+SITE: Final = "resid_post"  # what capturing every request captures, of all layers at all positions
+FLAGS: Final[dict[str, str]] = {
+    "VLLM_ACT_CAPTURE": "--activation-capture", "VLLM_ACT_MODE": "--act-mode", "VLLM_ACT_RP_K": "--rp-k",
+    "VLLM_ACT_RP_SEED": "--rp-seed", "VLLM_ACT_TOPK_K": "--topk-k", "VLLM_ACT_BITS": "--act-bits",
+}
+_PARAMETERS: Final[dict[str, dict[str, str]]] = {  # of each mode: our parameter and the variable that gives it
+    "rp8": {"k": "VLLM_ACT_RP_K", "seed": "VLLM_ACT_RP_SEED"},
+    "topk8": {"k": "VLLM_ACT_TOPK_K"},
+    "full8": {},
+}
+_REFUSED: Final[dict[str, tuple[tuple[str, ...], str]]] = {  # what each may say, and why no more
+    "VLLM_ACT_BITS": (("", "8"), "valid: 8; the legacy codecs store 8 bits (nf4b64 has 4, sketch 1 or 2)"),
+    "VLLM_ACT_PER_DIM": (("", "0"), "valid: 0; a scale for each dimension cannot be known while rows stream past"),
+    "VLLM_ACT_ATTNM": (("", "0"), "valid: unset; capture q_rot and k_rot as qk8, and compute attention when reading"),
+    "VLLM_ACT_RETURN": (("", "sharded"), "valid: sharded; what several ranks wrote is gathered when it is read"),
+}
+
+
+def capture_all(environment: Mapping[str, str]) -> str | None:
+    """The spec, as JSON, of requests that bring none of their own; None where VLLM_ACT_CAPTURE does not ask for it.
+
+    StartError naming the variable, its value and what would be valid.
+    """
+    asked = environment.get("VLLM_ACT_CAPTURE", "")
+    if asked not in ("", "0", "1"):
+        raise StartError(f"{_named('VLLM_ACT_CAPTURE')}={asked!r}: valid: 0, 1")
+    if asked != "1":
+        return None
+    return json.dumps({"sites": [SITE], "codec": act_codec(environment)})
+
+
+def act_codec(environment: Mapping[str, str]) -> str:
+    """The identity of the codec that the variables ask for: the default one where VLLM_ACT_MODE names none."""
+    for name, (valid, reason) in _REFUSED.items():
+        if environment.get(name, "") not in valid:
+            raise StartError(f"{_named(name)}={environment[name]!r}: {reason}")
+    mode = environment.get("VLLM_ACT_MODE", "")
+    if not mode:
+        return DEFAULT_CODEC
+    if mode not in MODES:
+        raise StartError(f"{_named('VLLM_ACT_MODE')}={mode!r}: valid: {', '.join(MODES)}; every other codec is asked "
+                         "for by a request's spec")
+    given = {key: environment[name] for key, name in _PARAMETERS[mode].items() if environment.get(name)}
+    for key, value in given.items():
+        try:
+            parse_codec(f"{mode}:{key}={value}")
+        except SpecError as error:
+            raise StartError(f"{_named(_PARAMETERS[mode][key])}={value!r}: {error.reason}") from None
+    text = ",".join(f"{key}={value}" for key, value in given.items())
+    return parse_codec(f"{mode}:{text}" if text else mode).identity
+
+
+def _named(variable: str) -> str:
+    return f"{variable} ({FLAGS[variable]})" if variable in FLAGS else variable

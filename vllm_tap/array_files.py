@@ -1,0 +1,71 @@
+"""Arrays of any size as files: written in blocks, and under their names only when they are whole."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["FileArray", "npy_header", "plain", "replacing", "write_npz"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileArray:
+    """An array whose bytes come in C order from ``blocks()``."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterator[npt.NDArray[Any]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def plain(name: str, values: npt.NDArray[Any]) -> FileArray:
+    """An array that is in memory already."""
+    return FileArray(name, values.dtype, values.shape, lambda: iter([values]))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under its name only when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            Path(file.name).chmod(0o644)
+            os.replace(file.name, path)  # noqa: PTH105
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def npy_header(array: FileArray) -> bytes:
+    """What an npy file begins with."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_2_0(  # type: ignore[no-untyped-call]
+        buffer, {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape})
+    return buffer.getvalue()
+
+
+def write_npz(path: Path, arrays: list[FileArray]) -> None:
+    """An uncompressed npz; strings are arrays of characters, so that nothing needs pickle."""
+    with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for array in arrays:
+            with archive.open(f"{array.name}.npy", "w", force_zip64=True) as member:
+                member.write(npy_header(array))
+                for block in array.blocks():
+                    member.write(block.tobytes())
