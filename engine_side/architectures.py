@@ -1,7 +1,7 @@
 """How a decoder block exposes its parts: one entry a family, found by structure and verified at start.
 
 A *place* is the path of a module inside the block (or the model) and the rule that makes rows of its call. Adding an
-architecture is one entry here and one row in the parity tests.
+architecture is one entry here and one in the parity tests.
 """
 
 from __future__ import annotations
@@ -18,20 +18,30 @@ from schemas.sites import SITES
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """``path`` below the block ("" is the block itself); ``rule`` is a name in engine_side.taps.RULES."""
+    """``path`` below the block ("" is the block itself); ``rule`` is a name in engine_side.taps.RULES.
+
+    ``hidden`` is the place to take where this vLLM's kernel does the work of this one inside itself.
+    """
 
     path: str
     rule: str
     meaning: str
+    hidden: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of decoder: where its blocks are, and the place of every site that such a block has."""
+    """A kind of decoder: where its blocks are, and the place of every site that such a block has.
+
+    ``entry`` names the sites whose first rows are those of ``embedding``, bit for bit: not ``resid_pre`` where a model
+    scales its embeddings or adds positions to them.
+    """
 
     layers: str
     block: Mapping[str, Place]
     model: Mapping[str, Place] = field(default_factory=dict)
+    embedding: str = "model.embed_tokens"
+    entry: tuple[str, ...] = ("embed", "resid_pre")
 
 
 # Rows of these are a rank's share of the heads or of the MLP under tensor parallelism; the others are whole everywhere.
@@ -44,10 +54,20 @@ class Point:
 
     site: str
     layer: int
-    module: nn.Module
+    module: Any
     rule: str
     width: int
     meaning: str
+    ids: int = 0  # how many different ids a row may hold, where the site is one of ids
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The embedding of a loaded model, and the armed sites whose first rows it makes."""
+
+    path: str
+    embedding: nn.Module
+    sites: tuple[str, ...]
 
 
 # Blocks that carry (hidden, residual) and add them in the next norm: the stream is their sum.
@@ -79,15 +99,20 @@ _GEMMA: Final = Family("model.layers", {
     "mlp_out": Place("post_feedforward_layernorm", "result", "MLP output after its norm, as added to the stream"),
     "attn_out_raw": Place("self_attn", "result", "attention output before its norm"),
     "mlp_out_raw": Place("mlp", "result", "MLP output before its norm"),
-}, _LLAMA_MODEL)
+}, _LLAMA_MODEL, entry=("embed",))
 
 
 def _mixture(mlp: str) -> Family:
-    """Sparse blocks: no one activation before a down projection, but a router."""
+    """Sparse blocks: no one activation before a down projection, but a router that softmaxes and takes the largest."""
     return Family("model.layers", {
         **_LLAMA_BLOCK,
         "mlp_out": Place(mlp, "result", "sum of the chosen experts' outputs as added to the residual stream"),
         "router_logits": Place(f"{mlp}.gate", "result", "router logits, before softmax and choice"),
+        "experts": Place(
+            f"{mlp}.experts.router", "choice", "ids of the experts that vLLM's router chose, heaviest first",
+            hidden=Place(f"{mlp}.gate", "largest",
+                         "ids of the largest router logits, largest first; the kernel chooses inside itself and may "
+                         "break ties differently")),
     }, _LLAMA_MODEL)
 
 
@@ -106,7 +131,7 @@ _OPT: Final = Family("model.decoder.layers", {
 }, {
     "embed": Place("model.decoder.embed_tokens", "result", "rows of the embedding table, without positions"),
     "final_norm": Place("model.decoder.final_layer_norm", "result", "output of the final norm, after its weight"),
-})
+}, embedding="model.decoder.embed_tokens", entry=("embed",))
 
 # Run by vLLM through the Hugging Face modules; a parallel block has no residual between attention and MLP.
 _GPT_NEOX: Final = Family("model.layers", {
@@ -116,7 +141,10 @@ _GPT_NEOX: Final = Family("model.layers", {
     "mlp_out": Place("mlp", "result", "MLP output as added to the residual stream"),
     "mlp_post": Place("mlp.dense_4h_to_h", "argument", "activation before the second linear layer"),
     "z": Place("attention.dense", "argument", "attention result of all heads, before the output projection"),
-})
+}, {
+    "embed": Place("model.embed_in", "result", "rows of the embedding table"),
+    "final_norm": Place("model.final_layer_norm", "result", "output of the final norm, after its weight"),
+}, embedding="model.embed_in")
 
 ARCHITECTURES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": _LLAMA,
@@ -136,10 +164,7 @@ ARCHITECTURES: Final[dict[str, Family]] = {
 def find_points(model: nn.Module, names: list[str], sites: tuple[str, ...], n_layers: int, hidden: int
                 ) -> Iterator[Point]:
     """Every (site, layer) to tap; StartError names what was looked for and what was found."""
-    family = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
-    if family is None:
-        raise StartError(f"vllm-tap: no tap is known for the architecture {', '.join(names)}; "
-                         f"known: {', '.join(ARCHITECTURES)}")
+    family = _family(names)
     blocks = _part(model, family.layers)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != n_layers:
         found = f"{len(blocks)}" if isinstance(blocks, nn.ModuleList) else type(blocks).__name__
@@ -147,10 +172,9 @@ def find_points(model: nn.Module, names: list[str], sites: tuple[str, ...], n_la
     for site in sites:
         places = family.block if SITES[site].per_layer else family.model
         roots = list(enumerate(blocks)) if SITES[site].per_layer else [(0, model)]
-        points = [
-            Point(site, layer, module, place.rule, _width(module, place.rule, hidden), place.meaning)
-            for layer, root in roots
-            if (place := places.get(site)) is not None and (module := _part(root, place.path)) is not None
+        points = [] if (place := places.get(site)) is None else [
+            _point(site, layer, root, module, place, hidden)
+            for layer, root in roots if (module := _part(root, place.path)) is not None
         ]
         if not points:
             raise StartError(f"vllm-tap: cannot arm {site} on {', '.join(names)}; this model offers: "
@@ -158,21 +182,58 @@ def find_points(model: nn.Module, names: list[str], sites: tuple[str, ...], n_la
         yield from points
 
 
+def find_entry(model: nn.Module, names: list[str], sites: tuple[str, ...]) -> Entry | None:
+    """What the self-test can hold the first rows of armed sites against; None where no armed site has such rows."""
+    family = _family(names)
+    held = tuple(site for site in family.entry if site in sites)
+    if not held:
+        return None
+    embedding = _part(model, family.embedding)
+    if not isinstance(embedding, nn.Module):
+        raise StartError(f"vllm-tap: looked for the embedding table at {family.embedding}, not found")
+    return Entry(family.embedding, embedding, held)
+
+
+def _family(names: list[str]) -> Family:
+    family = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    if family is None:
+        raise StartError(f"vllm-tap: no tap is known for the architecture {', '.join(names)}; "
+                         f"known: {', '.join(ARCHITECTURES)}")
+    return family
+
+
 def _offered(family: Family, model: nn.Module, blocks: nn.ModuleList) -> list[str]:
     return [site for site, place in family.block.items() if any(_part(b, place.path) is not None for b in blocks)] + [
         site for site, place in family.model.items() if _part(model, place.path) is not None]
 
 
-def _part(module: nn.Module, path: str) -> nn.Module | None:
-    """The module at a dotted path, None where this model has none."""
+def _point(site: str, layer: int, root: nn.Module, module: Any, place: Place, hidden: int) -> Point:
+    width, ids = _width(module, place.rule, hidden), int(module.global_num_experts) if place.rule == "choice" else 0
+    if place.hidden is not None and _chooses_inside(root, place.path):
+        place = place.hidden
+        module = _part(root, place.path)
+        assert module is not None
+    return Point(site, layer, module, place.rule, width, place.meaning, ids)
+
+
+def _chooses_inside(root: nn.Module, router: str) -> bool:
+    """Whether the expert kernel gets router logits and chooses by itself, so that the router is never called."""
+    experts = _part(root, router.rpartition(".")[0])
+    return bool(experts.routed_experts.quant_method.is_monolithic)
+
+
+def _part(module: nn.Module, path: str) -> Any:
+    """What lies at a dotted path, None where this model has nothing there."""
     found: Any = module
     for name in path.split(".") if path else ():
         found = getattr(found, name, None)
-    return found if isinstance(found, nn.Module) else None
+    return found
 
 
 def _width(module: Any, rule: str, hidden: int) -> int:
     """Numbers in a row, from the module itself; vLLM's parallel layers know their own share."""
+    if rule == "choice":
+        return int(module.top_k)
     if rule in ("q", "query"):
         return int(module.num_heads * module.head_size)
     if rule in ("k", "v", "key"):

@@ -29,6 +29,7 @@ class Rule:
 
     before: bool
     rows: Callable[..., torch.Tensor]
+    method: str = "forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,17 @@ def _projected(number: int) -> Callable[[Any, Any], torch.Tensor]:
     return rows
 
 
+def _choice(_router: Any, result: Any) -> torch.Tensor:
+    """Chosen ids by falling weight: kernels return them in any order."""
+    weights, ids = result
+    return ids.gather(-1, weights.argsort(dim=-1, descending=True, stable=True))
+
+
+def _largest(gate: Any, result: Any) -> torch.Tensor:
+    """Ids of the largest logits, as many as experts are chosen."""
+    return _result(gate, result).topk(gate.vllm_tap_experts.shape[-1], dim=-1).indices
+
+
 RULES: Final[dict[str, Rule]] = {
     "stream_in": Rule(True, _stream_in),
     "argument": Rule(True, Call.first),
@@ -92,6 +104,8 @@ RULES: Final[dict[str, Rule]] = {
     "q": Rule(False, _projected(0)),
     "k": Rule(False, _projected(1)),
     "v": Rule(False, _projected(2)),
+    "choice": Rule(False, _choice, "_compute_routing"),
+    "largest": Rule(False, _largest),
 }
 
 
@@ -103,8 +117,12 @@ def install(points: Iterable[Point], staging: Staging) -> int:
         module = taps[0].module
         for tap in taps:
             buffer = staging.buffers[tap.site][staging.index(tap.site, tap.layer)]
-            module.register_buffer(_name(tap.site), buffer, persistent=False)
-        _wrap(module, [(_name(tap.site), RULES[tap.rule]) for tap in taps])
+            if isinstance(module, nn.Module):
+                module.register_buffer(_name(tap.site), buffer, persistent=False)
+            else:
+                setattr(module, _name(tap.site), buffer)
+        for method, rules in groupby(taps, key=lambda tap: RULES[tap.rule].method):
+            _wrap(module, method, [(_name(tap.site), RULES[tap.rule]) for tap in rules])
     return len(ordered)
 
 
@@ -112,14 +130,14 @@ def _name(site: str) -> str:
     return f"vllm_tap_{site}"
 
 
-def _wrap(module: nn.Module, taps: list[tuple[str, Rule]]) -> None:
-    own = module.__dict__.get("forward")
+def _wrap(module: Any, method: str, taps: list[tuple[str, Rule]]) -> None:
+    own = module.__dict__.get(method)
     if own is not None:
         # Some vLLM back ends put a fused forward on the instance; it would shadow a swapped class silently.
-        module.forward = types.MethodType(_tapped(own.__func__, taps), module)
+        setattr(module, method, types.MethodType(_tapped(own.__func__, taps), module))
     else:
         original = type(module)
-        module.__class__ = type(original.__name__, (original,), {"forward": _tapped(original.forward, taps)})
+        module.__class__ = type(original.__name__, (original,), {method: _tapped(getattr(original, method), taps)})
 
 
 def _tapped(forward: Forward, taps: list[tuple[str, Rule]]) -> Forward:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine_side.architectures import Entry
 from engine_side.config import EngineConfig
 from engine_side.device import SideStream
 from engine_side.recorder import Recorder
@@ -26,6 +27,7 @@ class Worker:
 
     info: EngineInfo
     staging: Staging
+    entry: Entry | None  # what the self-test holds the first rows against
     recorder: Recorder | None  # None on a rank whose rows another rank hands over
     sender: Sender | None
 
@@ -33,12 +35,13 @@ class Worker:
 CURRENT: Worker | None = None
 
 
-def start(config: EngineConfig, info: EngineInfo, staging: Staging, device: torch.device, leads: bool) -> None:
+def start(config: EngineConfig, info: EngineInfo, staging: Staging, entry: Entry | None, device: torch.device,
+          leads: bool) -> None:
     """Make the worker's recorder and start its sender, on the rank that ``leads`` its tensor-parallel group."""
     global CURRENT
     stop()
     if not leads:  # the sites are whole on every rank: once is enough
-        CURRENT = Worker(info, staging, None, None)
+        CURRENT = Worker(info, staging, entry, None, None)
         return
     row = max(buffer.shape[0] * buffer.shape[2] * buffer.element_size() for buffer in staging.buffers.values())
     if config.ring_bytes < 4 * row:
@@ -47,7 +50,7 @@ def start(config: EngineConfig, info: EngineInfo, staging: Staging, device: torc
     ring = Ring(config.ring_bytes, pinned=device.type == "cuda")
     recorder = Recorder(staging, ring, info.model_dtype, config.on_full, SideStream(device))
     sender = Sender(config.endpoint, info, ring, recorder.outbox, recorder.counters)
-    CURRENT = Worker(info, staging, recorder, sender)
+    CURRENT = Worker(info, staging, entry, recorder, sender)
     sender.start()
     atexit.register(stop)
 

@@ -20,7 +20,7 @@ __all__ = ["SITES", "Site", "has_heads", "parse_site", "transformer_lens_name"]
 class Site:
     """One named point of the model.
 
-    ``width`` says what a row's length follows: hidden, mlp, q_heads, kv_heads, experts.
+    ``width`` says what a row's length follows: hidden, mlp, q_heads, kv_heads, experts, chosen_experts.
     ``per_layer`` is False for points that exist once a model. ``meaning`` is shown in manifests and help.
     """
 
@@ -29,6 +29,7 @@ class Site:
     per_layer: bool
     meaning: str
     lens: tuple[str, ...]  # TransformerLens names, "{l}" for the layer; the first is what we print
+    ids: bool = False  # rows are whole numbers that no codec may change: always stored ``raw``
 
 _TABLE: Final = (
     Site("resid_pre", "hidden", True, "residual stream entering the block",
@@ -50,10 +51,13 @@ _TABLE: Final = (
     Site("q_rot", "q_heads", True, "queries as the attention kernel gets them", ("blocks.{l}.attn.hook_rot_q",)),
     Site("k_rot", "kv_heads", True, "keys as the attention kernel gets them", ("blocks.{l}.attn.hook_rot_k",)),
     Site("z", "q_heads", True, "attention result before the output projection", ("blocks.{l}.attn.hook_z",)),
-    Site("router_logits", "experts", True, "expert router logits", ("blocks.{l}.mlp.hook_router_logits",)),
+    Site("router_logits", "experts", True, "expert router logits", ("blocks.{l}.mlp.gate.hook_out",)),
+    Site("experts", "chosen_experts", True, "ids of the experts that the token was sent to, heaviest first",
+         ("blocks.{l}.mlp.hook_expert_indices", "blocks.{l}.mlp.gate.hook_expert_indices"), ids=True),
     Site("embed", "hidden", False, "token embeddings", ("hook_embed", "embed.hook_out")),
-    Site("final_norm", "hidden", False, "output of the final norm, after its weight",
-         ("ln_final.hook_normalized", "ln_final.hook_out")),
+    Site("final_norm", "hidden", False,
+         "output of the final norm, after its weight (TransformerLens's hook_normalized is before it)",
+         ("ln_final.hook_out", "ln_final.hook_normalized")),
 )
 
 SITES: Final[dict[str, Site]] = {site.name: site for site in _TABLE}

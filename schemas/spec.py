@@ -51,7 +51,8 @@ class CaptureSpec(BaseModel):
     positions: StrictStr | list[_Natural] | list[tuple[_Natural, _Natural]] = Field(
         "all", description='"all", "prompt", "generated", "last_prompt" (or "last"), positions, or [[start, stop], …].')
     codec: StrictStr | dict[StrictStr, StrictStr] = Field(
-        DEFAULT_CODEC, description='A codec, such as "int8b64" or "rp8:k=256,seed=3", or a map site → codec.')
+        DEFAULT_CODEC, description='A codec, such as "int8b64" or "rp8:k=256,seed=3", or a map site → codec; '
+                                   "ids (experts) are always raw.")
     prefix_cache: Literal["recompute", "allow"] | None = Field(
         None, description="Whether cached prompt rows are computed again; default: where they could be missing.")
     return_: Literal["reference", "inline"] = Field("reference", alias="return")
@@ -211,11 +212,13 @@ def _layers_asked(layers: str | list[int], n_layers: int) -> set[int] | None:
 
 def _codecs(spec: CaptureSpec, sites: list[str]) -> dict[str, str]:
     if isinstance(spec.codec, str):
-        return dict.fromkeys(sites, spec.codec)
+        return {site: "raw" if SITES[site].ids else spec.codec for site in sites}
     named = {parse_site(name, "codec")[0]: codec for name, codec in spec.codec.items()}
     if extra := sorted(set(named) - set(sites)):
         raise SpecError("codec", extra, f"names sites that are not captured; captured: {', '.join(sites)}")
-    return {site: named.get(site, DEFAULT_CODEC) for site in sites}
+    if coded := {site: codec for site, codec in named.items() if SITES[site].ids and codec != "raw"}:
+        raise SpecError("codec", coded, "these are ids, which no codec may change; valid: raw")
+    return {site: named.get(site, "raw" if SITES[site].ids else DEFAULT_CODEC) for site in sites}
 
 
 def _identity(text: str, site: str, armed: Armed, width: int | None) -> str:

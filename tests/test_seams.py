@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from engine_side.seams.patching import when_imported
+from engine_side.seams.patching import when_imported, wrap
+from engine_side.seams.runner import check_wrapped
 from engine_side.ticket import KEY, find
+from schemas.errors import StartError
 from tests.store_helpers import ROOT
 
 
@@ -45,6 +47,31 @@ def test_a_module_that_fails_at_first_is_wrapped_when_it_succeeds(late: tuple[st
         importlib.import_module(name)
     assert not seen
     assert [importlib.import_module(name)] == seen
+
+
+def test_a_seam_that_is_not_there_ends_the_start_and_says_what_was_looked_for() -> None:
+    class Runner:
+        pass
+
+    with pytest.raises(StartError, match=r"looked for .*Runner\.execute_model in this vLLM, not found"):
+        wrap(Runner, "execute_model", lambda original: original)
+    with pytest.raises(StartError, match=r"looked for the module schemas\.moved in this vLLM, not found"):
+        when_imported("schemas.moved", lambda module: None)
+    with pytest.raises(StartError, match=r"which is neither of the runners that vllm-tap knows"):
+        check_wrapped(Runner)
+
+
+def test_a_runner_that_inherits_a_wrapped_step_is_known() -> None:
+    class Runner:
+        def execute_model(self) -> None:
+            pass
+
+    class Special(Runner):
+        def execute_model(self) -> None:
+            super().execute_model()
+
+    wrap(Runner, "execute_model", lambda original: lambda self: original(self))
+    check_wrapped(Special)
 
 
 @pytest.mark.parametrize("extra", [

@@ -105,6 +105,14 @@ def test_an_unarmed_site_is_its_own_error() -> None:
         resolve(parse_spec({"sites": ["mlp_out"]}), ARMED)
 
 
+@pytest.mark.parametrize("codec", ["int8b64", "raw16", {"resid_post": "int8b64"}, {"experts": "raw"}])
+def test_ids_are_stored_raw_whatever_is_asked_for_the_rest(codec: object) -> None:
+    armed = Armed({"resid_post": [0], "experts": [0]}, n_layers=1)
+    assert resolve(parse_spec({"codec": codec}), armed).codec["experts"] == "raw"
+    with pytest.raises(SpecError, match="ids, which no codec may change; valid: raw"):
+        resolve(parse_spec({"codec": {"experts": "raw16"}}), armed)
+
+
 def test_a_spec_is_bounded_before_it_is_parsed() -> None:
     with pytest.raises(LimitError):
         parse_spec('{"tags": {"a": "' + "x" * 100_000 + '"}}')

@@ -15,19 +15,18 @@ import xxhash
 from torch import nn
 
 from engine_side import worker
-from engine_side.architectures import SHARED_OUT, find_points
+from engine_side.architectures import SHARED_OUT, Point, find_entry, find_points
 from engine_side.config import TAP_VERSION, TESTED_VERSIONS, EngineConfig, from_environment, in_tested_range
 from engine_side.seams.patching import when_imported, wrap
+from engine_side.seams.self_test import self_test
 from engine_side.staging import allocate
 from engine_side.taps import install
 from schemas.control import EngineInfo
 from schemas.errors import StartError
-from schemas.sites import has_heads
+from schemas.sites import SITES, has_heads
 from schemas.spec import Armed
 
 logger = logging.getLogger("vllm.tap")
-
-_SELF_TEST_ROWS = 2
 
 
 def connect() -> None:
@@ -70,6 +69,9 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     if parallel.tensor_parallel_size > 1 and (shared := [site for site in config.arm if site in SHARED_OUT]):
         raise StartError(f"vllm-tap: tensor_parallel_size={parallel.tensor_parallel_size}: a rank has only its share "
                          f"of {', '.join(shared)}; arm other sites, or run on one device")
+    if parallel.data_parallel_size > 1 and (ids := [site for site in config.arm if SITES[site].ids]):
+        raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: the rows that a router sees are "
+                         f"those of every rank; arm other sites than {', '.join(ids)}, or run without")
     if not in_tested_range(_vllm_version()):
         logger.warning("vllm-tap: vLLM %s is outside the tested range %s to %s; the self-test decides", _vllm_version(),
                        *(".".join(map(str, version)) for version in TESTED_VERSIONS))
@@ -82,6 +84,7 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     widths = {point.site: point.width for point in points}
     parameter = next(model.parameters())
     dtype, device = model_config.dtype, parameter.device
+    check_ids(points, dtype)
     staging = allocate(widths, layers, _tokens_max(vllm_config), dtype, device, config.staging_bytes_max)
     install(points, staging)
     info = EngineInfo(
@@ -100,42 +103,27 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         world_size=parallel.world_size,
         meaning={point.site: f"raw weights; {point.meaning}" for point in points},
     )
-    worker.start(config, info, staging, device, leads=_tensor_parallel_rank() == 0)
+    entry = find_entry(model, list(model_config.architectures), config.arm)
+    worker.start(config, info, staging, entry, device, leads=_tensor_parallel_rank() == 0)
+
+
+def check_ids(points: list[Point], dtype: torch.dtype) -> None:
+    """Ids share the staging of the model's dtype: they must be whole numbers that it holds exactly."""
+    ids_max = round(2 / torch.finfo(dtype).eps)
+    for point in points:
+        if point.ids - 1 > ids_max:
+            raise StartError(f"vllm-tap: cannot arm {point.site}: ids up to {point.ids - 1} are not exact in the "
+                             f"model's {str(dtype).removeprefix('torch.')}, which holds whole numbers up to {ids_max}")
 
 
 def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if worker.CURRENT is not None:
-            self_test(self.model_runner)
+            self_test(self.model_runner, worker.CURRENT)
         return result
 
     return compile_or_warm_up_model
-
-
-def self_test(runner: Any) -> None:
-    """Poison staging, run a dummy step as compiled (on CUDA: replay its graph), and see every tap written.
-
-    Run twice: the first call may still record a graph.
-    """
-    current = worker.CURRENT
-    assert current is not None
-    if getattr(runner, "adaptive_verification", None) is not None:
-        raise StartError("vllm-tap: adaptive verification of drafts lays out a step's rows on the device alone, where "
-                         "nobody can say whose they are: switch it off in speculative_config")
-    for _ in range(2):
-        current.staging.poison()
-        with torch.inference_mode():
-            runner._dummy_run(_SELF_TEST_ROWS)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        if dead := current.staging.unwritten(_SELF_TEST_ROWS):
-            raise StartError(
-                f"vllm-tap: after a step of the compiled model these taps had written nothing: {', '.join(dead)}; "
-                f"looked for them in {type(runner).__module__}.{type(runner).__name__}. A stale compile cache "
-                "(VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward does that")
-    logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
-                current.info.model)
 
 
 def _wrap_worker(cls: type) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from schemas.errors import StartError
@@ -46,13 +48,26 @@ _FINDER = _Finder()
 
 
 def when_imported(name: str, callback: Callback) -> None:
-    """Call ``callback(module)`` now if ``name`` is imported, else when it is."""
+    """Call ``callback(module)`` now if ``name`` is imported, else when it is; StartError where there is none."""
     if name in sys.modules:
         callback(sys.modules[name])
         return
+    if not _is_there(name):
+        raise StartError(f"vllm-tap: looked for the module {name} in this vLLM, not found; this version has no seam "
+                         "that vllm-tap knows")
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     _FINDER.waiting.setdefault(name, []).append(callback)
+
+
+def _is_there(name: str) -> bool:
+    """Whether a module has a file, without importing what lies above it."""
+    top, *below = name.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not below:
+        return spec is not None
+    places = [Path(folder, *below) for folder in spec.submodule_search_locations or ()]
+    return any(place.with_suffix(".py").is_file() or (place / "__init__.py").is_file() for place in places)
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

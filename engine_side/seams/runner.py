@@ -21,6 +21,7 @@ from engine_side.recorder import End, Step
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.seams.scheduler import FINISHED
 from engine_side.ticket import find
+from schemas.errors import StartError
 
 logger = logging.getLogger("vllm.tap")
 
@@ -40,6 +41,21 @@ def connect() -> None:
 
     when_imported("vllm.v1.worker.gpu_model_runner", first)
     when_imported("vllm.v1.worker.gpu.model_runner", second)
+
+
+def check_wrapped(runner: type) -> None:
+    """A runner of another kind than the two known ones would run steps that nobody sees: StartError."""
+    if not any(getattr(cls.__dict__.get("execute_model"), "vllm_tap", False) for cls in runner.__mro__):
+        known = "vllm.v1.worker.gpu_model_runner.GPUModelRunner and vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+        raise StartError(f"vllm-tap: this engine runs its steps with {runner.__module__}.{runner.__qualname__}, which "
+                         f"is neither of the runners that vllm-tap knows ({known}): it would not see a step")
+
+
+def input_ids(runner: Any) -> torch.Tensor:
+    """The token ids of the last step, on the device, from the buffer that the model reads: [max tokens]."""
+    if hasattr(runner, "input_buffers"):
+        return runner.input_buffers.input_ids
+    return runner.input_ids.gpu
 
 
 def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[..., Any]:

@@ -40,6 +40,30 @@ def _bypassed_attention() -> dict[str, Any]:
     return {"model": str(tiny_model())}
 
 
+def _changed_embeddings() -> dict[str, Any]:
+    """A model that is not quite what its name says: its embeddings are doubled before the first block."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    class DoublingModel(Qwen3ForCausalLM):  # type: ignore[misc]
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            looked_up = self.model.embed_input_ids
+            self.model.embed_input_ids = lambda input_ids: 2 * looked_up(input_ids)
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", DoublingModel)
+    return _tiny()
+
+
+def _moved_seam() -> dict[str, Any]:
+    """A vLLM whose runner is called by another name."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    GPUModelRunner.run_model = GPUModelRunner.__dict__["execute_model"]
+    del GPUModelRunner.execute_model
+    return _tiny()
+
+
 def _unknown_architecture() -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps({
@@ -59,7 +83,8 @@ def _sharded() -> dict[str, Any]:
     return {**_tiny(), "tensor_parallel_size": 2}
 
 
-CASES = {"sharded": _sharded, "bypassed": _bypassed_attention, "unknown": _unknown_architecture, "tiny": _tiny}
+CASES = {"sharded": _sharded, "bypassed": _bypassed_attention, "changed": _changed_embeddings, "moved": _moved_seam,
+         "unknown": _unknown_architecture, "tiny": _tiny}
 
 if __name__ == "__main__":
     from vllm import LLM

@@ -1,0 +1,65 @@
+"""The self-test at the end of warm-up: an engine whose taps see nothing, or something else, does not start."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import torch
+
+from engine_side.architectures import Entry
+from engine_side.seams.runner import check_wrapped, input_ids
+from engine_side.staging import Staging
+from engine_side.worker import Worker
+from schemas.errors import StartError
+
+logger = logging.getLogger("vllm.tap")
+
+_ROWS: Final = 2
+
+
+def self_test(runner: Any, current: Worker) -> None:
+    """Run steps of the compiled model (on CUDA: replay its graph) on poisoned staging; StartError says what is wrong.
+
+    Every armed tap must have written, and the rows that enter the first block must be those of the embedding table,
+    bit for bit. All of it twice: the first step may still record a graph, the second replays it.
+    """
+    check_wrapped(type(runner))
+    if getattr(runner, "adaptive_verification", None) is not None:
+        raise StartError("vllm-tap: adaptive verification of drafts lays out a step's rows on the device alone, where "
+                         "nobody can say whose they are: switch it off in speculative_config")
+    where = f"{type(runner).__module__}.{type(runner).__name__}"
+    for _ in range(2):
+        current.staging.poison()
+        with torch.inference_mode():
+            runner._dummy_run(_ROWS)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            if dead := current.staging.unwritten(_ROWS):
+                raise StartError(
+                    f"vllm-tap: after a step of the compiled model these taps had written nothing: {', '.join(dead)}; "
+                    f"looked for them in {where}. A stale compile cache (VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or "
+                    "a fused module that bypasses forward does that")
+            if current.entry is not None and _takes_token_ids(runner):
+                _check_entry(current.staging, current.entry, input_ids(runner)[:_ROWS], where)
+    logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
+                current.info.model)
+
+
+def _check_entry(staging: Staging, entry: Entry, ids: torch.Tensor, where: str) -> None:
+    # Copies, because the embedding itself may be tapped: looking rows up below writes them again.
+    staged = {site: staging.buffers[site][staging.index(site, 0), : len(ids)].clone() for site in entry.sites}
+    rows = entry.embedding(ids)
+    if wrong := [site for site, found in staged.items() if not torch.equal(found, rows.reshape(found.shape))]:
+        raise StartError(
+            f"vllm-tap: after a step of the compiled model the rows of {', '.join(f'{site}.0' for site in wrong)} are "
+            f"not those of the embedding table for the tokens {ids.tolist()} that the model was given; looked at "
+            f"{entry.path} in {where}. A model that changes its embeddings before the first block needs an entry of "
+            "its own in engine_side/architectures.py; otherwise rows are not where this vLLM says they are")
+
+
+def _takes_token_ids(runner: Any) -> bool:
+    """Whether dummy steps run on token ids through the plain embedding table: what rows can be held against."""
+    model = runner.model_config
+    return not (getattr(model, "enable_prompt_embeds", False) or getattr(model, "is_multimodal_model", False)
+                or getattr(runner, "lora_config", None) is not None)
