@@ -44,8 +44,8 @@ test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest)
 demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, compare (KEEP=1 leaves it running)
 	$(PY) -m vllm_tap.demo $(if $(KEEP),--keep)
 
-parity: $(STAMP)  ## every site of every architecture against Hugging Face; writes docs/parity.md
-	TAP_FAMILIES=all TAP_PARITY=docs/parity.md $(PY) -m pytest tests/engine/test_architectures.py
+parity: $(STAMP)  ## every site, architecture and scheduler feature against Hugging Face; writes docs/parity.md
+	TAP_FAMILIES=all TAP_PARITY=docs/parity.json $(PY) -m pytest tests/engine/test_architectures.py
 
 versions: $(V:%=.versions/%/.installed)  ## a fast part of the engine tests on other vLLM versions (V="0.28.0 0.31.0" chooses)
 	@.versions/$(lastword $(V))/bin/python -m tests.versions $(V)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_tap.tiny_model import cache_dir
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -23,9 +30,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": _COMMON,
     "gemma2": {**_COMMON, **_HEADS, "query_pre_attn_scalar": 32, "sliding_window": 64, "tie_word_embeddings": True},
     "gemma3_text": {**_COMMON, **_HEADS, "query_pre_attn_scalar": 32, "sliding_window": 64,
-                    "tie_word_embeddings": True},
+                    "tie_word_embeddings": True,
+                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {**_COMMON, **_HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+    "qwen3_moe": {**_COMMON, **_HEADS, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96,
                   "norm_topk_prob": True},
     "opt": {**_COMMON, "ffn_dim": 192, "word_embed_proj_dim": 128, "init_std": 0.1},
     # All heads have keys of their own here: told otherwise, vLLM's attention reads past the projections.
@@ -34,9 +42,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(family: str, folder: Path, dtype: str = "float32") -> Path:
-    """A folder with a model of this family in ``dtype``, deterministic."""
-    torch.manual_seed(7)
-    config = AutoConfig.for_model(family, **FAMILIES[family])
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(getattr(torch, dtype)).save_pretrained(folder)
+RECIPE = 1  # part of the cache key: raise it whenever the same configuration would give other weights
+
+
+def family_model(family: str, dtype: str) -> Path:
+    """The folder of a model of this family, made now or taken from the user's cache: compiled graphs go by its path."""
+    text = json.dumps([RECIPE, FAMILIES[family], transformers.__version__], sort_keys=True)
+    folder = cache_dir() / "families" / f"{family}-{dtype}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=folder.parent) as building:
+            torch.manual_seed(7)
+            config = AutoConfig.for_model(family, **FAMILIES[family])
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide their use
+                        parameter += 0.2 * torch.randn_like(parameter)
+            model.to(getattr(torch, dtype)).save_pretrained(Path(building) / "model")
+            with contextlib.suppress(OSError):  # another process was faster: its files are the same
+                (Path(building) / "model").rename(folder)
     return folder

@@ -62,13 +62,12 @@ class Reference:
             for site, (path, side) in _BLOCKS.get(kind, _LLAMA).items():
                 self._watch(block.get_submodule(path), side, site, index)
             if kind in ("mixtral", "qwen3_moe"):
-                block.mlp.gate.register_forward_pre_hook(self._router(index))
+                block.mlp.gate.register_forward_hook(self._router(index))
             if kind == "phi3":
                 block.self_attn.qkv_proj.register_forward_hook(self._joint(index))
-        if kind != "gpt_neox":
-            self._watch(base.final_layer_norm if kind == "opt" else base.norm, "out", "final_norm", 0)
-            self._embedding = base.embed_tokens
-            self._rotary(kind)
+        self._watch(base.final_layer_norm if kind in ("opt", "gpt_neox") else base.norm, "out", "final_norm", 0)
+        self._embedding = self.model.get_input_embeddings()
+        self._rotary()
 
     def _watch(self, module: torch.nn.Module, side: str, site: str, layer: int) -> None:
         def before(_module: Any, args: Any, kwargs: Any) -> None:
@@ -86,9 +85,10 @@ class Reference:
         self._rows[site, layer] = rows.detach().reshape(len(self._tokens), -1)
 
     def _router(self, layer: int) -> Callable[..., None]:
-        def hook(gate: Any, args: Any) -> None:
-            x = args[0].reshape(len(self._tokens), -1)
-            self._keep("router_logits", layer, torch.nn.functional.linear(x, gate.weight))
+        def hook(_gate: Any, _args: Any, output: Any) -> None:
+            logits, _weights, ids = output
+            self._keep("router_logits", layer, logits)
+            self._keep("experts", layer, ids.float())
 
         return hook
 
@@ -102,7 +102,7 @@ class Reference:
 
         return hook
 
-    def _rotary(self, kind: str) -> None:
+    def _rotary(self) -> None:
         """Queries and keys after the rotary embedding have no module: watch the function of the model's family."""
         family = importlib.import_module(type(self.model).__module__)
         original = getattr(family, "apply_rotary_pos_emb", None)
@@ -129,6 +129,5 @@ class Reference:
         with torch.inference_mode():
             self.model(self._tokens[None])
             self._calls = None
-            if hasattr(self, "_embedding"):
-                self._keep("embed", 0, self._embedding.weight[self._tokens])
+            self._keep("embed", 0, self._embedding.weight[self._tokens])
         return {key: value.numpy().copy() for key, value in self._rows.items()}

