@@ -65,7 +65,7 @@ class Sender(threading.Thread):
         super().__init__(name="vllm-tap-sender", daemon=True)
         self.stream = new_ulid()
         self.epoch = time.time_ns() // 1_000_000
-        self._endpoint, self._info, self._ring, self._outbox, self._rank = endpoint, info, ring, outbox, rank
+        self._endpoint, self.info, self._ring, self._outbox, self._rank = endpoint, info, ring, outbox, rank
         self._counters = counters
         self._slots: dict[int, str] = {}
         self._pending: dict[Entry, Pending] = {}
@@ -248,12 +248,12 @@ class Sender(threading.Thread):
             np.concatenate([run.flags for run in pending.runs]).astype(np.uint32),
         ).to_bytes()
         return control.Frame(
-            seq=self._seq + 1, site=entry.site, codec=entry.codec, dtype=self._info.model_dtype,
-            width=self._info.widths[entry.site], layers=list(entry.layers), captures=captures,
+            seq=self._seq + 1, site=entry.site, codec=entry.codec, dtype=self.info.model_dtype,
+            width=self.info.widths[entry.site], layers=list(entry.layers), captures=captures,
             runs=[len(run.slot) for run in pending.runs], table_xxh3=xxhash.xxh3_64_intdigest(table),
             streams=[self._stream_part(stream.name, pending.runs) for stream in
-                     codecs.streams(entry.codec, self._info.widths[entry.site], self._info.model_dtype)],
-            fingerprint=self._info.fingerprint, rank=self._rank, time_ns=time.time_ns(),
+                     codecs.streams(entry.codec, self.info.widths[entry.site], self.info.model_dtype)],
+            fingerprint=self.info.fingerprint, rank=self._rank, time_ns=time.time_ns(),
         ), table
 
     def _positions(self, run: Run) -> Any:
@@ -318,7 +318,7 @@ class Sender(threading.Thread):
 
     def _hello(self) -> control.Hello:
         return control.Hello(stream=self.stream, role="engine", epoch=self.epoch, rank=self._rank, pid=os.getpid(),
-                             engine=self._info, ring_path=str(self._ring.path), ring_bytes=self._ring.capacity)
+                             engine=self.info, ring_path=str(self._ring.path), ring_bytes=self._ring.capacity)
 
     def _receive(self) -> None:
         while True:

@@ -16,6 +16,7 @@ from schemas.spec import Resolved
 
 KEY: Final = "capture"
 COUNT_KEY: Final = "capture_count"
+LISTED_KEY: Final = "capture_listed"  # by our own front end, on requests that vLLM's server numbers by their prompt
 
 _CHILD: Final = re.compile(r"([0-9]+)_", re.ASCII)
 

@@ -6,6 +6,7 @@ import atexit
 import logging
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from engine_side.architectures import Entry
@@ -37,7 +38,7 @@ CURRENT: Worker | None = None
 
 def start(config: EngineConfig, info: EngineInfo, staging: Staging, entry: Entry | None, device: torch.device,
           leads: bool) -> None:
-    """Make the worker's recorder and start its sender, on the rank that ``leads`` its tensor-parallel group."""
+    """Make the worker's recorder and its sender, on the rank that ``leads`` its tensor-parallel group."""
     global CURRENT
     stop()
     if not leads:  # the sites are whole on every rank: once is enough
@@ -51,8 +52,16 @@ def start(config: EngineConfig, info: EngineInfo, staging: Staging, entry: Entry
     recorder = Recorder(staging, ring, info.model_dtype, config.on_full, SideStream(device))
     sender = Sender(config.endpoint, info, ring, recorder.outbox, recorder.counters)
     CURRENT = Worker(info, staging, entry, recorder, sender)
-    sender.start()
     atexit.register(stop)
+
+
+def announce(runner: str) -> None:
+    """The engine stands, its steps run by ``runner`` (module.class): from now on the writer knows it."""
+    assert CURRENT is not None
+    CURRENT.info = msgspec.structs.replace(CURRENT.info, runner=runner)
+    if CURRENT.sender is not None and not CURRENT.sender.is_alive():
+        CURRENT.sender.info = CURRENT.info
+        CURRENT.sender.start()
 
 
 def stop() -> None:

@@ -32,7 +32,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_model_len: int
     vllm_version: str
     tap_version: str
-    runner: str
+    runner: str  # module and class of what runs its steps
+    async_scheduling: bool = False
+    speculative: str = ""  # how drafts are made ("ngram, 3 tokens"), "" where none are
     world_size: int = 1
     meaning: dict[str, str] = {}  # by site: what exactly the value is on this model
 

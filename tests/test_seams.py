@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import os
+import re
 import subprocess
 import sys
 import types
@@ -49,18 +52,6 @@ def test_a_module_that_fails_at_first_is_wrapped_when_it_succeeds(late: tuple[st
     assert [importlib.import_module(name)] == seen
 
 
-def test_a_seam_that_is_not_there_ends_the_start_and_says_what_was_looked_for() -> None:
-    class Runner:
-        pass
-
-    with pytest.raises(StartError, match=r"looked for .*Runner\.execute_model in this vLLM, not found"):
-        wrap(Runner, "execute_model", lambda original: original)
-    with pytest.raises(StartError, match=r"looked for the module schemas\.moved in this vLLM, not found"):
-        when_imported("schemas.moved", lambda module: None)
-    with pytest.raises(StartError, match=r"which is neither of the runners that vllm-tap knows"):
-        check_wrapped(Runner)
-
-
 def test_a_runner_that_inherits_a_wrapped_step_is_known() -> None:
     class Runner:
         def execute_model(self) -> None:
@@ -72,6 +63,62 @@ def test_a_runner_that_inherits_a_wrapped_step_is_known() -> None:
 
     wrap(Runner, "execute_model", lambda original: lambda self: original(self))
     check_wrapped(Special)
+    with pytest.raises(StartError, match="is neither of the runners that vllm-tap knows"):
+        check_wrapped(type("Runner", (), {"execute_model": print}))
+
+
+def test_a_module_that_is_not_there_is_named() -> None:
+    for name in ("nobody_has_this", "json.nothing", "json.nothing.below"):
+        with pytest.raises(StartError, match=f"looked for the module {name}, not found"):
+            when_imported(name, lambda module: None)
+
+
+def test_a_place_that_is_not_there_is_named_with_what_is(late: tuple[str, Path]) -> None:
+    name, file = late
+    file.write_text("class Scheduler:\n    def schedule_step(self): ...\nclass Worker(Scheduler): ...\n")
+    module = importlib.import_module(name)
+    for path, says in [("Schedule.schedule", f"looked for Schedule in {name}, found Scheduler; "),
+                       ("Scheduler.schedule", f"schedule in {name}.Scheduler, found schedule_step; "),
+                       ("Worker.schedule_step", f"schedule_step in {name}.Worker, found nothing like it; ")]:
+        with pytest.raises(StartError, match=re.escape(says)):
+            wrap(module, path, lambda original: original)
+
+
+SEAMS = [
+    "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
+    "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+    "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request",
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+    "vllm.v1.request:Request.get_skip_reading_prefix_cache",
+    "vllm.v1.engine.core:EngineCoreProc.run_busy_loop",
+    "vllm.v1.engine.core_client:InprocClient.get_output",
+    "vllm.v1.engine.core_client:InprocClient.abort_requests",
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+    "vllm.v1.engine.output_processor:RequestState.from_new_request",
+    "vllm.v1.engine.output_processor:RequestState._new_completion_output",
+    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params",
+    "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params",
+]
+
+
+@pytest.mark.versions
+@pytest.mark.timeout(120)
+def test_a_vllm_without_one_of_the_seams_does_not_start_and_says_what_it_looked_for(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    run = subprocess.run([sys.executable, "-m", "tests.programs.without_seams", *SEAMS], cwd=ROOT, text=True,
+                         stdout=subprocess.PIPE, check=True, timeout=110,
+                         env={**os.environ, "VLLM_TAP_ENDPOINT": f"ipc://{tmp_path}/w.sock"[:95]})
+    *said, at_last = json.loads(run.stdout.splitlines()[-1])
+    for seam, text in zip(SEAMS, said, strict=True):
+        module, _, path = seam.partition(":")
+        owner, _, name = path.partition(".")
+        looked, _, found = text.partition(", found ")
+        assert looked == f"vllm-tap: looked for {name} in {module}.{owner}" and f"{name}_renamed" in found, text
+    assert at_last == ""
 
 
 @pytest.mark.parametrize("extra", [

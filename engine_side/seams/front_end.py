@@ -2,6 +2,9 @@
 
 ``InputProcessor.process_inputs`` serves ``vllm serve`` and ``LLM`` alike; a bad spec raises ValueError there, which
 the server answers with 400. A stop string looks like an abort inside the engine, so the front end reports its own end.
+
+The server's request classes are seen too: beam search leaves a spec behind, so it is refused; and the ids of its
+completions end in their prompt's number, which an id of the same form that a caller of ``AsyncLLM`` made up does not.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 from engine_side import front
 from engine_side.config import from_environment
 from engine_side.seams.patching import when_imported, wrap
-from engine_side.ticket import COUNT_KEY, KEY, find
+from engine_side.ticket import COUNT_KEY, KEY, LISTED_KEY, find
 from schemas.errors import SpecError
 
 logger = logging.getLogger("vllm.tap")
@@ -27,13 +30,22 @@ def connect() -> None:
     """Install the wrappers."""
 
     def inputs(module: types.ModuleType) -> None:
-        wrap(module.InputProcessor, "__init__", _init)
-        wrap(module.InputProcessor, "process_inputs", _process_inputs)
+        wrap(module, "InputProcessor.__init__", _init)
+        wrap(module, "InputProcessor.process_inputs", _process_inputs)
 
     def outputs(module: types.ModuleType) -> None:
-        wrap(module.RequestState, "from_new_request", _from_new_request)
-        wrap(module.RequestState, "_new_completion_output", _new_completion_output)
+        wrap(module, "RequestState.from_new_request", _from_new_request)
+        wrap(module, "RequestState._new_completion_output", _new_completion_output)
 
+    def completions(module: types.ModuleType) -> None:
+        wrap(module, "CompletionRequest.to_beam_search_params", _to_beam_search_params)
+        wrap(module, "CompletionRequest.to_sampling_params", _to_sampling_params)
+
+    def chats(module: types.ModuleType) -> None:
+        wrap(module, "ChatCompletionRequest.to_beam_search_params", _to_beam_search_params)
+
+    when_imported("vllm.entrypoints.openai.completion.protocol", completions)
+    when_imported("vllm.entrypoints.openai.chat_completion.protocol", chats)
     when_imported("vllm.v1.engine.input_processor", inputs)
     when_imported("vllm.v1.engine.output_processor", outputs)
 
@@ -59,8 +71,9 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is None or not (own or (config.capture_all and hasattr(params, "n"))):
             return original(self, request_id, prompt, params, *args, **kwargs)
         model = self.vllm_config.model_config
-        # Without a spec there is no id that the prompts of a list could share.
-        prompt_number = int(match[1]) if own and (match := _COMPLETION.fullmatch(request_id)) else 0
+        # Without a spec there is no id that the prompts of a list could share, and no such mark.
+        listed = _COMPLETION.fullmatch(request_id) if LISTED_KEY in extra else None
+        prompt_number = int(listed[1]) if listed else 0
         text = front.admit(extra[KEY] if own else config.capture_all, extra.get(COUNT_KEY), n=params.n,
                            prompt_number=prompt_number, arm=config.arm,
                            n_layers=model.get_total_num_hidden_layers(), hidden_size=model.get_hidden_size(),
@@ -75,11 +88,31 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         if request.prompt_token_ids is None:
             front.forget(text)
             return request
-        rest = {key: value for key, value in extra.items() if key not in (KEY, COUNT_KEY)}
+        rest = {key: value for key, value in extra.items() if key not in (KEY, COUNT_KEY, LISTED_KEY)}
         request.sampling_params.extra_args = {**rest, KEY: text}
         return request
 
     return process_inputs
+
+
+def _to_beam_search_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        extra = getattr(self, "vllm_xargs", None) or {}
+        if KEY in extra:
+            raise SpecError("", extra[KEY], "beam search cannot be captured: vLLM makes requests of its own for it")
+        return original(self, *args, **kwargs)
+
+    return to_beam_search_params
+
+
+def _to_sampling_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        params = original(self, *args, **kwargs)
+        if params.extra_args and KEY in params.extra_args:
+            params.extra_args = {**params.extra_args, LISTED_KEY: True}
+        return params
+
+    return to_sampling_params
 
 
 def _from_new_request(original: Callable[..., Any]) -> Callable[..., Any]:

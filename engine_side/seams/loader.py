@@ -33,11 +33,11 @@ def connect() -> None:
     """Install the wrappers."""
 
     def loaders(module: types.ModuleType) -> None:
-        wrap(module.BaseModelLoader, "load_model", _load_model)
+        wrap(module, "BaseModelLoader.load_model", _load_model)
 
     when_imported("vllm.model_executor.model_loader.base_loader", loaders)
-    when_imported("vllm.v1.worker.gpu_worker", lambda module: _wrap_worker(module.Worker))
-    when_imported("vllm.v1.worker.cpu_worker", lambda module: _wrap_worker(module.CPUWorker))
+    when_imported("vllm.v1.worker.gpu_worker", lambda module: _wrap_worker(module, "Worker"))
+    when_imported("vllm.v1.worker.cpu_worker", lambda module: _wrap_worker(module, "CPUWorker"))
 
 
 def _load_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -59,7 +59,7 @@ def _drafts(vllm_config: Any) -> bool:
 
 
 def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
-    """Allocate staging, install taps, start the sender."""
+    """Allocate staging, install taps, make recorder and sender."""
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise StartError(f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}: valid: 1")
@@ -99,7 +99,9 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         max_model_len=model_config.max_model_len,
         vllm_version=_vllm_version(),
         tap_version=TAP_VERSION,
-        runner="",
+        runner="",  # known once a step is run
+        async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
+        speculative=_speculative(vllm_config.speculative_config),
         world_size=parallel.world_size,
         meaning={point.site: f"raw weights; {point.meaning}" for point in points},
     )
@@ -121,17 +123,20 @@ def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, *args, **kwargs)
         if worker.CURRENT is not None:
             self_test(self.model_runner, worker.CURRENT)
+            kind = type(self.model_runner)
+            worker.announce(f"{kind.__module__}.{kind.__name__}")
         return result
 
     return compile_or_warm_up_model
 
 
-def _wrap_worker(cls: type) -> None:
+def _wrap_worker(module: types.ModuleType, name: str) -> None:
     """Warm-up and shutdown of a worker class; one that only inherits shutdown gets one of its own."""
-    wrap(cls, "compile_or_warm_up_model", _warm_up)
+    wrap(module, f"{name}.compile_or_warm_up_model", _warm_up)
+    cls = getattr(module, name)
     if "shutdown" not in cls.__dict__:
-        inherited = cls.shutdown  # type: ignore[attr-defined]
-        cls.shutdown = lambda self: inherited(self)  # type: ignore[attr-defined]
+        inherited = cls.shutdown
+        cls.shutdown = lambda self: inherited(self)
 
     def shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
         def stopped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +146,11 @@ def _wrap_worker(cls: type) -> None:
         return stopped
 
     wrap(cls, "shutdown", shutdown)
+
+
+def _speculative(config: Any) -> str:
+    """How drafts are made, "" where none are."""
+    return "" if config is None else f"{config.method}, {config.num_speculative_tokens} tokens"
 
 
 def _tensor_parallel_rank() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -53,8 +54,7 @@ def when_imported(name: str, callback: Callback) -> None:
         callback(sys.modules[name])
         return
     if not _is_there(name):
-        raise StartError(f"vllm-tap: looked for the module {name} in this vLLM, not found; this version has no seam "
-                         "that vllm-tap knows")
+        raise StartError(f"vllm-tap: looked for the module {name}, not found; {_no_seam()}")
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     _FINDER.waiting.setdefault(name, []).append(callback)
@@ -70,17 +70,42 @@ def _is_there(name: str) -> bool:
     return any(place.with_suffix(".py").is_file() or (place / "__init__.py").is_file() for place in places)
 
 
-def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace ``owner.name`` by ``make(original)``, once; StartError where there is no such attribute."""
-    original = owner.__dict__.get(name) if isinstance(owner, type) else getattr(owner, name, None)
-    if original is None:
-        raise StartError(f"vllm-tap: looked for {getattr(owner, '__qualname__', owner)}.{name} in this vLLM, "
-                         "not found; this version has no seam that vllm-tap knows")
+def wrap(owner: Any, path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the attribute at ``path`` below a module or class by ``make(original)``, once.
+
+    StartError, naming what was looked for and what lies beside it, where there is no such attribute.
+    """
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = _found(owner, parent)
+    _found(owner, name, own=True)
+    original = vars(owner)[name]
     is_classmethod = isinstance(original, classmethod)
     function = original.__func__ if is_classmethod else original
-    if getattr(function, "vllm_tap", False):
+    if is_wrapped(function):
         return
     replacement = make(function)
     functools.update_wrapper(replacement, function)
     replacement.vllm_tap = True  # type: ignore[attr-defined]
     setattr(owner, name, classmethod(replacement) if is_classmethod else replacement)
+
+
+def is_wrapped(function: Any) -> bool:
+    """Whether a function is one that ``wrap`` made."""
+    return bool(getattr(function, "vllm_tap", False))
+
+
+def _found(owner: Any, name: str, own: bool = False) -> Any:
+    """``owner.name`` (its ``own``, not inherited), or a StartError with names beside it that are spelled nearly so."""
+    offered = set(vars(owner) if own else dir(owner))
+    if name in offered:
+        return getattr(owner, name)
+    near = ", ".join(difflib.get_close_matches(name, offered, 4, 0.5)) or "nothing like it"
+    place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    raise StartError(f"vllm-tap: looked for {name} in {place}, found {near}; {_no_seam()}")
+
+
+def _no_seam() -> str:
+    """The reason that ends every such error."""
+    version = getattr(sys.modules.get("vllm"), "__version__", "of this environment")
+    return f"vLLM {version} has no seam there that vllm-tap knows"

@@ -18,7 +18,7 @@ import torch
 
 from engine_side import worker
 from engine_side.recorder import End, Step
-from engine_side.seams.patching import when_imported, wrap
+from engine_side.seams.patching import is_wrapped, when_imported, wrap
 from engine_side.seams.scheduler import FINISHED
 from engine_side.ticket import find
 from schemas.errors import StartError
@@ -33,11 +33,11 @@ def connect() -> None:
     """Install the wrappers."""
 
     def first(module: types.ModuleType) -> None:
-        wrap(module.GPUModelRunner, "execute_model", lambda original: _execute_model(original, _layout_v1))
-        wrap(module.GPUModelRunner, "_dummy_run", _dummy_run)
+        wrap(module, "GPUModelRunner.execute_model", lambda original: _execute_model(original, _layout_v1))
+        wrap(module, "GPUModelRunner._dummy_run", _dummy_run)
 
     def second(module: types.ModuleType) -> None:
-        wrap(module.GPUModelRunner, "execute_model", lambda original: _execute_model(original, _layout_v2))
+        wrap(module, "GPUModelRunner.execute_model", lambda original: _execute_model(original, _layout_v2))
 
     when_imported("vllm.v1.worker.gpu_model_runner", first)
     when_imported("vllm.v1.worker.gpu.model_runner", second)
@@ -45,7 +45,7 @@ def connect() -> None:
 
 def check_wrapped(runner: type) -> None:
     """A runner of another kind than the two known ones would run steps that nobody sees: StartError."""
-    if not any(getattr(cls.__dict__.get("execute_model"), "vllm_tap", False) for cls in runner.__mro__):
+    if not any(is_wrapped(cls.__dict__.get("execute_model")) for cls in runner.__mro__):
         known = "vllm.v1.worker.gpu_model_runner.GPUModelRunner and vllm.v1.worker.gpu.model_runner.GPUModelRunner"
         raise StartError(f"vllm-tap: this engine runs its steps with {runner.__module__}.{runner.__qualname__}, which "
                          f"is neither of the runners that vllm-tap knows ({known}): it would not see a step")

@@ -29,18 +29,18 @@ def connect() -> None:
     """Install the wrappers."""
 
     def scheduler(module: types.ModuleType) -> None:
-        wrap(module.Scheduler, "_free_request", _free_request)
-        wrap(module.Scheduler, "schedule", _schedule)
+        wrap(module, "Scheduler._free_request", _free_request)
+        wrap(module, "Scheduler.schedule", _schedule)
 
     def request(module: types.ModuleType) -> None:
-        wrap(module.Request, "get_skip_reading_prefix_cache", _skip_prefix_cache)
+        wrap(module, "Request.get_skip_reading_prefix_cache", _skip_prefix_cache)
 
     def core(module: types.ModuleType) -> None:
-        wrap(module.EngineCoreProc, "run_busy_loop", _run_busy_loop)
+        wrap(module, "EngineCoreProc.run_busy_loop", _run_busy_loop)
 
     def client(module: types.ModuleType) -> None:
-        wrap(module.InprocClient, "get_output", _delivering)
-        wrap(module.InprocClient, "abort_requests", _delivering)
+        wrap(module, "InprocClient.get_output", _delivering)
+        wrap(module, "InprocClient.abort_requests", _delivering)
 
     when_imported("vllm.v1.core.sched.scheduler", scheduler)
     when_imported("vllm.v1.request", request)

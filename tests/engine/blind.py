@@ -55,15 +55,6 @@ def _changed_embeddings() -> dict[str, Any]:
     return _tiny()
 
 
-def _moved_seam() -> dict[str, Any]:
-    """A vLLM whose runner is called by another name."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    GPUModelRunner.run_model = GPUModelRunner.__dict__["execute_model"]
-    del GPUModelRunner.execute_model
-    return _tiny()
-
-
 def _unknown_architecture() -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps({
@@ -83,7 +74,7 @@ def _sharded() -> dict[str, Any]:
     return {**_tiny(), "tensor_parallel_size": 2}
 
 
-CASES = {"sharded": _sharded, "bypassed": _bypassed_attention, "changed": _changed_embeddings, "moved": _moved_seam,
+CASES = {"sharded": _sharded, "bypassed": _bypassed_attention, "changed": _changed_embeddings,
          "unknown": _unknown_architecture, "tiny": _tiny}
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """A user's own script: an engine in its own process, compiled as by default; prints what it generated as JSON.
 
+This vLLM calls itself one that no test has seen, as the next one will.
+
 The request of the last id is aborted, and the engine never asked for anything again.
 
 Run as ``python -m tests.engine.in_process CAPTURE_ID …`` (see test_default_compilation.py).
@@ -14,10 +16,12 @@ import sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 if __name__ == "__main__":
+    import vllm
     from vllm import LLM, SamplingParams
 
     from tests.engine.engines import DTYPE, model, prompt
 
+    vllm.__version__ = "0.99.0"
     llm = LLM(str(model("qwen3")), max_model_len=512, max_num_batched_tokens=64, max_num_seqs=8, dtype=DTYPE)
     prompts = [{"prompt_token_ids": prompt(length, seed=length)} for length in (5, 90, 31, 140)]
     params = [

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.timeout(300)
                      marks=pytest.mark.versions),
         ("changed", {"VLLM_TAP_ARM": "resid_pre,embed"}, [
             "the rows of resid_pre.0 are not those of the embedding table for the tokens ["]),
-        ("moved", {}, ["looked for GPUModelRunner.execute_model in this vLLM, not found"]),
         ("unknown", {}, ["no tap is known for the architecture GPT2LMHeadModel", "Qwen3ForCausalLM"]),
         ("tiny", {"VLLM_TAP_STAGING_BYTES_MAX": "100000"}, ["staging needs", "VLLM_TAP_STAGING_BYTES_MAX"]),
         ("sharded", {"VLLM_TAP_ARM": "resid_post,q"}, ["tensor_parallel_size=2: a rank has only its share of q"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from schemas import codecs
 from schemas.errors import SpecError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
-from tests.engine.engines import ALL_ROWS, DTYPE, SITES, Engine, prompt, start
+from tests.engine.engines import ALL_ROWS, DTYPE, ON_GPU, SITES, Engine, prompt, start
 from tests.engine.reference import Reference
 from vllm_tap.tiny_model import LAYERS
 
@@ -47,6 +48,21 @@ def test_every_row_of_a_ragged_batch_in_chunks(engine: Engine) -> None:
         assert engine.check(one) == ALL_ROWS * (one.prompt_len + length - 1)
         assert not any(entry.missing for entry in one.manifest.rows)
         assert one.manifest.finish_reason == one.manifest.client_finish_reason == "length"
+    told = captured[0].manifest.engine
+    assert re.fullmatch(r"vllm\.v1\.worker\.[a-z_.]+\.[A-Z]+ModelRunner", told["runner"]), told
+    assert (told["async_scheduling"], told["speculative"]) == (ON_GPU, "")
+
+
+def test_an_id_of_the_form_of_a_completions_is_no_prompt_number(engine: Engine) -> None:
+    from vllm import SamplingParams
+
+    ulid = new_ulid()
+    core = engine.llm.llm_engine
+    core.add_request("cmpl-x-7", {"prompt_token_ids": prompt(5, seed=5)},
+                     SamplingParams(max_tokens=2, extra_args={"capture": {**RAW, "id": ulid}}))
+    while core.has_unfinished_requests():
+        core.step()
+    assert engine.final(ulid).status == "complete"
 
 
 def test_many_specs_in_one_batch(engine: Engine) -> None:

@@ -40,6 +40,7 @@ class Service:
     """A running ``vllm-tap serve`` and ways to talk to it."""
 
     url: str
+    vllm_url: str
     store: Path
     process: subprocess.Popen[str]
     reference: Reference
@@ -91,12 +92,12 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[str], Reference]) -> Iterator[Service]:
-    store, port = tmp_path_factory.mktemp("serve") / "captures", _free_port()
+    store, port, engine_port = tmp_path_factory.mktemp("serve") / "captures", _free_port(), _free_port()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
     environment |= {k: v for k, v in ENVIRONMENT.items() if not k.startswith("VLLM_TAP_")}
     environment |= {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "vllm_tap", "serve", "--tiny", "--port", str(port), "--engine-port", str(_free_port()),
+        [sys.executable, "-m", "vllm_tap", "serve", "--tiny", "--port", str(port), "--engine-port", str(engine_port),
          "--store", str(store), "--arm", ",".join(SITES), "--", "--dtype", "float32", "--max-num-batched-tokens", "48",
          "--max-num-seqs", "16", "--block-size", "32", "--max-model-len", "1024"],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
@@ -114,7 +115,8 @@ def service(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[st
     threading.Thread(target=read, daemon=True).start()
     try:
         assert ready.wait(240) and process.poll() is None, "\n".join(lines[-40:])
-        yield Service(f"http://127.0.0.1:{port}", store, process, reference_of("qwen3"), lines)
+        yield Service(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine_port}", store, process,
+                      reference_of("qwen3"), lines)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0, "\n".join(lines[-40:])
     finally:
@@ -138,6 +140,8 @@ def test_a_chat_request_and_its_slices_by_every_name(service: Service) -> None:
     assert manifest["status"] == "complete"
     assert len(manifest["rows"]) == len(SITES) * LAYERS
     assert manifest["total_len"] == response.usage.total_tokens  # type: ignore[union-attr]
+    engine = httpx.get(f"{service.url}/v1/capabilities").json()["engine"]
+    assert engine["runner"].endswith("ModelRunner") and engine == manifest["engine"]
     for name in (capture["id"], response.id, "my-own-name-17"):
         assert service.manifest(name)["id"] == capture["id"]
 
@@ -277,6 +281,23 @@ def test_bad_requests_are_refused_with_a_reason(service: Service, body: dict[str
     response = httpx.post(f"{service.url}/v1/completions", timeout=30,
                           json={"model": service.model, "prompt": "hi", "max_tokens": 2, **body})
     assert (response.status_code, says in response.text) == (status, True), response.text
+
+
+def test_vllm_asked_past_the_service(service: Service) -> None:
+    """A spec goes in ``vllm_xargs`` there; beam search would leave it behind."""
+    ulid = new_ulid()
+    spec = json.dumps({"id": ulid, "codec": "raw"})
+    body = {"model": service.model, "max_tokens": 2, "vllm_xargs": {"capture": spec}}
+    for path, asked in (("completions", {"prompt": "hi"}), ("chat/completions", {"messages": _chat("hi")})):
+        refused = httpx.post(f"{service.vllm_url}/v1/{path}", timeout=30,
+                             json={**body, **asked, "use_beam_search": True, "n": 2})
+        assert refused.status_code == 400 and "beam search cannot be captured" in refused.text, refused.text
+    listed = httpx.post(f"{service.vllm_url}/v1/completions", timeout=30, json={**body, "prompt": ["one", "and two"]})
+    assert listed.status_code == 200, listed.text
+    assert service.manifest(ulid)["captures"] == [ulid, f"{ulid}.1"]
+    assert service.check(f"{ulid}.1")["status"] == "complete"
+    plain = {**body, "prompt": "hi", "use_beam_search": True, "n": 2, "vllm_xargs": None}
+    assert httpx.post(f"{service.vllm_url}/v1/completions", timeout=30, json=plain).status_code == 200
 
 
 def test_an_id_is_used_once(service: Service) -> None:
