@@ -58,6 +58,7 @@ def test_every_row_of_the_final_sequence(engine: Engine, captured: list[Captured
     for one in captured:
         assert one.manifest.status == "complete"
         assert engine.check(one) == ALL_ROWS * (one.prompt_len + LENGTH - 1)
+        assert one.manifest.engine["speculative"] == f"{engine.limits['speculative_config']['method']}, {DRAFTS} tokens"
         assert one.manifest.recomputed == 0  # a guess computed again is no recomputation
 
 
