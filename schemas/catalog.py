@@ -14,7 +14,7 @@ from schemas.errors import StoreError
 
 __all__ = ["CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json", "find_capture"]
 
-CATALOG_VERSION: Final = 2
+CATALOG_VERSION: Final = 3
 DDL: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE streams (
@@ -38,6 +38,9 @@ CREATE TABLE captures (
 );
 CREATE INDEX captures_ulid ON captures (ulid);
 CREATE INDEX captures_created ON captures (created_ms, id);
+CREATE INDEX captures_owner ON captures (owner, created_ms, id);
+CREATE INDEX captures_status ON captures (status, created_ms, id);
+CREATE INDEX captures_owner_status ON captures (owner, status, created_ms, id);
 CREATE INDEX captures_open ON captures (stream) WHERE finish_seq IS NULL;
 CREATE TABLE aliases (
     n INTEGER PRIMARY KEY AUTOINCREMENT, alias TEXT NOT NULL, owner TEXT NOT NULL, ulid TEXT NOT NULL

@@ -22,7 +22,7 @@ from schemas.ids import new_ulid
 from schemas.spec import parse_spec
 from tests.engine_player import WIDTH, EnginePlayer, decoded
 from tests.processes import runs
-from tests.test_supervisor import until
+from tests.test_supervisor import free_port, until
 from vllm_tap.export import choose_layers
 from vllm_tap.offline import CaptureJob
 from vllm_tap.prompt_file import read_prompts
@@ -342,6 +342,13 @@ def test_a_second_writer_on_a_store_is_told_so(tmp_path: Path, sockets: Path) ->
           pytest.raises(TapError, match="writer did not start"),
           WriterProcess(tmp_path / "store", f"ipc://{sockets}/b.sock")):
         pass
+
+
+def test_serve_on_a_store_that_another_writer_has_is_refused(tmp_path: Path, sockets: Path) -> None:
+    store = tmp_path / "store"
+    ports = ["--port", free_port(), "--engine-port", free_port()]
+    with WriterProcess(store, f"ipc://{sockets}/a.sock"):
+        assert_refused(tap("serve", "--tiny", "--store", store, *ports), str(store), "another writer has it")
 
 
 # ── the whole of it, on vLLM ────────────────────────────────────────────────────────────────────────────────────

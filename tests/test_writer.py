@@ -782,3 +782,15 @@ def test_a_page_goes_on_after_a_capture_that_was_deleted_meanwhile(store: Path, 
         api.delete(first)
         api.wait()
         assert [row.id for row in reader.captures(owner="a", before=first)] == rest
+
+
+@pytest.mark.parametrize("asked", [{}, {"owner": "a"}, {"status": "running"}, {"owner": "a", "status": "running"}])
+def test_a_page_of_captures_is_read_off_an_index(store: Path, writer: WriterProcess, asked: dict[str, str]) -> None:
+    with StoreReader(store) as reader:
+        ran: list[str] = []
+        reader._db.set_trace_callback(ran.append)
+        reader.captures(**asked)
+        (query,) = [text for text in ran if "FROM captures" in text]
+        (step,) = [row["detail"] for row in reader._db.execute(f"EXPLAIN QUERY PLAN {query}")]
+    assert "USING INDEX captures_" in step  # the only step: what it finds it finds in order
+    assert all(f"{name}=?" in step for name in asked), step

@@ -18,6 +18,7 @@ from schemas.errors import SpecError, StartError
 from schemas.legacy import SITE
 from schemas.sites import parse_site
 from vllm_tap.child import Service
+from writer_service.recovery import check_free
 
 __all__ = ["ServeConfig", "check_arm", "make_socket_dir", "services"]
 
@@ -155,9 +156,10 @@ def writer_command(store: Path, endpoint: str, durability: str, seal_idle_s: flo
 
 
 def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
-    """Writer, engine and API, in the order in which they start. StartError where a port is taken."""
+    """Writer, engine and API, in the order in which they start. StartError where a port or the store is taken."""
     check_port(config.host, config.port, "--port")
     check_port("127.0.0.1", config.engine_port, "--engine-port")
+    check_free(config.store)
     endpoint = f"ipc://{socket_dir / 'writer.sock'}"
     store = config.store.absolute()
     upstream = f"http://127.0.0.1:{config.engine_port}"

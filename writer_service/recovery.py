@@ -75,6 +75,20 @@ class Recovered:
     rebuilt: bool = False
 
 
+def check_free(store: Path) -> None:
+    """StartError where a writer has the store now; makes nothing and keeps nothing."""
+    path = store / "writers" / WRITER / "LOCK"
+    if path.exists():
+        fd = fs.lock(path)
+        if fd is None:
+            raise _taken(store)
+        fs.close(fd)
+
+
+def _taken(store: Path) -> StartError:
+    return StartError(f"store {store}: another writer has it (writers/{WRITER}/LOCK); stop it first")
+
+
 def take_lock(store: Path) -> tuple[int, int]:
     """(descriptor, epoch) of this writer; StartError where another one has the store."""
     folder = store / "writers" / WRITER
@@ -82,7 +96,7 @@ def take_lock(store: Path) -> tuple[int, int]:
     fs.make_dirs(store / "blocks")
     fd = fs.lock(folder / "LOCK")
     if fd is None:
-        raise StartError(f"store {store}: another writer has it (writers/{WRITER}/LOCK); stop it first")
+        raise _taken(store)
     try:
         before = int(os.pread(fd, 64, 0).split()[0])
     except (IndexError, ValueError):
