@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import engine_cost, writer_throughput
+from bench.codec_tables import shown
 from bench.shapes import LOADS, SHAPES
 from schemas import codecs
 
@@ -67,7 +68,7 @@ def _codec_table(shape: str) -> Table:
     table.add_column("bytes a row", justify="right")
     table.add_column("bytes a token", justify="right")
     width, layers = SHAPES[shape].hidden, SHAPES[shape].layers
-    for codec in codecs.CODECS:
+    for codec in map(shown, codecs.CODECS):
         row = sum(stream.nbytes for stream in codecs.streams(codec, width, "bfloat16"))
         table.add_row(codec, f"{row:,}", f"{row * layers:,}")
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import codec_tables
 from engine_side.codecs import TORCH_DTYPES, encode
 from schemas import codecs
 from schemas.codecs import projection, sketch
@@ -398,6 +400,12 @@ def test_an_index_past_the_row_is_damage() -> None:
     pieces["index"] = np.full_like(pieces["index"], 64)
     with pytest.raises(CorruptError):
         codecs.decode("topk:k=5", pieces, 64, "float32")
+
+
+@pytest.mark.parametrize("table", [codec_tables.declared(), codec_tables.formulas()])
+def test_the_page_says_what_is_declared(table: str) -> None:
+    page = Path(__file__).parent.parent / "docs" / "codecs.md"
+    assert table in page.read_text(), "python -m bench.codec_fidelity --write docs/codecs.md"
 
 
 def test_every_codec_is_tried_here() -> None:

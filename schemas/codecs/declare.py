@@ -17,7 +17,8 @@ class Stream:
     """One stream of a codec: ``shape`` of a row's piece in ``dtype`` as stored.
 
     bfloat16 is stored as uint16 with ``view="bfloat16"`` because Zarr readers have no such dtype.
-    ``fill`` is what a Zarr reader sees where a row is missing; in a codec's first stream no encoder emits it.
+    ``fill`` is what a Zarr reader sees where a row is missing; in a codec's first stream no encoder emits it,
+    but where the model itself made the NaN that ``raw`` stores.
     """
 
     name: str

@@ -71,7 +71,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
            "kept entries: at most 0.51 of the row's scale; the share of energy that they hold is in the stream kept",
            f"x = 0; then x[index] = {_ROW8}", (_K, _DENSITY), ("k", "density"), legacy=True),
     Family("sketch", sketch.streams, sketch.decode, "k numbers of a randomised Hadamard transform at 1 or 2 bits",
-           "cosines between rows, by schemas.codecs.sketch.cosine: ±1.15·√((1 − k/width)/k) at 2 bits",
+           "cosines between rows, by schemas.codecs.sketch.cosine: ±1.15·√((1 − k/width)/k) at 2 bits "
+           "and k up to width / 4",
            "code j = bits (counted from the lowest, 7 a byte of q) j * bits up to (j + 1) * bits; y[j] = level[code] * "
            f"scale; level = {[list(levels) for levels in sketch.LEVELS.values()]} at 1 and 2 bits",
            (_NUMBERS, Parameter("bits", int, 1, 2, 2, "bits of a number"), _SEED),

@@ -50,13 +50,19 @@ def cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], bits: int) ->
 
     Quantising draws cosines towards 0 (at 1 bit by the arcsine law): what is larger than chance is drawn back.
     """
-    x, y = (_unit(rows) for rows in (a, b))
-    seen: F64 = x @ y.T
+    seen = cosines(a, b)
     true, shown = _response(bits)
     back = np.sign(seen) * np.interp(np.abs(seen), shown, true)
     surely = seen**2 / (seen**2 + 1 / a.shape[-1])  # chance alone shows cosines of 1/√k
     estimate: F64 = seen + surely * (back - seen)
     return estimate
+
+
+def cosines(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> F64:
+    """Plain cosines between the rows of ``a`` [n, k] and ``b`` [m, k]: [n, m]; 0 for a row of zeros."""
+    x, y = (_unit(rows) for rows in (a, b))
+    seen: F64 = x @ y.T
+    return seen
 
 
 def _unit(rows: npt.NDArray[np.float32]) -> F64:
