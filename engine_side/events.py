@@ -46,11 +46,12 @@ class Run:
 
 @dataclass(slots=True)
 class Lost:
-    """Rows that were selected and could not be kept."""
+    """Rows that were selected and could not be kept, or that are never computed: the prefix cache has them."""
 
     entry: Entry
     slot: I64
     position: I64
+    reason: str = "dropped"  # or "prefix_cached"
 
 
 @dataclass(slots=True)

@@ -108,8 +108,9 @@ class Recorder:
     # ── requests come and go ────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, request: str, ticket: Ticket, prompt_token_ids: list[int], cached: int) -> None:
-        """A request is scheduled for the first time (again after a preemption on some runners: then a no-op)."""
+        """A request is scheduled for the first time (on some runners again after a preemption)."""
         if request in self._tickets:
+            self.resume(request, cached)
             return
         capture = ticket.capture_of(request)
         taken, absent = self._held_against_model(ticket.resolved)
@@ -122,6 +123,20 @@ class Recorder:
         self.outbox.append(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached,
                                   now))
         self._warm(plan_of(taken))
+
+    def resume(self, request: str, cached: int) -> None:
+        """A preempted request goes on after ``cached`` positions.
+
+        Other requests may have filled the prefix cache further than this one had come itself: that part of its prompt
+        is never computed.
+        """
+        slot = self.captures.slot_of.get(request)
+        if slot is None or cached <= self.captures.computed[slot]:
+            return
+        positions = np.arange(self.captures.computed[slot], cached)
+        for entry in self.captures.plan(slot):
+            self.outbox.append(Lost(entry, np.full(len(positions), slot), positions, "prefix_cached"))
+        self.captures.computed[slot] = cached
 
     def _held_against_model(self, asked: Resolved) -> tuple[Resolved, dict[str, list[int]]]:
         """What the model has of a spec, and by site the layers that it lacks.

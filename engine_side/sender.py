@@ -69,7 +69,7 @@ class Sender(threading.Thread):
         self._counters = counters
         self._slots: dict[int, str] = {}
         self._pending: dict[Entry, Pending] = {}
-        self._lost: dict[tuple[str, Entry], list[int]] = {}
+        self._lost: dict[tuple[str, Entry, str], list[int]] = {}
         self._seq = 0
         self._unacked: OrderedDict[int, Outgoing] = OrderedDict()
         self._next = 1  # the first number not sent on this connection
@@ -201,17 +201,17 @@ class Sender(threading.Thread):
         if event.entry in self._pending:
             self._close_frame(event.entry)  # what was taken before is older than the loss
         for slot in np.unique(event.slot):
-            key = self._slots[int(slot)], event.entry
+            key = self._slots[int(slot)], event.entry, event.reason
             self._lost.setdefault(key, []).extend(int(p) for p in event.position[event.slot == slot])
 
     def _report_lost(self) -> None:
         lost, self._lost = self._lost, {}
-        for (capture, entry), positions in lost.items():
+        for (capture, entry, reason), positions in lost.items():
             ordered = np.unique(np.asarray(positions))
             for part in np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1):
                 self._number(control.Dropped(
                     seq=self._seq + 1, capture=capture, site=entry.site, layers=list(entry.layers),
-                    start=int(part[0]), stop=int(part[-1]) + 1,
+                    start=int(part[0]), stop=int(part[-1]) + 1, reason=reason,
                 ))
                 self._dropped = self._seq
 

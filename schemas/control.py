@@ -130,7 +130,10 @@ class Finish(msgspec.Struct, tag="finish", forbid_unknown_fields=True):
 
 
 class Dropped(msgspec.Struct, tag="dropped", forbid_unknown_fields=True):
-    """Engine: rows that were selected but not kept; they supersede older rows at the same positions."""
+    """Engine: rows that were selected but not kept; they supersede older rows at the same positions.
+
+    With the reason ``prefix_cached`` they were never computed, and supersede nothing.
+    """
 
     seq: int
     capture: str

@@ -124,6 +124,8 @@ def _group(
     rejected = draft & (stale | ~latest & ~again | (position >= served) & (capture.finish_seq is not None))
     keep = latest & asked & (position < served)
     for drop in drops:
+        if drop.reason == "prefix_cached":  # never computed: what is there is no older computation of it
+            continue
         keep &= ~((position >= drop.start) & (position < drop.stop) & (seq < drop.seq))
     refused = position[keep & stale]
     keep &= ~stale

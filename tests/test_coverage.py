@@ -115,6 +115,14 @@ def test_a_dropped_recomputation_hides_the_older_row_also_after_preemption() -> 
     assert group.rejected.positions.tolist() == []  # it may have been a good guess: nothing is claimed
 
 
+def test_positions_read_from_the_prefix_cache_half_way_are_named_and_take_nothing_away() -> None:
+    """Preempted after position 1; at 2 the cache had it. A row at 3 is there, though it was named as well."""
+    frames = [frame(1, [(0, 10, 0), (1, 11, 0)]), frame(2, [real(p) for p in range(3, 8)])]
+    group = only(cover(FINISHED, frames, [Drop("resid_post", 3, (0, 1), 2, 4, "prefix_cached")]))
+    assert gaps(group) == [(2, 3, "prefix_cached")]
+    assert group.rows.positions.tolist() == [0, 1, 3, 4, 5, 6, 7]
+
+
 def test_an_accepted_draft_computed_again_is_not_called_rejected() -> None:
     again = frame(3, [(4, OUTPUT[1], REAL | FLAG_RECOMPUTED)])
     frames = [PREFILL, frame(2, [real(3), draft(4)]), again, frame(4, [real(5), real(6), real(7)])]

@@ -100,3 +100,21 @@ def test_a_codec_that_does_not_fit_loses_its_own_rows_alone() -> None:
     assert isinstance(run, Run) and run.entry.site == "router_logits" and len(run.slot) == 3
     assert recorder.counters.dropped == 3
     ring.close()
+
+
+def test_what_the_prefix_cache_has_when_a_preempted_request_goes_on_is_named(recorder: Recorder) -> None:
+    def named() -> list[tuple[str, list[int]]]:
+        return [(event.reason, event.position.tolist()) for event in recorder.outbox if isinstance(event, Lost)]
+
+    opened(recorder, 20)
+    recorder.after_step(step(0, 8, 0))
+    recorder.resume("r", 5)  # less than it had computed itself
+    recorder.resume("nobody", 9)
+    assert named() == []
+    recorder.resume("r", 12)
+    assert named() == [("prefix_cached", [8, 9, 10, 11])]
+    recorder.after_step(step(12, 8, 0))
+    recorder.open("r", Ticket(new_ulid(), "{}", resolve(parse_spec({}), ASKED), 0, 1, 1), [1] * 20, 20)  # some runners
+    assert len(named()) == 1 and len(recorder.captures) == 1
+    recorder.after_step(step(4, 4, 0))
+    assert int(recorder.captures.recomputed[0]) == 4

@@ -70,6 +70,8 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
             _guarded(_finish, current.recorder, end)
         for request in scheduler_output.scheduled_new_reqs:
             _guarded(_open, current.recorder, request)
+        if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            _guarded(_resume, current.recorder, scheduler_output.scheduled_cached_reqs)
         result = original(self, scheduler_output, *args, **kwargs)
         ran = scheduler_output.total_num_scheduled_tokens and current.recorder.captures
         if ran and not _guarded(_after, current.recorder, self, scheduler_output, layout):
@@ -117,6 +119,12 @@ def _open(recorder: Any, request: Any) -> None:
     ticket = find(request.sampling_params)
     if ticket is not None:
         recorder.open(request.req_id, ticket, request.prompt_token_ids or [], request.num_computed_tokens)
+
+
+def _resume(recorder: Any, requests: Any) -> None:
+    for request, cached in zip(requests.req_ids, requests.num_computed_tokens, strict=True):
+        if request in requests.resumed_req_ids:
+            recorder.resume(request, cached)
 
 
 def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: Layout) -> None:
