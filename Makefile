@@ -23,7 +23,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test demo parity versions bench lock lock-gpu clean
+.PHONY: help setup fix check test soak demo parity versions bench lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,9 @@ check: $(STAMP)  ## lint, types, spelling
 
 test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest)
 	$(PY) -m pytest $(if $(K),-k "$(K)") $(ARGS)
+
+soak: $(STAMP)  ## the long tests: random requests on random engines (SEEDS=17 or SEEDS=20:40 chooses)
+	$(if $(SEEDS),TAP_SOAK_SEEDS=$(SEEDS)) $(PY) -m pytest -m soak -s $(if $(K),-k "$(K)") $(ARGS)
 
 demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, compare (KEEP=1 leaves it running)
 	$(PY) -m vllm_tap.demo $(if $(KEEP),--keep)

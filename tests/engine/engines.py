@@ -98,14 +98,19 @@ class Engine:
 
     def close(self) -> None:
         """End the engine: its processes, or what it holds of this one."""
-        core = self.llm.llm_engine.engine_core
-        core.shutdown()
-        del self.llm
-        if hasattr(core, "engine_core"):  # it lived in this process
-            from vllm.distributed import cleanup_dist_env_and_memory
+        llm, self.llm = self.llm, None
+        shut_down(llm)
 
-            cleanup_dist_env_and_memory()
-        gc.collect()
+
+def shut_down(llm: Any) -> None:
+    """End an engine, and make room for another where it lived in this process."""
+    core = llm.llm_engine.engine_core
+    core.shutdown()
+    if hasattr(core, "engine_core"):
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+    gc.collect()
 
 
 def row_errors(rows: Any, reference: Any) -> Any:
