@@ -72,9 +72,10 @@ def setting(seed: int) -> Setting:
     return Setting(
         budget=rng.choice((16, 24, 48, 64, 128, 512)) if chunked else rng.choice((MODEL_LEN, 512)),
         requests=rng.choice((6, 8, 16)) if few else rng.choice((1, 3, 8, 16)), block_size=block_size,
-        blocks=MODEL_LEN // block_size + rng.randint(2, 4) if few else None,
+        blocks=MODEL_LEN // block_size + rng.randint(1, 3) if few else None,
         caching=rng.random() < 0.7, chunked=chunked, drafts=seed % 3 == 1, by_priority=rng.random() < 0.4,
-        drops=seed % 4 == 2, family="qwen3" if seed % 10 == 9 else "coded")
+        piece=rng.choice((0, 16, 32)) if chunked else 0, drops=seed % 4 == 2,
+        family="qwen3" if seed % 10 == 9 else "coded")
 
 
 def mix(seed: int, draw: int, engine: Setting) -> list[Request]:

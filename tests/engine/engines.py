@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -136,9 +137,13 @@ def in_this_process(yes: bool = True) -> Iterator[None]:
     """
     before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if yes else "1"
+    # Speculative decoding imports it; the next start of vLLM looks at what all modules have, and fails at this one.
+    hidden = sys.modules.pop("llvmlite.binding.ffi", None)
     try:
         yield
     finally:
+        if hidden is not None:
+            sys.modules["llvmlite.binding.ffi"] = hidden
         del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
         if before is not None:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
