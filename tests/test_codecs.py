@@ -148,6 +148,15 @@ def test_rows_at_the_ends_of_float32(codec: str) -> None:
         assert sqnr(rows[2].numpy(), decoded[2]) > 18
 
 
+@pytest.mark.parametrize("codec", ["fp8row", "nf4b64", "topk8:k=5", "kv8:head=4", "full8"])
+def test_the_bound_holds_where_a_scale_has_few_digits_left(codec: str) -> None:
+    """Below 2^-126 bfloat16 loses digits: a scale that was rounded down would clip the numbers that it is made of."""
+    x = gaussian(64, 128, 8) * 1e-38
+    decoded, pieces = round_trip(codec, x)
+    allowed = bound(codec, x.numpy(), pieces) * (1 + 1e-5) + 2e-45
+    assert (np.abs(decoded - x.numpy()) <= allowed).all()
+
+
 @pytest.mark.parametrize("codec", ALL)
 def test_a_number_that_is_none_never_becomes_one(codec: str) -> None:
     rows = gaussian(4, 128, 2)

@@ -1,7 +1,7 @@
 """``kv8`` and ``qk8``: int8 with one bfloat16 scale a head, for keys, values and queries.
 
-Encoding of each head's ``head`` columns: s = bfloat16(max|x| / 127), rounded up; q = clip(round(x / s), −127, 127),
-round half to even. −128 is the fill of a missing row. A head with a NaN or an infinity has the scale NaN.
+Encoding of each head's ``head`` columns: s = bfloat16(max|x| / 127), rounded up; q = round(x / s), half to even,
+−127 to 127. −128 is the fill of a missing row. A head with a NaN or an infinity has the scale NaN.
 Decoding: x = q * s of the column's head.
 """
 
