@@ -27,6 +27,7 @@ class Opened:
     prompt_token_ids: list[int]
     cached: int
     created_ms: int
+    adapter: str
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from engine_side.ticket import Ticket, decode, encode
@@ -65,6 +66,11 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, arm: tupl
         if len(_seen) > _SEEN_MAX:
             _seen.popitem(last=False)
     return encode(Ticket(id=ulid, asked=spec.to_json(), resolved=resolved, base=base, n=n, count=count))
+
+
+def with_adapter(text: str, adapter: str) -> str:
+    """A ticket's JSON that also names the LoRA adapter of its request."""
+    return encode(msgspec.structs.replace(decode(text), adapter=adapter))
 
 
 def forget(text: str) -> None:

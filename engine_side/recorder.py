@@ -121,7 +121,7 @@ class Recorder:
         self._tickets[request] = capture
         now = time.time_ns() // 1_000_000
         self.outbox.append(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached,
-                                  now))
+                                  now, ticket.adapter))
         self._warm(plan_of(taken))
 
     def resume(self, request: str, cached: int) -> None:

@@ -160,6 +160,7 @@ class Sender(threading.Thread):
             seq=self._seq + 1, capture=event.capture, request=event.request, asked=event.asked,
             resolved=event.resolved, prompt_len=len(event.prompt_token_ids), cached=event.cached,
             prompt_token_ids=np.asarray(event.prompt_token_ids, "<u4").tobytes(), created_ms=event.created_ms,
+            adapter=event.adapter,
         ))
         for site, layers in event.absent.items():
             self._number(control.Dropped(seq=self._seq + 1, capture=event.capture, site=site, layers=layers, start=0,

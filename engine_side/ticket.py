@@ -30,6 +30,7 @@ class Ticket(msgspec.Struct, frozen=True, tag="vllm-tap", tag_field="ticket"):
     base: int
     n: int
     count: int
+    adapter: str = ""  # the LoRA adapter that the request runs with
 
     def capture(self, sample: int) -> str:
         """The capture id of this request's sample 0 … n-1."""

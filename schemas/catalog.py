@@ -29,6 +29,7 @@ CREATE TABLE captures (
     owner TEXT NOT NULL DEFAULT '', status TEXT NOT NULL, created_ms INTEGER NOT NULL, tags TEXT NOT NULL DEFAULT '{}',
     own_stream TEXT, own_seq INTEGER,
     stream TEXT, epoch INTEGER, request TEXT, open_seq INTEGER, asked TEXT, resolved TEXT,
+    adapter TEXT NOT NULL DEFAULT '',
     prompt_len INTEGER NOT NULL DEFAULT 0, prompt_tokens BLOB NOT NULL DEFAULT x'', cached INTEGER NOT NULL DEFAULT 0,
     finish_seq INTEGER, finish_reason TEXT, stop_reason TEXT, output_tokens BLOB NOT NULL DEFAULT x'',
     "end" INTEGER, recomputed INTEGER NOT NULL DEFAULT 0, client_reason TEXT, client_stop TEXT,
@@ -156,6 +157,7 @@ class Capture:
     stream: str | None
     asked: str | None
     resolved: str | None
+    adapter: str
     prompt_len: int
     prompt_tokens: bytes
     cached: int
@@ -196,8 +198,9 @@ def capture_of(row: sqlite3.Row) -> Capture:
     return Capture(
         id=row["id"], ulid=row["ulid"], sample=row["sample"], owner=row["owner"], status=row["status"],
         created_ms=row["created_ms"], tags=json.loads(row["tags"]), stream=row["stream"], asked=row["asked"],
-        resolved=row["resolved"], prompt_len=row["prompt_len"], prompt_tokens=row["prompt_tokens"],
-        cached=row["cached"], finish_seq=row["finish_seq"], finish_reason=row["finish_reason"],
+        resolved=row["resolved"], adapter=row["adapter"], prompt_len=row["prompt_len"],
+        prompt_tokens=row["prompt_tokens"], cached=row["cached"], finish_seq=row["finish_seq"],
+        finish_reason=row["finish_reason"],
         stop_reason=None if stop is None else json.loads(stop), output_tokens=tokens, end=end,
         recomputed=row["recomputed"], client_reason=row["client_reason"], total_len=row["total_len"],
         lost=bool(row["lost"]), failed=row["failed"], deleted=bool(row["deleted"]),

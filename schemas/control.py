@@ -112,6 +112,7 @@ class Open(msgspec.Struct, tag="open", forbid_unknown_fields=True):
     prompt_token_ids: bytes  # little-endian uint32
     cached: int  # leading prompt positions that came from the prefix cache
     created_ms: int
+    adapter: str = ""  # the LoRA adapter that the request runs with
 
 
 class Finish(msgspec.Struct, tag="finish", forbid_unknown_fields=True):

@@ -76,6 +76,7 @@ class Manifest(msgspec.Struct, frozen=True):
     tags: dict[str, str]
     created_ms: int
     engine: dict[str, Any]  # EngineInfo
+    adapter: str  # the LoRA adapter that the model ran with, "" for none
     prompt_len: int
     total_len: int  # prompt + generated tokens known so far
     end: int  # positions [0, end) were computed for the final sequence

@@ -372,7 +372,8 @@ class StoreReader:
         return Manifest(
             id=capture.id, aliases=self._aliases(capture), status=capture.status,
             asked=json.loads(capture.asked) if capture.asked else {}, resolved=resolved, tags=capture.tags,
-            created_ms=capture.created_ms, engine=engine, prompt_len=capture.prompt_len, total_len=capture.total_len,
+            created_ms=capture.created_ms, engine=engine, adapter=capture.adapter,
+            prompt_len=capture.prompt_len, total_len=capture.total_len,
             end=coverage.end if capture.end is None else capture.end,
             prompt_token_ids=np.frombuffer(capture.prompt_tokens, "<u4").tolist(),
             output_token_ids=np.frombuffer(capture.output_tokens, "<u4").tolist(),

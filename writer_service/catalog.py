@@ -239,10 +239,10 @@ def _open(db: sqlite3.Connection, entry: Entry, opened: Open) -> set[str]:
                (_asked_tags(opened.asked), opened.capture))
     db.execute(
         "UPDATE captures SET stream = ?, epoch = ?, request = ?, open_seq = ?, asked = ?, resolved = ?, "
-        "prompt_len = ?, prompt_tokens = ?, cached = ? WHERE id = ? AND stream IS NULL AND deleted = 0",
+        "prompt_len = ?, prompt_tokens = ?, cached = ?, adapter = ? WHERE id = ? AND stream IS NULL AND deleted = 0",
         (entry.stream, entry.epoch, opened.request, opened.seq, opened.asked,
          msgspec.json.encode(opened.resolved).decode(), opened.prompt_len, opened.prompt_token_ids, opened.cached,
-         opened.capture))
+         opened.adapter, opened.capture))
     return {opened.capture}
 
 
@@ -268,8 +268,9 @@ def _insert(db: sqlite3.Connection, capture: str, status: str, created_ms: int) 
 def _forget(db: sqlite3.Connection, capture: str) -> None:
     """A tombstone: the id stays taken, what was known of the content goes."""
     db.execute(
-        "UPDATE captures SET deleted = 1, status = 'deleted', asked = NULL, resolved = NULL, prompt_tokens = x'', "
-        "output_tokens = x'', client_tokens = x'', tags = '{}', stop_reason = NULL, client_stop = NULL WHERE id = ?",
+        "UPDATE captures SET deleted = 1, status = 'deleted', asked = NULL, resolved = NULL, adapter = '', "
+        "prompt_tokens = x'', output_tokens = x'', client_tokens = x'', tags = '{}', stop_reason = NULL, "
+        "client_stop = NULL WHERE id = ?",
         (capture,))
     db.execute("DELETE FROM extents WHERE capture = ?", (capture,))
     db.execute("DELETE FROM drops WHERE capture = ?", (capture,))

@@ -88,6 +88,8 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         if request.prompt_token_ids is None:
             front.forget(text)
             return request
+        if (adapter := getattr(request, "lora_request", None)) is not None:
+            text = front.with_adapter(text, str(adapter.lora_name))
         rest = {key: value for key, value in extra.items() if key not in (KEY, COUNT_KEY, LISTED_KEY)}
         request.sampling_params.extra_args = {**rest, KEY: text}
         return request
