@@ -68,7 +68,7 @@ class Setting:
 def setting(seed: int) -> Setting:
     """An engine; any twenty seeds in a row have every trait and most pairs of them."""
     rng = random.Random(f"engine {seed}")
-    block_size, chunked, few = rng.choice((16, 32, 32, 64)), rng.random() < 0.8, seed % 5 in (0, 2, 3)
+    block_size, chunked, few = rng.choice((32, 32, 32, 64)), rng.random() < 0.8, seed % 5 in (0, 2, 3)
     return Setting(
         budget=rng.choice((16, 24, 48, 64, 128, 512)) if chunked else rng.choice((MODEL_LEN, 512)),
         requests=rng.choice((6, 8, 16)) if few else rng.choice((1, 3, 8, 16)), block_size=block_size,
@@ -81,21 +81,21 @@ def setting(seed: int) -> Setting:
 def mix(seed: int, draw: int, engine: Setting) -> list[Request]:
     """The requests of one draw; draws of a seed share prefixes, so the cache has them.
 
-    In every second draw on an engine that drops, most captures are of everything.
+    In every second draw on an engine that drops, prompts are long and most captures are of everything.
     """
     rng, shared = random.Random(f"mix {seed} {draw}"), random.Random(f"prefix {seed}").choices(words(0), k=_PROMPT_MAX)
     sites = engine.environment["VLLM_TAP_ARM"].split(",")
     heavy = engine.drops and draw % 2 == 1
     requests: list[Request] = []
     for of in rng.sample(range(1, REQUESTS - 4), rng.randint(3, 14)):
-        prompt = _prompt(rng, of, shared)
+        prompt = _prompt(rng, of, shared, 100 if heavy else 1)
         aborted = rng.random() < 0.15
         spec, layers, codecs = None, {}, {}
         if rng.random() < 0.85:
             before = [request for request in requests if request.spec is not None]
             if before and rng.random() < 0.25:
                 spec, layers, codecs = (like := rng.choice(before)).spec, like.layers, like.codecs
-            elif heavy and rng.random() < 0.7:
+            elif heavy and rng.random() < 0.9:
                 spec, codecs = {"codec": "raw"}, dict.fromkeys(sites, "raw")
                 layers = {site: (0,) if site == "embed" else tuple(range(LAYERS)) for site in sites}
             else:
@@ -107,8 +107,8 @@ def mix(seed: int, draw: int, engine: Setting) -> list[Request]:
     return requests
 
 
-def _prompt(rng: random.Random, of: int, shared: list[int]) -> tuple[int, ...]:
-    length = min(rng.choice((1, 2, rng.randint(1, 40), rng.randint(1, _PROMPT_MAX), 64, 96)), _PROMPT_MAX)
+def _prompt(rng: random.Random, of: int, shared: list[int], least: int) -> tuple[int, ...]:
+    length = max(least, rng.choice((1, 2, rng.randint(1, 40), rng.randint(1, _PROMPT_MAX), 64, 96)))
     common = shared[: rng.choice((0, 0, rng.randint(0, length), length))]
     own = rng.choices(words(of), k=length)
     if rng.random() < 0.5:  # as the model goes on by itself: what drafts are guessed from
