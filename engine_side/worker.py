@@ -27,6 +27,7 @@ class Worker:
     """What a tapped worker holds."""
 
     info: EngineInfo
+    model: torch.nn.Module  # the one with the taps
     staging: Staging
     entry: Entry | None  # what the self-test holds the first rows against
     recorder: Recorder | None  # None on a rank whose rows another rank hands over
@@ -36,13 +37,13 @@ class Worker:
 CURRENT: Worker | None = None
 
 
-def start(config: EngineConfig, info: EngineInfo, staging: Staging, entry: Entry | None, device: torch.device,
-          leads: bool) -> None:
+def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, staging: Staging, entry: Entry | None,
+          device: torch.device, leads: bool) -> None:
     """Make the worker's recorder and its sender, on the rank that ``leads`` its tensor-parallel group."""
     global CURRENT
     stop()
     if not leads:  # the sites are whole on every rank: once is enough
-        CURRENT = Worker(info, staging, entry, None, None)
+        CURRENT = Worker(info, model, staging, entry, None, None)
         return
     row = max(buffer.shape[0] * buffer.shape[2] * buffer.element_size() for buffer in staging.buffers.values())
     if config.ring_bytes < 4 * row:
@@ -51,7 +52,7 @@ def start(config: EngineConfig, info: EngineInfo, staging: Staging, entry: Entry
     ring = Ring(config.ring_bytes, pinned=device.type == "cuda")
     recorder = Recorder(staging, ring, info.model_dtype, config.on_full, SideStream(device))
     sender = Sender(config.endpoint, info, ring, recorder.outbox, recorder.counters)
-    CURRENT = Worker(info, staging, entry, recorder, sender)
+    CURRENT = Worker(info, model, staging, entry, recorder, sender)
     atexit.register(stop)
 
 

@@ -13,9 +13,11 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.seams.runner import check_wrapped
+from engine_side.seams.self_test import check_model
 from engine_side.ticket import KEY, find
 from schemas.errors import StartError
 from tests.store_helpers import ROOT
@@ -50,6 +52,14 @@ def test_a_module_that_fails_at_first_is_wrapped_when_it_succeeds(late: tuple[st
         importlib.import_module(name)
     assert not seen
     assert [importlib.import_module(name)] == seen
+
+
+def test_taps_in_another_model_than_the_one_that_runs_are_seen() -> None:
+    target, drafter = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    check_model(target, target, "a runner")
+    check_model(target, torch.nn.Sequential(target), "a runner that wraps its model")
+    with pytest.raises(StartError, match="a runner runs, a Sequential"):
+        check_model(drafter, torch.nn.Sequential(target), "a runner")
 
 
 def test_a_runner_that_inherits_a_wrapped_step_is_known() -> None:

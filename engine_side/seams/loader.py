@@ -106,7 +106,7 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         meaning={point.site: f"raw weights; {point.meaning}" for point in points},
     )
     entry = find_entry(model, list(model_config.architectures), config.arm)
-    worker.start(config, info, staging, entry, device, leads=_tensor_parallel_rank() == 0)
+    worker.start(config, info, model, staging, entry, device, leads=_tensor_parallel_rank() == 0)
 
 
 def check_ids(points: list[Point], dtype: torch.dtype) -> None:

@@ -29,6 +29,7 @@ def self_test(runner: Any, current: Worker) -> None:
         raise StartError("vllm-tap: adaptive verification of drafts lays out a step's rows on the device alone, where "
                          "nobody can say whose they are: switch it off in speculative_config")
     where = f"{type(runner).__module__}.{type(runner).__name__}"
+    check_model(current.model, runner.get_model(), where)
     for _ in range(2):
         current.staging.poison()
         with torch.inference_mode():
@@ -44,6 +45,13 @@ def self_test(runner: Any, current: Worker) -> None:
                 _check_entry(current.staging, current.entry, input_ids(runner)[:_ROWS], where)
     logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
                 current.info.model)
+
+
+def check_model(tapped: torch.nn.Module, running: torch.nn.Module, where: str) -> None:
+    """StartError where the model that runs neither is the tapped one nor wraps it: a drafter may have been tapped."""
+    if all(module is not tapped for module in running.modules()):
+        raise StartError(f"vllm-tap: the taps are in a {type(tapped).__name__} that is not the model which {where} "
+                         f"runs, a {type(running).__name__}: its rows would be taken for those of the requests")
 
 
 def _check_entry(staging: Staging, entry: Entry, ids: torch.Tensor, where: str) -> None:

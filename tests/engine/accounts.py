@@ -16,6 +16,7 @@ import numpy.typing as npt
 from schemas.manifest import Manifest, SiteLayer
 from schemas.reader import StoreReader
 from tests.engine.coded_model import greedy, read
+from tests.engine.engines import ON_GPU
 
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
@@ -111,7 +112,7 @@ def positions(spec: dict[str, Any], prompt_len: int, end: int) -> I64:
 def tell(tokens: tuple[int, ...], site: str, layer: int, codec: str, at: I64, values: F32) -> None:
     """Rows of the coded model prove their token, position, context and layer themselves."""
     of, last = np.asarray(tokens), np.maximum(at - 1, 0)
-    told = read(site, values, 1e-3 if codec == "raw" else 0.25)
+    told = read(site, values, 1e-3 if codec == "raw" and not ON_GPU else 0.25)  # bfloat16 rounds the larger codes
     assert np.array_equal(told.token, of[at]), f"{site}.{layer}: rows of tokens {told.token}, expected {of[at]}"
     for what, says, is_ in (("positions", told.position, at), ("previous tokens", told.previous, of[last]),
                             ("layers", told.layer, np.full(len(at), layer))):
