@@ -102,6 +102,7 @@ class Recorder:
     captures: CaptureTable = field(default_factory=CaptureTable)
     counters: Counters = field(default_factory=Counters)
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
+    _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
     _layouts: dict[Entry, Layout] = field(default_factory=dict)
 
@@ -177,6 +178,7 @@ class Recorder:
             return
         if step.drafts is not None:
             self._guesses = max(self._guesses, int(step.drafts.max()) + step.slack)
+            self._before = self.captures.computed.copy()
         selected = self.captures.select(step.requests, step.starts, step.first, step.drafts, step.slack)
         if selected is None:
             return
@@ -187,13 +189,15 @@ class Recorder:
                 part = selected if len(plans) == 1 else _only(selected, int(plan))
                 for entry in self.captures.plans[int(plan)]:
                     self._take(step, entry, part)
+        self._before = None
 
     def miss_step(self) -> None:
         """A step could not be looked at, so its rows are missing; drafts of the step before must not stand for them."""
         if not self._guesses:
             return
+        computed, self._before = self.captures.computed if self._before is None else self._before, None
         for slot in self.captures.slot_of.values():
-            positions = self.captures.computed[slot] + np.arange(self._guesses)
+            positions = computed[slot] + np.arange(self._guesses)
             for entry in self.captures.plan(slot):
                 self.outbox.append(Lost(entry, np.full(len(positions), slot), positions))
 
@@ -204,7 +208,10 @@ class Recorder:
             self._lose(entry, selected, slice(None))
             return
         row_bytes = sum(layout.pieces) * len(entry.layers)
-        block = max(1, min(limits.frame_bytes_target, self.ring.capacity // 4) // row_bytes)
+        block = min(limits.frame_bytes_target, self.ring.capacity // 4) // row_bytes
+        # What encoding takes meanwhile follows from the rows as they are, however few bytes they become.
+        width = self.staging.buffers[entry.site].shape[-1]
+        block = max(1, min(block, limits.encode_bytes_max // (4 * width * len(entry.layers))))
         for begin in range(0, len(selected.row), block):
             rows = slice(begin, begin + block)
             run = None
@@ -274,9 +281,12 @@ class Recorder:
     def _warm(self, plan: Plan) -> None:
         """A projection is made before the first step that needs it: one row of each entry that has one is encoded."""
         for entry in plan:
-            if codecs.identified(entry.codec).family.projected and (layout := self._layout(entry)) is not None:
-                with torch.inference_mode(), self.side.after_main():
-                    layout.encode(self.staging.buffers[entry.site][:1, :1])
+            try:
+                if codecs.identified(entry.codec).family.projected and (layout := self._layout(entry)) is not None:
+                    with torch.inference_mode(), self.side.after_main():
+                        layout.encode(self.staging.buffers[entry.site][:1, :1])
+            except Exception:
+                self._failed(entry)
 
     def _layout(self, entry: Entry) -> Layout | None:
         """None where the codec cannot take this site's rows: its parameters do not fit their width."""

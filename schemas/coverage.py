@@ -113,7 +113,8 @@ def _group(
         served = min(served, int(position[~draft].max(initial=-1)) + 1)  # this site may lag behind others
         stale = np.zeros(len(position), bool)
     else:
-        stale = _rejected(position, token, draft, np.frombuffer(capture.prompt_tokens + capture.output_tokens, "<u4"))
+        final = np.frombuffer(capture.prompt_tokens + capture.output_tokens, "<u4")
+        stale = _rejected(position, token, draft, final, np.searchsorted([drop.seq for drop in drops], seq))
     order = np.argsort(position, kind="stable")
     position, flags, seq, draft, stale = (column[order] for column in (position, flags, seq, draft, stale))
     rows = Rows(position, extent[order], row[order])
@@ -124,9 +125,9 @@ def _group(
     rejected = draft & (stale | ~latest & ~again | (position >= served) & (capture.finish_seq is not None))
     keep = latest & asked & (position < served)
     for drop in drops:
-        if drop.reason == "prefix_cached":  # never computed: what is there is no older computation of it
-            continue
-        keep &= ~((position >= drop.start) & (position < drop.stop) & (seq < drop.seq))
+        older = (position >= drop.start) & (position < drop.stop) & (seq < drop.seq)
+        # From the cache: not computed again, so what is there stays, unless it was a guess that nobody decided on.
+        keep &= ~(older & draft) if drop.reason == "prefix_cached" else ~older
     refused = position[keep & stale]
     keep &= ~stale
     # Between the start of a range and its end, every row that is there ends a gap and begins the next.
@@ -141,17 +142,18 @@ def _computed(extent: Extent) -> int:
     return int(settled.max()) + 1 if len(settled) else 0
 
 
-def _rejected(position: I64, token: I64, draft: Bools, tokens: npt.NDArray[np.uint32]) -> Bools:
+def _rejected(position: I64, token: I64, draft: Bools, tokens: npt.NDArray[np.uint32], era: I64) -> Bools:
     """Drafts that the final sequence does not have, and the drafts after them in their steps; rows oldest first.
 
-    A step's rows begin with one that is no draft or, where that one was not asked for, where positions fall back.
+    A step's rows begin with one that is no draft or, where that one was not asked for, where positions fall back or,
+    where it was dropped, with another ``era``: the number of drops before the row.
     """
     if not draft.any():
         return draft
     known = position < len(tokens)
     wrong = draft & ~known
     wrong[known] = draft[known] & (tokens[position[known]] != token[known])
-    begins = ~draft | np.append(True, position[1:] <= position[:-1])
+    begins = ~draft | np.append(True, (position[1:] <= position[:-1]) | (era[1:] != era[:-1]))
     count = np.cumsum(wrong)
     before_step = np.maximum.accumulate(np.where(begins, count - wrong, 0))
     return draft & (count > before_step)

@@ -21,6 +21,7 @@ width_max: Final = 1 << 20
 # What travels on the wire.
 message_header_bytes_max: Final = 16 * 1024 * 1024
 frame_bytes_target: Final = 8 * 1024 * 1024
+encode_bytes_max: Final = 64 * 1024 * 1024  # of rows as float32 that are encoded at a time
 frame_delay_ms: Final = 50
 frame_bytes_max: Final = 512 * 1024 * 1024
 frame_rows_max: Final = 1 << 20

@@ -23,7 +23,7 @@ from schemas.sites import SITES, parse_site
 __all__ = ["Armed", "CaptureSpec", "Resolved", "intervals", "parse_spec", "resolve"]
 
 NAMED_POSITIONS: Final = ("all", "prompt", "generated", "last_prompt")
-_SLICE: Final = re.compile(r"(-?[0-9]{0,5}):(-?[0-9]{0,5})(?::([0-9]{1,5}))?", re.ASCII)
+_SLICE: Final = re.compile(r"(-?[0-9]{1,5})?:(-?[0-9]{1,5})?(?::([0-9]{1,5}))?", re.ASCII)
 _TAG_KEY: Final = re.compile(r"[A-Za-z0-9_.\-]+", re.ASCII)
 
 _Natural = Annotated[StrictInt, Field(ge=0, le=limits.position_max)]
@@ -108,6 +108,11 @@ _VALID: Final = {
 }
 
 
+# Counted before anything is looked at: a list of millions takes seconds to check.
+_LONGEST: Final = {"positions": limits.spec_intervals_max, "layers": limits.layers_max, "sites": limits.spec_sites_max,
+                   "codec": limits.spec_sites_max}
+
+
 def parse_spec(value: object) -> CaptureSpec:
     """A checked spec of a mapping or of its JSON text; SpecError or LimitError otherwise."""
     if isinstance(value, str | bytes):
@@ -119,6 +124,9 @@ def parse_spec(value: object) -> CaptureSpec:
             raise SpecError("", "…", f"malformed JSON: {error}") from None
     if not isinstance(value, Mapping):
         raise SpecError("", value, "must be an object such as {\"sites\": [\"resid_post\"]}")
+    for field, most in _LONGEST.items():
+        if isinstance(value.get(field), list | Mapping) and len(value[field]) > most:
+            raise LimitError(f"capture.{field}", len(value[field]), most, "use ranges, or \"all\"")
     try:
         spec = CaptureSpec.model_validate(value)
     except ValidationError as error:
@@ -190,7 +198,7 @@ def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = 
     return Resolved(
         layers={site: sorted(chosen) for site, chosen in layers.items()},
         codec={site: _identity(codec, site, armed, (widths or {}).get(site))
-               for site, codec in _codecs(spec, list(layers)).items()},
+               for site, codec in _codecs(spec, layers).items()},
         positions=_positions(spec.positions),
         prefix_cache=spec.prefix_cache or ("recompute" if _could_be_cached(spec.positions) else "allow"),
     )
@@ -203,17 +211,23 @@ def _layers_asked(layers: str | list[int], n_layers: int) -> set[int] | None:
     if isinstance(layers, str):
         match = _SLICE.fullmatch(layers)
         assert match is not None  # checked when parsed
-        parts = [int(part) if part not in (None, "", "-") else None for part in match.groups()]
+        parts = [None if part is None else int(part) for part in match.groups()]
         return set(range(n_layers)[slice(*parts)])
     if out := [layer for layer in layers if layer >= n_layers]:
         raise SpecError("layers", out, f"out of range; the model has layers 0 to {n_layers - 1}")
     return set(layers)
 
 
-def _codecs(spec: CaptureSpec, sites: list[str]) -> dict[str, str]:
+def _codecs(spec: CaptureSpec, layers: dict[str, set[int]]) -> dict[str, str]:
+    sites = list(layers)
     if isinstance(spec.codec, str):
         return {site: "raw" if SITES[site].ids else spec.codec for site in sites}
-    named = {parse_site(name, "codec")[0]: codec for name, codec in spec.codec.items()}
+    named: dict[str, str] = {}
+    for name, codec in spec.codec.items():
+        site, fixed = parse_site(name, "codec")
+        if site in named or (fixed is not None and layers.get(site, {fixed}) != {fixed}):
+            raise SpecError("codec", name, f"a site has one codec for all its layers: name it once, as {site!r}")
+        named[site] = codec
     if extra := sorted(set(named) - set(sites)):
         raise SpecError("codec", extra, f"names sites that are not captured; captured: {', '.join(sites)}")
     if coded := {site: codec for site, codec in named.items() if SITES[site].ids and codec != "raw"}:

@@ -185,3 +185,21 @@ def test_missing_ranges_are_what_counting_positions_says(data: st.DataObject) ->
         (p, "dropped" if p in dropped else "prefix_cached" if p < cached else "aborted" if p >= end else "dropped")
         for p in expected if p not in there]
     assert all(a.stop < b.start or a.reason != b.reason for a, b in pairwise(group.missing))
+
+
+def test_an_undecided_draft_does_not_stand_for_what_came_from_the_cache() -> None:
+    frames = [PREFILL, frame(2, [real(3), draft(4, 99), draft(5, 98)]), frame(4, [real(6), real(7)])]
+    drop = Drop("resid_post", 3, (0, 1), 4, 6, "prefix_cached")
+    for capture in (RUNNING, FINISHED):
+        group = only(cover(capture, frames, [drop]))
+        assert group.rows.positions.tolist() == [0, 1, 2, 3, 6, 7]
+        assert gaps(group)[0] == (4, 6, "prefix_cached")
+
+
+def test_a_dropped_row_parts_the_steps_around_it() -> None:
+    """Draft 4 was wrong and its recomputation dropped: the accepted draft 6 of a later step is not its follower."""
+    capture = replace(FINISHED, resolved=msgspec.json.encode(Resolved(
+        {"resid_post": [0, 1]}, {"resid_post": "raw"}, [(4, 5), (6, 7)], "allow")).decode())
+    frames = [frame(2, [draft(4, 99)]), frame(4, [draft(6)])]
+    group = only(cover(capture, frames, [Drop("resid_post", 3, (0, 1), 4, 5, "dropped")]))
+    assert group.rows.positions.tolist() == [6] and gaps(group) == [(4, 5, "dropped")]

@@ -171,3 +171,14 @@ def test_two_sites_have_no_place_in_the_earlier_layout(stack: Stack, tmp_path: P
 def test_legacy_codecs_say_what_they_lose() -> None:
     legacy = {name: family.error for name, family in codecs.CODECS.items() if family.legacy}
     assert set(legacy) == {"rp8", "full8", "topk8"} and "0.044 at k = 512" in legacy["rp8"]
+
+
+def test_an_export_that_replaces_another_leaves_nothing_of_it(stack: Stack, tmp_path: Path) -> None:
+    """rp8 beside it: a projection has no more columns than the row, and the export says how many there are."""
+    capture, _ = captured(stack, {"sites": ["resid_post"], "codec": "rp8:k=512", "layers": [0, 3]})
+    export(stack.store, capture, out=tmp_path / "out")
+    export(stack.store, capture, out=tmp_path / "out", layers="3", force=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["manifest.json", "seq0_layer3_rank0.npz"]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    npz = np.load(tmp_path / "out" / "seq0_layer3_rank0.npz", allow_pickle=False)
+    assert npz["q"].shape == (ROWS, WIDTH) and manifest["compression"]["rp_k"] == npz["rp_k"] == WIDTH

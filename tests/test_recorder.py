@@ -118,3 +118,15 @@ def test_what_the_prefix_cache_has_when_a_preempted_request_goes_on_is_named(rec
     assert len(named()) == 1 and len(recorder.captures) == 1
     recorder.after_step(step(4, 4, 0))
     assert int(recorder.captures.recomputed[0]) == 4
+
+
+def test_a_step_that_fails_after_its_rows_were_chosen_takes_the_drafts_before_it_along(recorder: Recorder) -> None:
+    opened(recorder, 2)
+    recorder.after_step(step(0, 2, 0))
+    recorder.after_step(step(2, 4, 3))
+    recorder.staging.buffers.clear()  # whatever it is that fails
+    recorder._layouts.clear()
+    with pytest.raises(KeyError):
+        recorder.after_step(step(3, 4, 3))
+    recorder.miss_step()
+    assert lost(recorder) == {3, 4, 5}

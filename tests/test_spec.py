@@ -81,7 +81,7 @@ HEADED = Armed({"resid_post": [0], "q": [0], "k": [0]}, n_layers=1, heads={"q": 
 @pytest.mark.parametrize(("asked", "codec"), [
     ("raw", {"resid_post": "raw", "q": "raw", "k": "raw"}),
     ({"resid_post": "rp8:k=8"}, {"resid_post": "rp8:k=8,seed=0", "q": "int8b64", "k": "int8b64"}),
-    ({"q": "qk8", "blocks.0.attn.hook_k": "kv8:head=64"},
+    ({"q": "qk8", "k": "kv8:head=64"},
      {"resid_post": "int8b64", "q": "qk8:head=64", "k": "kv8:head=64"}),
 ])
 def test_codecs_resolve_to_their_identity(asked: object, codec: dict[str, str]) -> None:
@@ -155,3 +155,29 @@ def test_every_transformer_lens_name_leads_back_to_its_site() -> None:
         if site.lens:
             printed = transformer_lens_name(site.name, 11)
             assert printed is not None and parse_site(printed)[0] == site.name
+
+
+@pytest.mark.parametrize("codec", [
+    {"blocks.0.hook_resid_post": "raw", "blocks.3.hook_resid_post": "raw16"}, {"resid_post.2": "raw"},
+    {"resid_post": "raw", "blocks.1.hook_out": "raw16"}])
+def test_a_codec_is_named_for_a_site_not_for_a_layer(codec: dict[str, str]) -> None:
+    with pytest.raises(SpecError, match="one codec for all its layers"):
+        resolve(parse_spec({"sites": ["resid_post"], "codec": codec}), Armed({"resid_post": [0, 1, 2, 3]}, 4))
+
+
+@pytest.mark.parametrize("spec", [{"positions": [[n, n + 1] for n in range(9999)]}, {"layers": [0] * 9999}])
+def test_lists_are_counted_before_they_are_looked_at(spec: dict[str, object]) -> None:
+    with pytest.raises(LimitError, match="9999"):
+        parse_spec(spec)
+
+
+@pytest.mark.parametrize("layers", ["2:-", "-:2", ":-"])
+def test_half_a_number_is_no_layer(layers: str) -> None:
+    with pytest.raises(SpecError, match="layers"):
+        parse_spec({"layers": layers})
+
+
+def test_a_codec_may_be_named_as_its_only_layer_is() -> None:
+    name = "blocks.3.hook_resid_post"
+    resolved = resolve(parse_spec({"sites": [name], "codec": {name: "raw"}}), Armed({"resid_post": [0, 1, 2, 3]}, 4))
+    assert (resolved.layers, resolved.codec) == ({"resid_post": [3]}, {"resid_post": "raw"})

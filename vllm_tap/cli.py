@@ -145,7 +145,7 @@ def capture(
         raise _usage(f"either --codec or --act-mode, not both (--codec {act_mode} says the same)")
     if codec is None:
         asked = {**os.environ, **legacy}
-        codec = legacy_names.act_codec(asked) if legacy or asked.get("VLLM_ACT_CAPTURE") == "1" else DEFAULT_CODEC
+        codec = legacy_names.act_codec(asked)
     environment, arguments = tiny_settings() if tiny else ({}, ())
     if max_model_len is not None:
         arguments = (*arguments, "--max-model-len", str(max_model_len))

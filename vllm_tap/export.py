@@ -31,7 +31,7 @@ from vllm_tap.legacy_export import is_legacy, write_legacy
 __all__ = ["FORMATS", "export"]
 
 _SAFETENSORS: Final = {"float32": "F32", "uint32": "U32"}
-_SLICE: Final = re.compile(r"(-?[0-9]*):(-?[0-9]*)(?::(-?[0-9]+))?", re.ASCII)
+_SLICE: Final = re.compile(r"(-?[0-9]{0,5}):(-?[0-9]{0,5})(?::(-?[0-9]{1,5}))?", re.ASCII)
 
 
 def export(store: Path, ref: str, format: str = "npz", out: Path | None = None, sites: str | None = None,

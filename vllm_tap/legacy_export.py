@@ -18,6 +18,7 @@ import numpy.typing as npt
 from schemas.codecs import CODECS
 from schemas.codecs.declare import bfloat16_to_float32
 from schemas.errors import SpecError, TapError
+from schemas.manifest import SiteInfo
 from schemas.reader import Slice
 from vllm_tap.array_files import plain, replacing, write_npz
 from vllm_tap.export_rows import ExportRows
@@ -47,6 +48,9 @@ def write_legacy(folder: Path, rows: ExportRows) -> list[Path]:
         paths.append(folder / f"seq0_layer{layer}_rank0.npz")
         write_npz(paths[-1], [plain(name, array) for name, array in arrays.items()])
         described[str(layer)] = {"path": paths[-1].name, "shape": list(arrays["q"].shape)}
+    for old in folder.glob("seq0_layer*_rank0.npz"):  # of an export that this one replaces
+        if old not in paths:
+            old.unlink()
     with replacing(folder / "manifest.json") as file:
         file.write(json.dumps(_manifest(rows, site, described), indent=1).encode())
     return [*paths, folder / "manifest.json"]
@@ -62,7 +66,7 @@ def _arrays(rows: ExportRows, site: str, layer: int) -> dict[str, npt.NDArray[An
     arrays = {name: np.concatenate(parts) if parts else np.zeros(shapes[name], np.uint8)
               for name, parts in stored.items()}
     about = {"mode": info.family, "site": site, "layer": layer, "width": info.width, "quant_bits": _BITS,
-             **{f"{_prefix(info.family)}{name}": value for name, value in info.parameters.items()}}
+             **{f"{_prefix(info.family)}{name}": value for name, value in info.parameters.items()}, **_used(info)}
     return {**arrays, "positions": rows.positions.astype("<u4"), "token_ids": rows.token_ids.astype("<u4"),
             **{name: np.array(value) for name, value in about.items()}}
 
@@ -79,6 +83,11 @@ def _prefix(family: str) -> str:
     return {"rp8": "rp_", "topk8": "topk_"}.get(family, "")
 
 
+def _used(info: SiteInfo) -> dict[str, int]:
+    """A projection has no more columns than the row: what was made with k, where more was asked for."""
+    return {"rp_k": info.decoded_width} if info.family == "rp8" else {}
+
+
 def _manifest(rows: ExportRows, site: str, layers: dict[str, Any]) -> dict[str, Any]:
     manifest, info = rows.manifest, rows.site(site)
     named = {f"{_prefix(info.family)}{name}": value for name, value in info.parameters.items()}
@@ -90,6 +99,6 @@ def _manifest(rows: ExportRows, site: str, layers: dict[str, Any]) -> dict[str, 
         "tp_world_size": 1,
         "mode": info.family,
         "site": site,
-        "compression": {"rp_k": None, "quant_bits": _BITS, **named},
+        "compression": {"rp_k": None, "quant_bits": _BITS, **named, **_used(info)},
         "sequences": {"0": {"prompt_len": manifest.prompt_len, "total_len": manifest.total_len, "layers": layers}},
     }

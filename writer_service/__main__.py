@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import resource
 import signal
 import sqlite3
 import sys
@@ -41,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     def stop(*_: object) -> None:
         writer.stop = True
 
+    # Every segment that is open or waits to be sealed holds a descriptor: take as many as this process may have.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # Sealing computes in Python beside the main loop, which must not wait the usual 5 ms for every turn.
     sys.setswitchinterval(0.0005)
     signal.signal(signal.SIGTERM, stop)

@@ -70,6 +70,10 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         # What asks for a pooled vector has no samples, and no tokens to capture.
         if config is None or not (own or (config.capture_all and hasattr(params, "n"))):
             return original(self, request_id, prompt, params, *args, **kwargs)
+        if kwargs.get("resumable"):  # a prompt that comes in pieces: where it ends is not known when rows are chosen
+            if not own:
+                return original(self, request_id, prompt, params, *args, **kwargs)
+            raise SpecError("", extra[KEY], "a streamed prompt cannot be captured; send it whole")
         model = self.vllm_config.model_config
         # Without a spec there is no id that the prompts of a list could share, and no such mark.
         listed = _COMPLETION.fullmatch(request_id) if LISTED_KEY in extra else None

@@ -63,6 +63,13 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise StartError(f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}: valid: 1")
+    if (ranks := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
+        raise StartError(f"vllm-tap: prefill_context_parallel_size={ranks}: a rank has only its share of a prompt's "
+                         "rows; valid: 1")
+    drafter = getattr(vllm_config.speculative_config, "method", None)
+    if "embed" in config.arm and drafter not in (None, "ngram", "ngram_gpu", "suffix"):
+        raise StartError(f"vllm-tap: embed cannot be armed with drafts by {drafter}: its drafter may use the same "
+                         "embedding module and overwrite the rows; resid_pre of layer 0 has them on most models")
     if parallel.use_ubatching:
         raise StartError("vllm-tap: dual-batch overlap (enable_dbo, ubatch_size) runs a step in parts that would "
                          "overwrite each other's rows: switch it off")

@@ -136,40 +136,44 @@ def _miss(recorder: Any) -> None:
     recorder.miss_step()
 
 
-def _drafts(scheduler_output: Any, requests: list[str]) -> npt.NDArray[np.int64] | None:
-    """How many rows of each request are guesses; None where nobody has any."""
+def _drafts(scheduler_output: Any, requests: list[str], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """How many rows of each request are guesses; None where nobody has any. Some drafters run fewer than were planned:
+    of the rows that a request has at least one is its own.
+    """
     guesses = scheduler_output.scheduled_spec_decode_tokens
     if not guesses:
         return None
-    return np.fromiter(map(len, map(guesses.get, requests, repeat(()))), np.int64, len(requests))
+    planned = np.fromiter(map(len, map(guesses.get, requests, repeat(()))), np.int64, len(requests))
+    ran: npt.NDArray[np.int64] = np.minimum(planned, np.diff(starts) - 1)
+    return ran
 
 
 def _layout_v1(runner: Any, scheduler_output: Any) -> Step:
     batch, total = runner.input_batch, scheduler_output.total_num_scheduled_tokens
     n = batch.num_reqs
     positions = getattr(runner.positions, "gpu", runner.positions)
-    requests = batch.req_ids[:n]
+    requests, starts = batch.req_ids[:n], runner.query_start_loc.np[: n + 1].astype(np.int64)
     return Step(
         requests=requests,
-        starts=runner.query_start_loc.np[: n + 1].astype(np.int64),
+        starts=starts,
         first=batch.num_computed_tokens_cpu[:n].astype(np.int64),  # corrected for drafts when execute_model returns
         positions=positions[:total],
         token_ids=runner.input_ids.gpu[:total],
-        drafts=_drafts(scheduler_output, requests),
+        drafts=_drafts(scheduler_output, requests, starts),
     )
 
 
 def _layout_v2(runner: Any, scheduler_output: Any) -> Step:
     batch = runner.execute_model_state.input_batch
     n, total = batch.num_reqs, batch.num_tokens
-    requests = list(batch.req_ids[:n])
+    requests, starts = list(batch.req_ids[:n]), np.asarray(batch.query_start_loc_np[: n + 1], np.int64)
     guessing = runner.num_speculative_steps if runner.scheduler_config.async_scheduling else 0
     return Step(
         requests=requests,
-        starts=np.asarray(batch.query_start_loc_np[: n + 1], np.int64),
+        starts=starts,
         first=np.asarray(batch.num_computed_tokens_np[:n], np.int64),
         positions=batch.positions[:total],
         token_ids=batch.input_ids[:total],
-        drafts=_drafts(scheduler_output, requests),
+        drafts=_drafts(scheduler_output, requests, starts),
         slack=guessing,
     )
