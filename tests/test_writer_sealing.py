@@ -88,8 +88,9 @@ def test_three_readers_agree_bit_for_bit(tmp_path: Path, codec: str) -> None:
                 )
                 assert np.array_equal(got[rows:, layer], fill, equal_nan=got.dtype.kind == "f")
         checksum = read(block / "checksum")
-        joined = np.concatenate([wanted[s.name] for s in codecs.streams(codec, width, DTYPES[codec])], axis=-1)
-        assert checksum[4, 3] == xxhash.xxh3_64_intdigest(joined[3, 4].tobytes())
+        main, *sides = [wanted[s.name][3, 4].tobytes() for s in codecs.streams(codec, width, DTYPES[codec])]
+        seed = xxhash.xxh3_64_intdigest(b"".join(sides)) if sides else 0
+        assert checksum[4, 3] == xxhash.xxh3_64_intdigest(main, seed)
 
 
 def test_the_group_opens_as_a_group(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """CRC-32C (Castagnoli, reflected 0x82f63b78) in NumPy, for shard indexes; megabytes in milliseconds.
 
-The bytes are cut into equal lanes that run through the byte table side by side; lanes are then joined pairwise:
+The bytes are cut into equal lanes that run through a table of byte pairs side by side; lanes are then joined pairwise:
 the CRC of A|B is that of A carried over len(B) zero bytes (a linear map of 32 bits) xor that of B.
 """
 
@@ -20,14 +20,15 @@ def _byte_table() -> U32:
 
 
 _TABLE = _byte_table()
+_PAIRS = np.arange(1 << 16, dtype=np.uint32)
+_PAIR_TABLE = _TABLE[(_PAIRS >> 8) ^ (_TABLE[_PAIRS & 0xFF] & 0xFF)] ^ (_TABLE[_PAIRS & 0xFF] >> 8)  # of two bytes
 _BITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 
 
 def _apply(columns: U32, values: U32) -> U32:
     """The linear map whose image of bit i is ``columns[i]``, of each value."""
-    out = np.zeros_like(values)
-    for bit in range(32):
-        out ^= np.where(values >> np.uint32(bit) & np.uint32(1), columns[bit], np.uint32(0)).astype(np.uint32)
+    bits = (values[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
+    out: U32 = np.bitwise_xor.reduce(bits * columns, axis=1)
     return out
 
 
@@ -57,15 +58,15 @@ def crc32c(data: bytes | bytearray | memoryview) -> int:
             crc = crc >> 8 ^ int(_TABLE[(crc ^ byte) & 0xFF])
         return crc ^ 0xFFFFFFFF
     lanes = 1 << max(0, min(12, (size // 64).bit_length() - 1))
-    length = -(-size // lanes)
+    length = -(-size // (2 * lanes)) * 2
     # Leading zeros do not change a CRC that starts at 0; the customary start value is xored into the first 4 bytes.
     padded = np.zeros(lanes * length, np.uint8)
     padded[-size:] = source
     padded[len(padded) - size : len(padded) - size + 4] ^= 0xFF
-    columns = np.ascontiguousarray(padded.reshape(lanes, length).T)
+    columns = np.ascontiguousarray(padded.view("<u2").reshape(lanes, length // 2).T)
     crcs = np.zeros(lanes, np.uint32)
     for column in columns:
-        crcs = (crcs >> np.uint32(8)) ^ _TABLE[(crcs ^ column) & np.uint32(0xFF)]
+        crcs = (crcs >> np.uint32(16)) ^ _PAIR_TABLE[(crcs ^ column) & np.uint32(0xFFFF)]
     carry = _zeros(length)
     while len(crcs) > 1:
         crcs = _apply(carry, crcs[0::2]) ^ crcs[1::2]

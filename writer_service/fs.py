@@ -81,11 +81,11 @@ def write_durable(path: Path, data: bytes) -> None:
     rename(temporary, path)
 
 
-def write_new(path: Path, data: Buffer) -> None:
+def write_new(path: Path, *data: Buffer) -> None:
     """A file under a name that nobody reads yet: written and synced, its name not."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        write_at(fd, [data], 0)
+        write_at(fd, data, 0)
         datasync(fd)
     finally:
         os.close(fd)

@@ -35,6 +35,7 @@ from writer_service import fs
 from writer_service.crc32c import crc32c
 
 MISSING: Final = np.uint64(2**64 - 1)
+pieces_at_once: Final = 1024
 ROW_COLUMNS: Final = ("capture", "position", "token_id", "flags")
 
 Array = npt.NDArray[Any]
@@ -49,8 +50,8 @@ class Columns:
     row: dict[str, npt.NDArray[np.uint32]]  # by ROW_COLUMNS, [R]
     present: npt.NDArray[np.bool_]  # [R, L]
     index: npt.NDArray[np.uint64]  # [R, L, 2]: offset and bytes of the main piece
-    checksum: npt.NDArray[np.uint64]  # [R, L]: xxh3 of a row's pieces in the order of the streams
-    sides: dict[str, Array]  # [R, L, *shape]
+    checksum: npt.NDArray[np.uint64]  # [R, L]: see piece_checksums
+    sides: dict[str, Array]  # [L, R, *shape]: a layer lies together, as its chunk will
     frames: npt.NDArray[np.uint64]  # byte offset of each frame
 
 
@@ -68,8 +69,7 @@ def gather(frames: list[FrameView], declared: tuple[Stream, ...]) -> Columns:
     present = np.zeros((rows, width), bool)
     index = np.full((rows, width, 2), MISSING, np.uint64)
     checksum = np.zeros((rows, width), np.uint64)
-    sides = {s.name: np.full((rows, width, *s.shape), fill_of(s), s.dtype) for s in declared[1:]}
-    scratch = np.empty(max(sum(part.nbytes for part in view.frame.streams) for view in frames), np.uint8)
+    sides = {s.name: np.full((width, rows, *s.shape), fill_of(s), s.dtype) for s in declared[1:]}
     start = 0
     for view in frames:
         stop = start + view.rows
@@ -83,29 +83,32 @@ def gather(frames: list[FrameView], declared: tuple[Stream, ...]) -> Columns:
         pieces = view.pieces(np.arange(len(at)), np.arange(view.rows)).T  # [rows, layers]
         index[start:stop, at, 0] = view.offset + view.layout.parts[0] + pieces * declared[0].nbytes
         index[start:stop, at, 1] = declared[0].nbytes
-        checksum[start:stop, at] = piece_checksums(view, scratch)[pieces]
+        checksum[start:stop, at] = piece_checksums(view)[pieces]
         for number, side in enumerate(declared[1:], 1):
-            stored = view.section(number)[pieces].reshape(-1).view(side.dtype)
-            sides[side.name][start:stop, at] = stored.reshape(view.rows, len(at), *side.shape)
+            stored = view.section(number)[pieces.T].reshape(-1).view(side.dtype)
+            sides[side.name][at, start:stop] = stored.reshape(len(at), view.rows, *side.shape)
         start = stop
     offsets = np.array([view.offset for view in frames], np.uint64)
     return Columns(layers, list(captures), row, present, index, checksum, sides, offsets)
 
 
-def piece_checksums(view: FrameView, scratch: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    """xxh3 of all bytes of each piece, streams one after the other: uint64 ``[rows × layers]``.
+def piece_checksums(view: FrameView) -> npt.NDArray[np.uint64]:
+    """Of each piece the xxh3 of its main bytes, seeded with that of its side streams' bytes one after the other
+    (0 where the codec has none): uint64 ``[rows × layers]``.
 
-    ``scratch`` is at least as large as the frame's payload: fresh memory for every frame would cost more than hashing.
+    Seeded, because the main bytes are then hashed where they lie: joining them first would cost more than hashing.
     """
-    sections = [view.section(number) for number in range(len(view.declared))]
-    count, step = len(sections[0]), sum(section.shape[1] for section in sections)
-    flat = sections[0].reshape(-1).data
-    if len(sections) > 1:
-        joined = scratch[: count * step].reshape(count, step)
-        np.concatenate(sections, axis=1, out=joined)
-        flat = joined.reshape(-1).data
-    digest = xxhash.xxh3_64_intdigest
-    return np.array([digest(flat[at : at + step]) for at in range(0, count * step, step)], np.uint64)
+    digest, main = xxhash.xxh3_64_intdigest, view.section(0)
+    sides = [view.section(number) for number in range(1, len(view.declared))]
+    out = np.empty(len(main), np.uint64)
+    for start in range(0, len(main), pieces_at_once):  # each round holds the interpreter
+        part = slice(start, start + pieces_at_once)
+        if sides:
+            joined = np.concatenate([side[part] for side in sides], axis=1)
+            out[part] = list(map(digest, main[part], map(digest, joined)))
+        else:
+            out[part] = list(map(digest, main[part]))
+    return out
 
 
 def seal(
@@ -141,7 +144,7 @@ def seal(
     fs.write_new(building / "zarr.json", group_metadata(attributes))
     _sync_tree(building)
     del frames, data, first
-    footer = columns.index.astype("<u8").tobytes()
+    footer = _little(columns.index)
     fs.truncate(fd, end)
     fs.write_at(fd, [footer, crc32c(footer).to_bytes(4, "little")], end)
     fs.datasync(fd)
@@ -173,9 +176,13 @@ def _write_whole(folder: Path, array: Array, names: tuple[str, ...]) -> None:
     """An array in one chunk."""
     chunk = folder.joinpath("c", *["0"] * array.ndim)
     chunk.parent.mkdir(parents=True)
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    fs.write_new(chunk, little.tobytes())
+    fs.write_new(chunk, _little(array))
     fs.write_new(folder / "zarr.json", array_metadata(array.shape, array.dtype.name, _zero(array), names=names))
+
+
+def _little(array: Array) -> memoryview:
+    """An array's bytes, little-endian, where they lie."""
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
 
 
 def _zero(array: Array) -> Any:
@@ -183,18 +190,18 @@ def _zero(array: Array) -> Any:
 
 
 def _write_layered(folder: Path, array: Array, stream: Stream) -> None:
-    """A side array ``[rows, layers, *shape]`` as a shard of one chunk a layer: one layer is one read."""
-    rows, layers = array.shape[:2]
+    """A side array, given as ``[layers, rows, *shape]``, as a shard of one chunk a layer: one layer is one read."""
+    layers, rows, *rest = array.shape
     chunk = folder.joinpath("c", *["0"] * array.ndim)
     chunk.parent.mkdir(parents=True)
-    body = np.ascontiguousarray(array.swapaxes(0, 1)).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-    step = len(body) // layers
+    step = array.nbytes // layers
     index = np.array([[layer * step, step] for layer in range(layers)], "<u8").tobytes()
-    fs.write_new(chunk, b"".join((body, index, crc32c(index).to_bytes(4, "little"))))
-    inner = (rows, 1, *array.shape[2:])
+    fs.write_new(chunk, _little(array), index, crc32c(index).to_bytes(4, "little"))
+    inner = (rows, 1, *rest)
     names = ("row", "layer", "dim")
     fs.write_new(folder / "zarr.json",
-                 array_metadata(array.shape, stream.dtype, stream.fill, inner, _stream_attributes(stream), names))
+                 array_metadata((rows, layers, *rest), stream.dtype, stream.fill, inner, _stream_attributes(stream),
+                                names))
 
 
 def _sync_tree(folder: Path) -> None:
