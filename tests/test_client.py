@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 
 import httpx
 import numpy as np
@@ -17,7 +19,18 @@ from schemas.manifest import Missing
 from schemas.spec import CaptureSpec
 from tests.api_stack import ROOT, Stack, running
 from tests.engine_player import WIDTH, decoded, rows
-from vllm_tap import Client, MissingRows, NotComplete, ServiceError, Store, Unavailable, open_store
+from vllm_tap import (
+    AsyncClient,
+    BadRequest,
+    Client,
+    MissingRows,
+    NotComplete,
+    ServiceError,
+    Store,
+    Unavailable,
+    open_store,
+)
+from vllm_tap.listing import Filters
 
 PROMPT = "inside out"
 END = len(PROMPT) + 4 - 1
@@ -32,7 +45,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def client(stack: Stack) -> Iterator[Client]:
-    with Client(stack.url, wait_s=5) as client:
+    with Client(stack.url, wait_s=5, retries=0) as client:
         yield client
 
 
@@ -139,9 +152,9 @@ def test_what_is_not_there(client: Client, store: Store, way: str) -> None:
 
 def test_lists_deletes_and_capabilities(client: Client, store: Store) -> None:
     ids = [client.generate("x", capture={}).capture_id for _ in range(3)]
-    assert [row["id"] for row in client.captures(limit=2)] == ids[:0:-1]
-    assert [row.id for row in store.captures(limit=2)] == ids[:0:-1]
-    assert [row["id"] for row in client.captures(limit=1, before=ids[1])] == [ids[0]]
+    for source in (client, store):
+        assert [row.id for row in source.captures(limit=2)] == ids[:0:-1]
+        assert [row.id for row in source.captures(limit=1, before=ids[1])] == [ids[0]]
     assert [capture.id for capture in store][:3] == ids[::-1]
     client.delete(ids[0])
     for gone in (lambda: client.capture(ids[0]).manifest(), lambda: store[ids[0]], lambda: client.delete(ids[0])):
@@ -149,6 +162,131 @@ def test_lists_deletes_and_capabilities(client: Client, store: Store) -> None:
             gone()
     assert client.capabilities()["armed"]["resid_post"]["layers"] == [0, 1, 2, 3]
     assert store.engine().model == "played"
+
+
+def test_lists_can_be_sifted(client: Client, store: Store) -> None:
+    before = datetime.now()
+    tagged = [client.generate("x", capture={"sites": [site], "tags": {"run": "sift", "n": str(n)}}).capture_id
+              for n, site in enumerate(("resid_post", "attn_out", "resid_post"))]
+    for source in (client, store):
+        assert [row.id for row in source.captures(tags={"run": "sift"})] == tagged[::-1]
+        assert [row.id for row in source.captures(tags={"run": "sift", "n": "1"})] == [tagged[1]]
+        assert [row.id for row in source.captures("complete", site="blocks.1.hook_attn_out", since=before)
+                ] == [tagged[1]]
+        assert list(source.captures(tags={"run": "sift"}, until=before)) == []
+        assert [row.id for row in source.captures(tags={"run": "sift"}, limit=1)] == [tagged[2]]
+        assert len([row for row in source.captures(since=before)]) == 3
+        with pytest.raises(SpecError, match="status"):
+            next(source.captures("done"))
+    # More than one page, and nothing twice where the pages meet.
+    every = [row.id for row in store.captures()]
+    sieve = Filters()
+    assert [row.id for row in sieve.pages(lambda count, after: store.reader.captures(limit=2, before=after), None, None)
+            ] == every == sorted(set(every), key=every.index)
+
+
+def test_many_prompts_at_once(client: Client, store: Store) -> None:
+    told: list[tuple[int, int]] = []
+    generations = client.generate_all([f"{n}" * (n + 1) for n in range(6)], 3, {"codec": "raw"}, at_once=3,
+                                      progress=lambda done, total: told.append((done, total)))
+    assert told == [(n, 6) for n in range(1, 7)]
+    for source in (client, store):
+        manifests = source.wait([generation.capture_id for generation in generations], progress=True)
+        assert [manifest.prompt_len for manifest in manifests] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(ServiceError, match="mlp_out"):
+        client.generate_all(["x"] * 4, capture={"sites": ["mlp_out"]})
+    running = client.generate("x", capture={}, play={"unfinished": True})
+    for found in (client, store):
+        with pytest.raises(NotComplete, match="running"):
+            found.wait([running.capture_id], timeout_s=0.2)
+
+
+# ── as other libraries have it ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("way", ["client", "store"])
+def test_rows_as_other_libraries_have_them(client: Client, store: Store, way: str) -> None:
+    torch = pytest.importorskip("torch")
+    generation = client.generate(PROMPT, max_tokens=4, capture={"codec": "raw"})
+    capture = generation.capture if way == "client" else store[generation.id]
+    want = {(site, layer): rows(0, site, layer, ALL, "float32") for site in ("resid_post", "attn_out")
+            for layer in range(4)}
+    arrays = capture.to_numpy()
+    assert set(arrays) == {f"{site}.{layer}" for site, layer in want}
+    assert all(arrays[f"{site}.{layer}"].tobytes() == want[site, layer].tobytes() for site, layer in want)
+    assert set(capture.to_numpy("blocks.2.hook_attn_out")) == {"attn_out.2"}
+    assert set(capture.to_numpy(layer=[0, 3])) == {f"{site}.{n}" for site in ("resid_post", "attn_out") for n in (0, 3)}
+    cache = capture.to_torch("resid_post", [1, 2])
+    assert set(cache) == {"blocks.1.hook_resid_post", "blocks.2.hook_resid_post"}
+    assert torch.equal(cache["blocks.2.hook_resid_post"], torch.from_numpy(want["resid_post", 2]))
+    part = capture.slice("resid_post", [0, 2], 1, 4)
+    assert part.to_numpy() is part.values and part.to_torch().shape == (2, 3, WIDTH)
+
+
+@pytest.mark.parametrize("way", ["client", "store"])
+def test_rows_as_xarray(client: Client, store: Store, way: str) -> None:
+    xarray = pytest.importorskip("xarray")
+    generation = client.generate(PROMPT, max_tokens=4, capture={"codec": "raw", "layers": [1, 3]},
+                                 play={"drop": ["resid_post", [3], 3, 6]})
+    capture = generation.capture if way == "client" else store[generation.id]
+    array = capture.slice("attn_out", [1, 3]).to_xarray()
+    assert array.dims == ("token", "layer", "hidden") and array.sizes == {"token": END, "layer": 2, "hidden": WIDTH}
+    assert array.position.values.tolist() == ALL
+    assert bytes(array.token_id.values[:len(PROMPT)].astype(np.uint8)) == PROMPT.encode()
+    assert array.sel(layer=3).values.tobytes() == rows(0, "attn_out", 3, ALL, "float32").tobytes()
+    with pytest.raises(MissingRows):
+        capture.to_xarray()
+    both = capture.to_xarray(layer=1)
+    assert isinstance(both, xarray.Dataset) and set(both.data_vars) == {"resid_post", "attn_out"}
+    assert both.attrs["capture"] == generation.capture_id
+    found = both["resid_post"].isel(layer=0).values
+    assert found.tobytes() == rows(0, "resid_post", 1, ALL, "float32").tobytes()
+
+
+def test_rows_as_a_hugging_face_dataset(client: Client, store: Store) -> None:
+    pytest.importorskip("datasets")
+    generation = client.generate(PROMPT, max_tokens=4, capture={"codec": "raw"})
+    for capture in (generation.capture, store[generation.id]):
+        found = capture.to_dataset("resid_post", [0, 2]).with_format("numpy")
+        assert found.column_names == ["capture", "position", "token_id", "resid_post.0", "resid_post.2"]
+        assert found["position"][:].tolist() == ALL and set(found["capture"][:]) == {generation.capture_id}
+        assert found["resid_post.2"][:].tobytes() == rows(0, "resid_post", 2, ALL, "float32").tobytes()
+
+
+# ── asyncio ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_asynchronous_client(stack: Stack) -> None:
+    async def run() -> None:
+        async with AsyncClient(stack.url, wait_s=5, retries=0) as client:
+            generation = await client.generate(PROMPT, max_tokens=4, capture={"sites": ["resid_post"], "codec": "raw"})
+            want = rows(0, "resid_post", 2, ALL, "float32").tobytes()
+            for capture in (generation.capture, client.capture(generation.id)):
+                assert (await capture.get("resid_post", 2)).tobytes() == want
+                assert (await capture.get("blocks.2.hook_resid_post")).tobytes() == want
+                assert (await capture.slice("resid_post", [0, 2], 1, 4)).values.shape == (2, 3, WIDTH)
+                assert (await capture.manifest()).captured == 4 * END and await capture.status() == "complete"
+            with pytest.raises(SpecError, match="name a layer"):
+                await generation.capture.get("resid_post")
+            with pytest.raises(NotFoundError, match="mlp_out"):
+                await generation.capture.get("mlp_out")
+            tags = {"run": "async"}
+            many = await client.generate_all(["x"] * 5, 2, {"tags": tags, "sites": ["attn_out"], "layers": [1]})
+            assert [row.id async for row in client.captures(tags=tags, site="attn_out")] == sorted(
+                (generation.capture_id for generation in many), reverse=True)
+            assert {m.status for m in await client.wait([one.id for one in many])} == {"complete"}
+            with pytest.raises(BadRequest, match="mlp_out"):
+                await client.generate_all(["x"] * 3, capture={"sites": ["mlp_out"]})
+            holed = await client.generate(PROMPT, capture={"layers": [2]},
+                                          play={"drop": ["resid_post", [2], 3, 6]})
+            with pytest.raises(MissingRows, match="dropped"):
+                await holed.capture.get("resid_post", 2)
+            await client.delete(holed.id)
+            with pytest.raises(NotFoundError):
+                await holed.capture.manifest()
+            assert (await client.capabilities())["armed"]["resid_post"]["layers"] == [0, 1, 2, 3]
+
+    asyncio.run(run())
 
 
 def test_errors_carry_the_services_words(client: Client) -> None:
@@ -164,7 +302,7 @@ def test_errors_carry_the_services_words(client: Client) -> None:
         client.generate("x", play={"status": 503})
     with pytest.raises(ValueError, match="openai"):
         client.generate("x", stream=True)
-    with pytest.raises(Unavailable, match="is the service running"), Client("http://127.0.0.1:9") as nobody:
+    with pytest.raises(Unavailable, match="is the service running"), Client("http://127.0.0.1:9", retries=0) as nobody:
         nobody.capabilities()
     with pytest.raises(NotFoundError):
         client.capture("../../healthz").manifest()

@@ -15,14 +15,20 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from schemas.errors import NotFoundError, SpecError, TapError
     from schemas.manifest import Manifest, Missing
+    from schemas.reader import CaptureRow
+    from vllm_tap.async_client import AsyncCapture, AsyncClient, AsyncGeneration
     from vllm_tap.captures import Capture, Rows
     from vllm_tap.client import Client, Generation
     from vllm_tap.errors import BadRequest, Conflict, MissingRows, NotComplete, NotFound, ServiceError, Unavailable
     from vllm_tap.store import Store, open_store
 
 __all__ = [
+    "AsyncCapture",
+    "AsyncClient",
+    "AsyncGeneration",
     "BadRequest",
     "Capture",
+    "CaptureRow",
     "Client",
     "Conflict",
     "Generation",
@@ -43,6 +49,7 @@ __all__ = [
 
 # Imported when first used: the command line starts without loading what it does not need.
 _MODULES: Final = {
+    "vllm_tap.async_client": ("AsyncCapture", "AsyncClient", "AsyncGeneration"),
     "vllm_tap.captures": ("Capture", "Rows"),
     "vllm_tap.client": ("Client", "Generation"),
     "vllm_tap.errors": ("BadRequest", "Conflict", "MissingRows", "NotComplete", "NotFound", "ServiceError",
@@ -50,6 +57,7 @@ _MODULES: Final = {
     "vllm_tap.store": ("Store", "open_store"),
     "schemas.errors": ("NotFoundError", "SpecError", "TapError"),
     "schemas.manifest": ("Manifest", "Missing"),
+    "schemas.reader": ("CaptureRow",),
 }
 
 

@@ -3,26 +3,34 @@
 >>> capture["resid_post", 12]                            # float32 [rows, width]                # doctest: +SKIP
 >>> capture["blocks.12.hook_resid_post"]                 # the same                             # doctest: +SKIP
 >>> capture.slice("resid_post", [0, 12], 5, 9).values    # float32 [layers, rows, width]        # doctest: +SKIP
+>>> capture.to_xarray()["resid_post"].sel(layer=12)      # by name: token, layer, hidden        # doctest: +SKIP
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import SpecError
+from schemas.errors import NotFoundError, SpecError
 from schemas.manifest import Manifest, Missing
 from schemas.sites import parse_site
-from vllm_tap.errors import MissingRows
+from vllm_tap.errors import MissingRows, NotComplete
+from vllm_tap.listing import FINAL
+
+if TYPE_CHECKING:
+    import datasets
+    import torch
+    import xarray
 
 __all__ = ["Capture", "Rows", "Source"]
 
 F32 = npt.NDArray[np.float32]
 U32 = npt.NDArray[np.uint32]
+Layers = int | Sequence[int] | None
 Key = str | tuple[str, int] | tuple[str, Sequence[int]]
 
 
@@ -44,6 +52,22 @@ class Rows:
     values: F32
     missing: list[Missing]
     clipped: bool
+
+    def to_numpy(self) -> F32:
+        """``values``: float32 ``[layers, rows, width]``."""
+        return self.values
+
+    def to_torch(self) -> torch.Tensor:
+        """The same as a tensor, float32 ``[layers, rows, width]``, over the same memory."""
+        from vllm_tap.convert import tensor
+
+        return tensor(self.values)
+
+    def to_xarray(self) -> xarray.DataArray:
+        """Dimensions ``token, layer, hidden``; coordinates ``layer``, and the tokens' ``position`` and ``token_id``."""
+        from vllm_tap.convert import data_array
+
+        return data_array(self)
 
 
 class Source(Protocol):
@@ -68,6 +92,13 @@ class Capture:
         """What was asked for, stored and missed; waits until the capture is final, at most ``wait_s`` seconds."""
         return self._source.manifest(self.id, self.wait_s)
 
+    def wait(self, timeout_s: float | None = None) -> Manifest:
+        """The manifest once the capture is final; NotComplete where that takes longer (default: ``wait_s``)."""
+        found = self._source.manifest(self.id, self.wait_s if timeout_s is None else timeout_s)
+        if found.status not in FINAL:
+            raise NotComplete(f"capture {found.id} is still {found.status}")
+        return found
+
     @property
     def status(self) -> str:
         """pending, running, complete, incomplete or failed, as of now."""
@@ -76,8 +107,7 @@ class Capture:
     @property
     def sites(self) -> dict[str, list[int]]:
         """The layers captured, by site."""
-        layers: dict[str, list[int]] = self.manifest().resolved.get("layers", {})
-        return layers
+        return sites_of(self.manifest())
 
     def __getitem__(self, key: Key) -> F32:
         """All rows of a site and layer, float32 ``[rows, width]`` (with a list of layers ``[layers, rows, width]``).
@@ -89,20 +119,17 @@ class Capture:
         values = self.slice(name, layer).values
         return values if isinstance(layer, Sequence) else values[0]
 
-    def slice(self, site: str, layer: int | Sequence[int] | None = None, start: int = 0, stop: int | None = None,
+    def slice(self, site: str, layer: Layers = None, start: int = 0, stop: int | None = None,
               allow_missing: bool = False) -> Rows:
         """Rows at positions ``[start, stop)``; ``layer`` may be left out where the site's name fixes it.
 
         With ``allow_missing`` it does not wait and does not raise MissingRows: it takes the rows that are there.
         """
         site, layers = self._place(site, layer)
-        rows = self._source.rows(self.id, site, layers, start, stop, None if allow_missing else self.wait_s)
-        if rows.missing and not allow_missing:
-            raise MissingRows(self.id, f"{site}, layer {', '.join(map(str, layers))}", rows.missing)
-        return rows
+        return whole(self._source.rows(self.id, site, layers, start, stop, None if allow_missing else self.wait_s),
+                     allow_missing)
 
-    def rejected(self, site: str, layer: int | Sequence[int] | None = None, start: int = 0, stop: int | None = None
-                 ) -> Rows:
+    def rejected(self, site: str, layer: Layers = None, start: int = 0, stop: int | None = None) -> Rows:
         """Rows of drafts (speculative decoding) that were not accepted; ``token_ids`` are what was guessed.
 
         By position and, where one was guessed at more than once, oldest first; they may reach past the end.
@@ -110,19 +137,84 @@ class Capture:
         site, layers = self._place(site, layer)
         return self._source.rows(self.id, site, layers, start, stop, self.wait_s, rejected=True)
 
-    def _place(self, name: str, layer: int | Sequence[int] | None) -> tuple[str, list[int]]:
-        site, fixed = parse_site(name, "site")
-        asked = [layer] if isinstance(layer, int) else None if layer is None else list(layer)
-        if fixed is not None:
-            if asked not in (None, [fixed]):
-                raise SpecError("layer", layer, f"is not the layer that {name!r} fixes")
-            return site, [fixed]
-        if asked is None:
-            have = self.sites.get(site, [])
-            if len(have) != 1:
-                raise SpecError("layer", None, f"name a layer of {site}; captured: {have}")
-            asked = have
+    # ── as other libraries have it ──────────────────────────────────────────────────────────────────────────────
+
+    def to_numpy(self, site: str | None = None, layer: Layers = None) -> dict[str, F32]:
+        """``{"resid_post.12": float32 [rows, width], …}`` of everything captured, or of one site, or of some layers.
+
+        Raises what ``capture[site, layer]`` raises.
+        """
+        return {f"{rows.site}.{number}": values for rows in self._all(site, layer)
+                for number, values in zip(rows.layers, rows.values, strict=True)}
+
+    def to_torch(self, site: str | None = None, layer: Layers = None) -> dict[str, torch.Tensor]:
+        """``to_numpy`` as tensors, under TransformerLens's names where there are such, as in an activation cache."""
+        from vllm_tap.convert import tensors
+
+        return tensors(self._all(site, layer))
+
+    def to_xarray(self, site: str | None = None, layer: Layers = None) -> xarray.Dataset:
+        """One variable a site, dimensions ``token, layer, hidden`` (another width: ``{site}_width``, other layers:
+        ``{site}_layer``); coordinates ``position`` and ``token_id`` of the tokens. Needs xarray.
+        """
+        from vllm_tap.convert import dataset_of_sites
+
+        return dataset_of_sites(self._all(site, layer))
+
+    def to_dataset(self, site: str | None = None, layer: Layers = None) -> datasets.Dataset:
+        """A Hugging Face dataset, a row a token: ``capture``, ``position``, ``token_id``, and a list of float32 for
+        each ``site.layer``. Needs datasets.
+        """
+        from vllm_tap.convert import hugging_face
+
+        return hugging_face(self._all(site, layer))
+
+    def _all(self, site: str | None, layer: Layers) -> list[Rows]:
+        if site is not None:
+            named, layers = place(site, layer)
+            return [self.slice(named, self.sites.get(named) if layers is None else layers)]
+        if layer is not None:
+            chosen = [layer] if isinstance(layer, int) else list(layer)
+            return [self.slice(name, chosen) for name in self.sites]
+        return [self.slice(name, layers) for name, layers in self.sites.items() if layers]
+
+    def _place(self, name: str, layer: Layers) -> tuple[str, list[int]]:
+        site, layers = place(name, layer)
+        return site, only_layer(site, self.manifest()) if layers is None else layers
+
+
+def sites_of(manifest: Manifest) -> dict[str, list[int]]:
+    """The layers captured, by site."""
+    layers: dict[str, list[int]] = manifest.resolved.get("layers", {})
+    return layers
+
+
+def place(name: str, layer: Layers) -> tuple[str, list[int] | None]:
+    """Site and layers of what was asked for; None where no layer was named. SpecError where two were that differ."""
+    site, fixed = parse_site(name, "site")
+    asked = [layer] if isinstance(layer, int) else None if layer is None else list(layer)
+    if fixed is None:
         return site, asked
+    if asked not in (None, [fixed]):
+        raise SpecError("layer", layer, f"is not the layer that {name!r} fixes")
+    return site, [fixed]
+
+
+def only_layer(site: str, manifest: Manifest) -> list[int]:
+    """The layer of a site that was captured in one layer alone."""
+    sites = sites_of(manifest)
+    if site not in sites:
+        raise NotFoundError(f"capture {manifest.id} has no site {site}; it has: {', '.join(sites) or 'none'}")
+    if len(sites[site]) != 1:
+        raise SpecError("layer", None, f"name a layer of {site}; captured: {sites[site]}")
+    return sites[site]
+
+
+def whole(rows: Rows, allow_missing: bool) -> Rows:
+    """The rows; MissingRows where some are missing that must not be."""
+    if rows.missing and not allow_missing:
+        raise MissingRows(rows.capture, f"{rows.site}, layer {', '.join(map(str, rows.layers))}", rows.missing)
+    return rows
 
 
 def missing_of(value: list[dict[str, Any]]) -> list[Missing]:

@@ -9,36 +9,34 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from datetime import datetime
 from types import TracebackType
 from typing import Any
-from urllib.parse import quote, urlsplit
 
 import httpx
-import msgspec
-import numpy as np
-from safetensors.numpy import load
 
 from schemas import limits
 from schemas.errors import TapError
 from schemas.manifest import Manifest
-from schemas.spec import CaptureSpec
-from vllm_tap.captures import F32, Capture, Key, Rows, missing_of
-from vllm_tap.errors import NotComplete, Unavailable, service_error
+from schemas.reader import CaptureRow
+from vllm_tap import wire
+from vllm_tap.captures import F32, Capture, Key, Rows
+from vllm_tap.errors import NotComplete
+from vllm_tap.listing import FINAL, Filters
+from vllm_tap.progress import Report, reporting
 
-__all__ = ["Client", "Generation"]
-
-Messages = Sequence[Mapping[str, Any]]
+__all__ = ["Answer", "Client", "Generation"]
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """The answer of one request: ``response`` as the server gave it, one entry of ``captures`` per choice captured."""
+class Answer:
+    """What the server answered a generation with: ``response`` as it came."""
 
     response: dict[str, Any]
-    captures: list[Capture] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -57,11 +55,23 @@ class Generation:
         return self.texts[0]
 
     @property
+    def capture_ids(self) -> list[str]:
+        """The ids of its captures, one a choice; empty where none was asked for."""
+        return list(self.response.get("capture", {}).get("ids", []))
+
+    @property
     def capture_id(self) -> str:
         """The capture's id; where the request made several, the id they share."""
-        if not self.captures:
+        if not self.capture_ids:
             raise TapError("this generation was asked for without a capture; pass capture={…} to generate()")
         return str(self.response["capture"]["id"])
+
+
+@dataclass(frozen=True, slots=True)
+class Generation(Answer):
+    """An answer with its captures, one for each choice captured."""
+
+    captures: list[Capture] = field(default_factory=list)
 
     @property
     def capture(self) -> Capture:
@@ -85,14 +95,18 @@ class Generation:
 
 
 class Client:
-    """A connection to the service at ``base_url``; ``timeout_s`` bounds one generation, ``wait_s`` one capture."""
+    """A connection to the service at ``base_url``; ``timeout_s`` bounds one generation, ``wait_s`` one capture.
 
-    def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0) -> None:
-        self.base_url, self.wait_s = base_url.rstrip("/"), min(wait_s, limits.wait_timeout_s_max)
-        # A proxy of the environment is for other machines; it would not find the service on this one.
-        here = urlsplit(self.base_url).hostname in ("localhost", "127.0.0.1", "::1")
-        self._http = httpx.Client(base_url=self.base_url, timeout=httpx.Timeout(timeout_s, connect=10.0),
-                                  trust_env=not here)
+    ``api_key`` (default: the environment's ``VLLM_TAP_API_KEY``) goes along as a bearer token. What is refused for now
+    (429, 503) or does not connect is tried ``retries`` more times, after as long as the answer's ``Retry-After`` asks
+    for; a generation that may have begun is never sent twice. Safe to use from several threads.
+    """
+
+    def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0, *,
+                 api_key: str | None = None, retries: int = 4) -> None:
+        self.base_url, self.wait_s = base_url.rstrip("/"), wait_s
+        self._http = httpx.Client(**wire.settings(self.base_url, timeout_s, api_key))
+        self._retry = wire.Retry(retries)
         self._model: str | None = None
 
     def __enter__(self) -> Client:
@@ -106,105 +120,118 @@ class Client:
         """Closes the connections."""
         self._http.close()
 
-    def generate(self, prompt: str | Sequence[Any] | Messages, max_tokens: int = 16,
-                 capture: Mapping[str, Any] | CaptureSpec | None = None, **fields: Any) -> Generation:
+    def generate(self, prompt: str | Sequence[Any] | wire.Messages, max_tokens: int = 16,
+                 capture: wire.Spec | None = None, **fields: Any) -> Generation:
         """Text for a prompt (text, token ids, or a list of either), or an answer to chat messages.
 
         ``capture`` is the spec (``{}``: everything armed); ``fields`` are OpenAI's and vLLM's, such as ``temperature``,
         ``n``, ``seed``; ``model`` is the served one where not named. Raises BadRequest, Conflict or Unavailable with
         the service's message.
         """
-        if fields.get("stream"):
-            raise ValueError("stream = True: generate() gives the whole answer; use the openai package to stream")
-        chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        body: dict[str, Any] = {"model": fields.pop("model", None) or self.model(), "max_tokens": max_tokens, **fields,
-                                "messages" if chat else "prompt": prompt if isinstance(prompt, str) else list(prompt)}
-        if capture is not None:
-            body["capture"] = json.loads(capture.to_json()) if isinstance(capture, CaptureSpec) else dict(capture)
-        response = self._json("POST", "/v1/chat/completions" if chat else "/v1/completions", json=body)
-        ids = response.get("capture", {}).get("ids", [])
-        return Generation(response, [Capture(self, capture_id, self.wait_s) for capture_id in ids])
+        model = fields.pop("model", None) or self.model()
+        response = wire.read_object(self._send(wire.ask_generate(prompt, max_tokens, capture, model, fields)))
+        answer = Answer(response)
+        return Generation(response, [Capture(self, capture_id, self.wait_s) for capture_id in answer.capture_ids])
+
+    def generate_all(self, prompts: Iterable[str | Sequence[Any] | wire.Messages], max_tokens: int = 16,
+                     capture: wire.Spec | None = None, *, at_once: int = 16, progress: Report = False,
+                     **fields: Any) -> list[Generation]:
+        """``generate`` for every prompt, ``at_once`` at a time, so that the engine's batches are full.
+
+        In the order of the prompts. ``progress``: True for a bar, or a function of (done, total). The first error ends
+        it, once what is under way has ended.
+        """
+        asked = list(prompts)
+        self.model()
+        with reporting(progress, "generating") as tell, ThreadPoolExecutor(at_once) as pool:
+            futures = [pool.submit(self.generate, prompt, max_tokens, capture, **fields) for prompt in asked]
+            try:
+                for done, future in enumerate(as_completed(futures), 1):
+                    future.result()
+                    tell(done, len(asked))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+            return [future.result() for future in futures]
 
     def model(self) -> str:
         """The name of the served model."""
         if self._model is None:
-            self._model = str(self._json("GET", "/v1/models")["data"][0]["id"])
+            self._model = str(self._json(wire.Ask("GET", "/v1/models"))["data"][0]["id"])
         return self._model
 
     def capture(self, ref: str) -> Capture:
         """A capture by its id, the response id or the X-Request-Id; looked up when it is read."""
         return Capture(self, ref, self.wait_s)
 
-    def captures(self, status: str | None = None, limit: int = 100, before: str | None = None) -> list[dict[str, Any]]:
-        """A page of the list, newest first; ``before`` is the last id of the page before."""
-        asked = {"status": status, "limit": limit, "before": before}
-        page: list[dict[str, Any]] = self._json(
-            "GET", "/v1/captures", params={name: value for name, value in asked.items() if value is not None})["data"]
-        return page
+    def captures(self, status: str | None = None, *, tags: Mapping[str, str] | None = None, site: str | None = None,
+                 since: datetime | None = None, until: datetime | None = None, limit: int | None = None,
+                 before: str | None = None) -> Iterator[CaptureRow]:
+        """The captures that the filters let through, newest first, page by page as they are taken.
+
+        ``tags`` must all be there; ``since`` and ``until`` bound when they were made; ``before`` is the id that an
+        earlier list ended with.
+        """
+        filters = Filters(status, tags or {}, site, since, until)
+        return filters.pages(lambda count, after: wire.read_captures(self._send(wire.ask_captures(status, count, after))
+                                                                     ), limit, before)
+
+    def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
+        """The manifests of captures once all are final; NotComplete where that takes longer than ``timeout_s``."""
+        names, end_s = list(refs), time.monotonic() + timeout_s
+        found = []
+        with reporting(progress, "waiting") as tell:
+            for ref in names:
+                found.append(self._final(ref, end_s))
+                tell(len(found), len(names))
+        return found
 
     def delete(self, ref: str) -> None:
         """Hides a capture for good; NotFound where there is none, Conflict while it is held."""
-        self._send("DELETE", _path(ref))
+        self._send(wire.Ask("DELETE", wire.path(ref), again=False))
 
     def capabilities(self) -> dict[str, Any]:
         """What can be captured, the codecs, the formats, the limits."""
-        return self._json("GET", "/v1/capabilities")
+        return self._json(wire.Ask("GET", "/v1/capabilities"))
 
     # ── what a Capture reads from ───────────────────────────────────────────────────────────────────────────────
 
     def manifest(self, ref: str, wait_s: float | None = None) -> Manifest:
         """The manifest; with ``wait_s``, once the capture is final or that many seconds have passed."""
-        params = {} if wait_s is None else {"wait": "complete", "timeout": f"{wait_s:g}"}
-        body = self._json("GET", _path(ref), params=params)
-        if "captures" in body:
-            raise TapError(f"{ref} has several captures; ask for one: {', '.join(body['captures'][:8])}")
-        return msgspec.convert(body, Manifest)
+        return wire.read_manifest(ref, self._send(wire.ask_manifest(ref, wait_s)))
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows:
         """Decoded rows; NotComplete where the capture is not final after ``wait_s`` seconds (None: as it is)."""
-        params: dict[str, Any] = {"site": site, "layer": ",".join(map(str, layers)), "start": start,
-                                  "format": "safetensors"}
-        if stop is not None:
-            params["stop"] = stop
-        if rejected:
-            params["rows"] = "rejected"
-        if wait_s is not None:
-            params |= {"wait": "complete", "timeout": f"{wait_s:g}"}
-        answer = self._send("GET", f"{_path(ref)}/activations", params=params)
-        arrays, headers = load(answer.content), answer.headers
-        missing = missing_of(json.loads(headers["X-Tap-Missing"]))
-        values = np.stack([arrays[f"{site}.{layer}"] for layer in layers])
-        return Rows(headers["X-Tap-Capture"], site, list(layers), int(headers["X-Tap-Start"]),
-                    int(headers["X-Tap-Stop"]), arrays["positions"], arrays["token_ids"], values, missing,
-                    headers["X-Tap-Clipped"] == "true")
+        return wire.read_rows(site, layers, self._send(
+            wire.ask_rows(ref, site, layers, start, stop, wait_s, rejected)))
 
-    def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        body = self._send(method, path, **options).json()
-        if not isinstance(body, dict):
-            raise Unavailable(200, None, f"{self.base_url}{path} answered something else than a JSON object")
-        return body
+    def _final(self, ref: str, end_s: float) -> Manifest:
+        while True:
+            left_s = max(end_s - time.monotonic(), 0.0)
+            found = self.manifest(ref, min(left_s, limits.wait_timeout_s_max))
+            if found.status in FINAL:
+                return found
+            if time.monotonic() >= end_s:
+                raise NotComplete(f"capture {found.id} is still {found.status}")
 
-    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        try:
-            answer = self._http.request(method, path, **options)
-        except httpx.TimeoutException as error:
-            raise NotComplete(f"{method} {self.base_url}{path}: no answer in time ({type(error).__name__})") from None
-        except httpx.HTTPError as error:
-            raise Unavailable(0, None, f"{method} {self.base_url}{path}: {error or type(error).__name__}; "
-                              "is the service running?") from None
-        if answer.is_error:
-            raise _error(answer)
-        return answer
+    def _json(self, ask: wire.Ask) -> dict[str, Any]:
+        return wire.read_object(self._send(ask))
 
-
-def _path(ref: str) -> str:
-    return "/v1/captures/" + quote(ref, safe=":@+=~")  # so that no ref reaches another route
-
-
-def _error(answer: httpx.Response) -> TapError:
-    try:
-        error = answer.json()["error"]
-        return service_error(answer.status_code, str(error.get("code")), str(error["message"]), error.get("param"))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return service_error(answer.status_code, None, f"{answer.status_code}: {answer.text[:500]}", None)
+    def _send(self, ask: wire.Ask) -> httpx.Response:
+        attempt = 0
+        while True:
+            try:
+                answer = self._http.request(ask.method, ask.path, params=ask.params, json=ask.body)
+            except httpx.HTTPError as error:
+                if (wait_s := self._retry.after_failure(attempt, ask, error)) is None:
+                    raise wire.failure_of(self.base_url, ask, error) from None
+                wire.say_again(ask, type(error).__name__, wait_s)
+            else:
+                if not answer.is_error:
+                    return answer
+                if (wait_s := self._retry.after_answer(attempt, answer)) is None:
+                    raise wire.error_of(answer)
+                wire.say_again(ask, answer.status_code, wait_s)
+            time.sleep(wait_s)
+            attempt += 1

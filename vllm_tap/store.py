@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Final
 
 from schemas.control import EngineInfo
 from schemas.manifest import Manifest
 from schemas.reader import CaptureRow, StoreReader
 from vllm_tap.captures import Capture, Rows
 from vllm_tap.errors import NotComplete
+from vllm_tap.listing import FINAL, Filters
+from vllm_tap.progress import Report, reporting
 
 __all__ = ["Store", "open_store"]
-
-_FINAL: Final = frozenset(("complete", "incomplete", "failed"))
 
 
 class Store:
@@ -27,7 +27,7 @@ class Store:
     """
 
     def __init__(self, path: str | Path, wait_s: float = 10.0) -> None:
-        self.wait_s, self._reader = wait_s, StoreReader(path)
+        self.path, self.wait_s, self.reader = Path(path), wait_s, StoreReader(path)
 
     def __enter__(self) -> Store:
         return self
@@ -37,47 +37,56 @@ class Store:
 
     def __getitem__(self, ref: str) -> Capture:
         """The capture of that id, response id or X-Request-Id; NotFoundError where there is none."""
-        return Capture(self, self._reader.capture(ref).id, self.wait_s)
+        return Capture(self, self.reader.capture(ref).id, self.wait_s)
 
     def __iter__(self) -> Iterator[Capture]:
         """All captures, newest first."""
-        before = None
-        while page := self._reader.captures(before=before):
-            for row in page:
-                yield Capture(self, row.id, self.wait_s)
-            before = page[-1].id
+        return (Capture(self, row.id, self.wait_s) for row in self.captures())
 
-    def captures(self, status: str | None = None, limit: int = 100, before: str | None = None) -> list[CaptureRow]:
-        """A page of the list, newest first; ``before`` is the last id of the page before."""
-        return self._reader.captures(status=status, limit=limit, before=before)
+    def captures(self, status: str | None = None, *, tags: Mapping[str, str] | None = None, site: str | None = None,
+                 since: datetime | None = None, until: datetime | None = None, limit: int | None = None,
+                 before: str | None = None) -> Iterator[CaptureRow]:
+        """The captures that the filters let through, newest first, as ``Client.captures``."""
+        return Filters(status, tags or {}, site, since, until).pages(
+            lambda count, after: self.reader.captures(status=status, limit=count, before=after), limit, before)
+
+    def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
+        """The manifests of captures once all are final; NotComplete where that takes longer than ``timeout_s``."""
+        names, end_s = list(refs), time.monotonic() + timeout_s
+        found: list[Manifest] = []
+        with reporting(progress, "waiting") as tell:
+            for ref in names:
+                found.append(Capture(self, ref).wait(max(end_s - time.monotonic(), 0.0)))
+                tell(len(found), len(names))
+        return found
 
     def samples(self, ref: str) -> list[str]:
         """The capture ids of a request that made several."""
-        return self._reader.samples(ref)
+        return self.reader.samples(ref)
 
     def engine(self) -> EngineInfo | None:
         """The newest engine that wrote to the store."""
-        return self._reader.engine()
+        return self.reader.engine()
 
     def close(self) -> None:
         """Releases the files; arrays taken before stay valid."""
-        self._reader.close()
+        self.reader.close()
 
     # ── what a Capture reads from ───────────────────────────────────────────────────────────────────────────────
 
     def manifest(self, ref: str, wait_s: float | None = None) -> Manifest:
         """The manifest; with ``wait_s``, once the capture is final or that many seconds have passed."""
         end_s = time.monotonic() + (wait_s or 0.0)
-        while (found := self._reader.manifest(ref)).status not in _FINAL and time.monotonic() < end_s:
+        while (found := self.reader.manifest(ref)).status not in FINAL and time.monotonic() < end_s:
             time.sleep(0.05)
         return found
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows:
         """Decoded rows; NotComplete where the capture is not final after ``wait_s`` seconds (None: as it is)."""
-        if wait_s is not None and (found := self.manifest(ref, wait_s)).status not in _FINAL:
+        if wait_s is not None and (found := self.manifest(ref, wait_s)).status not in FINAL:
             raise NotComplete(f"capture {found.id} is {found.status} after {wait_s:g} s")
-        piece = self._reader.slice(ref, site, layers, start, stop, rejected=rejected)
+        piece = self.reader.slice(ref, site, layers, start, stop, rejected=rejected)
         return Rows(piece.capture, piece.site, piece.layers, piece.start, piece.stop, piece.positions, piece.token_ids,
                     piece.values(), piece.missing, piece.clipped)
 

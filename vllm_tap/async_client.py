@@ -1,0 +1,211 @@
+"""The client for programs that run on asyncio: the same questions and answers, awaited.
+
+>>> async with AsyncClient() as client:                                           # doctest: +SKIP
+...     generation = await client.generate("Hello", capture={"sites": ["resid_post"]})
+...     rows = await generation.capture.slice("resid_post", 12)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from schemas import limits
+from schemas.errors import TapError
+from schemas.manifest import Manifest
+from schemas.reader import CaptureRow
+from vllm_tap import wire
+from vllm_tap.captures import F32, Key, Rows, only_layer, place, whole
+from vllm_tap.client import Answer
+from vllm_tap.errors import NotComplete
+from vllm_tap.listing import FINAL, Filters
+from vllm_tap.progress import Report, reporting
+
+__all__ = ["AsyncCapture", "AsyncClient", "AsyncGeneration"]
+
+
+class AsyncCapture:
+    """A capture by any of its names, as ``Capture`` but awaited; nothing is read before it is asked for."""
+
+    def __init__(self, client: AsyncClient, ref: str, wait_s: float = 30.0) -> None:
+        self.id, self.wait_s, self._client = ref, wait_s, client
+
+    def __repr__(self) -> str:
+        return f"AsyncCapture({self.id!r})"
+
+    async def manifest(self) -> Manifest:
+        """What was asked for, stored and missed; waits until the capture is final, at most ``wait_s`` seconds."""
+        return await self._client.manifest(self.id, self.wait_s)
+
+    async def status(self) -> str:
+        """pending, running, complete, incomplete or failed, as of now."""
+        return (await self._client.manifest(self.id)).status
+
+    async def get(self, *key: Any) -> F32:
+        """``Capture.__getitem__``: all rows of a site and layer, float32 ``[rows, width]``."""
+        found: Key = key if len(key) > 1 else key[0]
+        name, layer = found if isinstance(found, tuple) else (found, None)
+        values = (await self.slice(name, layer)).values
+        return values if isinstance(layer, Sequence) else values[0]
+
+    async def slice(self, site: str, layer: int | Sequence[int] | None = None, start: int = 0,
+                    stop: int | None = None, allow_missing: bool = False) -> Rows:
+        """``Capture.slice``."""
+        site, layers = place(site, layer)
+        if layers is None:
+            layers = only_layer(site, await self.manifest())
+        rows = await self._client.rows(self.id, site, layers, start, stop, None if allow_missing else self.wait_s)
+        return whole(rows, allow_missing)
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncGeneration(Answer):
+    """An answer with its captures, one for each choice captured."""
+
+    captures: list[AsyncCapture] = field(default_factory=list)
+
+    @property
+    def capture(self) -> AsyncCapture:
+        """The one capture; TapError where there is none or there are several."""
+        if self.capture_id and len(self.captures) > 1:
+            raise TapError(f"this generation has {len(self.captures)} captures; use .captures[i]")
+        return self.captures[0]
+
+
+class AsyncClient:
+    """A connection to the service; everything as in ``Client``, awaited."""
+
+    def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0, *,
+                 api_key: str | None = None, retries: int = 4) -> None:
+        self.base_url, self.wait_s = base_url.rstrip("/"), wait_s
+        self._http = httpx.AsyncClient(**wire.settings(self.base_url, timeout_s, api_key))
+        self._retry = wire.Retry(retries)
+        self._model: str | None = None
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def generate(self, prompt: str | Sequence[Any] | wire.Messages, max_tokens: int = 16,
+                       capture: wire.Spec | None = None, **fields: Any) -> AsyncGeneration:
+        """``Client.generate``."""
+        model = fields.pop("model", None) or await self.model()
+        response = wire.read_object(await self._send(wire.ask_generate(prompt, max_tokens, capture, model, fields)))
+        ids = Answer(response).capture_ids
+        return AsyncGeneration(response, [AsyncCapture(self, capture_id, self.wait_s) for capture_id in ids])
+
+    async def generate_all(self, prompts: Iterable[str | Sequence[Any] | wire.Messages], max_tokens: int = 16,
+                           capture: wire.Spec | None = None, *, at_once: int = 64, progress: Report = False,
+                           **fields: Any) -> list[AsyncGeneration]:
+        """``Client.generate_all``."""
+        asked = list(prompts)
+        free, done = asyncio.Semaphore(at_once), 0
+        await self.model()
+        with reporting(progress, "generating") as tell:
+
+            async def one(prompt: str | Sequence[Any] | wire.Messages) -> AsyncGeneration:
+                nonlocal done
+                async with free:
+                    generation = await self.generate(prompt, max_tokens, capture, **fields)
+                done += 1
+                tell(done, len(asked))
+                return generation
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(prompt)) for prompt in asked]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def model(self) -> str:
+        """The name of the served model."""
+        if self._model is None:
+            self._model = str((await self._json(wire.Ask("GET", "/v1/models")))["data"][0]["id"])
+        return self._model
+
+    def capture(self, ref: str) -> AsyncCapture:
+        """A capture by its id, the response id or the X-Request-Id; looked up when it is read."""
+        return AsyncCapture(self, ref, self.wait_s)
+
+    def captures(self, status: str | None = None, *, tags: Mapping[str, str] | None = None, site: str | None = None,
+                 since: datetime | None = None, until: datetime | None = None, limit: int | None = None,
+                 before: str | None = None) -> AsyncIterator[CaptureRow]:
+        """``Client.captures``, for ``async for``."""
+
+        async def page(count: int, after: str | None) -> list[CaptureRow]:
+            return wire.read_captures(await self._send(wire.ask_captures(status, count, after)))
+
+        return Filters(status, tags or {}, site, since, until).apages(page, limit, before)
+
+    async def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
+        """``Client.wait``."""
+        names, end_s = list(refs), time.monotonic() + timeout_s
+        found: list[Manifest] = []
+        with reporting(progress, "waiting") as tell:
+            for ref in names:
+                while True:
+                    left_s = max(end_s - time.monotonic(), 0.0)
+                    one = await self.manifest(ref, min(left_s, limits.wait_timeout_s_max))
+                    if one.status in FINAL:
+                        break
+                    if time.monotonic() >= end_s:
+                        raise NotComplete(f"capture {one.id} is still {one.status}")
+                found.append(one)
+                tell(len(found), len(names))
+        return found
+
+    async def delete(self, ref: str) -> None:
+        """``Client.delete``."""
+        await self._send(wire.Ask("DELETE", wire.path(ref), again=False))
+
+    async def capabilities(self) -> dict[str, Any]:
+        """What can be captured, the codecs, the formats, the limits."""
+        return await self._json(wire.Ask("GET", "/v1/capabilities"))
+
+    # ── what an AsyncCapture reads from ─────────────────────────────────────────────────────────────────────────
+
+    async def manifest(self, ref: str, wait_s: float | None = None) -> Manifest:
+        """``Client.manifest``."""
+        return wire.read_manifest(ref, await self._send(wire.ask_manifest(ref, wait_s)))
+
+    async def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
+                   wait_s: float | None, rejected: bool = False) -> Rows:
+        """``Client.rows``."""
+        return wire.read_rows(site, layers, await self._send(
+            wire.ask_rows(ref, site, layers, start, stop, wait_s, rejected)))
+
+    async def _json(self, ask: wire.Ask) -> dict[str, Any]:
+        return wire.read_object(await self._send(ask))
+
+    async def _send(self, ask: wire.Ask) -> httpx.Response:
+        attempt = 0
+        while True:
+            try:
+                answer = await self._http.request(ask.method, ask.path, params=ask.params, json=ask.body)
+            except httpx.HTTPError as error:
+                if (wait_s := self._retry.after_failure(attempt, ask, error)) is None:
+                    raise wire.failure_of(self.base_url, ask, error) from None
+                wire.say_again(ask, type(error).__name__, wait_s)
+            else:
+                if not answer.is_error:
+                    return answer
+                if (wait_s := self._retry.after_answer(attempt, answer)) is None:
+                    raise wire.error_of(answer)
+                wire.say_again(ask, answer.status_code, wait_s)
+            await asyncio.sleep(wait_s)
+            attempt += 1

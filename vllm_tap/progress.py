@@ -1,0 +1,28 @@
+"""How far a long piece of work has come: shown as a bar, told to a function, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+__all__ = ["Report", "Told", "reporting"]
+
+Told = Callable[[int, int], None]  # (done, of how many)
+Report = bool | Told
+
+
+@contextmanager
+def reporting(report: Report, what: str) -> Iterator[Told]:
+    """The function to tell: the caller's own, one that draws a bar on standard error (True), or one that is silent."""
+    if callable(report):
+        yield report
+    elif not report:
+        yield lambda done, total: None
+    else:
+        with Progress(TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+                      console=Console(stderr=True)) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
