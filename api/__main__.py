@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from api.app import create_app
 from api.config import Config
@@ -28,6 +29,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--upstream", default=Config.__dataclass_fields__["upstream"].default, help="vLLM's server")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8100, help="0 takes any free one")
+    parser.add_argument("--keys", type=Path, metavar="FILE", help="the API keys (default: keys.json of the store, "
+                                                                  "if it has one); needed to listen beyond loopback")
+    parser.add_argument("--requests-in-flight-max", type=int, default=limits.requests_in_flight_max, metavar="N",
+                        help="requests of one key at a time")
+    parser.add_argument("--generations-in-flight-max", type=int, default=limits.generations_in_flight_max, metavar="N",
+                        help="generations of one key at a time")
     parser.add_argument("--slice-bytes-max", type=int, default=limits.slice_bytes_max, metavar="N",
                         help="largest slice that is answered")
     parser.add_argument("--slices-in-flight-bytes-max", type=int, default=limits.slices_in_flight_bytes_max,
@@ -41,11 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         config = Config(**vars(args))
+        app = create_app(config)
         listening = _listen(config)
     except StartError as error:
         print(f"api: {error}", file=sys.stderr)
         return 2
-    asyncio.run(_serve(config, listening))
+    asyncio.run(_serve(app, config, listening))
     return 0
 
 
@@ -72,8 +80,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(config: Config, listening: socket.socket) -> None:
-    app = create_app(config)
+async def _serve(app: FastAPI, config: Config, listening: socket.socket) -> None:
     # h11 bounds the headers of a request (64 KiB); the faster httptools would take them without end.
     server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", http="h11",
                                     timeout_graceful_shutdown=round(config.stop_grace_s) + 3, timeout_keep_alive=30))

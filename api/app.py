@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from api import errors
-from api.config import Config
-from api.local_only import LocalOnly
+from api.config import Config, is_loopback
+from api.guard import Guard
+from api.keys import KeyFile
 from api.metrics import CountRequests, Metrics
 from api.routes import about, captures, generate, slices
 from api.service import Service
@@ -20,8 +21,12 @@ __all__ = ["create_app"]
 
 
 def create_app(config: Config) -> FastAPI:
-    """The ASGI application; connects to the writer when it starts, and needs neither writer nor upstream to start."""
+    """The ASGI application; connects to the writer when it starts, and needs neither writer nor upstream to start.
+
+    StartError where it needs keys and has none.
+    """
     metrics = Metrics()
+    keys = KeyFile(config.keys_file, needed=config.keys is not None or not is_loopback(config.host))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -37,6 +42,6 @@ def create_app(config: Config) -> FastAPI:
     errors.install(app)
     for part in (generate, captures, slices, about):
         app.include_router(part.router)
-    app.add_middleware(LocalOnly)
+    app.add_middleware(Guard, config=config, keys=keys)
     app.add_middleware(CountRequests, metrics=metrics)
     return app

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from schemas import limits
 from schemas.errors import StartError, TapError
 from schemas.spec import parse_spec
+from schemas.zarr_layout import KEYS_FILE
 
 __all__ = ["Config"]
 
@@ -23,6 +24,9 @@ class Config:
     upstream: str = "http://127.0.0.1:8101"  # vLLM's OpenAI server
     host: str = "127.0.0.1"
     port: int = 8100
+    keys: Path | None = None  # None: the store's, where it has any
+    requests_in_flight_max: int = limits.requests_in_flight_max  # of each key
+    generations_in_flight_max: int = limits.generations_in_flight_max
     body_bytes_max: int = limits.request_body_bytes_max
     slice_bytes_max: int = limits.slice_bytes_max
     slices_in_flight_bytes_max: int = limits.slices_in_flight_bytes_max
@@ -36,9 +40,6 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raises StartError naming the setting, its value and what would be valid."""
-        if not is_loopback(self.host):
-            raise StartError(f"host = {self.host!r}: there are no API keys yet, so the service listens on loopback "
-                             "only (127.0.0.1, ::1 or localhost); use an SSH tunnel to reach it from elsewhere")
         if not 0 <= self.port <= 65535:
             raise StartError(f"port = {self.port}: valid: 0 (any free one) to 65535")
         if self.capture_all:
@@ -48,11 +49,19 @@ class Config:
                 raise StartError(f"capture_all = {self.capture_all!r}: {error}") from None
         if not 0 < self.slice_stall_s < 86400:
             raise StartError(f"slice_stall_s = {self.slice_stall_s}: more than 0 and less than a day")
+        for name in ("requests_in_flight_max", "generations_in_flight_max"):
+            if getattr(self, name) < 1:
+                raise StartError(f"{name} = {getattr(self, name)}: at least 1")
         url = urlsplit(self.upstream)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise StartError(f"upstream = {self.upstream!r}: valid: a URL such as http://127.0.0.1:8101")
         if not self.endpoint.startswith(("ipc://", "tcp://")):
             raise StartError(f"endpoint = {self.endpoint!r}: valid: the writer's, such as ipc:///tmp/vllm-tap/writer.sock")
+
+    @property
+    def keys_file(self) -> Path:
+        """Where the API keys lie."""
+        return self.keys or self.store / KEYS_FILE
 
 
 def is_loopback(host: str) -> bool:

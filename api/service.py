@@ -111,8 +111,10 @@ def service_of(request: Request) -> Service:
 
 
 def owner_of(request: Request) -> str:
-    """Whose captures the caller may see: "" on a service without keys."""
-    return ""
+    """Whose captures the caller may see: the name of its key, "" on a service without keys."""
+    owner = request.state.owner
+    assert isinstance(owner, str)
+    return owner
 
 
 def check_ref(ref: str) -> str:

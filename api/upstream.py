@@ -16,9 +16,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError
-from api.service import Service
+from api.service import Service, owner_of
 
-__all__ = ["ClientGone", "Relay", "forward_headers", "new_client", "read_body", "send", "while_connected"]
+__all__ = ["ClientGone", "Relay", "caller_headers", "forward_headers", "new_client", "read_body", "send",
+           "while_connected"]
 
 T = TypeVar("T")
 
@@ -29,6 +30,9 @@ _HOP: Final = frozenset((
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade", "host", "content-length", "expect",
 ))
+
+
+_KEYS: Final = frozenset(("authorization", "x-api-key"))
 
 
 class ClientGone(Exception):
@@ -66,6 +70,11 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
 def forward_headers(headers: Iterable[tuple[str, str]], drop: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
     """The headers that travel on, in both directions."""
     return [(name, value) for name, value in headers if name.lower() not in _HOP and name.lower() not in drop]
+
+
+def caller_headers(request: Request, drop: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
+    """A caller's headers for upstream: without the key of this service, which is no business of the model server."""
+    return forward_headers(request.headers.items(), drop | _KEYS if owner_of(request) else drop)
 
 
 async def send(service: Service, request: httpx.Request) -> httpx.Response:
@@ -151,7 +160,7 @@ async def passed(service: Service, request: Request, data: bytes) -> Response:
         raise ApiError(404, "not_found", f"nothing is served at {path[:200]!r}; see /openapi.json")
     path = quote(path, safe="/:@+=~!$&'()*,;") + (f"?{request.url.query}" if request.url.query else "")
     asked = service.upstream.build_request(request.method, path, content=data,
-                                           headers=forward_headers(request.headers.items()))
+                                           headers=caller_headers(request))
     answer = await while_connected(service, request, send(service, asked))
     headers = {"content-length": answer.headers["content-length"]} if "content-length" in answer.headers else None
     return Relay(service, answer, answer.aiter_raw(), headers)

@@ -48,3 +48,8 @@ wait_timeout_s_max: Final = 120
 header_missing_bytes_max: Final = 4096
 request_body_bytes_max: Final = 32 * 1024 * 1024
 captures_page_max: Final = 1000
+
+# Who may ask, and how much at once; of each key.
+keys_max: Final = 1024
+requests_in_flight_max: Final = 1024
+generations_in_flight_max: Final = 512

@@ -181,7 +181,9 @@ class StoreReader:
         with self._lock:
             if before is not None:
                 # It may have been deleted since that page: its tombstone still says where to go on.
-                last = find_capture(self._db, before) or self._find(before, owner)
+                last = find_capture(self._db, before)
+                if last is None or owner not in (None, last.owner):
+                    raise _no_capture(before)
                 where.append("(created_ms, id) < (?, ?)")
                 args += [last.created_ms, last.id]
             condition = " AND ".join(where)
@@ -290,7 +292,7 @@ class StoreReader:
         rows = self._db.execute("SELECT * FROM captures WHERE ulid = ? AND deleted = 0 ORDER BY sample", (ulid,))
         found = [capture for capture in map(capture_of, rows) if owner is None or capture.owner == owner]
         if not found:
-            raise NotFoundError(f"no capture {ulid}")
+            raise _no_capture(ulid)
         return found
 
     def _find(self, ref: str, owner: str | None) -> Capture:
@@ -305,7 +307,7 @@ class StoreReader:
                     raise NotFoundError(f"{ref} has {len(under)} samples; ask for {under[0].id} … {under[-1].id}")
                 capture = under[0]
         if capture is None or capture.deleted or (owner is not None and capture.owner != owner):
-            raise NotFoundError(f"no capture {ref[:limits.alias_chars_max]!r}")
+            raise _no_capture(ref)
         return capture
 
     def _resolve_alias(self, alias: str, owner: str | None) -> str:
@@ -317,7 +319,7 @@ class StoreReader:
             row = self._db.execute(query, (match[1], owner, owner)).fetchone()
             if row is not None:
                 return f"{row['ulid']}.{match[2]}"
-        raise NotFoundError(f"no capture {alias[:limits.alias_chars_max]!r}")
+        raise _no_capture(alias)
 
     def _row(self, capture: Capture) -> CaptureRow:
         sites = list(_resolved(capture).layers) if capture.resolved is not None else []
@@ -390,6 +392,11 @@ def _declared(codec: codecs.Codec, width: int, dtype: str) -> list[dict[str, Any
     except SpecError:
         return []
     return [{"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "view": s.view, "fill": s.fill} for s in streams]
+
+
+def _no_capture(ref: str) -> NotFoundError:
+    """The same words whether there is none, it is deleted or it is another's."""
+    return NotFoundError(f"no capture {ref[:limits.alias_chars_max]!r}")
 
 
 def _resolved(capture: Capture) -> Resolved:

@@ -37,7 +37,7 @@ class CaptureSpec(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, populate_by_name=True,
+        extra="forbid", frozen=True,
         json_schema_extra={"examples": [{"sites": ["resid_post"], "layers": "::4", "positions": "all"}]},
     )
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["WRITER", "array_metadata", "block_name", "group_metadata", "main_chunk", "open_name", "segment_places"]
+__all__ = ["KEYS_FILE", "WRITER", "array_metadata", "block_name", "group_metadata", "main_chunk", "open_name",
+           "segment_places"]
 
 WRITER: Final = "w0"
+KEYS_FILE: Final = "keys.json"  # the API's, where no other is named; the writer leaves it alone
 BYTES: Final = {"name": "bytes", "configuration": {"endian": "little"}}
 
 

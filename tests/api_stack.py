@@ -16,6 +16,9 @@ from pathlib import Path
 
 import httpx
 
+from api.keys import make_key
+from schemas.zarr_layout import KEYS_FILE
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -79,6 +82,7 @@ class Stack:
     upstream_url: str = ""
     processes: dict[str, Process] = field(default_factory=dict)
     http: httpx.Client = field(default_factory=httpx.Client)
+    key: str = ""  # where the service has keys
 
     def start_writer(self) -> None:
         args = ["writer_service", "--store", str(self.store), "--endpoint", self.endpoint]
@@ -95,7 +99,7 @@ class Stack:
         self.processes["api"] = Process(args, self.store.parent / "api.log")
         self.url = self.processes["api"].wait_ready()
         self.http.close()
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=30, headers={"x-api-key": self.key} if self.key else None)
 
     def wait_ready(self) -> None:
         """Until generations with captures are served."""
@@ -115,15 +119,20 @@ class Stack:
 
 
 @contextmanager
-def running(folder: Path, dtype: str = "bfloat16") -> Iterator[Stack]:
-    """The whole service, ready; everything is ended afterwards, and each process must end by itself."""
+def running(folder: Path, dtype: str = "bfloat16", *api: str, owner: str = "") -> Iterator[Stack]:
+    """The whole service, ready; everything is ended afterwards, and each process must end by itself.
+
+    ``api`` are more arguments of the API; with an ``owner`` it has keys, and the stack asks with that owner's.
+    """
     sockets = tempfile.mkdtemp(prefix="tap-")
     stack = Stack(folder / "store", f"ipc://{sockets}/writer.sock")
+    if owner:
+        stack.key = make_key(stack.store / KEYS_FILE, owner)
     try:
         stack.start_writer()
         stack.processes["writer"].wait_ready()
         stack.start_upstream(dtype)
-        stack.start_api()
+        stack.start_api(None, *api)
         stack.wait_ready()
         yield stack
     finally:

@@ -141,7 +141,9 @@ def test_a_stop_with_a_request_in_flight_is_quick_and_ends_it_upstream(stack: St
 
 
 @pytest.mark.parametrize(("args", "says"), [
-    (["--host", "0.0.0.0"], "loopback"), (["--host", "10.1.2.3"], "loopback"), (["--host", "example.org"], "loopback"),
+    (["--host", "0.0.0.0"], "vllm-tap keys make"), (["--host", "10.1.2.3"], "vllm-tap keys make"),
+    (["--host", "example.org"], "loopback"), (["--keys", "no/such.json"], "no/such.json"),
+    (["--generations-in-flight-max", "0"], "generations_in_flight_max"),
     (["--port", "70000"], "port"), (["--upstream", "ftp://x"], "upstream"), (["--endpoint", "x"], "endpoint"),
 ])
 def test_it_refuses_to_start_with_one_clear_line(tmp_path: Path, args: list[str], says: str) -> None:

@@ -140,7 +140,8 @@ def test_every_make_target_that_is_named_exists() -> None:
 
 
 def test_every_command_and_flag_that_is_named_exists() -> None:
-    known = {name: {flag for param in command.params for flag in param.opts}
+    known = {name: {flag for each in (command, *getattr(command, "commands", {}).values())
+                    for param in each.params for flag in param.opts}
              for name, command in typer.main.get_command(app).commands.items()}  # type: ignore[attr-defined]
     for document in DOCUMENTS:
         text = (ROOT / document).read_text()

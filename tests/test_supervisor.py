@@ -244,7 +244,7 @@ def test_session_members_sees_processes_and_not_zombies() -> None:
     ({"model": "/nowhere/at/all"}, ["MODEL", "/nowhere/at/all", "no such folder"]),
     ({"port": 0}, ["--port", "0", "65535"]),
     ({"engine_port": 8100}, ["--engine-port", "8100"]),
-    ({"host": "0.0.0.0"}, ["--host", "0.0.0.0", "127.0.0.1"]),
+    ({"host": "0.0.0.0"}, ["loopback", "vllm-tap keys make"]),
     ({"on_full": "explode"}, ["--on-full", "explode", "drop", "wait"]),
     ({"durability": "hope"}, ["--durability", "hope", "fsync"]),
     ({"ring_bytes": 5}, ["--ring-bytes", "5", "4194304"]),

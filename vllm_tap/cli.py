@@ -26,6 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+keys_app = typer.Typer(help="Make, list and revoke the keys of the HTTP service.", no_args_is_help=True,
+                       rich_markup_mode=None)
+app.add_typer(keys_app, name="keys")
 
 
 class OnFull(StrEnum):
@@ -58,6 +61,8 @@ RpK = Annotated[int | None, typer.Option(help="rp8: numbers that a row becomes (
 RpSeed = Annotated[int | None, typer.Option(help="rp8: seed of the projection (default 0).")]
 TopkK = Annotated[int | None, typer.Option(help="topk8: entries kept of a row (default 4 % of them).")]
 ActBits = Annotated[int | None, typer.Option(help="Bits of a stored number: 8, no other.")]
+Keys = Annotated[Path | None, typer.Option("--keys", help="The API keys (default: keys.json of the store, where there "
+                                                          "is one); needed to listen beyond loopback.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Use a small model made on the spot instead of MODEL.")]
 Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …")]
 
@@ -71,6 +76,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port of the API.")] = 8100,
     engine_port: Annotated[int, typer.Option(help="Port of vLLM itself, on 127.0.0.1.")] = 8101,
     store: Store = Path("captures"),
+    keys: Keys = None,
     arm: Arm = "resid_post",
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     on_full: Annotated[OnFull, typer.Option(help="Drop rows (named in the manifest) or let generation wait.")]
@@ -102,10 +108,10 @@ def serve(
     if max_model_len is not None:
         arguments = (*arguments, "--max-model-len", str(max_model_len))
     raise typer.Exit(run(ServeConfig(
-        model=chosen, served_name="tiny" if tiny else "", store=store, host=host, port=port, engine_port=engine_port,
-        arm=arm, on_full=on_full.value, ring_bytes=ring_bytes, staging_bytes_max=staging_bytes_max,
-        durability=durability.value, seal_idle_s=seal_idle_s, engine_args=(*arguments, *context.obj),
-        environment={**environment, **legacy}, capture_all=capture_all,
+        model=chosen, served_name="tiny" if tiny else "", store=store, keys=keys, host=host, port=port,
+        engine_port=engine_port, arm=arm, on_full=on_full.value, ring_bytes=ring_bytes,
+        staging_bytes_max=staging_bytes_max, durability=durability.value, seal_idle_s=seal_idle_s,
+        engine_args=(*arguments, *context.obj), environment={**environment, **legacy}, capture_all=capture_all,
     )))
 
 
@@ -199,6 +205,39 @@ def export(
 
     for path in run(store, ref, format.value, out, sites, layers, force):
         typer.echo(path)
+
+
+KeyName = Annotated[str, typer.Argument(help="Whose key it is: the owner of what is captured with it.")]
+
+
+@keys_app.command("make")
+def make_key(
+    name: KeyName,
+    store: Store = Path("captures"),
+    keys: Keys = None,
+    replace: Annotated[bool, typer.Option("--replace", help="End the name's old key; the new one reads the same "
+                                                            "captures.")] = False,
+) -> None:
+    """Make a key and print it, this once: the file keeps its hash alone."""
+    from vllm_tap.keys_command import print_new_key
+
+    print_new_key(store, keys, name, replace)
+
+
+@keys_app.command("ls")
+def list_keys(store: Store = Path("captures"), keys: Keys = None) -> None:
+    """List the names that have keys."""
+    from vllm_tap.keys_command import print_keys
+
+    print_keys(store, keys)
+
+
+@keys_app.command("revoke")
+def revoke_key(name: KeyName, store: Store = Path("captures"), keys: Keys = None) -> None:
+    """End a key; a running service refuses it from the next request on. Its captures stay."""
+    from vllm_tap.keys_command import revoke
+
+    revoke(store, keys, name)
 
 
 @app.command()

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Final
 
 from api.config import is_loopback
+from api.keys import KeyFile
 from schemas.errors import SpecError, StartError
 from schemas.legacy import SITE
 from schemas.sites import parse_site
+from schemas.zarr_layout import KEYS_FILE
 from vllm_tap.child import Service
 from writer_service.recovery import check_free
 
@@ -34,6 +36,7 @@ class ServeConfig:
 
     model: str
     store: Path
+    keys: Path | None = None  # the file of API keys, None for the store's
     served_name: str = ""  # the model's name in requests; "" for ``model``
     host: str = "127.0.0.1"
     port: int = 8100
@@ -53,9 +56,6 @@ class ServeConfig:
         check_model(self.model)
         if self.capture_all and SITE not in self.armed:
             raise StartError(f"--arm {self.arm!r}: --activation-capture captures {SITE}, which is not among them")
-        if not is_loopback(self.host):
-            raise StartError(f"--host = {self.host!r}: there are no API keys yet, so it must be 127.0.0.1, ::1 or "
-                             "localhost; an SSH tunnel reaches it from elsewhere")
         for name, port in (("--port", self.port), ("--engine-port", self.engine_port)):
             if not 1 <= port <= 65535:
                 raise StartError(f"{name} = {port}: a port is 1 to 65535")
@@ -74,6 +74,7 @@ class ServeConfig:
                 raise StartError(f"{argument!r} after --: vllm-tap sets this itself "
                                  "(the model, --host, --port and --engine-port are its own arguments)")
         check_store(self.store)
+        KeyFile(self.keys or self.store / KEYS_FILE, needed=self.keys is not None or not is_loopback(self.host))
 
     @property
     def armed(self) -> list[str]:
@@ -82,8 +83,9 @@ class ServeConfig:
 
     @property
     def url(self) -> str:
-        """Where the API answers."""
-        return f"http://{_in_url(self.host)}:{self.port}"
+        """Where the API answers; one that listens on every address is asked on loopback."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{_in_url(host)}:{self.port}"
 
 
 def check_arm(arm: str) -> str:
@@ -183,6 +185,7 @@ def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
         "api",
         (*_module("api"), "--store", str(store), "--endpoint", endpoint, "--upstream", upstream,
          "--host", config.host, "--port", str(config.port),
+         *(("--keys", str(config.keys.absolute())) if config.keys else ()),
          *(("--capture-all", config.capture_all) if config.capture_all else ())),
         common,
         ready_line="api ready",

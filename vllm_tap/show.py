@@ -15,7 +15,7 @@ from schemas.errors import TapError
 from schemas.manifest import STATUSES, Manifest, SiteLayer
 from schemas.reader import StoreReader
 
-__all__ = ["print_captures", "print_manifest"]
+__all__ = ["console", "print_captures", "print_manifest", "when"]
 
 _STATUS_STYLES = {"complete": "green", "running": "cyan", "pending": "dim", "incomplete": "yellow", "failed": "red"}
 
@@ -38,10 +38,10 @@ def print_captures(store: Path, status: str | None, limit: int, as_json: bool) -
     table.add_column("total", justify="right")
     table.add_column("ended")
     for row in rows:
-        table.add_row(row.id, Text(row.status, _STATUS_STYLES.get(row.status, "")), _when(row.created_ms),
+        table.add_row(row.id, Text(row.status, _STATUS_STYLES.get(row.status, "")), when(row.created_ms),
                       " ".join(row.sites), Text(" ".join(f"{k}={v}" for k, v in row.tags.items())),
                       str(row.prompt_len), str(row.total_len), Text(row.finish_reason or ""))
-    _console().print(table if rows else f"no captures in {store}")
+    console().print(table if rows else f"no captures in {store}")
 
 
 def print_manifest(store: Path, ref: str, as_json: bool) -> None:
@@ -53,9 +53,9 @@ def print_manifest(store: Path, ref: str, as_json: bool) -> None:
             sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
         sys.stdout.buffer.flush()
         return
-    console = _console()
+    out = console()
     for manifest in manifests:
-        _print_one(console, manifest)
+        _print_one(out, manifest)
 
 
 def _print_one(console: Console, manifest: Manifest) -> None:
@@ -70,7 +70,7 @@ def _print_one(console: Console, manifest: Manifest) -> None:
         ("status", Text(manifest.status, _STATUS_STYLES.get(manifest.status, ""))),
         ("also called", Text(", ".join(manifest.aliases) or "–")),
         ("model", Text(f"{manifest.engine.get('model', '?')}, {manifest.engine.get('model_dtype', '?')}")),
-        ("made", Text(_when(manifest.created_ms))),
+        ("made", Text(when(manifest.created_ms))),
         ("tokens", Text(f"{manifest.prompt_len} prompt + {manifest.total_len - manifest.prompt_len} generated"
                         + (f", {manifest.cached} from the prefix cache" if manifest.cached else ""))),
         ("ended", Text(ended)),
@@ -116,10 +116,12 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
 
 
-def _when(ms: int) -> str:
+def when(ms: int) -> str:
+    """A moment in milliseconds since 1970, in local time."""
     return datetime.fromtimestamp(ms / 1000).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _console() -> Console:
+def console() -> Console:
+    """Where tables are printed."""
     # A pipe gets whole lines: a program that reads them has no width.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)

@@ -21,13 +21,13 @@ from schemas.errors import CorruptError, StartError, StoreError
 from schemas.mapping import map_file
 from schemas.reader import read_store_uuid
 from schemas.segment import FrameView, newer_frame, parse_frame, walk
-from schemas.zarr_layout import WRITER, block_name, main_chunk, open_name
+from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk, open_name
 from writer_service import catalog, fs, sealing
 from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
 from writer_service.control_log import log_numbers, log_path, read_log
 
 apply_at_once = 512
-MADE_FIRST = ("writers", "blocks", ".store.json.tmp")  # what may be there without a store.json
+MADE_FIRST = ("writers", "blocks", ".store.json.tmp", KEYS_FILE)  # what may be there without a store.json
 
 
 @dataclass(slots=True)

@@ -17,7 +17,17 @@ from api.errors import ApiError, BadParam, Json
 from api.generation import Plan, Wish, parse_body, plan, wish
 from api.service import Service, owner_of, service_of
 from api.sse import DoneFinder, last_event
-from api.upstream import ClientGone, Relay, broken, forward_headers, passed, read_body, send, while_connected
+from api.upstream import (
+    ClientGone,
+    Relay,
+    broken,
+    caller_headers,
+    forward_headers,
+    passed,
+    read_body,
+    send,
+    while_connected,
+)
 from api.waiting import settle, status_of_all
 from schemas.control import Own
 from schemas.errors import StoreError, TapError
@@ -84,7 +94,7 @@ def _check_content_type(request: Request) -> None:
 
 async def _captured(service: Service, request: Request, planned: Plan) -> Response:
     await _own(service, planned, owner_of(request))
-    headers = forward_headers(request.headers.items(), frozenset(("x-request-id", "accept-encoding", "content-type")))
+    headers = caller_headers(request, frozenset(("x-request-id", "accept-encoding", "content-type")))
     asked = service.upstream.build_request("POST", request.url.path, content=planned.body, headers=[
         *headers, ("x-request-id", planned.ulid), ("content-type", "application/json"), ("accept-encoding", "identity"),
     ])

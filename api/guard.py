@@ -1,0 +1,90 @@
+"""Who may ask for anything, and how much at once. Nothing is answered that did not pass here, but for ``OPEN``.
+
+Without keys only this machine may ask, and the browser of its user must not be talked into it: a stranger's page may
+point a name of its own at 127.0.0.1 and then read what "its" server answers; the Host header gives it away.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.config import Config, is_loopback
+from api.errors import ApiError, error_response
+from api.keys import KeyFile
+
+__all__ = ["GENERATIONS", "OPEN", "Guard"]
+
+OPEN: Final = frozenset(("/healthz",))  # says nothing but that the process lives
+GENERATIONS: Final = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/responses"))
+
+
+class Guard:
+    """ASGI middleware: 401 without a key in use, 403 on an open service for foreign hosts, 429 over a key's limits.
+
+    The name that the key stands for becomes ``request.state.owner``: "" on an open service.
+    """
+
+    def __init__(self, app: ASGIApp, config: Config, keys: KeyFile) -> None:
+        self.app, self.config, self.keys = app, config, keys
+        self._requests: Counter[str] = Counter()
+        self._generations: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self.app(scope, receive, send)
+            return
+        try:
+            owner = self._owner(Headers(scope=scope))
+            generation = scope["path"] in GENERATIONS
+            self._check(owner, generation)
+        except ApiError as error:
+            await error_response(error.status, error.code, error.message, error.param, error.headers)(
+                scope, receive, send)
+            return
+        scope.setdefault("state", {})["owner"] = owner
+        self._requests[owner] += 1
+        self._generations[owner] += generation
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._requests[owner] -= 1
+            self._generations[owner] -= generation
+
+    def _owner(self, headers: Headers) -> str:
+        if self.keys.open:
+            host = headers.get("host", "localhost")
+            if not _local(host):
+                raise ApiError(403, "foreign_host", f"Host = {host[:100]!r}: without keys the service answers to "
+                               "127.0.0.1, ::1 and localhost only", "Host")
+            return ""
+        scheme, _, text = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            text = headers.get("x-api-key", "")
+        owner = self.keys.owner(text.strip())
+        if owner is None:
+            # The same words for no key, a wrong one and a revoked one.
+            raise ApiError(401, "invalid_key", "a key in use is needed: Authorization: Bearer KEY, or x-api-key: KEY",
+                           "Authorization", {"WWW-Authenticate": 'Bearer realm="vllm-tap"'})
+        return owner
+
+    def _check(self, owner: str, generation: bool) -> None:
+        whose = f"of {owner!r} " if owner else ""
+        for counted, at_once, limit in (("requests", self._requests[owner], self.config.requests_in_flight_max),
+                                        ("generations", self._generations[owner],
+                                         self.config.generations_in_flight_max)):
+            if at_once >= limit and (generation or counted == "requests"):
+                raise ApiError(429, f"too_many_{counted}", f"{at_once} {counted} {whose}are in flight, limit {limit}; "
+                               "ask again in a moment", headers={"Retry-After": "1"})
+
+
+def _local(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(name) or name.endswith(".localhost")

@@ -1,0 +1,259 @@
+"""Keys: nothing is answered without one in use, and nobody learns of another's captures."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.app import create_app
+from api.config import Config
+from api.guard import OPEN
+from api.keys import KeyFile, make_key, read_keys, revoke_key
+from schemas.errors import NotFoundError, StartError, TapError
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from schemas.zarr_layout import KEYS_FILE
+from tests.api_stack import ROOT, Stack, running
+from vllm_tap.client import Client
+from vllm_tap.errors import NotFound, ServiceError
+
+SPEC = {"sites": ["resid_post"], "layers": [0]}
+ROUTES = [(method.upper(), path) for path, methods in create_app(Config(ROOT, "ipc:///tmp/none")).openapi()["paths"].items()
+          for method in methods] + [("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/"), ("POST", "/nothing")]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running(tmp_path_factory.mktemp("keys"), "bfloat16", "--generations-in-flight-max", "2",
+                 "--requests-in-flight-max", "5", owner="alice") as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def others(stack: Stack) -> dict[str, str]:
+    """Another's key, one that was revoked, one that never was."""
+    keys = stack.store / KEYS_FILE
+    made = {name: make_key(keys, name) for name in ("bob", "mallory")}
+    revoke_key(keys, "mallory")
+    return {**made, "wrong": made["bob"][:-1] + ("A" if made["bob"][-1] != "A" else "B")}
+
+
+@pytest.fixture(scope="module")
+def hers(stack: Stack) -> dict[str, str]:
+    """Alice's capture by each of its names."""
+    answer = stack.http.post("/v1/completions", json={"model": "played", "prompt": "hello", "capture": SPEC},
+                             headers={"x-request-id": "hers"}).json()
+    several = stack.complete("hello", n=2, capture=SPEC).json()["capture"]
+    return {"id": answer["capture"]["id"], "response id": answer["id"], "request id": "hers", "several": several["id"],
+            "sample": several["ids"][1]}
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_needs_a_key(stack: Stack, others: dict[str, str], method: str, path: str) -> None:
+    url = stack.url + path.replace("{ref}", new_ulid()).replace("{model}", "m")
+    refused: tuple[dict[Any, Any], ...] = (
+        {}, {"authorization": f"Bearer {others['wrong']}"}, {"x-api-key": others["mallory"]}, {"x-api-key": ""},
+        {"authorization": f"Basic {stack.key}"}, {"authorization": "Bearer"}, {b"x-api-key": b"\xff"})
+    answers = [httpx.request(method, url, headers=headers) for headers in refused]
+    for answer in answers:
+        if path in OPEN:
+            assert answer.status_code == 200
+        else:
+            assert answer.status_code == 401 and answer.headers["www-authenticate"].startswith("Bearer")
+            assert answer.content == answers[0].content and answer.json()["error"]["code"] == "invalid_key"
+    for headers in ({"authorization": f"bearer {stack.key}"}, {"x-api-key": stack.key}, {"x-api-key": others["bob"]}):
+        assert httpx.request(method, url, headers=headers).status_code != 401
+
+
+def test_only_health_is_open() -> None:
+    assert sorted(OPEN) == ["/healthz"]
+
+
+def test_anothers_captures_are_as_if_absent(stack: Stack, others: dict[str, str], hers: dict[str, str]) -> None:
+    with httpx.Client(base_url=stack.url, headers={"x-api-key": others["bob"]}) as bob:
+        assert bob.get("/v1/captures").json()["data"] == []
+        for name, ref in hers.items():
+            absent = new_ulid() + (".1" if name == "sample" else "")
+            absent = {"response id": f"cmpl-{absent}", "request id": "none"}.get(name, absent)
+            for method, suffix in (("GET", ""), ("GET", "?wait=complete&timeout=0"), ("GET", "/activations"),
+                                   ("GET", "/activations?wait=rows&stop=2&timeout=0"), ("DELETE", "")):
+                asked = [bob.request(method, f"/v1/captures/{each}{suffix}") for each in (ref, absent)]
+                assert [answer.status_code for answer in asked] == [404, 404], (name, suffix)
+                texts = [answer.text.replace(each, "REF") for answer, each in zip(asked, (ref, absent), strict=True)]
+                assert texts[0].replace(hers["several"], "REF") == texts[1], (name, suffix)
+        nobody = new_ulid()
+        asked = [bob.get(f"/v1/captures?before={ref}") for ref in (hers["id"], nobody)]
+        assert asked[0].text.replace(hers["id"], "") == asked[1].text.replace(nobody, "")
+        taken = bob.post("/v1/completions", json={"model": "played", "prompt": "x",
+                                                  "capture": {**SPEC, "id": hers["id"]}})
+        assert taken.status_code == 409
+    assert stack.http.get(f"/v1/captures/{hers['id']}").status_code == 200
+
+
+def test_a_request_id_is_its_callers(stack: Stack, others: dict[str, str], hers: dict[str, str]) -> None:
+    with httpx.Client(base_url=stack.url, headers={"x-api-key": others["bob"]}, timeout=30) as bob:
+        his = bob.post("/v1/completions", json={"model": "played", "prompt": "his", "capture": SPEC},
+                       headers={"x-request-id": "hers"}).json()["capture"]["id"]
+        assert bob.get("/v1/captures/hers").json()["id"] == his
+    assert stack.http.get("/v1/captures/hers").json()["id"] == hers["id"]
+
+
+def test_a_key_ends_and_begins_without_a_restart(stack: Stack) -> None:
+    keys = stack.store / KEYS_FILE
+    carol = {"x-api-key": make_key(keys, "carol")}
+    assert httpx.get(f"{stack.url}/v1/captures", headers=carol).status_code == 200
+    made = httpx.post(f"{stack.url}/v1/completions", headers=carol,
+                      json={"model": "played", "prompt": "x", "capture": SPEC}).json()["capture"]["id"]
+    again = {"x-api-key": make_key(keys, "carol", replace=True)}
+    assert httpx.get(f"{stack.url}/v1/captures", headers=carol).status_code == 401
+    assert httpx.get(f"{stack.url}/v1/captures/{made}", headers=again).status_code == 200
+    revoke_key(keys, "carol")
+    assert httpx.get(f"{stack.url}/v1/captures", headers=again).status_code == 401
+
+
+def test_without_its_file_nobody_gets_in(stack: Stack) -> None:
+    keys = stack.store / KEYS_FILE
+    kept = keys.read_bytes()
+    for spoil in (keys.unlink, lambda: keys.write_bytes(b"{}"), lambda: keys.write_bytes(kept[: len(kept) // 2])):
+        spoil()
+        assert stack.http.get("/v1/captures").status_code == 401
+        assert httpx.get(f"{stack.url}/v1/captures").status_code == 401
+    keys.unlink()
+    keys.write_bytes(kept)
+    assert stack.http.get("/v1/captures").status_code == 200
+
+
+def test_limits_are_each_keys_own(stack: Stack, others: dict[str, str]) -> None:
+    answers: list[httpx.Response] = []
+    body = {"model": "played", "prompt": "slow", "play": {"delay_s": 1.5}}
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{stack.url}/v1/completions", json=body, headers={"x-api-key": stack.key},
+                                  timeout=30))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.7)
+    refused = stack.http.post("/v1/completions", json=body)
+    assert refused.status_code == 429 and refused.headers["retry-after"]
+    assert refused.json()["error"]["code"] == "too_many_generations" and "limit 2" in refused.json()["error"]["message"]
+    assert stack.http.get("/v1/captures").status_code == 200  # others than generations have a limit of their own
+    bob = httpx.post(f"{stack.url}/v1/completions", json={"model": "played", "prompt": "x"},
+                     headers={"x-api-key": others["bob"]})
+    assert bob.status_code == 200
+    for thread in threads:
+        thread.join()
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert stack.complete("x").status_code == 200  # what ended counts no more
+
+
+def test_keys_stay_here(stack: Stack, others: dict[str, str]) -> None:
+    for name in ("authorization", "x-api-key"):
+        value = f"Bearer {stack.key}" if name == "authorization" else stack.key
+        for capture in ({}, {"capture": SPEC}):
+            httpx.post(f"{stack.url}/v1/completions", headers={name: value}, timeout=30,
+                       json={"model": "played", "prompt": "x", **capture})
+            assert not {"authorization", "x-api-key"} & set(stack.seen()[-1]["headers"])  # type: ignore[call-overload]
+    secrets = [stack.key, *others.values()]
+    files = [*stack.store.parent.glob("*.log"), stack.store / KEYS_FILE, *stack.store.rglob("*.log")]
+    assert len(files) >= 4
+    for file in files:
+        assert not any(secret.encode() in file.read_bytes() for secret in secrets), file
+    metrics = stack.http.get("/metrics").text
+    assert not any(secret in metrics for secret in secrets)
+
+
+def test_the_client_brings_its_key(stack: Stack, hers: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+                                   others: dict[str, str]) -> None:
+    with Client(stack.url, api_key=stack.key) as client:
+        assert client.manifest(hers["id"]).id == hers["id"]
+    monkeypatch.setenv("VLLM_TAP_API_KEY", others["bob"])
+    with Client(stack.url) as client, pytest.raises(NotFound):
+        client.manifest(hers["id"])
+    monkeypatch.delenv("VLLM_TAP_API_KEY")
+    with Client(stack.url) as client, pytest.raises(ServiceError) as refused:
+        client.captures()
+    assert refused.value.status == 401
+
+
+def test_the_owner_survives_a_rebuilt_catalog(stack: Stack, others: dict[str, str], hers: dict[str, str]) -> None:
+    assert stack.processes["writer"].stop() == 0
+    (stack.store / "catalog.sqlite").unlink()
+    stack.start_writer()
+    stack.processes["writer"].wait_ready()
+    with StoreReader(stack.store) as reader:
+        assert reader.capture(hers["id"]).owner == "alice"
+    assert stack.http.get(f"/v1/captures/{hers['id']}").status_code == 200
+    assert httpx.get(f"{stack.url}/v1/captures/{hers['id']}", headers={"x-api-key": others["bob"]}).status_code == 404
+
+
+# ── the file and the command ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tap(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, arguments)], cwd=ROOT, capture_output=True,
+                          text=True, timeout=60)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    made = tap("keys", "make", "ann", "--store", tmp_path)
+    key = made.stdout.strip()
+    assert made.returncode == 0 and re.fullmatch(r"tap_[A-Za-z0-9_-]{43}", key) and key not in made.stderr
+    file = tmp_path / KEYS_FILE
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and key not in file.read_text()
+    assert KeyFile(file, needed=True).owner(key) == "ann"
+    listed = tap("keys", "ls", "--store", tmp_path).stdout
+    assert "ann" in listed and key not in listed
+    again = tap("keys", "make", "ann", "--store", tmp_path)
+    assert again.returncode == 2 and "--replace" in again.stderr and again.stdout == ""
+    assert tap("keys", "revoke", "ann", "--store", tmp_path).returncode == 0
+    assert KeyFile(file, needed=False).owner(key) is None
+    assert tap("keys", "revoke", "ann", "--store", tmp_path).returncode == 2
+    assert tap("keys", "make", "../x", "--keys", tmp_path / "k").returncode == 2
+
+
+def test_a_file_that_cannot_be_trusted_ends_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    with pytest.raises(StartError, match="vllm-tap keys make"):
+        KeyFile(file, needed=True)
+    assert KeyFile(file, needed=False).open
+    make_key(file, "ann")
+    file.chmod(0o620)
+    with pytest.raises(StartError, match="chmod 600"):
+        KeyFile(file, needed=False)
+    file.chmod(0o600)
+    revoke_key(file, "ann")
+    with pytest.raises(StartError, match="no key in use"):
+        KeyFile(file, needed=True)
+    assert not KeyFile(file, needed=False).open  # all revoked is not the same as none
+    for text in ("", "[]", json.dumps({"version": 2, "keys": []}), json.dumps({"version": 1, "keys": [
+            {"name": "a", "sha256": "00", "created_ms": 1}]})):
+        file.write_text(text)
+        with pytest.raises(StartError, match="keys"):
+            KeyFile(file, needed=False)
+
+
+def test_keys_made_at_once_are_all_kept(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    threads = [threading.Thread(target=make_key, args=(file, f"n{i}")) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {key.name for key in read_keys(file)} == {f"n{i}" for i in range(8)}
+    with pytest.raises(TapError):
+        make_key(file, "n1")
+    with pytest.raises(NotFoundError):
+        revoke_key(file, "n9")
