@@ -184,7 +184,7 @@ def test_the_client_brings_its_key(stack: Stack, hers: dict[str, str], monkeypat
         client.manifest(hers["id"])
     monkeypatch.delenv("VLLM_TAP_API_KEY")
     with Client(stack.url) as client, pytest.raises(ServiceError) as refused:
-        client.captures()
+        list(client.captures())
     assert refused.value.status == 401
 
 
