@@ -10,14 +10,18 @@ from schemas.codecs.int8b64 import BLOCK, outliers
 
 def encode(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Codes, scales and outliers of rows ``[..., width]`` of any float dtype."""
-    width = rows.shape[-1]
     blocks, kept = blocks_and_outliers(rows)
+    return {**coded(blocks, rows.shape[-1]), **kept}
+
+
+def coded(blocks: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
+    """Codes and scales of what ``blocks_and_outliers`` leaves of rows of ``width``."""
     scale = (blocks.abs().amax(dim=-1) / 127).to(torch.bfloat16)
     step = scale.to(torch.float32).unsqueeze(-1)
     # A zero scale means a block of zeros (or of values that even bfloat16 cannot scale): its codes are 0.
     codes = torch.nan_to_num(blocks / torch.where(step == 0, torch.ones_like(step), step), posinf=127.0, neginf=-127.0)
     codes = codes.round_().clamp_(-127, 127).to(torch.int8).flatten(-2)[..., :width]
-    return {"q": codes, "scale": scale.view(torch.uint16), **kept}
+    return {"q": codes, "scale": scale.view(torch.uint16)}
 
 
 def blocks_and_outliers(rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -13,8 +13,12 @@ _ZERO = 7  # the number of the level 0
 
 def encode(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Packed numbers of levels, scales and outliers of rows ``[..., width]`` of any float dtype."""
-    width = rows.shape[-1]
     blocks, kept = blocks_and_outliers(rows)
+    return {**coded(blocks, rows.shape[-1]), **kept}
+
+
+def coded(blocks: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
+    """Packed numbers of levels and scales of what ``blocks_and_outliers`` leaves of rows of ``width``."""
     scale = nan_unless_finite(rounded_up(blocks.abs().amax(dim=-1)))
     x = divided(blocks, scale.unsqueeze(-1)).flatten(-2)[..., :width]
     # Comparisons in place of a search: no kernel of its own, and the same on every device.
@@ -22,4 +26,4 @@ def encode(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     for between in BETWEEN.tolist():
         numbers += x > between
     numbers = torch.nn.functional.pad(numbers, (0, width % 2), value=_ZERO).unflatten(-1, (-1, 2))
-    return {"q": numbers[..., 0] | numbers[..., 1] << 4, "scale": scale.view(torch.uint16), **kept}
+    return {"q": numbers[..., 0] | numbers[..., 1] << 4, "scale": scale.view(torch.uint16)}

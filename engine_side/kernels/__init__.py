@@ -1,0 +1,123 @@
+"""One launch a block of rows on a GPU: gather, encode, and write every stream, in Triton.
+
+The torch encoders in engine_side.codecs are the reference and run everywhere; these run where ``supported`` says so.
+Nothing here imports Triton until a kernel is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+
+from schemas import codecs
+from schemas.errors import SpecError
+
+__all__ = ["Source", "launch", "supported", "warm"]
+
+_WIDTH_MAX: Final = 32768
+_VECTOR: Final = 16  # bytes of the widest load
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+_MODULES: Final = {"raw": "copies", "raw16": "copies", "int8b64": "blocks"}
+
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows of a site in staging, all on one device.
+
+    ``buffer`` [layers armed, tokens, width], rows contiguous; ``layers`` int32 [n_layers], places in the buffer;
+    ``rows`` int64 [n], or the first of ``n`` rows that follow each other; ``token_ids`` and ``positions`` [tokens of
+    the step], each int32 or int64, contiguous, none negative.
+    """
+
+    buffer: torch.Tensor
+    layers: torch.Tensor
+    rows: torch.Tensor | int
+    n: int
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """A kernel for rows of one kind; compiled by its first launch and held, which spares the look-up at the others."""
+
+    function: Any
+    constants: tuple[Any, ...]
+    warps: int
+    compiled: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
+        if self.compiled is None:
+            self.compiled = self.function[grid](*args, *self.constants, num_warps=self.warps)
+        else:
+            self.compiled[grid](*args, *self.constants)
+
+
+@lru_cache(maxsize=256)
+def supported(identity: str, width: int, dtype: torch.dtype) -> bool:
+    """Whether ``launch`` takes rows of ``width`` numbers in ``dtype``; False on a machine without Triton."""
+    try:
+        codec = codecs.identified(identity)
+        codec.streams(width, str(dtype).removeprefix("torch."))
+    except SpecError:
+        return False
+    return (codec.family.name in _MODULES and 0 < width <= _WIDTH_MAX and dtype in _DTYPES
+            and find_spec("triton") is not None)
+
+
+def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int]) -> None:
+    """Encode ``source`` into ``scratch`` (uint8) on the current stream.
+
+    ``offsets``: the byte, a multiple of 64, at which each declared stream lies, in the declared order, as
+    [n_layers, n, *shape]; then token ids (int32 [n]) and positions (int64 [n]). Waits for nothing, allocates nothing.
+    The first launch of a kind compiles, unless ``warm`` has.
+    """
+    if source.n == 0:
+        return
+    buffer, rows, ids, positions = source.buffer, source.rows, source.token_ids, source.positions
+    to_layer, to_row, _ = buffer.stride()
+    gathered = not isinstance(rows, int)
+    aligned = ((to_layer | to_row) * buffer.element_size() | buffer.data_ptr()) % _VECTOR == 0
+    kernel = _kernel(identity, buffer.shape[2], buffer.dtype, gathered, aligned, buffer.device)
+    # Of a 64-bit number that is not negative the lower half is the number: one kernel for both.
+    wide_ids, wide_positions = ids.dtype == torch.int64, positions.dtype == torch.int64
+    kernel(
+        (source.n, source.layers.shape[0], 1),
+        buffer, to_layer, to_row, source.layers, rows if gathered else source.layers, 0 if gathered else rows,
+        ids.view(torch.int32) if wide_ids else ids, 1 + wide_ids,
+        positions.view(torch.int32) if wide_positions else positions, 1 + wide_positions,
+        scratch, *offsets,
+    )
+
+
+def warm(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what ``launch`` may need for such rows, so that no step waits for a compiler."""
+    buffer = torch.zeros(1, 1, width, dtype=dtype, device=device)
+    layers = torch.zeros(1, dtype=torch.int32, device=device)
+    numbers = torch.zeros(1, dtype=torch.int64, device=device)
+    declared = codecs.streams(identity, width, str(dtype).removeprefix("torch."))
+    ends = [0]
+    for nbytes in [*(stream.nbytes for stream in declared), 4, 8]:
+        ends.append(ends[-1] + -(-nbytes // 64) * 64)
+    scratch = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    for rows in (0, numbers):
+        launch(identity, Source(buffer, layers, rows, 1, numbers, numbers), scratch, ends[:-1])
+
+
+@lru_cache(maxsize=1024)
+def _kernel(identity: str, width: int, dtype: torch.dtype, gathered: bool, aligned: bool,
+            device: torch.device) -> _Kernel:
+    from importlib import import_module
+
+    codec = codecs.identified(identity)
+    module = import_module(f"engine_side.kernels.{_MODULES[codec.family.name]}")
+    function, constants, warps = module.choose(codec, width, dtype)
+    numbers_a_vector = _VECTOR // dtype.itemsize if aligned else 1
+    return _Kernel(function, (gathered, numbers_a_vector, width, *constants), warps)

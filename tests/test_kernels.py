@@ -1,0 +1,182 @@
+"""The Triton encoders against the torch reference: on a GPU where there is one, else in Triton's interpreter.
+
+Equal bit for bit, but where the reference leaves a choice (which of equal magnitudes are the largest), and but for
+float32 rows, whose codes may be one step apart where a quotient lies within an ulp or two of a tie.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from engine_side import kernels
+from engine_side.codecs import TORCH_DTYPES, encode, int8b64
+from schemas import codecs
+
+GPU = torch.cuda.is_available()
+HERE = find_spec("triton") is not None and (GPU or os.environ.get("TRITON_INTERPRET") == "1")
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+WIDTHS = [5, 64, 100, 1000, 2048, 4096, 8192, 18944] if GPU else [5, 100, 1000]
+OUTLIERS = {"int8b64": int8b64.coded}
+ALL = ["raw", "raw16", "int8b64"]
+UNTOUCHED = 0xAB
+
+kernel_test = pytest.mark.skipif(not HERE, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
+
+
+@pytest.mark.skipif(HERE, reason="the tests below run in this process")
+def test_in_the_interpreter() -> None:
+    """A process of its own: Triton must know before it is imported."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed: NO KERNEL IS TESTED HERE (pip install triton)")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+                          env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert "passed" in done.stdout
+
+
+def hard_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [kinds, width] of every kind that has gone wrong somewhere."""
+    torch.manual_seed(width)
+    rows = torch.randn(16, width)
+    rows[1, [0, 3, 4, 40 % width]] *= 1000  # massive columns, three of them in one group of eight
+    rows[2, :12] *= 1000  # more than are kept, side by side
+    rows[3] = 0
+    rows[4] = 1.5  # every magnitude the same
+    rows[5, ::2] = -rows[5, 1::2][: rows[5, ::2].numel()].sum()  # ties, and among them the largest
+    rows[6, 3:] = 0  # fewer numbers than are kept
+    rows[7] = torch.randint(-12, 13, (width,)).float()  # quotients that are ties
+    rows[7, 0] = 12.0
+    rows[8, 2] = torch.nan
+    rows[9, [1, 4]] = torch.tensor([torch.inf, -torch.inf])
+    rows[10, : min(width, 30)] = torch.nan  # more than are kept
+    rows[11, : min(width, 30)] = -torch.inf
+    rows[12] *= 1e-38  # scales that have no reciprocal
+    rows[13] *= 1e-40
+    rows[14] *= 3e37 if dtype != torch.float16 else 1e4
+    rows[15, width // 2 :] *= 1e-39
+    return rows.to(dtype)
+
+
+def taken(codec: str, source: kernels.Source, offset: int = 0) -> dict[str, torch.Tensor]:
+    """What the kernel writes, as it should lie; nothing else of the buffer may change."""
+    width, dtype = source.buffer.shape[-1], source.buffer.dtype
+    assert kernels.supported(codec, width, dtype)
+    n_layers, n = len(source.layers), source.n
+    pieces = {stream.name: ((n_layers, n, *stream.shape), TORCH_DTYPES[stream.dtype])
+              for stream in codecs.streams(codec, width, str(dtype).removeprefix("torch."))}
+    pieces |= {"token_ids": ((n,), torch.int32), "positions": ((n,), torch.int64)}
+    scratch = torch.full((8 << 20,), UNTOUCHED, dtype=torch.uint8, device=DEVICE)
+    offsets, end = [], offset
+    for shape, kind in pieces.values():
+        offsets.append(end)
+        end += -(-torch.Size(shape).numel() * kind.itemsize // 64) * 64 + 64
+    kernels.launch(codec, source, scratch, offsets)
+    scratch, out = scratch.cpu(), {}
+    for begin, (name, (shape, kind)) in zip(offsets, pieces.items(), strict=True):
+        part = scratch[begin : begin + torch.Size(shape).numel() * kind.itemsize]
+        out[name] = part.view(kind).reshape(shape).clone()
+        part.fill_(UNTOUCHED)
+    assert (scratch == UNTOUCHED).all(), "bytes outside the streams were written"
+    return out
+
+
+def source_of(buffer: torch.Tensor, layers: list[int], rows: list[int] | tuple[int, int],
+              wide_ids: bool = False) -> kernels.Source:
+    """Rows by number, or ``(first, n)``; token ids and positions that tell where they come from."""
+    tokens = torch.arange(buffer.shape[1], device=DEVICE)
+    token_ids = (100_000 + tokens).to(torch.int64 if wide_ids else torch.int32)
+    positions = (7_000 + tokens).to(torch.int32 if wide_ids else torch.int64)
+    where = rows[0] if isinstance(rows, tuple) else torch.tensor(rows, device=DEVICE)
+    return kernels.Source(buffer.to(DEVICE), torch.tensor(layers, dtype=torch.int32, device=DEVICE), where,
+                          rows[1] if isinstance(rows, tuple) else len(rows), token_ids, positions)
+
+
+def numbers(piece: torch.Tensor, view: str | None) -> torch.Tensor:
+    return piece.view(torch.bfloat16).float() if view == "bfloat16" else piece.to(torch.float64)
+
+
+def assert_as_the_reference(codec: str, x: torch.Tensor, got: dict[str, torch.Tensor]) -> None:
+    """``got`` of rows ``x`` [layers, n, width] is what the reference makes, of the entries that were chosen."""
+    width, dtype = x.shape[-1], x.dtype
+    want = encode(codec, x)
+    if (rest := OUTLIERS.get(codec)) is not None:
+        index = got["outlier_index"].long()
+        assert (index.diff(dim=-1) > 0).all() and index.max() < width
+        values = x.float().gather(-1, index)
+        chosen = x.float().gather(-1, want["outlier_index"].long())
+        assert torch.equal(values.abs().sort().values.nan_to_num(-1), chosen.abs().sort().values.nan_to_num(-1))
+        others = torch.nn.functional.pad(x.float().scatter(-1, index, 0.0), (0, -width % 64)).unflatten(-1, (-1, 64))
+        want = {**rest(others, width), "outlier_index": got["outlier_index"],
+                "outlier_value": values.to(torch.bfloat16).view(torch.uint16)}
+    for stream in codecs.streams(codec, width, str(dtype).removeprefix("torch.")):
+        ours, theirs = (numbers(pieces[stream.name], stream.view) for pieces in (got, want))
+        apart = (ours - theirs).abs().nan_to_num(0.0)
+        same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+        if dtype == torch.float32 and stream.name == "q":
+            assert (apart <= 1).all() and same.double().mean() > 0.999, (stream.name, float(apart.max()))
+        else:
+            assert same.all(), (stream.name, int((~same).sum()), (~same).nonzero()[:4].tolist())
+
+
+@kernel_test
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("codec", ALL)
+def test_hard_rows_as_the_reference(codec: str, dtype: torch.dtype, width: int) -> None:
+    rows = hard_rows(width, dtype)
+    assert_as_the_reference(codec, rows[None], taken(codec, source_of(rows[None], [0], (0, len(rows)))))
+
+
+@kernel_test
+@pytest.mark.parametrize("wide_ids", [False, True])
+@pytest.mark.parametrize("rows", [[0, 2, 3, 7, 10], [10], (0, 5), (4, 3), (10, 1)])
+@pytest.mark.parametrize("layers", [[0], [1, 3], [0, 1, 2, 3]])
+def test_layers_and_rows_that_are_chosen(layers: list[int], rows: list[int] | tuple[int, int], wide_ids: bool) -> None:
+    buffer = torch.randn(4, 11, 128, dtype=torch.bfloat16)
+    number = torch.tensor(rows) if isinstance(rows, list) else torch.arange(rows[0], rows[0] + rows[1])
+    got = taken("raw", source_of(buffer, layers, rows, wide_ids), offset=192)
+    assert torch.equal(got.pop("token_ids"), (100_000 + number).int())
+    assert torch.equal(got.pop("positions"), 7_000 + number)
+    assert_as_the_reference("raw", buffer[layers][:, number], got)
+
+
+@kernel_test
+@pytest.mark.parametrize("codec", ALL)
+def test_rows_of_a_buffer_with_gaps(codec: str) -> None:
+    """A site's rows may be part of wider ones, and lie on no boundary of a vector."""
+    wider = torch.randn(9, 3, 203).to(torch.float16)
+    source = source_of(wider.to(DEVICE).transpose(0, 1)[..., 1:101], [2, 0], [1, 4, 8])
+    rows = wider.transpose(0, 1)[..., 1:101][[2, 0]][:, [1, 4, 8]]
+    assert_as_the_reference(codec, rows, taken(codec, source))
+
+
+@kernel_test
+@pytest.mark.parametrize("codec", ALL)
+def test_nothing_is_written_of_no_rows(codec: str) -> None:
+    taken(codec, source_of(torch.randn(2, 3, 64), [1], (1, 0)))
+
+
+@kernel_test
+def test_warming_is_of_the_kernels_that_are_used() -> None:
+    kernels.warm("int8b64", 192, torch.bfloat16, DEVICE)
+    known = kernels._kernel.cache_info().misses
+    for rows in ([2], (1, 2)):
+        for wide_ids in (False, True):
+            taken("int8b64", source_of(torch.randn(2, 3, 192).bfloat16(), [1], rows, wide_ids))
+    assert kernels._kernel.cache_info().misses == known
+
+
+@pytest.mark.parametrize(("codec", "width", "dtype"), [
+    ("rp8:k=8,seed=0", 64, torch.float32), ("sketch:k=8,bits=1,seed=0", 64, torch.float32),
+    ("int8b64", 0, torch.float32), ("int8b64", 40_000, torch.float32), ("int8b64", 64, torch.float64),
+    ("kv8", 64, torch.float32), ("kv8:head=5", 64, torch.float32),
+])
+def test_what_is_left_to_torch(codec: str, width: int, dtype: torch.dtype) -> None:
+    assert not kernels.supported(codec, width, dtype)
