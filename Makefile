@@ -23,10 +23,10 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test soak demo parity lens versions bench lock lock-gpu clean
+.PHONY: help setup fix check test page-test soak demo parity lens versions bench lock lock-gpu clean
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP)  ## make .venv with what requirements/cpu.lock names (ENGINE=gpu: requirements/gpu.lock)
 
@@ -40,6 +40,11 @@ check: $(STAMP)  ## lint, types, spelling
 
 test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest)
 	$(PY) -m pytest $(if $(K),-k "$(K)") $(ARGS)
+
+page-test: $(STAMP)  ## the page at / in a real browser (needs Chromium: apt-get install chromium, or TAP_CHROMIUM=…)
+	@$(VENV)/bin/python -c 'import playwright, axe_playwright_python' 2>/dev/null || \
+	    $(uv) pip install --quiet --python $(PY) -e '.[page]'
+	$(PY) -m pytest tests/test_page.py $(if $(K),-k "$(K)") $(ARGS)
 
 soak: $(STAMP)  ## the long tests: random requests on random engines (SEEDS=17 or SEEDS=20:40 chooses)
 	$(if $(SEEDS),TAP_SOAK_SEEDS=$(SEEDS)) $(PY) -m pytest -m soak -s $(if $(K),-k "$(K)") $(ARGS)

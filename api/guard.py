@@ -16,10 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.config import Config, is_loopback
 from api.errors import ApiError, error_response
 from api.keys import KeyFile
+from api.routes.page import FILES
 
 __all__ = ["GENERATIONS", "OPEN", "Guard"]
 
-OPEN: Final = frozenset(("/healthz",))  # says nothing but that the process lives
+# They say nothing but that the process lives, and what every installation has: the page, where a key is typed in.
+OPEN: Final = frozenset(("/healthz", *FILES))
 GENERATIONS: Final = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/responses"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -41,6 +42,8 @@ class Service:
     unsettled: dict[str, str] = field(default_factory=dict)  # captures that no engine began yet → why none may
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     slice_bytes: int = 0
+    token_texts: OrderedDict[int, str] = field(default_factory=OrderedDict)  # least used first
+    map_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))  # a map takes a core
     _reader: StoreReader | None = None
     _catalog: tuple[int, int] = (0, 0)  # device and inode of the file that the reader has open
     _reader_lock: threading.Lock = field(default_factory=threading.Lock)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from api.app import create_app
 from api.config import Config
@@ -76,8 +78,11 @@ def test_every_route_needs_a_key(stack: Stack, others: dict[str, str], method: s
         assert httpx.request(method, url, headers=headers).status_code != 401
 
 
-def test_only_health_is_open() -> None:
-    assert sorted(OPEN) == ["/healthz"]
+def test_only_health_and_the_page_are_open() -> None:
+    assert {path for path in OPEN if path != "/" and not path.startswith("/page/")} == {"/healthz"}
+
+
+DIRECTION = save({"direction": np.ones(4)})  # a body for what takes one
 
 
 def test_anothers_captures_are_as_if_absent(stack: Stack, others: dict[str, str], hers: dict[str, str]) -> None:
@@ -87,8 +92,10 @@ def test_anothers_captures_are_as_if_absent(stack: Stack, others: dict[str, str]
             absent = new_ulid() + (".1" if name == "sample" else "")
             absent = {"response id": f"cmpl-{absent}", "request id": "none"}.get(name, absent)
             for method, suffix in (("GET", ""), ("GET", "?wait=complete&timeout=0"), ("GET", "/activations"),
-                                   ("GET", "/activations?wait=rows&stop=2&timeout=0"), ("DELETE", "")):
-                asked = [bob.request(method, f"/v1/captures/{each}{suffix}") for each in (ref, absent)]
+                                   ("GET", "/activations?wait=rows&stop=2&timeout=0"), ("GET", "/map"),
+                                   ("POST", "/map"), ("GET", "/tokens"), ("DELETE", "")):
+                asked = [bob.request(method, f"/v1/captures/{each}{suffix}", content=DIRECTION)
+                         for each in (ref, absent)]
                 assert [answer.status_code for answer in asked] == [404, 404], (name, suffix)
                 texts = [answer.text.replace(each, "REF") for answer, each in zip(asked, (ref, absent), strict=True)]
                 assert texts[0].replace(hers["several"], "REF") == texts[1], (name, suffix)

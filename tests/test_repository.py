@@ -190,7 +190,8 @@ def test_the_readme_can_be_run_as_it_stands() -> None:
 
 HOSTS_ALLOWED = (
     "127.0.0.1", "localhost", "[::1]", "github.com/vllm-project/vllm", "github.com/ulid/spec", "www.apache.org",
-    "transformerlensorg.github.io", "docs.vllm.ai", "zarr.dev", "zarr-specs.readthedocs.io", "json-schema.org",
+    "transformerlensorg.github.io", "docs.vllm.ai", "www.w3.org",
+    "zarr.dev", "zarr-specs.readthedocs.io", "json-schema.org",
 )
 
 
@@ -204,7 +205,7 @@ def test_no_file_names_a_machine() -> None:
         if name != "tests/test_repository.py":
             wrong += [f"{name}: {found}" for found in re.findall(r"(?<![\w.])/(?:root|work|opt|home)/[\w.-]+", text)]
         for url in re.findall(r"https?://([^\s\"'`<>)]+)", text):
-            torch_index = name == "Makefile" and url.startswith("download.pytorch.org/")
+            torch_index = name in ("Makefile", "docker/Dockerfile") and url.startswith("download.pytorch.org/")
             if not url.startswith(HOSTS_ALLOWED) and not torch_index and url[0] not in "{$%" and "." in url:
                 wrong.append(f"{name}: {url}")
     assert wrong == []

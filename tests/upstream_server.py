@@ -9,6 +9,7 @@ What a request wants of it beside text travels in the field ``play``, which a ga
     cached        so many leading prompt positions are not computed
     unopened      serve the text without any capture
     unfinished    leave the capture running
+    live          of a stream: send each row when its token is there, not all at the end
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class Upstream:
     async def tokenize(self, request: Request) -> Response:
         body = await request.json()
         return JSONResponse({"tokens": list(body["prompt"].encode())})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await request.json()
+        return JSONResponse({"prompt": bytes(body["tokens"]).decode(errors="replace")})
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()
@@ -104,6 +109,14 @@ class Work:
             if "drop" in self.play:
                 self.engine.drop(capture, *self.play["drop"])
 
+    def advance(self, out: list[int]) -> None:
+        """The row of the newest token but one: the newest was not computed yet."""
+        if self.spec is None or self.engine is None:
+            return
+        for capture, sample, prompt in self.captures():
+            self.engine.send_rows(capture, sample, resolve(self.spec, ARMED), len(prompt), prompt + out,
+                                  list(range(len(prompt) + len(out) - 2, len(prompt) + len(out) - 1)))
+
     def end(self, reason: str, out: list[int]) -> None:
         self.seen["ended"] = reason
         if self.spec is None or self.engine is None or self.play.get("unfinished"):
@@ -144,6 +157,8 @@ class Work:
                 done.append(token)
                 if self.play.get("break_after") == len(done):
                     raise ConnectionAbortedError("as asked")
+                if self.play.get("live"):
+                    await asyncio.to_thread(self.advance, done)
                 yield self.event({"choices": [self.delta(bytes([token]).decode(), None)]})
             reason = "length"
             yield self.event({"choices": [self.delta("", "stop")]})
@@ -176,6 +191,7 @@ def main() -> None:
     app = Starlette(routes=[
         Route("/v1/models", upstream.models), Route("/health", upstream.health), Route("/_log", upstream.log),
         Route("/tokenize", upstream.tokenize, methods=["POST"]),
+        Route("/detokenize", upstream.detokenize, methods=["POST"]),
         Route("/v1/completions", upstream.generate, methods=["POST"]),
         Route("/v1/chat/completions", upstream.generate, methods=["POST"]),
     ])

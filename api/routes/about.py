@@ -25,7 +25,7 @@ from schemas.sites import SITES
 
 router = APIRouter()
 
-_LIMITS = ("spec_", "tag_", "capture", "slice", "wait_", "alias_")
+_LIMITS = ("spec_", "tag_", "capture", "slice", "map", "wait_", "alias_")
 
 
 @router.get("/v1/capabilities", tags=["service"])

@@ -1,0 +1,197 @@
+"""What a map of a capture shows: one number for each layer × position, computed from the stored rows.
+
+    norm         |x|, the length of the row
+    cosine       of the row and the one at a chosen position, in the same layer; or, against another capture, of the
+                 two rows at the same layer and position. No number where either has length 0
+    distance     |x - y|, y the row of another capture at the same layer and position
+    projection   x·d / |d|: how far the row reaches along a direction d
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_safetensors
+
+from api.errors import BadParam
+from schemas.manifest import Manifest, Missing
+from schemas.reader import StoreReader
+from schemas.spec import intervals
+
+__all__ = ["MEASURES", "Cells", "Pair", "cells", "end_of", "read_direction"]
+
+MEASURES: Final = ("norm", "cosine", "distance", "projection")
+_NUMBERS_AT_ONCE: Final = 1 << 21  # of a block of rows, as float64 16 MiB
+
+F64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The capture that is shown and, where there is one, the capture that it is held against."""
+
+    shown: Manifest
+    against: Manifest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """A map over positions ``[start, stop)``.
+
+    ``values`` float64 ``[layers, n]``, NaN where there is no number; ``token_ids`` int64 ``[n]``, -1 where unknown;
+    ``missing`` says for each layer which rows are not there and why, ``of`` which capture (by index in the pair).
+    """
+
+    values: F64
+    token_ids: npt.NDArray[np.int64]
+    missing: list[tuple[int, Missing, int]]
+
+
+def cells(reader: StoreReader, owner: str, pair: Pair, site: str, layers: Sequence[int], start: int, stop: int,
+          measure: str, position: int | None = None, direction: F64 | None = None) -> Cells:
+    """The map of some layers of a site, read block by block so that little of it is in memory at a time.
+
+    ``position`` is the one that ``cosine`` compares with, ``direction`` float64 ``[width]`` or ``[layers, width]``.
+    BadParam where a row that is needed for every cell is missing, or a direction does not fit.
+    """
+    values = np.full((len(layers), stop - start), np.nan)
+    token_ids = _known_tokens(pair.shown, start, stop)
+    if direction is not None:
+        direction = _fitting(direction, pair.shown, site, len(layers))
+    for rows, same in _alike(pair, site, layers):
+        width = max(1, *(info.decoded_width for info in pair.shown.sites if info.site == site))
+        step = max(1, _NUMBERS_AT_ONCE // (width * len(same)))
+        anchor = None
+        if measure == "projection" and direction is not None:
+            anchor = direction[rows][:, None]
+        elif position is not None:
+            anchor = _row_at(reader, owner, pair.shown, site, same, position)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            here = reader.slice(pair.shown.id, site, same, first, last, owner)
+            x, positions = here.values().astype(np.float64), here.positions.astype(np.int64)
+            token_ids[positions - start] = here.token_ids
+            other = anchor
+            if pair.against is not None:
+                there = reader.slice(pair.against.id, site, same, first, last, owner)
+                positions, mine, theirs = np.intersect1d(positions, there.positions, True, True)
+                x, other = x[:, mine], there.values().astype(np.float64)[:, theirs]
+                if x.shape[-1] != other.shape[-1]:
+                    raise BadParam("against", pair.against.id, f"its rows of {site} have {other.shape[-1]} numbers, "
+                                   f"those of {pair.shown.id} {x.shape[-1]}")
+            values[np.ix_(np.array(rows), positions - start)] = _measured(measure, x, other)
+    return Cells(values, token_ids, _missing(pair, site, layers, start, stop))
+
+
+def end_of(manifest: Manifest) -> int:
+    """One past the last position that has a row, or should have one."""
+    return max(manifest.end, manifest.total_len - 1)
+
+
+def read_direction(data: bytes) -> F64:
+    """An uploaded direction, ``[width]`` or ``[layers, width]``, from npy or from safetensors with one tensor in it."""
+    try:
+        if data.startswith(b"\x93NUMPY"):
+            array: npt.NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        else:
+            tensors = load_safetensors(data)
+            if len(tensors) != 1:
+                raise BadParam("body", sorted(tensors)[:8], "a safetensors file with exactly one tensor, the direction")
+            array = next(iter(tensors.values()))
+    except (ValueError, SafetensorError, KeyError, TypeError, EOFError) as error:
+        raise BadParam("body", data[:16], "a direction as npy, or safetensors with one tensor in float16, float32 "
+                       f"or float64 ({str(error)[:120]})") from None
+    if array.ndim not in (1, 2) or array.dtype.kind not in "fiu" or not array.size:
+        raise BadParam("body", f"{array.dtype} {list(array.shape)}", "numbers [width] or [layers, width]")
+    numbers = array.astype(np.float64)
+    if not np.isfinite(numbers).all() or not np.linalg.norm(numbers, axis=-1).all():
+        raise BadParam("body", f"{array.dtype} {list(array.shape)}", "finite numbers, of a length other than 0")
+    return numbers
+
+
+def _measured(measure: str, x: F64, other: F64 | None) -> F64:
+    """``[layers, n]`` from rows ``[layers, n, width]`` and what they are held against, of that shape or with n = 1."""
+    if measure == "norm" or other is None:
+        return _length(x)
+    if measure == "distance":
+        return _length(x - other)
+    along = (x * other).sum(-1)
+    lengths = _length(other) * (_length(x) if measure == "cosine" else 1.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        result: F64 = np.where(lengths > 0, along / lengths, np.nan)
+    return result
+
+
+def _length(x: F64) -> F64:
+    result: F64 = np.sqrt(np.square(x).sum(-1))
+    return result
+
+
+def _fitting(direction: F64, shown: Manifest, site: str, n_layers: int) -> F64:
+    """The direction as ``[layers, width]``."""
+    info = next(info for info in shown.sites if info.site == site)
+    if info.decoded_width != info.width:
+        raise BadParam("measure", "projection", f"{site} is stored as {info.codec}, which decodes to {info.decoded}; a "
+                       "direction of the model does not apply to that")
+    if direction.shape[-1] != info.width:
+        raise BadParam("body", list(direction.shape), f"{site} has rows of {info.width} numbers")
+    if direction.ndim == 2 and len(direction) not in (1, n_layers):
+        raise BadParam("body", list(direction.shape), f"one direction, or one for each of the {n_layers} layers shown")
+    return np.broadcast_to(direction, (n_layers, info.width))
+
+
+def _row_at(reader: StoreReader, owner: str, shown: Manifest, site: str, layers: list[int], position: int) -> F64:
+    found = reader.slice(shown.id, site, layers, position, position + 1, owner)
+    if not len(found.positions):
+        reason = found.missing[0].reason if found.missing else "not a position of this capture"
+        raise BadParam("position", position, f"the row of {site} there is missing ({reason}); choose another")
+    return found.values().astype(np.float64)
+
+
+def _alike(pair: Pair, site: str, layers: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The layers in groups that have the same rows: (their indices in ``layers``, the layers)."""
+    groups: dict[object, list[int]] = {}
+    gaps = [_gaps(manifest, site) for manifest in (pair.shown, pair.against) if manifest is not None]
+    for index, layer in enumerate(layers):
+        groups.setdefault(tuple(tuple(of.get(layer, ())) for of in gaps), []).append(index)
+    return [(rows, [layers[row] for row in rows]) for rows in groups.values()]
+
+
+def _gaps(manifest: Manifest, site: str) -> dict[int, list[Missing]]:
+    return {row.layer: row.missing for row in manifest.rows if row.site == site}
+
+
+def _missing(pair: Pair, site: str, layers: Sequence[int], start: int, stop: int) -> list[tuple[int, Missing, int]]:
+    """What is not there, clipped to the range: what was asked for and is missing, and what was not asked for."""
+    found = []
+    for of, manifest in enumerate((pair.shown, pair.against)):
+        if manifest is None:
+            continue
+        gaps = _gaps(manifest, site)
+        for layer in layers:
+            for gap in [*gaps.get(layer, []), *_not_asked(manifest, stop)]:
+                first, last = max(gap.start, start), min(gap.stop, stop)
+                if first < last:
+                    found.append((layer, Missing(first, last, gap.reason), of))
+    return found
+
+
+def _not_asked(manifest: Manifest, stop: int) -> list[Missing]:
+    """Positions before ``stop`` that the capture did not ask for, or that its sequence does not reach."""
+    end = end_of(manifest)
+    found, at = [], 0
+    for first, last in sorted(intervals(manifest.resolved["positions"], manifest.prompt_len)):
+        found.append(Missing(at, min(first, end), "not_asked"))
+        at = max(at, last)
+    return [*found, Missing(at, end, "not_asked"), Missing(end, stop, "past_the_end")]
+
+
+def _known_tokens(manifest: Manifest, start: int, stop: int) -> npt.NDArray[np.int64]:
+    known = np.array([*manifest.prompt_token_ids, *manifest.output_token_ids], np.int64)[start:stop]
+    return np.concatenate([known, np.full(stop - start - len(known), -1, np.int64)])

@@ -1,0 +1,159 @@
+// What the page shows of captures, kept up to date: the list, a manifest, its tokens, a map of it.
+
+import { useCallback, useEffect, useRef, useState } from "/page/vendor/preact-htm.js";
+import { captureUrl, json, query } from "/page/service.js";
+
+const LIST_PAUSE_MS = 3000;
+const LIVE_PAUSE_MS = 400;
+const RUNNING = new Set(["pending", "running"]);
+
+export const isRunning = (capture) => RUNNING.has(capture?.status);
+
+/** Runs `work(signal)` now and again `pause()` ms after it ended, until the component goes or pause() is 0. */
+function useRepeated(work, pause, inputs) {
+  useEffect(() => {
+    const ended = new AbortController();
+    let timer;
+    const turn = async () => {
+      await work(ended.signal).catch((error) => error.name !== "AbortError" && console.warn(error));
+      const wait = pause();
+      if (!ended.signal.aborted && wait) timer = setTimeout(turn, wait);
+    };
+    turn();
+    return () => {
+      ended.abort();
+      clearTimeout(timer);
+    };
+  }, inputs);
+}
+
+/** `{rows, more(), error}`: the newest captures, older ones where they were asked for. */
+export function useCaptures(status, visit) {
+  const [pages, setPages] = useState({ first: [], older: [], next: null, error: null });
+  useRepeated(async (signal) => {
+    try {
+      const page = await json(`/v1/captures${query({ limit: 100, status })}`, { signal });
+      setPages((now) => ({
+        first: page.data, error: null,
+        older: now.older, next: now.older.length ? now.next : page.next,
+      }));
+    } catch (error) {
+      if (error.name !== "AbortError") setPages((now) => ({ ...now, error }));
+    }
+  }, () => LIST_PAUSE_MS, [status, visit]);
+  useEffect(() => setPages({ first: [], older: [], next: null, error: null }), [status]);
+  const more = useCallback(async () => {
+    const page = await json(`/v1/captures${query({ limit: 100, status, before: pages.next })}`);
+    setPages((now) => ({ ...now, older: [...now.older, ...page.data], next: page.next }));
+  }, [status, pages.next]);
+  const known = new Map([...pages.first, ...pages.older].map((row) => [row.id, row]));
+  return { rows: [...known.values()], more: pages.next ? more : null, error: pages.error };
+}
+
+/** `{manifest, error}`, asked for again while the capture runs. */
+export function useManifest(ref, visit) {
+  const [state, setState] = useState({ manifest: null, error: null });
+  const latest = useRef(null);
+  useEffect(() => {
+    latest.current = null;
+    setState({ manifest: null, error: null });
+  }, [ref]);
+  useRepeated(async (signal) => {
+    if (!ref) return;
+    try {
+      const manifest = await json(captureUrl(ref), { signal });
+      latest.current = manifest;
+      setState({ manifest, error: null });
+    } catch (error) {
+      if (error.name !== "AbortError") setState((now) => ({ ...now, error }));
+    }
+  }, () => (ref && (!latest.current || isRunning(latest.current)) ? LIVE_PAUSE_MS : 0), [ref, visit]);
+  return state;
+}
+
+/** The text of each token by position (null where unknown); asks only for what it does not have. */
+export function useTexts(manifest, start, stop) {
+  const [texts, setTexts] = useState({ ref: null, known: [] });
+  const known = manifest ? manifest.prompt_token_ids.length + manifest.output_token_ids.length : 0;
+  const last = Math.min(stop, known);
+  useEffect(() => {
+    if (!manifest || last <= start) return undefined;
+    const ended = new AbortController();
+    json(captureUrl(manifest.id, `/tokens${query({ start, stop: last })}`), { signal: ended.signal })
+      .then((page) => setTexts((now) => {
+        const filled = now.ref === manifest.id ? [...now.known] : [];
+        page.texts.forEach((text, i) => { filled[page.start + i] = text; });
+        return { ref: manifest.id, known: filled };
+      }))
+      .catch(() => {});
+    return () => ended.abort();
+  }, [manifest?.id, start, last]);
+  return texts.ref === manifest?.id ? texts.known : [];
+}
+
+/** One map after another of the same capture: rows that came meanwhile are added, nothing is asked for twice. */
+function grown(map, more) {
+  const offset = more.start - map.start;
+  const joined = (old, fresh) => [...old.slice(0, offset), ...fresh];
+  return {
+    ...more,
+    start: map.start,
+    token_ids: joined(map.token_ids, more.token_ids),
+    values: more.values.map((row, i) => joined(map.values[i], row)),
+    missing: [...map.missing.filter((gap) => gap.stop <= more.start), ...more.missing],
+  };
+}
+
+/**
+ * `{map, error, loading}` of `asked` = {ref, site, measure, position, against, start, stop, direction, end, status}.
+ * While the capture runs, `end` and `status` change and only what is new is fetched.
+ */
+export function useMap(asked) {
+  const [state, setState] = useState({ map: null, error: null, loading: false, of: null });
+  const same = asked && JSON.stringify([asked.ref, asked.site, asked.measure, asked.position, asked.against, asked.start,
+    asked.stop, asked.direction?.name, asked.direction?.at]);
+  const last = asked && Math.min(asked.stop, asked.end);
+  useEffect(() => {
+    if (!asked?.ref || !asked.site || last <= asked.start) return undefined;
+    const ended = new AbortController();
+    const kept = state.of === same ? state.map : null;
+    const holes = kept?.missing.filter((gap) => gap.reason === "pending").map((gap) => gap.start) ?? [];
+    const from = kept ? Math.max(asked.start, Math.min(kept.stop, ...holes)) : asked.start;
+    if (kept && from >= last) return undefined;
+    setState((now) => ({ ...now, loading: true }));
+    const { ref, site, measure, position, against, direction } = asked;
+    const body = direction && measure === "projection" ? { method: "POST", body: direction.bytes } : {};
+    json(captureUrl(ref, `/map${query({ site, measure, position, against, start: from, stop: last })}`),
+      { ...body, signal: ended.signal })
+      .then((map) => setState({ map: kept ? grown(kept, map) : map, error: null, loading: false, of: same }))
+      .catch((error) => error.name !== "AbortError"
+        && setState({ map: null, error, loading: false, of: same }));
+    return () => ended.abort();
+  }, [same, last, asked?.status]);
+  return { ...state, map: state.of === same ? state.map : null, before: state.map };
+}
+
+/** Why there is no number in a cell: the reason of the missing row, by [layer index][position - start]. */
+export function reasonsOf(map) {
+  const reasons = map.layers.map(() => []);
+  const index = new Map(map.layers.map((layer, i) => [layer, i]));
+  for (const gap of map.missing) {
+    for (let at = Math.max(gap.start, map.start); at < Math.min(gap.stop, map.stop); at += 1) {
+      reasons[index.get(gap.layer)][at - map.start] ??= gap;
+    }
+  }
+  return reasons;
+}
+
+export const REASONS = {
+  prefix_cached: "taken from the prefix cache, not computed",
+  dropped: "dropped under pressure",
+  aborted: "the request was aborted first",
+  not_armed: "no tap there",
+  engine_lost: "the engine was lost",
+  rejected_draft: "a rejected draft of speculative decoding",
+  deleted: "deleted",
+  pending: "not there yet",
+  not_asked: "not asked for",
+  past_the_end: "past the end of the sequence",
+};
