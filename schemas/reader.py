@@ -44,7 +44,7 @@ from schemas.sites import SITES, parse_site
 from schemas.spec import Resolved
 from schemas.zarr_layout import block_name, open_name
 
-__all__ = ["CaptureRow", "Slice", "StoreReader", "read_store_uuid"]
+__all__ = ["CaptureRow", "Places", "Slice", "StoreReader", "read_store_uuid"]
 
 Array = npt.NDArray[Any]
 _INDEXED = re.compile(r"(.+)\.(0|[1-9][0-9]{0,5})", re.ASCII)
@@ -98,6 +98,24 @@ class Slice:
     def kept_energy(self) -> npt.NDArray[np.float32] | None:
         """Share of each row's energy that was kept, ``[layers, n]``; None where the codec keeps every column."""
         return codecs.kept_energy(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where rows of some layers of a site lie, for who reads very many: no row is touched to find out.
+
+    ``positions`` uint32 ``[n]``, ascending: those that every asked layer has. Row i of layer l is row ``row[l, i]`` of
+    the frame at byte ``offset[l, i]`` of segment ``segment[l, i]``, int64 ``[layers, n]``.
+    """
+
+    capture: str
+    codec: str
+    dtype: str
+    width: int
+    positions: npt.NDArray[np.uint32]
+    segment: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    row: npt.NDArray[np.int64]
 
 
 def read_store_uuid(path: Path) -> bytes:
@@ -271,6 +289,34 @@ class StoreReader:
         missing = [] if rejected else _missing_of(coverage.sites[site], wanted, first, last)
         return Slice(capture.id, site, list(layers), resolved.codec[site], dtype, width, first, last,
                      positions.astype(np.uint32), token_ids, flags, pieces, missing, clipped)
+
+    def places(self, ref: str, site: str, layers: Sequence[int], owner: str | None = None) -> Places:
+        """Where the rows of a capture lie; NotFoundError where it has no such site or layer."""
+        site = parse_site(site, "site")[0]
+        with self._lock, self._snapshot():
+            capture = self._find(ref, owner)
+            resolved = _resolved(capture)
+            wanted = _check_layers(capture, resolved, site, layers)
+            coverage = cover(capture, load_extents(self._db, capture.id, site), load_drops(self._db, capture.id))
+            dtype, width = self._shape(capture, coverage, site)
+        positions, picks = _common_rows(coverage.sites[site], wanted, 0, coverage.end, False)
+        extents = coverage.extents[site]
+        segments = np.asarray([extent.segment for extent in extents], np.int64)
+        offsets = np.asarray([extent.offset for extent in extents], np.int64)
+        segment, offset, row = np.zeros((3, len(wanted), len(positions)), np.int64)
+        if len(positions):
+            for members, extent_of, row_of in picks:
+                segment[members], offset[members], row[members] = segments[extent_of], offsets[extent_of], row_of
+        return Places(capture.id, resolved.codec[site], dtype, width, positions.astype(np.uint32), segment, offset, row)
+
+    def segment(self, number: int) -> Segment:
+        """A segment as the catalog has it now."""
+        with self._lock:
+            found = load_segment(self._db, number)
+        if found is None:
+            raise StoreError("read segment", self.path, f"segment {number} is not in the catalog",
+                             "start the writer once: it repairs the catalog")
+        return found
 
     @contextmanager
     def _snapshot(self) -> Iterator[None]:

@@ -151,7 +151,8 @@ def pieces_of(codec: str, width: int, dtype: str, keys: np.ndarray[Any, Any]) ->
         ) >> np.uint64(7)
         data = (mixed & np.uint64(0x3F)).astype(np.uint8)  # small bytes: never NaN in float32, never the fill
         if stream.name == "outlier_index":
-            data[..., 1::2] = 0  # an index below 64
+            data[..., ::2] = (data[..., :1] + np.arange(data.shape[-1] // 2)) % 64  # below 64, and each once
+            data[..., 1::2] = 0
         out[stream.name] = data
     return out
 

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from vllm_tap.captures import Capture, Rows
     from vllm_tap.client import Client, Generation
     from vllm_tap.errors import BadRequest, Conflict, MissingRows, NotComplete, NotFound, ServiceError, Unavailable
+    from vllm_tap.rows import Activations, RowDataset, activations, rows
     from vllm_tap.store import Store, open_store
 
 __all__ = [
+    "Activations",
     "AsyncCapture",
     "AsyncClient",
     "AsyncGeneration",
@@ -38,13 +40,16 @@ __all__ = [
     "NotComplete",
     "NotFound",
     "NotFoundError",
+    "RowDataset",
     "Rows",
     "ServiceError",
     "SpecError",
     "Store",
     "TapError",
     "Unavailable",
+    "activations",
     "open_store",
+    "rows",
 ]
 
 # Imported when first used: the command line starts without loading what it does not need.
@@ -54,6 +59,7 @@ _MODULES: Final = {
     "vllm_tap.client": ("Client", "Generation"),
     "vllm_tap.errors": ("BadRequest", "Conflict", "MissingRows", "NotComplete", "NotFound", "ServiceError",
                         "Unavailable"),
+    "vllm_tap.rows": ("Activations", "RowDataset", "activations", "rows"),
     "vllm_tap.store": ("Store", "open_store"),
     "schemas.errors": ("NotFoundError", "SpecError", "TapError"),
     "schemas.manifest": ("Manifest", "Missing"),

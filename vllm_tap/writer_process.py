@@ -32,7 +32,7 @@ class WriterProcess:
     """
 
     def __init__(self, store: Path, endpoint: str, durability: str = "fsync") -> None:
-        self._command = writer_command(store, endpoint, durability)
+        self.endpoint, self._command = endpoint, writer_command(store, endpoint, durability)
         self._lines: deque[str] = deque(maxlen=20)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()

@@ -1,0 +1,313 @@
+"""The training loader: every row once, the right numbers under the right names, mixed, and resumable."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+from torch.utils.data import DataLoader  # noqa: E402
+
+from schemas import codecs  # noqa: E402
+from schemas.errors import CorruptError, NotFoundError, SpecError  # noqa: E402
+from schemas.ids import new_ulid  # noqa: E402
+from schemas.reader import StoreReader  # noqa: E402
+from tests.store_helpers import Sender, WriterProcess, engine_info, expected_pieces, until  # noqa: E402
+from vllm_tap import open_store  # noqa: E402
+from vllm_tap.row_decode import decode  # noqa: E402
+from vllm_tap.row_index import Kind  # noqa: E402
+from vllm_tap.rows import RowDataset, activations, rows  # noqa: E402
+
+WIDTH = 72  # not a multiple of int8b64's block
+LENGTHS = [3 + n * 7 % 90 for n in range(120)]  # tokens of each capture: neither all alike nor in step with frames
+CODECS = {"resid_post": "int8b64", "mlp_out": "raw16"}
+
+
+@dataclass
+class Made:
+    """A store whose rows follow from (number of the capture, position, layer)."""
+
+    path: Path
+    ids: list[str]  # by number; the last was captured as raw, of resid_post alone
+
+    @property
+    def rows(self) -> int:
+        return sum(LENGTHS)
+
+    def number(self, capture: str) -> int:
+        return self.ids.index(capture)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    path = tmp_path_factory.mktemp("rows") / "store"
+    ids = [new_ulid() for _ in range(len(LENGTHS) + 1)]
+    layers = {site: [0, 1, 2, 3] for site in CODECS}
+    with WriterProcess(path, "--seal-idle-s", "0.3", "--segment-bytes", "1000000") as writer, Sender(
+            writer.endpoint, engine=engine_info(WIDTH, dtype="bfloat16", sites=tuple(CODECS))) as sender:
+        for number, capture in enumerate(ids[:-1]):
+            sender.own(capture, tags={"half": str(number % 2)})
+            sender.send(open_record(sender, capture, layers, CODECS))
+        # Frames hold several captures, and a capture lies in several frames, as from an engine.
+        flat = [(capture, number, position) for number, capture in enumerate(ids[:-1])
+                for position in range(LENGTHS[number])]
+        for begin in range(0, len(flat), 50):
+            part = [(capture, number, [p for *_, p in group]) for (capture, number), group in
+                    itertools.groupby(flat[begin:begin + 50], lambda row: row[:2])]
+            runs = [25, len(flat[begin:begin + 50]) - 25] if len(flat[begin:begin + 50]) > 25 else None
+            for site, codec in CODECS.items():
+                sender.frame(part, runs, codec=codec, width=WIDTH, dtype="bfloat16", site=site)
+        for number, capture in enumerate(ids[:-1]):
+            sender.finish(capture, LENGTHS[number], output=LENGTHS[number] - 3 + 1)
+        sender.open(ids[-1], 3, {"resid_post": [0, 1, 2, 3]}, "raw")
+        sender.frame([(ids[-1], 120, [0, 1, 2])], codec="raw", width=WIDTH, dtype="bfloat16")
+        sender.finish(ids[-1], 3, output=1)
+        sender.wait()
+        with StoreReader(path) as reader:
+            until(lambda: reader.capture(ids[-1]).status == "complete")
+            assert {row.status for row in reader.captures(limit=1000)} == {"complete"}
+        yield Made(path, ids)
+
+
+def open_record(sender: Sender, capture: str, layers: dict[str, list[int]], codec: dict[str, str]) -> Any:
+    from schemas.control import Open
+    from schemas.spec import Resolved
+
+    return Open(sender.next(), capture, "r", "{}", Resolved(layers, codec, "all", "recompute"), 3,
+                np.arange(3, dtype="<u4").tobytes(), 0, 1)
+
+
+def truth(number: int, site: str, layer: int, positions: list[int]) -> Any:
+    """The rows as they decode, float32 ``[n, WIDTH]``."""
+    pieces = expected_pieces(number, positions, [layer], CODECS[site], WIDTH, "bfloat16")
+    typed = {s.name: pieces[s.name].view(s.dtype).reshape(1, len(positions), *s.shape)
+             for s in codecs.streams(CODECS[site], WIDTH, "bfloat16")}
+    return codecs.decode(CODECS[site], typed, WIDTH, "bfloat16")[0]
+
+
+def who(made: Made, data: RowDataset, batches: Any) -> list[tuple[int, int]]:
+    """(number of the capture, position) of every row, in the order in which they came."""
+    return [(made.number(data.captures[c]), p) for batch in batches
+            for c, p in zip(batch["capture"].tolist(), batch["position"].tolist(), strict=True)]
+
+
+EVERY = [(number, position) for number, length in enumerate(LENGTHS) for position in range(length)]
+
+
+def test_every_row_once_with_its_numbers(made: Made) -> None:
+    data = rows(made.path, "blocks.2.hook_resid_post", codec="int8b64", batch=64, window=300)
+    assert data.rows == made.rows and data.names == ["resid_post.2"] and data.window == 320
+    batches = list(data)
+    assert len(batches) == data.batches() and {len(batch["position"]) for batch in batches[:-1]} == {64}
+    assert sorted(who(made, data, batches)) == EVERY
+    for batch in batches:
+        assert batch["resid_post.2"].dtype == torch.float32
+        assert torch.equal(batch["token_id"], batch["position"] + 5000)
+        for row, capture, position in zip(batch["resid_post.2"], batch["capture"], batch["position"], strict=True):
+            want = truth(made.number(data.captures[capture]), "resid_post", 2, [int(position)])[0]
+            assert row.numpy().tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_several_sites_and_layers_come_aligned(made: Made, dtype: Any) -> None:
+    data = rows(made.path, ["resid_post.3", "blocks.1.hook_mlp_out", "resid_post.0"], where={"half": "1"}, batch=50,
+                dtype=dtype, verify=True)
+    assert data.names == ["resid_post.3", "mlp_out.1", "resid_post.0"]
+    batches = list(data)
+    seen = who(made, data, batches)
+    assert sorted(seen) == [(number, position) for number, position in EVERY if number % 2]
+    for batch in batches[:3]:
+        for name in data.names:
+            site, layer = name.split(".")
+            want = np.concatenate([truth(number, site, int(layer), [position])
+                                   for number, position in who(made, data, [batch])])
+            assert torch.equal(batch[name], torch.from_numpy(want).to(dtype)), name
+
+
+def test_the_same_seed_is_the_same_order_and_another_is_not(made: Made) -> None:
+    def order(**options: Any) -> list[tuple[int, int]]:
+        data = rows(made.path, "resid_post", 1, codec="int8b64", batch=64, window=512, **options)
+        return who(made, data, data)
+
+    assert order(seed=3) == order(seed=3) != order(seed=4)
+    assert order(shuffle=False) == EVERY
+    data = rows(made.path, "resid_post", 1, codec="int8b64", batch=64, window=512)
+    first = who(made, data, data)
+    assert who(made, data, data) == first  # the same epoch again
+    data.set_epoch(1)
+    second = who(made, data, data)
+    assert second != first and sorted(second) == sorted(first)
+
+
+@pytest.mark.parametrize("codec", ["int8b64", "raw16"])
+def test_four_workers_of_two_ranks_have_every_row_once(made: Made, codec: str) -> None:
+    site = {value: key for key, value in CODECS.items()}[codec]
+    seen = []
+    for rank in range(2):
+        data = rows(made.path, site, 2, codec=codec, batch=32, window=128, rank=rank, world=2, dtype=torch.bfloat16)
+        batches = list(DataLoader(data, batch_size=None, num_workers=4))
+        assert len(batches) == data.batches(workers=4)
+        seen += who(made, data, batches)
+        number, position = seen[-1]
+        want = torch.from_numpy(truth(number, site, 2, [position])).to(torch.bfloat16)
+        assert torch.equal(batches[-1][f"{site}.2"][-1:], want)
+    assert sorted(seen) == EVERY
+
+
+def test_rows_are_mixed(made: Made) -> None:
+    """As stated: neighbours come from the same block with a chance of block / window."""
+    window = 2048
+    data = rows(made.path, "resid_post", 1, codec="int8b64", batch=64, window=window, seed=5)
+    where = {row: n for n, row in enumerate(EVERY)}
+    order = np.asarray([where[row] for row in who(made, data, data)])
+    assert abs(np.corrcoef(order, np.arange(len(order)))[0, 1]) < 3 / np.sqrt(len(order) / 128)
+    together = float((order[1:] // 128 == order[:-1] // 128).mean())
+    stated = 128 / window
+    assert stated / 2 < together < stated * 2
+    # A window that holds everything is a perfect shuffle: a neighbour follows its neighbour as often as chance has it.
+    perfect = rows(made.path, "resid_post", 1, codec="int8b64", batch=64, seed=5)
+    order = np.asarray([where[row] for row in who(made, perfect, perfect)])
+    assert abs(np.corrcoef(order, np.arange(len(order)))[0, 1]) < 0.05
+    assert (np.diff(order) == 1).mean() < 5 / len(order)
+
+
+def test_an_iteration_goes_on_where_another_was_left(made: Made) -> None:
+    def fresh() -> RowDataset:
+        return rows(made.path, "resid_post", 1, codec="int8b64", batch=64, window=512, seed=9)
+
+    data = fresh()
+    data.set_epoch(2)
+    whole = who(made, data, data)
+    for taken in (0, 1, 8, 11, data.batches()):
+        left = fresh()
+        left.set_epoch(2)
+        list(itertools.islice(left, taken))
+        state = left.state_dict()
+        again = fresh()
+        again.load_state_dict(state)
+        assert who(made, again, again) == whole[taken * 64:], taken
+        assert who(made, again, again) == whole  # only the next iteration is shortened
+    with pytest.raises(SpecError, match="seed = 8"):
+        rows(made.path, "resid_post", 1, codec="int8b64", batch=64, window=512, seed=8).load_state_dict(state)
+
+
+@pytest.mark.parametrize("taken", [1, 7, 40, 86])
+def test_a_loader_of_several_workers_goes_on_where_it_was_left(made: Made, taken: int) -> None:
+    data = rows(made.path, "resid_post", 1, codec="int8b64", batch=64, window=512, seed=9)
+    loader = DataLoader(data, batch_size=None, num_workers=3)
+    whole = [who(made, data, [batch]) for batch in loader]
+    data.load_state_dict(data.state_after(taken, workers=3))
+    assert len(whole) == 87 and [who(made, data, [batch]) for batch in loader] == whole[taken:]
+    data.load_state_dict(data.state_after(taken, workers=3))
+    with pytest.raises(SpecError, match="workers"):
+        next(iter(data))
+
+
+def test_activations_never_end_and_go_on(made: Made) -> None:
+    def fresh() -> Any:
+        return activations(made.path, "blocks.1.hook_resid_post", batch=1000, codec="int8b64", window=2000, seed=2)
+
+    provider = fresh()
+    assert provider.d_in == WIDTH
+    epochs = made.rows * 2.5
+    taken = [next(provider) for _ in range(int(epochs / 1000))]
+    assert {(batch.shape, batch.dtype) for batch in taken} == {((1000, WIDTH), torch.float32)}
+    # Two epochs have every row twice.
+    flat = torch.cat(taken)[:2 * made.rows].numpy()
+    assert set(np.unique(flat, axis=0, return_counts=True)[1] % 2) == {0}
+    assert not torch.equal(taken[0], torch.from_numpy(flat[made.rows:made.rows + 1000]))
+    for left in (0, 3, 6, 11):
+        again = fresh()
+        for _ in range(left):
+            next(again)
+        other = fresh()
+        other.load_state_dict(again.state_dict())
+        assert torch.equal(next(other), taken[left]) and torch.equal(next(other), taken[left + 1])
+
+
+def test_an_sae_trains_on_it(made: Made) -> None:
+    """The loop of an SAE trainer: a data provider, a reconstruction that gets better."""
+    torch.manual_seed(0)
+    encoder, decoder = torch.nn.Linear(WIDTH, 128), torch.nn.Linear(128, WIDTH)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=3e-3)
+    losses = []
+    for x in itertools.islice(activations(made.path, "resid_post.2", batch=128, codec="int8b64"), 60):
+        x = (x - x.mean()) / x.std()
+        codes = torch.relu(encoder(x))
+        loss = (decoder(codes) - x).pow(2).mean() + 1e-4 * codes.abs().sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_what_cannot_be_had_is_refused(made: Made, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"raw.*choose with codec"):
+        rows(made.path, "resid_post", 1)
+    assert rows(made.path, "resid_post", 1, codec="raw").captures == [made.ids[-1]]
+    assert rows(made.path, "resid_post", 1, where=lambda row: row.id == made.ids[4]).rows == LENGTHS[4]
+    with open_store(made.path) as store:
+        assert rows(store, "resid_post", 1, where={"half": "0"}).rows == sum(LENGTHS[::2])
+    with pytest.raises(NotFoundError, match=r"no rows of resid_post\.9"):
+        rows(made.path, "resid_post", 9)
+    with pytest.raises(NotFoundError, match=r"attn_out\.1"):
+        rows(made.path, "attn_out", 1)
+    for bad, word in (({"site": "resid_post"}, "name a layer"), ({"site": "resid"}, "unknown site"),
+                      ({"site": [], "layer": 1}, "at least one"), ({"site": "mlp_out", "layer": [1, 1]}, "each once")):
+        with pytest.raises(SpecError, match=word):
+            rows(made.path, **bad)
+    for options, word in (({"batch": 0}, "batch"), ({"dtype": torch.int8}, "dtype"), ({"rank": 2, "world": 2}, "rank"),
+                          ({"seed": -1}, "seed"), ({"window": 0}, "window")):
+        with pytest.raises(SpecError, match=word):
+            rows(made.path, "mlp_out", 1, **options)
+
+
+@pytest.mark.parametrize("codec", list(codecs.CODECS))
+@pytest.mark.parametrize("model", ["bfloat16", "float16", "float32"])
+def test_fast_decoding_is_what_decoding_is(codec: str, model: str) -> None:
+    from engine_side.codecs import encode
+
+    identity = codecs.parse_codec({"head8": "head8:head=24", "qk8": "qk8:head=24"}.get(codec, codec)).identity
+    if not codecs.parse_codec(identity).complete:
+        identity = codecs.parse_codec(f"{codec}:head=24").identity
+    torch.manual_seed(1)
+    x = (torch.randn(40, WIDTH) * torch.logspace(-3, 3, 40)[:, None]).to(getattr(torch, model))
+    pieces = encode(identity, x)
+    kind = Kind(identity, model, WIDTH)
+    typed, stored = {}, {}
+    for stream in kind.streams:
+        array = pieces[stream.name].contiguous().view(torch.uint8).numpy()
+        stored[stream.name] = array.reshape(40, stream.nbytes)
+        typed[stream.name] = stored[stream.name].view(stream.dtype).reshape(40, *stream.shape)
+    want = torch.from_numpy(codecs.decode(identity, typed, WIDTH, model))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(decode(kind, stored, dtype), want.to(dtype)), dtype
+
+
+def test_a_damaged_row_is_noticed_where_it_is_asked_for(made: Made, tmp_path: Path) -> None:
+    """Last in this module: with ``verify`` no damaged byte is trained on."""
+    import shutil
+
+    shutil.copytree(made.path, tmp_path / "store")
+    with StoreReader(made.path) as reader:
+        place = reader.places(made.ids[0], "resid_post", [1])
+        assert until(lambda: reader.segment(int(place.segment[0, 0])).sealed)
+    shutil.rmtree(tmp_path / "store")
+    shutil.copytree(made.path, tmp_path / "store")
+    main, = (tmp_path / "store" / "blocks").glob(f"*{int(place.segment[0, 0]):08d}.zarr/q/c/0/0/0")
+    data = bytearray(main.read_bytes())
+    at = int(place.offset[0, 0]) + 8192
+    data[at] ^= 0xFF
+    main.write_bytes(data)
+    with pytest.raises(CorruptError):
+        list(rows(tmp_path / "store", "resid_post", 1, codec="int8b64", verify=True))

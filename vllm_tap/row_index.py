@@ -1,0 +1,192 @@
+"""Which rows of a store a training run reads, and where each lies: arrays alone, so that workers share them.
+
+Rows are numbered in the order in which they lie on the disk (segment, frame, row); that order is cut into blocks of
+``BLOCK_ROWS`` neighbours, which are read together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas import codecs
+from schemas.catalog import Segment
+from schemas.codecs import Stream
+from schemas.errors import NotFoundError, SpecError
+from schemas.reader import CaptureRow, Places, StoreReader, read_store_uuid
+from schemas.sites import SITES, parse_site
+from vllm_tap.listing import Filters, Where, wanted
+from vllm_tap.progress import Report, reporting
+
+__all__ = ["BLOCK_ROWS", "Kind", "RowIndex", "build_index", "name_of"]
+
+BLOCK_ROWS: Final = 128
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+Key = tuple[str, int]  # (site, layer)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the rows of a site are stored."""
+
+    codec: str
+    dtype: str
+    width: int
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """The codec's streams."""
+        return codecs.streams(self.codec, self.width, self.dtype)
+
+    @property
+    def decoded_width(self) -> int:
+        """Numbers that a row decodes to."""
+        return codecs.identified(self.codec).decoded_width(self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class RowIndex:
+    """``rows`` rows, every one of which has all ``keys``.
+
+    ``frames`` int64 ``[frames, 2]``: segment and byte offset. By key, int32 ``[rows]``: ``frame`` (a row of ``frames``)
+    and ``row`` (of that frame). ``capture`` int32 ``[rows]`` counts in ``captures``; ``position`` uint32 ``[rows]``.
+    """
+
+    store: Path
+    uuid: bytes
+    keys: tuple[Key, ...]
+    kinds: tuple[Kind, ...]
+    captures: list[str]
+    segments: dict[int, Segment]
+    frames: I64
+    frame: tuple[I32, ...]
+    row: tuple[I32, ...]
+    capture: I32
+    position: npt.NDArray[np.uint32]
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return len(self.position)
+
+
+def name_of(key: Key) -> str:
+    """``site.layer``, as arrays are named everywhere."""
+    return f"{key[0]}.{key[1]}"
+
+
+def keys_of(site: str | Sequence[str], layer: int | Sequence[int] | None) -> tuple[Key, ...]:
+    """Sites × layers; a name that fixes a layer stands for itself. SpecError where a layer is not named."""
+    names = [site] if isinstance(site, str) else list(site)
+    layers = [layer] if isinstance(layer, int) else None if layer is None else list(layer)
+    keys: list[Key] = []
+    for name in names:
+        parsed, fixed = parse_site(name, "site")
+        if not SITES[parsed].per_layer:
+            fixed = 0
+        if fixed is None and not layers:
+            raise SpecError("layer", layer, f"name a layer of {name}: rows(store, {name!r}, 12), or blocks.12.hook_…")
+        keys += [(parsed, number) for number in ([fixed] if fixed is not None else layers or ())]
+    if not keys or len(set(keys)) != len(keys):
+        raise SpecError("site", site, "name at least one site and layer, each once")
+    return tuple(keys)
+
+
+def build_index(store: str | Path, keys: tuple[Key, ...], where: Where = None, codec: str | None = None,
+                progress: Report = False) -> RowIndex:
+    """The rows of all captures that have ended, that ``where`` chooses and that have every key.
+
+    ``codec`` leaves out captures whose rows are stored otherwise. NotFoundError where nothing is left, SpecError where
+    what is left is stored in more than one way.
+    """
+    by_site: dict[str, list[int]] = {}
+    for site, layer in keys:
+        by_site.setdefault(site, []).append(layer)
+    with StoreReader(store) as reader:
+        listed = [row for row in Filters().pages(lambda count, after: reader.captures(limit=count, before=after), None,
+                                                 None)
+                  if row.status in ("complete", "incomplete") and set(by_site) <= set(row.sites) and wanted(where, row)]
+        listed.sort(key=lambda row: (row.created_ms, row.id))
+        found: list[tuple[str, dict[str, Places]]] = []
+        with reporting(progress, "indexing") as tell:
+            for done, row in enumerate(listed, 1):
+                if (places := _places(reader, row, by_site, codec)) is not None:
+                    found.append((row.id, places))
+                tell(done, len(listed))
+        if not found:
+            raise NotFoundError(f"no rows of {', '.join(map(name_of, keys))} in {store}: of {len(listed)} captures "
+                                "with these sites none has the layers" + (f" as {codec}" if codec else "")
+                                + "; look at vllm-tap ls")
+        kinds = tuple(_kind(found, site) for site, _ in keys)
+        segments = sorted({int(number) for _, places in found for part in places.values()
+                           for number in np.unique(part.segment)})
+        return _joined(Path(store), keys, kinds, found, {number: reader.segment(number) for number in segments})
+
+
+def _places(reader: StoreReader, row: CaptureRow, by_site: dict[str, list[int]], codec: str | None
+            ) -> dict[str, Places] | None:
+    """By site, the places of the positions that all sites have; None where there are none."""
+    try:
+        places = {site: reader.places(row.id, site, layers) for site, layers in by_site.items()}
+    except NotFoundError:
+        return None  # deleted meanwhile, or captured in other layers
+    if codec is not None and any(part.codec != codec for part in places.values()):
+        return None
+    common = next(iter(places.values())).positions
+    for part in places.values():
+        common = np.intersect1d(common, part.positions, assume_unique=True)
+    if not len(common):
+        return None
+    return {site: _only(part, common) for site, part in places.items()}
+
+
+def _only(part: Places, common: npt.NDArray[np.uint32]) -> Places:
+    kept = np.isin(part.positions, common)
+    if kept.all():
+        return part
+    return Places(part.capture, part.codec, part.dtype, part.width, common, part.segment[:, kept],
+                  part.offset[:, kept], part.row[:, kept])
+
+
+def _kind(found: list[tuple[str, dict[str, Places]]], site: str) -> Kind:
+    kinds = {Kind(places[site].codec, places[site].dtype, places[site].width) for _, places in found}
+    if len(kinds) > 1:
+        shown = "; ".join(sorted(f"{kind.codec}, {kind.dtype}, width {kind.width}" for kind in kinds))
+        raise SpecError("codec", None, f"{site} is stored in several ways ({shown}): choose with codec=… or where=…")
+    return kinds.pop()
+
+
+def _joined(store: Path, keys: tuple[Key, ...], kinds: tuple[Kind, ...],
+            found: list[tuple[str, dict[str, Places]]], segments: dict[int, Segment]) -> RowIndex:
+    """Everything in one, in the order of the disk."""
+    sites = [site for site, _ in keys]
+    member = [sites[:number].count(site) for number, site in enumerate(sites)]  # which of its site's layers a key is
+    where = [np.concatenate([_address(places[site], at) for _, places in found])
+             for site, at in zip(sites, member, strict=True)]
+    first = next(iter(found[0][1]))
+    lengths = [len(places[first].positions) for _, places in found]
+    capture = np.repeat(np.arange(len(found), dtype=np.int32), lengths)
+    position = np.concatenate([places[first].positions for _, places in found])
+    order = np.lexsort((where[0][:, 2], where[0][:, 1], where[0][:, 0]))
+    frames, numbers = np.unique(np.concatenate([part[:, :2] for part in where]), axis=0, return_inverse=True)
+    by_key = numbers.reshape(len(keys), -1).astype(np.int32)
+    frame, row = [], []
+    for number, part in enumerate(where):
+        frame.append(by_key[number][order])
+        row.append(part[order, 2].astype(np.int32))
+        for before in range(number):  # layers of a site nearly always lie in the same rows
+            if np.array_equal(frame[before], frame[number]) and np.array_equal(row[before], row[number]):
+                frame[number], row[number] = frame[before], row[before]
+                break
+    return RowIndex(store, read_store_uuid(store), keys, kinds, [capture for capture, _ in found], segments, frames,
+                    tuple(frame), tuple(row), capture[order], position[order])
+
+
+def _address(part: Places, layer: int) -> I64:
+    return np.stack([part.segment[layer], part.offset[layer], part.row[layer]], axis=1)
