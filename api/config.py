@@ -34,6 +34,7 @@ class Config:
     upstream_connect_s: float = 5.0
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
     status_wait_s: float = 2.0  # how long an answer waits for its capture to become final
+    inline_wait_s: float = 30.0  # … where it is to hold the rows
     settle_s: float = 30.0  # after this, a capture that no engine has begun is closed as failed
     stop_grace_s: float = 1.0  # on a stop, how long requests in flight may still take
     submit_s: float = limits.control_submit_timeout_ms / 1000

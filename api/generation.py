@@ -9,10 +9,11 @@ from typing import Any
 from api.errors import ApiError, BadParam
 from api.service import is_alias
 from schemas import limits
+from schemas.codecs import identified
 from schemas.control import EngineInfo
 from schemas.errors import LimitError
 from schemas.ids import new_ulid, sample_id, split_capture_id
-from schemas.spec import CaptureSpec, parse_spec, resolve
+from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
 
 __all__ = ["Plan", "Wish", "parse_body", "plan", "wish"]
 
@@ -29,6 +30,7 @@ class Plan:
     aliases: list[str]
     tags: dict[str, str]
     body: bytes
+    inline: bool = False  # whether the answer is to hold the rows too
 
     @property
     def ids(self) -> list[str]:
@@ -67,8 +69,6 @@ class Wish:
 def wish(body: dict[str, Any], chat: bool, request_id: str | None) -> Wish:
     """Checks a parsed body and takes the ``capture`` field out of it; SpecError, LimitError or ApiError."""
     spec = parse_spec(body.pop("capture"))
-    if spec.return_ == "inline":
-        raise BadParam("capture.return", "inline", 'not yet available; valid: "reference"')
     if body.get("use_beam_search"):
         raise BadParam("use_beam_search", body["use_beam_search"],
                        "beam search cannot be captured: every beam step is a request of its own, without the spec")
@@ -95,11 +95,14 @@ def plan(asked: Wish, engine: EngineInfo | None) -> Plan:
     if engine is None:
         raise ApiError(503, "no_engine", "no engine has connected to the writer yet, so it is not known what can be "
                        "captured; is vLLM running with the plugin and VLLM_TAP_ENDPOINT?", headers={"Retry-After": "2"})
-    resolve(asked.spec, engine.armed, engine.widths)
+    resolved = resolve(asked.spec, engine.armed, engine.widths)
+    if asked.spec.return_ == "inline":
+        check_inline(asked, resolved, engine)
     ulid = asked.spec.id or new_ulid()
     response_id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{ulid}"
     aliases = [response_id] if asked.request_id is None else [response_id, asked.request_id]
-    spec = asked.spec.model_copy(update={"id": ulid}).to_json()
+    # How the rows come back is this service's business: the engine stores them either way.
+    spec = asked.spec.model_copy(update={"id": ulid, "return_": "reference"}).to_json()
     if len(spec) > limits.spec_json_bytes_max:
         raise LimitError("bytes of the capture spec", len(spec), limits.spec_json_bytes_max,
                          "name fewer positions, sites or tags")
@@ -107,7 +110,22 @@ def plan(asked: Wish, engine: EngineInfo | None) -> Plan:
     if asked.count > 1:
         xargs["capture_count"] = asked.count
     body = json.dumps({**asked.body, "vllm_xargs": xargs}).encode()
-    return Plan(ulid, asked.count, response_id, aliases, dict(asked.spec.tags), body)
+    return Plan(ulid, asked.count, response_id, aliases, dict(asked.spec.tags), body,
+                asked.spec.return_ == "inline")
+
+
+def check_inline(asked: Wish, resolved: Resolved, engine: EngineInfo) -> None:
+    """LimitError where the rows are surely too many for the answer, as far as that is known before the tokens are."""
+    prompt = asked.body.get("prompt")
+    prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else [prompt]
+    lengths = [len(each) if isinstance(each, list) else 1 for each in prompts]  # tokens; of text at least one
+    rows = sum(min(stop, length) - start for length in lengths for start, stop in intervals(resolved.positions, length)
+               if start < min(stop, length)) * (asked.count // len(lengths))
+    numbers = sum(len(layers) * identified(resolved.codec[site]).decoded_width(engine.widths[site])
+                  for site, layers in resolved.layers.items())
+    if rows * numbers * 4 > limits.inline_bytes_max:
+        raise LimitError("bytes of arrays in the answer (capture.return = inline)", rows * numbers * 4,
+                         limits.inline_bytes_max, 'ask for fewer layers or positions, or return: "reference"')
 
 
 def _n(value: object) -> int:

@@ -16,6 +16,7 @@ from fastapi import Request
 
 from api.config import Config
 from api.errors import ApiError
+from api.feed import Feed
 from api.metrics import Metrics
 from schemas import limits
 from schemas.channel import ControlChannel
@@ -41,6 +42,7 @@ class Service:
     streams: set[httpx.Response] = field(default_factory=set)  # answers being passed on
     unsettled: dict[str, str] = field(default_factory=dict)  # captures that no engine began yet → why none may
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    feed: Feed = field(init=False)
     slice_bytes: int = 0
     token_texts: OrderedDict[int, str] = field(default_factory=OrderedDict)  # least used first
     map_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))  # a map takes a core
@@ -49,6 +51,9 @@ class Service:
     _reader_lock: threading.Lock = field(default_factory=threading.Lock)
     # A writer that does not answer holds a thread for seconds: these must not starve the readers' threads.
     _submit_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(64))
+
+    def __post_init__(self) -> None:
+        self.feed = Feed(self.reader)
 
     def reader(self) -> StoreReader:
         """The store's reader; opened on first use, since the writer makes the store. StoreError while there is none.
@@ -100,6 +105,7 @@ class Service:
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.feed.close()
         await self.upstream.aclose()
         await anyio.to_thread.run_sync(self.channel.close)
         if self._reader is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,28 +15,22 @@ from schemas import limits
 from schemas.errors import NotFoundError, SpecError
 from schemas.sites import parse_site
 
-__all__ = ["SliceQuery", "parse_slice_query", "seconds"]
+__all__ = ["SiteQuery", "SliceQuery", "check_known", "one_of", "parse_site_query", "parse_slice_query", "seconds"]
 
 _NUMBER: Final = re.compile(r"[0-9]{1,10}", re.ASCII)
+_RANGE: Final = re.compile(r"([0-9]{1,10})(?::([0-9]{1,10}))?", re.ASCII)
 _LAYER: Final = re.compile(r"[0-9]{1,4}", re.ASCII)
 _SLICE: Final = re.compile(r"(-?[0-9]{1,4})?:(-?[0-9]{1,4})?(?::([1-9][0-9]{0,3}))?", re.ASCII)
-_PARAMS: Final = ("site", "layer", "start", "stop", "format", "dtype", "wait", "timeout", "rows")
+_PARAMS: Final = ("site", "layer", "start", "stop", "positions", "format", "dtype", "wait", "timeout", "rows")
 _LAYER_VALID: Final = 'valid: a layer ("3"), several ("0,2"), a slice ("0:32:4") or "all"'
 
 
 @dataclass(frozen=True, slots=True)
-class SliceQuery:
-    """``sites`` as (site, layer fixed by the name or None); ``layers`` as asked; None means to the end."""
+class SiteQuery:
+    """``sites`` as (site, layer fixed by the name or None); ``layers`` as asked; empty means all."""
 
     sites: list[tuple[str, int | None]]
     layers: list[str]
-    start: int
-    stop: int | None
-    format: str
-    dtype: str
-    wait: str | None
-    timeout_s: float
-    rejected: bool = False  # drafts that were not accepted, instead of the sequence's own rows
 
     def choose(self, captured: dict[str, list[int]], n_layers: int) -> dict[str, list[int]]:
         """The layers to read of each site, out of what the capture has; NotFoundError where it has them not.
@@ -71,22 +65,55 @@ class SliceQuery:
         return asked
 
 
+@dataclass(frozen=True, slots=True)
+class SliceQuery(SiteQuery):
+    """What a slice is to hold, and how; ``stop`` None means to the end."""
+
+    start: int = 0
+    stop: int | None = None
+    format: str = "safetensors"
+    dtype: str = "float32"
+    wait: str | None = None
+    timeout_s: float = 0.0
+    rejected: bool = False  # drafts that were not accepted, instead of the sequence's own rows
+    several: tuple[tuple[int, int], ...] = ()  # the ranges, ascending and disjoint, where they were given one by one
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The positions asked for, as ``[start, stop)``."""
+        return list(self.several) or [(self.start, limits.position_max if self.stop is None else self.stop)]
+
+
+def check_known(params: QueryParams, valid: Sequence[str]) -> None:
+    """BadParam for a parameter that is none of ``valid``."""
+    for name in params:
+        if name not in valid:
+            raise BadParam(name, params[name], f"unknown parameter; valid: {', '.join(valid) or 'none'}")
+
+
+def parse_site_query(params: QueryParams) -> SiteQuery:
+    """The parameters ``site`` and ``layer``."""
+    return SiteQuery(_sites(params.getlist("site")), _layer_texts(params.getlist("layer")))
+
+
 def parse_slice_query(params: QueryParams, accept: str | None) -> SliceQuery:
     """The checked query; BadParam names the parameter, its value and what would be valid; 406 for an Accept header."""
-    for name in params:
-        if name not in _PARAMS:
-            raise BadParam(name, params[name], f"unknown parameter; valid: {', '.join(_PARAMS)}")
-    for name in ("start", "stop", "format", "dtype", "wait", "timeout", "rows"):
+    check_known(params, _PARAMS)
+    for name in ("start", "stop", "positions", "format", "dtype", "wait", "timeout", "rows"):
         if len(params.getlist(name)) > 1:
             raise BadParam(name, params.getlist(name), "given more than once")
     start, stop = _position(params, "start"), _position(params, "stop")
     if stop is not None and (start or 0) >= stop:
         raise BadParam("stop", stop, f"must be greater than start = {start or 0}; a range is [start, stop)")
+    several = _ranges(params)
+    if several:
+        start, stop = several[0][0], several[-1][1]
+    asked = parse_site_query(params)
     query = SliceQuery(
-        _sites(params.getlist("site")), _layer_texts(params.getlist("layer")), start or 0, stop,
+        asked.sites, asked.layers, start or 0, stop,
         _format(params.get("format"), accept), one_of(params, "dtype", DTYPES) or "float32",
         one_of(params, "wait", ("complete", "rows")), seconds(params.get("timeout")),
-        one_of(params, "rows", ("accepted", "rejected")) == "rejected",
+        one_of(params, "rows", ("accepted", "rejected")) == "rejected", several,
     )
     if query.dtype == "bfloat16" and query.format in ("npy", "npz", "arrow"):
         raise BadParam("dtype", "bfloat16", f"{query.format} has no bfloat16; use safetensors, or float16, float32")
@@ -114,6 +141,28 @@ def seconds(value: str | None) -> float:
     if not 0 <= number <= limits.wait_timeout_s_max:
         raise BadParam("timeout", value, f"valid: seconds from 0 to {limits.wait_timeout_s_max}")
     return number
+
+
+def _ranges(params: QueryParams) -> tuple[tuple[int, int], ...]:
+    text = params.get("positions")
+    if text is None:
+        return ()
+    valid = f'valid: positions and ranges, such as "0,5,8:12", at most {limits.slice_ranges_max} of them'
+    if "start" in params or "stop" in params:
+        raise BadParam("positions", text, "either positions, or start and stop")
+    parts = text.split(",", limits.slice_ranges_max)
+    matches = [_RANGE.fullmatch(part) for part in parts]
+    if len(parts) > limits.slice_ranges_max or not all(matches):
+        raise BadParam("positions", text, valid)
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted((int(m[1]), int(m[2] or int(m[1]) + 1)) for m in matches if m):
+        if not start < stop <= limits.position_max:
+            raise BadParam("positions", text, f"a range is start:stop with start < stop <= {limits.position_max}")
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def _position(params: QueryParams, name: str) -> int | None:

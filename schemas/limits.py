@@ -43,6 +43,7 @@ commit_delay_ms: Final = 50
 # What a reader may take at once.
 slice_bytes_max: Final = 1 << 30
 slices_in_flight_bytes_max: Final = 2 << 30
+slice_ranges_max: Final = 256
 slice_json_numbers_max: Final = 1 << 18
 map_positions_max: Final = 1 << 12
 map_numbers_max: Final = 1 << 28  # that are read for one map
@@ -51,6 +52,12 @@ wait_timeout_s_max: Final = 120
 header_missing_bytes_max: Final = 4096
 request_body_bytes_max: Final = 32 * 1024 * 1024
 captures_page_max: Final = 1000
+captures_scan_max: Final = 20_000  # looked at for one page, where filters leave some out
+filter_tags_max: Final = 16
+filter_chars_max: Final = 256
+followers_max: Final = 512  # streams of events at a time
+live_event_bytes_max: Final = 1 << 20  # of rows in one event, where one row is not larger
+inline_bytes_max: Final = 16 << 20  # of arrays in the answer to a generation
 
 # Who may ask, and how much at once; of each key.
 keys_max: Final = 1024

@@ -40,11 +40,13 @@ from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError, S
 from schemas.ids import split_capture_id
 from schemas.manifest import Manifest, Missing
 from schemas.mapping import SegmentMaps
+from schemas.sieve import Sieve
 from schemas.sites import SITES, parse_site
 from schemas.spec import Resolved
+from schemas.tail import FrameAt, JournalTail
 from schemas.zarr_layout import block_name, open_name
 
-__all__ = ["CaptureRow", "Places", "Slice", "StoreReader", "read_store_uuid"]
+__all__ = ["CaptureRow", "LiveRows", "Places", "Progress", "Slice", "StoreReader", "read_store_uuid"]
 
 Array = npt.NDArray[Any]
 _INDEXED = re.compile(r"(.+)\.(0|[1-9][0-9]{0,5})", re.ASCII)
@@ -118,6 +120,37 @@ class Places:
     row: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a capture is; rows are counted over all sites and layers, and are durable."""
+
+    id: str
+    status: str
+    expected: int
+    captured: int
+    missing: int
+    prompt_len: int
+    total_len: int
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRows:
+    """Rows of a capture out of one frame, as they came: ``values`` is float32 ``[layers, n, decoded width]``.
+
+    ``seq`` grows from frame to frame. A position may come again, computed anew: the later one counts. ``durable`` says
+    that the rows survive a loss of power; ``flags`` are schemas.frame's, uint32 ``[n]``.
+    """
+
+    seq: int
+    durable: bool
+    layers: list[int]
+    positions: npt.NDArray[np.uint32]
+    token_ids: npt.NDArray[np.uint32]
+    flags: npt.NDArray[np.uint32]
+    values: npt.NDArray[np.float32]
+
+
 def read_store_uuid(path: Path) -> bytes:
     """The 16 bytes that name the store; StoreError where ``path`` is no store of a known version."""
     file = path / "store.json"
@@ -144,7 +177,9 @@ class StoreReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._maps = SegmentMaps(self.path, read_store_uuid(self.path))
+        uuid = read_store_uuid(self.path)
+        self._maps = SegmentMaps(self.path, uuid)
+        self._tail = JournalTail(self.path, uuid, self._durable_end)
         self._lock = threading.RLock()
         self._catalog = self.path / "catalog.sqlite"
         self._connection = connect_read(self._catalog)
@@ -186,6 +221,16 @@ class StoreReader:
         self, owner: str | None = None, status: str | None = None, limit: int = 100, before: str | None = None
     ) -> list[CaptureRow]:
         """Newest first; ``before`` is the id that the previous page ended with. Deleted ones only where asked for."""
+        return self.page(owner, status, limit, before)[0]
+
+    def page(
+        self, owner: str | None = None, status: str | None = None, limit: int = 100, before: str | None = None,
+        sieve: Sieve | None = None,
+    ) -> tuple[list[CaptureRow], str | None]:
+        """A page of ``captures`` that pass the sieve, and the ``before`` of the next one; None where this is the last.
+
+        At most ``limits.captures_scan_max`` are looked at: a page may hold few, or none, and yet not be the last.
+        """
         if not 0 < limit <= limits.captures_page_max:
             raise LimitError("captures in a page", limit, limits.captures_page_max)
         where: list[str] = ["deleted = 0" if status != "deleted" else "1"]
@@ -205,8 +250,15 @@ class StoreReader:
                 where.append("(created_ms, id) < (?, ?)")
                 args += [last.created_ms, last.id]
             condition = " AND ".join(where)
-            query = f"SELECT * FROM captures WHERE {condition} ORDER BY created_ms DESC, id DESC LIMIT {limit}"
-            return [self._row(capture_of(row)) for row in self._db.execute(query, args)]
+            query = f"SELECT * FROM captures WHERE {condition} ORDER BY created_ms DESC, id DESC"
+            sifted, more = ("", []) if sieve is None else sieve.condition()
+            scan = limits.captures_scan_max if sifted else limit
+            listed = f"SELECT * FROM ({query} LIMIT {scan}) AS listed {sifted} LIMIT {limit}"
+            rows = [self._row(capture_of(row)) for row in self._db.execute(listed, [*args, *more])]
+            if len(rows) == limit:
+                return rows, rows[-1].id
+            last_looked_at = self._db.execute(f"SELECT id FROM ({query} LIMIT 1 OFFSET {scan - 1})", args).fetchone()
+            return rows, None if last_looked_at is None else last_looked_at["id"]
 
     def samples(self, ref: str, owner: str | None = None) -> list[str]:
         """The capture ids under a ULID or an alias, in the order of their numbers."""
@@ -317,6 +369,71 @@ class StoreReader:
             raise StoreError("read segment", self.path, f"segment {number} is not in the catalog",
                              "start the writer once: it repairs the catalog")
         return found
+
+    # ── while it is made ────────────────────────────────────────────────────────────────────────────────────────
+
+    def progress(self, ref: str, owner: str | None = None) -> Progress:
+        """How far one capture is."""
+        with self._lock, self._snapshot():
+            capture = self._find(ref, owner)
+            coverage = cover(capture, load_extents(self._db, capture.id), load_drops(self._db, capture.id))
+        groups = [group for groups in coverage.sites.values() for group in groups]
+        expected = sum(group.expected * len(group.layers) for group in groups)
+        captured = sum(len(group.rows.positions) * len(group.layers) for group in groups)
+        return Progress(capture.id, capture.status, expected, captured, expected - captured, capture.prompt_len,
+                        max(capture.total_len, coverage.end), capture.client_reason or capture.finish_reason)
+
+    def appended(self) -> set[str]:
+        """The captures that have got rows since this was last asked, be they durable or not yet."""
+        return self._tail.look()
+
+    def version(self) -> int:
+        """A number that changes with the catalog."""
+        with self._lock:
+            return int(self._db.execute("PRAGMA data_version").fetchone()[0])
+
+    def frames(self, capture: str, site: str, after: int) -> list[FrameAt]:
+        """The frames with rows of a capture at a site whose number is above ``after``, in order.
+
+        Those of them that are durable, and what ``appended`` has found beyond.
+        """
+        with self._lock:
+            query = "SELECT seq, segment, offset FROM extents WHERE capture = ? AND site = ? AND seq > ? ORDER BY seq"
+            found: dict[int, FrameAt] = {}
+            for row in self._db.execute(query, (capture, site, after)):
+                segment = load_segment(self._db, row["segment"])
+                if segment is not None:
+                    found[row["seq"]] = FrameAt(row["seq"], segment, row["offset"], True)
+        for frame in self._tail.frames(capture, site):
+            if frame.seq > after:
+                found.setdefault(frame.seq, frame)
+        return [found[seq] for seq in sorted(found)]
+
+    def live_rows(self, frame: FrameAt, capture: str, layers: Sequence[int]) -> LiveRows | None:
+        """The rows of a capture in a frame, of those of ``layers`` that it has; None where there are none.
+
+        CorruptError where the frame is not whole: one that is not durable may be so in a moment, or come again.
+        """
+        view = self._maps.frame(frame.segment, frame.offset)
+        header = view.frame
+        wanted = [layer for layer in layers if layer in header.layers]
+        if capture not in header.captures or not wanted:
+            return None
+        rows = np.flatnonzero(view.table.capture == header.captures.index(capture))
+        if not len(rows):
+            return None
+        source = view.pieces([header.layers.index(layer) for layer in wanted], rows)
+        pieces = {stream.name: view.section(number)[source].view(stream.dtype).reshape(
+            len(wanted), len(rows), *stream.shape) for number, stream in enumerate(view.declared)}
+        values = codecs.decode(header.codec, pieces, header.width, header.dtype)
+        return LiveRows(frame.seq, frame.durable, wanted, view.table.position[rows], view.table.token_id[rows],
+                        view.table.flags[rows], values)
+
+    def _durable_end(self, segment: int) -> int:
+        """The offset up to which the catalog has the frames of a segment."""
+        with self._lock:
+            row = self._db.execute("SELECT MAX(offset + bytes) FROM frames WHERE segment = ?", (segment,)).fetchone()
+        return int(row[0] or 0)
 
     @contextmanager
     def _snapshot(self) -> Iterator[None]:

@@ -84,8 +84,8 @@ class Stack:
     http: httpx.Client = field(default_factory=httpx.Client)
     key: str = ""  # where the service has keys
 
-    def start_writer(self) -> None:
-        args = ["writer_service", "--store", str(self.store), "--endpoint", self.endpoint]
+    def start_writer(self, program: str = "writer_service") -> None:
+        args = [program, "--store", str(self.store), "--endpoint", self.endpoint]
         self.processes["writer"] = Process(args, self.store.parent / "writer.log")
 
     def start_upstream(self, dtype: str = "bfloat16") -> None:
@@ -119,7 +119,8 @@ class Stack:
 
 
 @contextmanager
-def running(folder: Path, dtype: str = "bfloat16", *api: str, owner: str = "") -> Iterator[Stack]:
+def running(folder: Path, dtype: str = "bfloat16", *api: str, owner: str = "", writer: str = "writer_service"
+            ) -> Iterator[Stack]:
     """The whole service, ready; everything is ended afterwards, and each process must end by itself.
 
     ``api`` are more arguments of the API; with an ``owner`` it has keys, and the stack asks with that owner's.
@@ -129,7 +130,7 @@ def running(folder: Path, dtype: str = "bfloat16", *api: str, owner: str = "") -
     if owner:
         stack.key = make_key(stack.store / KEYS_FILE, owner)
     try:
-        stack.start_writer()
+        stack.start_writer(writer)
         stack.processes["writer"].wait_ready()
         stack.start_upstream(dtype)
         stack.start_api(None, *api)

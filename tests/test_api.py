@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 
 import httpx
 import openai
@@ -148,7 +149,8 @@ def test_an_empty_spec_is_legal(stack: Stack) -> None:
     ({"capture": {"\ud800": 1}}, 400, "capture", "unicode"),
     ({"capture": {"tags": {"a": "\ud800"}}}, 400, "capture.tags", "valid"),
     ({"capture": True}, 400, "capture", "object"),
-    ({"capture": {"return": "inline"}}, 400, "capture.return", "not yet available"),
+    ({"capture": {"return": "file"}}, 400, "capture.return", "inline"),
+    ({"capture": {"return_": "inline"}}, 400, "capture.return_", "unknown field"),
     ({"capture": {"probe": ["p"]}}, 400, "capture.probe", "probe"),
     ({"capture": {}, "use_beam_search": True}, 400, "use_beam_search", "beam"),
     ({"capture": {}, "n": 0}, 400, "n", "valid"),
@@ -308,9 +310,50 @@ def test_the_list_pages_newest_first(stack: Stack) -> None:
     assert first["data"][0]["prompt_len"] == len("page 4") and first["data"][0]["sites"] == ["resid_post"]
 
 
+def test_the_list_is_narrowed(stack: Stack) -> None:
+    def made(tags: dict[str, str], spec: dict[str, object] = SPEC, **fields: object) -> str:
+        headers = {"x-request-id": f"Named-{tags.get('n')}"}
+        body = {"model": "played", "prompt": "x", "capture": {**spec, "tags": {"test": "narrow", **tags}}, **fields}
+        ulid: str = stack.http.post("/v1/completions", json=body, headers=headers).json()["capture"]["id"]
+        return ulid
+
+    def listed(query: str) -> list[str]:
+        body = stack.http.get(f"/v1/captures?tag=test=narrow&{query}").json()
+        assert body["next"] is None
+        return [row["id"] for row in body["data"]]
+
+    one, two = made({"n": "1", "run": "a=b'\"%"}), made({"n": "2", "run": "c"})
+    middle_ms = time.time_ns() // 1_000_000 + 1
+    time.sleep(0.01)
+    three = made({"n": "3"}, {"sites": ["attn_out"]})
+    when = datetime.fromtimestamp(middle_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    for query, found in {
+        "": [three, two, one], "tag=n=2": [two], "tag=run": [two, one], "tag=run=a%3Db'%22%25": [one], "tag=none": [],
+        "site=attn_out": [three], "site=blocks.1.hook_resid_post": [two, one], "model=played": [three, two, one],
+        "model=other": [], f"since={middle_ms}": [three], f"until={middle_ms}": [two, one],
+        f"since={when.replace('+00:00', 'Z')}": [three], "text=named-2": [two], f"text={one[-8:].lower()}": [one],
+        "text=A%3DB": [one], "text=%25": [one], "tag=run&text=named-2&status=complete": [two], "status=failed": [],
+    }.items():
+        assert listed(query) == found, query
+
+
+def test_pages_of_a_narrowed_list(stack: Stack) -> None:
+    ids = [stack.complete("x", capture={**SPEC, "tags": {"page": str(i % 2)}}).json()["capture"]["id"]
+           for i in range(6)][::-1]
+    found: list[str] = []
+    query: str | None = ""
+    while query is not None:
+        body = stack.http.get(f"/v1/captures?tag=page=1&limit=2{query}").json()
+        found += [row["id"] for row in body["data"]]
+        query = None if body["next"] is None else f"&before={body['next']}"
+    assert found == ids[0::2]
+
+
 @pytest.mark.parametrize(("query", "param"), [
     ("limit=0", "limit"), ("limit=1001", "limit"), ("limit=x", "limit"), ("limit=99999999999999", "limit"),
-    ("before=../x", "before"), ("status=done", "status"), ("page=2", "page"),
+    ("before=../x", "before"), ("status=done", "status"), ("page=2", "page"), ("since=yesterday", "since"),
+    ("until=-1", "until"), ("since=9999999999999999999", "since"), ("site=nothing", "site"), ("tag=", "tag"),
+    ("text=" + "x" * 300, "text"), ("&".join(["tag=a"] * 17), "tag"),
 ])
 def test_bad_lists(stack: Stack, query: str, param: str) -> None:
     answer = stack.http.get(f"/v1/captures?{query}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import json
 import struct
@@ -14,12 +16,13 @@ import httpx
 import numpy as np
 import pyarrow as pa
 import pytest
+import xxhash
 from safetensors.numpy import load as load_safetensors
 from safetensors.torch import load as load_torch
 
 from api.config import Config
-from api.routes.slices import _bytes, _read
 from api.slice_query import SliceQuery
+from api.slice_reading import encoded, slice_bytes
 from schemas import codecs
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
@@ -292,7 +295,7 @@ def test_sites_read_at_different_moments_end_where_the_first_one_does(stack: Sta
     with StoreReader(stack.store) as reader:
         manifest = reader.manifest(capture)
         pieces = [reader.slice(capture, "resid_post", [0], 0, 5), reader.slice(capture, "attn_out", [0], 0, 8)]
-    answer = _read(manifest, pieces, SliceQuery([], [], 0, None, "safetensors", "float32", None, 0.0))
+    answer = encoded(manifest, pieces, SliceQuery([], [], 0, None, "safetensors", "float32", None, 0.0))
     assert (answer.start, answer.stop, answer.rows) == (0, 5, 5)
 
 
@@ -338,11 +341,11 @@ def test_a_slice_is_counted_with_all_the_memory_that_making_it_takes(
         tracemalloc.start()
         try:
             pieces = [reader.slice(ulid, site, layers, 0, query.stop) for site, layers in chosen.items()]
-            answer = _read(manifest, pieces, query)
+            answer = encoded(manifest, pieces, query)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert answer.size < peak < _bytes(Config(stack.store, stack.endpoint), manifest, chosen, query)
+    assert answer.size < peak < slice_bytes(Config(stack.store, stack.endpoint), manifest, chosen, query)
 
 
 def test_a_caller_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
@@ -421,3 +424,69 @@ def test_rejected_drafts_of_several_sites_are_not_mixed(stack: Stack, capture: s
     answer = get(stack, capture, "rows=rejected")
     assert answer.status_code == 400 and "one site at a time" in answer.text
     assert get(stack, capture, "rows=rejected&site=resid_post").headers["X-Tap-Rows"] == "0"
+
+
+# ── ranges, tags and checksums of the answer ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("positions", "want"), [
+    ("0,2,4:6", [0, 2, 4, 5]), ("4:6,0:2", [0, 1, 4, 5]), ("0:3,2:5", [0, 1, 2, 3, 4]), ("3", [3]), ("18:99", [18, 19]),
+])
+def test_several_ranges_at_once(stack: Stack, capture: str, positions: str, want: list[int]) -> None:
+    answer = get(stack, capture, f"positions={positions}&site=resid_post&site=attn_out&layer=0,1")
+    arrays, whole = load_safetensors(answer.content), load_safetensors(get(stack, capture, "layer=0,1").content)
+    assert arrays["positions"].tolist() == want and answer.headers["x-tap-rows"] == str(len(want))
+    for name in ("resid_post.0", "resid_post.1", "attn_out.0", "attn_out.1", "token_ids"):
+        assert np.array_equal(arrays[name], whole[name][want])
+    assert answer.headers["x-tap-clipped"] == str("99" in positions).lower()
+
+
+@pytest.mark.parametrize("positions", ["", "x", "1:1", "3:2", "1-2", "-1", "1:", ",".join(["1"] * 300), "0&start=1",
+                                       "0,4294967296:2", "0&positions=1", "1:2:3"])
+def test_bad_ranges(stack: Stack, capture: str, positions: str) -> None:
+    answer = get(stack, capture, f"positions={positions}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "positions")
+
+
+def test_a_final_slice_has_a_tag(stack: Stack, capture: str) -> None:
+    first = get(stack, capture, "layer=0")
+    tag = first.headers["etag"]
+    assert get(stack, capture, "layer=0").headers["etag"] == tag
+    url = f"/v1/captures/{capture}/activations?layer=0"
+    same = stack.http.get(url, headers={"if-none-match": f'"other", {tag}'})
+    assert same.status_code == 304 and not same.content and same.headers["etag"] == tag
+    assert stack.http.get(url, headers={"if-none-match": '"other"'}).content == first.content
+    others = {get(stack, capture, query).headers["etag"] for query in (
+        "layer=1", "layer=0&dtype=float16", "layer=0&format=npz", "layer=0&stop=2", "layer=0&positions=0:2,3")}
+    assert len(others | {tag}) == 6
+    running = stack.complete("wait", play={"unfinished": True}, capture={}).json()["capture"]["id"]
+    assert "etag" not in get(stack, running, "layer=0").headers
+
+
+def test_parts_of_a_slice(stack: Stack, capture: str) -> None:
+    url = f"/v1/captures/{capture}/activations?layer=0"
+    whole = stack.http.get(url)
+    size = len(whole.content)
+    assert whole.headers["accept-ranges"] == "bytes" and int(whole.headers["content-length"]) == size
+    for text, part in (("0-9", slice(0, 10)), ("100-", slice(100, size)), ("-7", slice(size - 7, size)),
+                       (f"{size - 1}-{size + 50}", slice(size - 1, size)), ("37-420", slice(37, 421))):
+        answer = stack.http.get(url, headers={"range": f"bytes={text}", "if-range": whole.headers["etag"]})
+        assert answer.status_code == 206 and answer.content == whole.content[part]
+        assert answer.headers["content-range"] == f"bytes {part.start}-{part.stop - 1}/{size}"
+        assert answer.headers["x-tap-xxh3"] == whole.headers["x-tap-xxh3"]
+    for headers in ({"range": "bytes=5-2"}, {"range": "lines=1-2"}, {"range": "bytes=0-1,4-5"}, {"range": "bytes=-"},
+                    {"range": "bytes=0-1", "if-range": '"other"'}):
+        answer = stack.http.get(url, headers=headers)
+        assert answer.status_code == 200 and answer.content == whole.content
+    past = stack.http.get(url, headers={"range": f"bytes={size}-"})
+    assert past.status_code == 416 and past.headers["content-range"] == f"bytes */{size}"
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz", "arrow", "json"])
+def test_checksums(stack: Stack, capture: str, form: str) -> None:
+    url = f"/v1/captures/{capture}/activations?layer=0&format={form}"
+    answer = stack.http.get(url, headers={"want-repr-digest": "sha-256=5"})
+    assert answer.headers["x-tap-xxh3"] == xxhash.xxh3_64_hexdigest(answer.content)
+    assert answer.headers["repr-digest"] == (
+        f"sha-256=:{base64.b64encode(hashlib.sha256(answer.content).digest()).decode()}:")
+    assert "repr-digest" not in stack.http.get(url).headers

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
 
 import msgspec
 from fastapi import APIRouter, Query, Request
+from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from api.errors import BadParam, Json
 from api.service import check_ref, owner_of, service_of
-from api.slice_query import one_of, seconds
+from api.slice_query import check_known, one_of, seconds
 from api.waiting import FINAL, poll
 from schemas import limits
 from schemas.control import Delete
-from schemas.errors import NotFoundError
+from schemas.errors import NotFoundError, SpecError
 from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest
+from schemas.sieve import Sieve
+from schemas.sites import parse_site
 
 router = APIRouter()
+
+
+_LIST: Final = ("limit", "before", "status", "tag", "model", "site", "since", "until", "text")
+_WHEN: Final = "milliseconds since 1970, or a time such as 2026-01-31T12:00:00Z"
 
 
 @router.get("/v1/captures", tags=["captures"])
@@ -27,22 +35,57 @@ async def captures(
     limit: Annotated[str, Query(description=f"1 to {limits.captures_page_max}")] = "100",
     before: Annotated[str | None, Query(description="A capture id: list what is older.")] = None,
     status: Annotated[str | None, Query(description=", ".join(STATUSES))] = None,
+    tag: Annotated[list[str] | None, Query(description="key=value, or a key alone; repeatable, all must be there.")
+                   ] = None,
+    model: Annotated[str | None, Query(description="The model's name.")] = None,
+    site: Annotated[str | None, Query(description="A site that was captured.")] = None,
+    since: Annotated[str | None, Query(description=f"Made at this time or later: {_WHEN}.")] = None,
+    until: Annotated[str | None, Query(description=f"Made before this time: {_WHEN}.")] = None,
+    text: Annotated[str | None, Query(description="Part of an id, a name or a tag.")] = None,
 ) -> Json:
-    """The caller's captures, newest first."""
+    """The caller's captures, newest first; ``next`` is the ``before`` of the next page, null on the last."""
     params = request.query_params
-    for name in params:
-        if name not in ("limit", "before", "status"):
-            raise BadParam(name, params[name], "unknown parameter; valid: limit, before, status")
+    check_known(params, _LIST)
     if not limit.isdecimal() or not limit.isascii() or not 1 <= int(limit[:9]) <= limits.captures_page_max:
         raise BadParam("limit", limit, f"valid: 1 to {limits.captures_page_max}")
     if before is not None and split_capture_id(before) is None:
         raise BadParam("before", before, "must be a capture id, such as the answer's next")
     one_of(params, "status", STATUSES)
-    owner, count = owner_of(request), int(limit)
-    found = await service_of(request).read(
-        lambda reader: reader.captures(owner=owner, status=status, limit=count, before=before))
-    rows = [msgspec.to_builtins(row) for row in found]
-    return Json({"object": "list", "data": rows, "next": found[-1].id if len(found) == count else None})
+    owner, sieve = owner_of(request), _sieve(params)
+    rows, following = await service_of(request).read(
+        lambda reader: reader.page(owner, status, int(limit), before, sieve))
+    return Json({"object": "list", "data": [msgspec.to_builtins(row) for row in rows], "next": following})
+
+
+def _sieve(params: QueryParams) -> Sieve:
+    tags = params.getlist("tag")
+    if len(tags) > limits.filter_tags_max:
+        raise BadParam("tag", f"{len(tags)} of them", f"at most {limits.filter_tags_max}")
+    for name in ("tag", "model", "text"):
+        for value in params.getlist(name):
+            if not 0 < len(value) <= limits.filter_chars_max:
+                raise BadParam(name, value, f"valid: 1 to {limits.filter_chars_max} characters")
+    site = params.get("site")
+    try:
+        known = None if site is None else parse_site(site, "site")[0]
+    except SpecError as error:
+        raise BadParam("site", error.value, error.reason) from None
+    pairs = [tag.partition("=") for tag in tags]
+    return Sieve([(key, value if equals else None) for key, equals, value in pairs], params.get("model"), known,
+                 _moment(params, "since"), _moment(params, "until"), params.get("text"))
+
+
+def _moment(params: QueryParams, name: str) -> int | None:
+    value = params.get(name)
+    if value is None:
+        return None
+    if value.isdecimal() and value.isascii() and len(value) <= 15:
+        return int(value)
+    try:
+        moment = datetime.fromisoformat(value)
+        return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
+    except (ValueError, OverflowError):
+        raise BadParam(name, value, f"valid: {_WHEN} (UTC where it names no zone)") from None
 
 
 @router.get("/v1/captures/{ref}", tags=["captures"])
@@ -57,9 +100,7 @@ async def manifest(
     With ``wait=complete`` the answer comes when the status is final, or as it is when ``timeout`` seconds have passed.
     """
     params = request.query_params
-    for name in params:
-        if name not in ("wait", "timeout"):
-            raise BadParam(name, params[name], "unknown parameter; valid: wait, timeout")
+    check_known(params, ("wait", "timeout"))
     wait, timeout_s = one_of(params, "wait", ("complete",)), seconds(timeout)
     service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
 

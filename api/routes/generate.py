@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from api.errors import ApiError, BadParam, Json
 from api.generation import Plan, Wish, parse_body, plan, wish
+from api.inline import inline
 from api.service import Service, owner_of, service_of
 from api.sse import DoneFinder, last_event
 from api.upstream import (
@@ -104,7 +105,7 @@ async def _captured(service: Service, request: Request, planned: Plan) -> Respon
             return await _refused(service, planned, answer)
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
             service.metrics.captures.labels("streamed").inc()
-            events = _with_capture_event(service, planned, answer)
+            events = _with_capture_event(service, planned, answer, owner_of(request))
             return Relay(service, answer, events, {"x-tap-capture": planned.ulid})
         return await _plain(service, request, planned, answer)
     except ApiError as error:
@@ -164,7 +165,7 @@ async def _plain(service: Service, request: Request, planned: Plan, answer: http
             await answer.aclose()
     try:
         body = json.loads(content)
-        body["capture"] = await _field(service, planned)
+        body["capture"] = await _field(service, planned, owner_of(request))
     except (ValueError, TypeError):
         raise ApiError(502, "upstream_broken", "the model server's answer is not a JSON object") from None
     service.metrics.captures.labels("answered").inc()
@@ -172,17 +173,20 @@ async def _plain(service: Service, request: Request, planned: Plan, answer: http
     return Json(body, answer.status_code, headers={**headers, "x-tap-capture": planned.ulid})
 
 
-async def _field(service: Service, planned: Plan) -> dict[str, Any]:
+async def _field(service: Service, planned: Plan, owner: str) -> dict[str, Any]:
     """The ``capture`` field of an answer; waits a little for the captures to be final."""
-    status = await status_of_all(service, planned.ids, service.config.status_wait_s)
+    wait_s = service.config.inline_wait_s if planned.inline else service.config.status_wait_s
+    status = await status_of_all(service, planned.ids, wait_s)
     if status == "pending":
         service.spawn(settle(service, planned.ids, _NEVER_BEGUN))
     url = f"/v1/captures/{planned.ulid}"
-    return {"id": planned.ulid, "ids": planned.ids, "status": status, "manifest_url": url,
-            "activations_url": f"{url}/activations"}
+    field = {"id": planned.ulid, "ids": planned.ids, "status": status, "manifest_url": url,
+             "activations_url": f"{url}/activations"}
+    return {**field, "inline": await inline(service, planned.ids, owner)} if planned.inline else field
 
 
-async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Response) -> AsyncIterator[bytes]:
+async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Response, owner: str
+                              ) -> AsyncIterator[bytes]:
     """Upstream's events byte by byte, and ours just before ``data: [DONE]``."""
     finder, ended, tail = DoneFinder(), False, b""
     try:
@@ -192,7 +196,7 @@ async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Res
                 tail = (tail + before)[-_TAIL_BYTES:]
                 yield before
             if done:
-                yield await _event(service, planned, tail)
+                yield await _event(service, planned, tail, owner)
                 ended = True
                 yield done
         if rest := finder.rest():
@@ -205,11 +209,11 @@ async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Res
             service.spawn(settle(service, planned.ids, "the stream ended before the engine began"))
 
 
-async def _event(service: Service, planned: Plan, tail: bytes) -> bytes:
+async def _event(service: Service, planned: Plan, tail: bytes, owner: str) -> bytes:
     """A chunk without choices, otherwise like the last one: clients take a chunk's usage as the final one."""
     last = last_event(tail)
     event = {"id": planned.response_id, "object": "capture", "created": last.get("created", int(time.time())),
-             "model": last.get("model", ""), "choices": [], "capture": await _field(service, planned)}
+             "model": last.get("model", ""), "choices": [], "capture": await _field(service, planned, owner)}
     return _sse(event if last.get("usage") is None else {**event, "usage": last["usage"]})
 
 

@@ -1,0 +1,254 @@
+"""Server-sent events of a capture while it is made: how far it is, and its rows as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import sqlite3
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Annotated, Any, Final
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from starlette.datastructures import QueryParams
+from starlette.responses import Response
+
+from api.errors import ApiError, BadParam, body, status_of
+from api.sending import Bounded
+from api.service import Service, check_ref, owner_of, service_of
+from api.slice_formats import cast
+from api.slice_query import SiteQuery, check_known, one_of, parse_site_query
+from api.waiting import FINAL, poll
+from schemas import limits
+from schemas.errors import CorruptError, NotFoundError, TapError
+from schemas.reader import LiveRows, Progress, StoreReader
+from schemas.tail import FrameAt
+
+router = APIRouter()
+log = logging.getLogger("vllm_tap.api")
+
+_QUIET_S: Final = 10.0  # after this long without an event a comment is sent, so that nothing on the way gives up
+_PROGRESS_S: Final = 0.1  # between two events of progress
+_DTYPES: Final = ("float32", "float16", "bfloat16")
+
+
+@router.get("/v1/captures/{ref}/events", tags=["captures"], response_class=Response)
+async def events(request: Request, ref: str) -> Response:
+    """How far a capture is, as server-sent events: ``progress`` whenever that changes, ``finish`` at its end.
+
+    Of a name of several captures each has events of its own; the stream ends when all are final.
+    """
+    check_known(request.query_params, ())
+    service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
+    captures = await poll(service, lambda: service.reader().samples(ref, owner), bool, 1.0)
+    return EventStream(service, _progress(service, captures, owner))
+
+
+@router.get("/v1/captures/{ref}/live", tags=["captures"], response_class=Response)
+async def live(
+    request: Request,
+    ref: str,
+    site: Annotated[str | None, Query(description="Site or TransformerLens name.")] = None,
+    layer: Annotated[list[str] | None, Query(description='"3", "0,2", "a:b:c" or "all"; repeatable.')] = None,
+    dtype: Annotated[str | None, Query(description=", ".join(_DTYPES))] = None,
+    after: Annotated[str | None, Query(description="The id of the last event that was had; default: from the "
+                                                   "beginning. Also as the header Last-Event-ID.")] = None,
+) -> Response:
+    """Rows of one site as they are computed, as server-sent events; those that are not yet durable say so."""
+    service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
+    params = request.query_params
+    check_known(params, ("site", "layer", "dtype", "after"))
+    if len(params.getlist("site")) > 1:
+        raise BadParam("site", params.getlist("site"), "one site; open a stream for each")
+    query = parse_site_query(params)
+    kind = one_of(params, "dtype", _DTYPES) or "float32"
+    last = _after(params, request.headers.get("last-event-id"))
+    captures = await poll(service, lambda: service.reader().samples(ref, owner), bool, 1.0)
+    if len(captures) > 1:
+        raise ApiError(400, "several_captures", f"{ref!r} names {len(captures)} captures; ask for one: "
+                       + ", ".join(captures[:8]), "ref")
+    await service.read(lambda reader: _choose(reader, captures[0], owner, query))  # what is wrong with it is a 4xx
+    return EventStream(service, _rows(service, captures[0], owner, query, kind, last))
+
+
+def _after(params: QueryParams, header: str | None) -> int:
+    text = params.get("after", header)
+    if text is None:
+        return 0
+    if not text.isdecimal() or not text.isascii() or len(text) > 18:
+        raise BadParam("after", text, "must be the id of an event of this stream")
+    return int(text)
+
+
+# ── progress ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _progress(service: Service, captures: list[str], owner: str) -> AsyncIterator[bytes]:
+    told: dict[str, Progress] = {}
+    with service.feed.follow(captures) as moved:
+        while True:
+            moved.clear()
+            for capture in captures:
+                if capture in told and told[capture].status in FINAL:
+                    continue
+                found = await service.read(partial(_look, capture=capture, owner=owner))
+                if found != told.get(capture):
+                    told[capture] = found
+                    yield _event("finish" if found.status in FINAL else "progress", msgspec.to_builtins(found))
+            if all(found.status in FINAL for found in told.values()):
+                return
+            await asyncio.sleep(_PROGRESS_S)
+            async for comment in _until(service, moved):
+                yield comment
+
+
+def _look(reader: StoreReader, capture: str, owner: str) -> Progress:
+    try:
+        return reader.progress(capture, owner)
+    except NotFoundError:  # it was there when the stream began
+        return Progress(capture, "deleted", 0, 0, 0, 0, 0, None)
+
+
+# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _choose(reader: StoreReader, capture: str, owner: str, query: SiteQuery) -> tuple[str, list[int]] | None:
+    """The site and the layers asked for; None while no engine has begun the capture."""
+    manifest = reader.manifest(capture, owner)
+    if not manifest.resolved:
+        return None
+    chosen = query.choose(manifest.resolved["layers"], int(manifest.engine.get("n_layers", 0)))
+    if len(chosen) > 1:
+        raise BadParam("site", None, f"this capture has several; name one of {', '.join(chosen)}")
+    return next(iter(chosen.items()))
+
+
+async def _rows(service: Service, capture: str, owner: str, query: SiteQuery, dtype: str, after: int
+                ) -> AsyncIterator[bytes]:
+    follower = _Follower(service, capture, owner, query, after)
+    with service.feed.follow([capture]) as moved:
+        while True:
+            moved.clear()
+            # Looked at before the rows: what is final then has all its rows in the store.
+            status = (await service.read(partial(_look, capture=capture, owner=owner))).status
+            for frame in await service.read(follower.frames):
+                pieces = await service.read(partial(follower.take, frame=frame))
+                for number, rows in enumerate(pieces, 1):
+                    # The id comes with a frame's last piece: who comes back with it has had all of the frame.
+                    yield _event("rows", _row_event(capture, follower.site, rows, dtype),
+                                 rows.seq if number == len(pieces) else None)
+            if follower.newly_durable:
+                yield _event("durable", {"id": capture, "through": follower.durable})
+                follower.newly_durable = False
+            if status in FINAL:
+                yield _event("finish", {"id": capture, "status": status})
+                return
+            async for comment in _until(service, moved):
+                yield comment
+
+
+class _Follower:
+    """What one stream of rows has sent. Frames are sent once; what was sent before it was durable is made up for."""
+
+    def __init__(self, service: Service, capture: str, owner: str, query: SiteQuery, after: int) -> None:
+        self.service, self.capture, self.owner, self.query = service, capture, owner, query
+        self.site, self.layers = "", list[int]()
+        self.durable = after  # every frame up to this number is durable, and sent
+        self.newly_durable = False
+        self._sent: set[int] = set()  # numbers above that were sent before they were durable
+
+    def frames(self, reader: StoreReader) -> list[FrameAt]:
+        """What there is to send."""
+        if not self.site:
+            try:
+                chosen = _choose(reader, self.capture, self.owner, self.query)
+            except NotFoundError:
+                chosen = None  # deleted; the status says so
+            if chosen is None:
+                return []
+            self.site, self.layers = chosen
+        found = reader.frames(self.capture, self.site, self.durable)
+        for frame in found:
+            if frame.durable and frame.seq in self._sent:
+                self._sent.discard(frame.seq)
+                self.durable = max(self.durable, frame.seq)
+                self.newly_durable = True
+        return [frame for frame in found if frame.seq > self.durable and frame.seq not in self._sent]
+
+    def take(self, reader: StoreReader, frame: FrameAt) -> list[LiveRows]:
+        """The rows of a frame in pieces of bounded size; none where it is not whole yet and comes again."""
+        try:
+            rows = reader.live_rows(frame, self.capture, self.layers)
+        except CorruptError:
+            if frame.durable:
+                raise
+            return []
+        if frame.durable:
+            self.durable = max(self.durable, frame.seq)
+        else:
+            self._sent.add(frame.seq)
+        return [] if rows is None else _pieces(rows)
+
+
+def _pieces(rows: LiveRows) -> list[LiveRows]:
+    layers, n, width = rows.values.shape
+    step = max(1, limits.live_event_bytes_max // max(1, layers * width * rows.values.itemsize))
+    parts = [slice(at, at + step) for at in range(0, n, step)]
+    return [LiveRows(rows.seq, rows.durable, rows.layers, rows.positions[part], rows.token_ids[part], rows.flags[part],
+                     rows.values[:, part]) for part in parts]
+
+
+def _row_event(capture: str, site: str, rows: LiveRows, dtype: str) -> dict[str, Any]:
+    values = cast(rows.values, dtype)
+    return {"id": capture, "site": site, "layers": rows.layers, "positions": rows.positions.tolist(),
+            "token_ids": rows.token_ids.tolist(), "flags": rows.flags.tolist(), "durable": rows.durable,
+            "dtype": dtype, "shape": list(values.shape), "values": base64.b64encode(values.tobytes()).decode()}
+
+
+# ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _until(service: Service, moved: asyncio.Event) -> AsyncIterator[bytes]:
+    """Ends when ``moved`` is set; comments until then. ApiError where the service stops."""
+    waits = [asyncio.ensure_future(moved.wait()), asyncio.ensure_future(service.stopping.wait())]
+    try:
+        while not moved.is_set():
+            await asyncio.wait(waits, timeout=_QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+            if service.stopping.is_set():
+                raise ApiError(503, "stopping", "the service is being stopped")
+            if not moved.is_set():
+                yield b": quiet\n\n"
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+def _event(kind: str, data: dict[str, Any], number: int | None = None) -> bytes:
+    head = f"event: {kind}\n" if number is None else f"event: {kind}\nid: {number}\n"
+    return f"{head}data: {json.dumps(data, separators=(',', ':'))}\n\n".encode("ascii")
+
+
+class EventStream(Bounded):
+    """Events on their way; an error on the way is the last of them."""
+
+    def __init__(self, service: Service, events: AsyncIterator[bytes]) -> None:
+        super().__init__(self._guarded(events), service.config.slice_stall_s, media_type="text/event-stream",
+                         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+    @staticmethod
+    async def _guarded(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        try:
+            async for event in events:
+                yield event
+        except ApiError as error:
+            yield _event("error", body(error.status, error.code, error.message, error.param))
+        except TapError as error:
+            log.warning("an event stream ended: %s", error)
+            yield _event("error", body(*status_of(error), str(error)))
+        except (sqlite3.Error, OSError) as error:
+            log.warning("an event stream ended: %r", error)
+            yield _event("error", body(503, "store_unavailable", f"the store cannot be read now: {error}"))

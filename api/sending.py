@@ -1,0 +1,42 @@
+"""Answers that are sent piece by piece, to callers who may take nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+__all__ = ["Bounded"]
+
+log = logging.getLogger("vllm_tap.api")
+
+
+class Bounded(StreamingResponse):
+    """A streamed answer; a caller who takes nothing of it for ``stall_s`` seconds is cut off."""
+
+    def __init__(self, content: AsyncIterator[bytes | memoryview], stall_s: float, media_type: str,
+                 headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(content, headers=headers, media_type=media_type)
+        self.stall_s = stall_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stalled = False
+
+        async def bounded(message: Message) -> None:
+            nonlocal stalled
+            try:
+                await asyncio.wait_for(send(message), self.stall_s)
+            except TimeoutError:
+                stalled = True
+                raise
+
+        try:
+            await super().__call__(scope, receive, bounded)
+        except Exception:
+            if not stalled:
+                raise
+            # The answer has begun: leaving it unfinished makes the server cut the connection.
+            log.warning("%s: the caller took nothing for %g s and was cut off", scope["path"], self.stall_s)
