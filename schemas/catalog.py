@@ -12,9 +12,11 @@ import numpy as np
 
 from schemas.errors import StoreError
 
+# Beside what readers need: where rows lie that are never served (strays), which are to be erased (doomed), and which
+# control logs tell something of a capture (log_refs) or are to forget it (scrub).
 __all__ = ["CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json", "find_capture"]
 
-CATALOG_VERSION: Final = 3
+CATALOG_VERSION: Final = 4
 DDL: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE streams (
@@ -63,6 +65,14 @@ CREATE TABLE extents (
     PRIMARY KEY (capture, site, seq)
 ) WITHOUT ROWID;
 CREATE INDEX extents_segment ON extents (segment, offset);
+CREATE TABLE strays (
+    capture TEXT NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL, PRIMARY KEY (capture, segment, offset)
+) WITHOUT ROWID;
+CREATE TABLE doomed (
+    segment INTEGER NOT NULL, capture TEXT NOT NULL, PRIMARY KEY (segment, capture)
+) WITHOUT ROWID;
+CREATE TABLE log_refs (capture TEXT NOT NULL, log INTEGER NOT NULL, PRIMARY KEY (capture, log)) WITHOUT ROWID;
+CREATE TABLE scrub (log INTEGER NOT NULL, capture TEXT NOT NULL, PRIMARY KEY (log, capture)) WITHOUT ROWID;
 CREATE TABLE drops (
     capture TEXT NOT NULL, site TEXT NOT NULL, seq INTEGER NOT NULL, layers BLOB NOT NULL,
     start INTEGER NOT NULL, stop INTEGER NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (capture, site, seq)
@@ -76,6 +86,7 @@ def connect_write(path: Path) -> sqlite3.Connection:
     db.row_factory = sqlite3.Row
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=NORMAL")
+    db.execute("PRAGMA secure_delete=ON")  # what a deleted capture said must not stay in free pages
     return db
 
 

@@ -17,6 +17,7 @@ U32 = npt.NDArray[np.uint32]
 
 FLAG_GENERATED = 1  # the row's token was sampled, not in the prompt
 FLAG_RECOMPUTED = 2  # the position had been computed before (preemption)
+FLAG_ERASED = 1 << 31  # set by the writer alone: the row is of a deleted capture, its bytes and token id are zeros
 FLAG_DRAFT = 4  # the row's token was a guess of speculative decoding, not known to be the sequence's own
 
 

@@ -33,8 +33,9 @@ def map_file(path: Path) -> memoryview:
 class SegmentMaps:
     """Frames of a store by (segment, byte offset); thread-safe.
 
-    A frame's head is parsed once and kept as a copy. Its payload is held against its checksums at every read: a map
-    shows the file as it is now, and hashing (20 GB/s) costs less than a wrong row.
+    A frame's head is parsed once and kept as a copy. Its payload is held against its checksums after every read
+    (``verify``): a map shows the file as it is now, and hashing (20 GB/s) costs less than a wrong row. After, because
+    rows may be erased at any time: bytes that are still there when they are hashed were there when they were copied.
     """
 
     def __init__(self, store: Path, uuid: bytes) -> None:
@@ -71,6 +72,20 @@ class SegmentMaps:
             while len(self._frames) > frames_max:
                 self._frames.popitem(last=False)
         return view
+
+    def verify(self, segment: Segment, view: FrameView) -> None:
+        """CorruptError where the payload of a frame from ``frame`` does not match its checksums now."""
+        with self._lock:
+            known = self._frames.get((segment.number, view.offset))
+        path = known[0] if known else segment_places(self._store, segment.number, segment.main)[0]
+        verify_payload(view, path)
+
+    def forget(self, number: int) -> None:
+        """Look at a segment's files anew: they were erased from, or moved."""
+        with self._lock:
+            self._maps.pop(number, None)
+            for key in [key for key in self._frames if key[0] == number]:
+                del self._frames[key]
 
     def close(self) -> None:
         """Forget all maps; they are unmapped when no array views them any more."""

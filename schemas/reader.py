@@ -11,11 +11,12 @@ import json
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,6 +38,7 @@ from schemas.catalog import (
 from schemas.control import EngineInfo
 from schemas.coverage import Coverage, LayerGroup, cover
 from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError, StoreError
+from schemas.frame import FLAG_ERASED
 from schemas.ids import split_capture_id
 from schemas.manifest import Manifest, Missing
 from schemas.mapping import SegmentMaps
@@ -44,12 +46,22 @@ from schemas.sieve import Sieve
 from schemas.sites import SITES, parse_site
 from schemas.spec import Resolved
 from schemas.tail import FrameAt, JournalTail
-from schemas.zarr_layout import block_name, open_name
+from schemas.zarr_layout import block_name, open_name, redo_name
 
 __all__ = ["CaptureRow", "LiveRows", "Places", "Progress", "Slice", "StoreReader", "read_store_uuid"]
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
+settle_s_max: Final = 5.0  # a read waits at most so long for rows of others to be erased
 _INDEXED = re.compile(r"(.+)\.(0|[1-9][0-9]{0,5})", re.ASCII)
+
+
+class _UnsettledError(Exception):
+    """A read that may have met the writer moving or erasing rows of a segment."""
+
+    def __init__(self, segment: int, cause: StoreError) -> None:
+        super().__init__(str(cause))
+        self.segment, self.cause = segment, cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +309,34 @@ class StoreReader:
         LimitError over ``limits.slice_bytes_max`` of stored bytes; CorruptError where stored bytes do not match.
         """
         site = parse_site(site, "site")[0]
+        return self._settled(lambda: self._slice(ref, site, layers, start, stop, owner, rejected))
+
+    def _settled(self, read: Callable[[], T]) -> T:
+        """What ``read`` gives, or its error once that is no passing one.
+
+        The writer may erase rows, and move or remove segments, at any moment of a read. A read that met it begins
+        anew: then it sees the store after it.
+        """
+        deadline, waits = time.monotonic() + settle_s_max, iter((0.002, 0.01, 0.05))
+        while True:
+            try:
+                return read()
+            except _UnsettledError as error:
+                erasing = (self.path / redo_name(error.segment)).exists()
+                wait = 0.005 if erasing else next(waits, None)
+                if wait is None:
+                    raise error.cause from None
+                if time.monotonic() > deadline:
+                    raise StoreError("read slice", self.path, f"rows beside these in segment {error.segment} are being "
+                                     "erased", "a writer that was killed in the middle of it ends it at its next start"
+                                     ) from None
+                self._maps.forget(error.segment)
+            time.sleep(wait)
+
+    def _slice(
+        self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None, owner: str | None,
+        rejected: bool,
+    ) -> Slice:
         with self._lock, self._snapshot():
             capture = self._find(ref, owner)
             resolved = _resolved(capture)
@@ -326,18 +366,13 @@ class StoreReader:
                 if segment is None:
                     raise StoreError("read slice", self.path, f"segment {extent.segment} is not in the catalog",
                                      "start the writer once: it repairs the catalog")
-                view = self._maps.frame(segment, extent.offset)
-                if view.declared != declared:
-                    raise CorruptError("read slice", f"{open_name(extent.segment)} at byte {extent.offset}",
-                                       f"rows in {view.frame.codec} of width {view.frame.width}, the capture says "
-                                       f"{resolved.codec[site]} of width {width}")
                 at = np.flatnonzero(extent_of == index)
-                rows = row_of[at]
-                source = view.pieces(np.searchsorted(view.frame.layers, [wanted[i] for i in group_layers]), rows)
-                for number, stream in enumerate(declared):
-                    target = pieces[stream.name].view(np.uint8).reshape(len(wanted), len(positions), stream.nbytes)
-                    target[np.ix_(np.asarray(group_layers), at)] = view.section(number)[source]
-                token_ids[at], flags[at] = view.table.token_id[rows], view.table.flags[rows]
+                try:
+                    token_ids[at], flags[at] = self._copy(segment, extent.offset, declared,
+                                                          [wanted[i] for i in group_layers], row_of[at], pieces,
+                                                          np.ix_(np.asarray(group_layers), at))
+                except StoreError as error:
+                    raise _UnsettledError(segment.number, error) from None
         missing = [] if rejected else _missing_of(coverage.sites[site], wanted, first, last)
         return Slice(capture.id, site, list(layers), resolved.codec[site], dtype, width, first, last,
                      positions.astype(np.uint32), token_ids, flags, pieces, missing, clipped)
@@ -369,6 +404,26 @@ class StoreReader:
             raise StoreError("read segment", self.path, f"segment {number} is not in the catalog",
                              "start the writer once: it repairs the catalog")
         return found
+
+    def _copy(
+        self, segment: Segment, offset: int, declared: tuple[codecs.Stream, ...], layers: list[int],
+        rows: npt.NDArray[np.int64], pieces: dict[str, Array], target: tuple[Array, ...],
+    ) -> tuple[Array, Array]:
+        """Copy rows of a frame to ``target`` of every array of ``pieces``; their token ids and flags."""
+        view = self._maps.frame(segment, offset, verify=False)
+        if view.declared != declared:
+            raise CorruptError("read slice", f"{open_name(segment.number)} at byte {offset}",
+                               f"rows in {view.frame.codec} of width {view.frame.width}, the capture says otherwise")
+        source = view.pieces(np.searchsorted(view.frame.layers, layers), rows)
+        for number, stream in enumerate(declared):
+            array = pieces[stream.name]
+            array.view(np.uint8).reshape(*array.shape[:2], stream.nbytes)[target] = view.section(number)[source]
+        self._maps.verify(segment, view)
+        flags = view.table.flags[rows]
+        if (flags & FLAG_ERASED).any():
+            raise StoreError("read slice", self.path, f"rows of segment {segment.number} were erased",
+                             "start the writer once: it repairs the catalog")
+        return view.table.token_id[rows], flags
 
     # ── while it is made ────────────────────────────────────────────────────────────────────────────────────────
 

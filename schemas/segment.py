@@ -22,14 +22,15 @@ import xxhash
 from schemas import codecs, limits
 from schemas.codecs import Stream
 from schemas.control import Frame, StreamPart, unpack
-from schemas.errors import CorruptError, ProtocolError
-from schemas.frame import RowTable, check_frame, check_table
+from schemas.errors import CorruptError, ProtocolError, StoreError
+from schemas.frame import FLAG_ERASED, RowTable, check_frame, check_table
 
-__all__ = ["FrameHeader", "FrameView", "Layout", "encode_head", "frame_layout", "parse_frame", "verify_payload", "walk"]
+__all__ = ["FrameHeader", "FrameView", "Layout", "encode_head", "frame_layout", "parse_frame", "redacted_head",
+           "verify_payload", "walk"]
 
 MAGIC: Final = b"TAPFRM01"
 SEGMENT_VERSION: Final = 1
-FLAG_REDACTED: Final = 1  # rows of a deleted capture were erased; stream checksums no longer hold
+FLAG_REDACTED: Final = 1  # rows of deleted captures were erased (schemas.frame.FLAG_ERASED); hashed anew
 # magic, version, flags, store uuid, segment number, header bytes, table bytes, total bytes, xxh3
 PRELUDE: Final = struct.Struct("<8sII16sQIIQQ")
 _HASH_AT: Final = PRELUDE.size - 8
@@ -101,6 +102,22 @@ def seal_head(store: bytes, number: int, flags: int, body: bytes, table: bytes |
     head = b"".join((PRELUDE.pack(*fields, 0), body, table))
     hashed = struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
     return head[:_HASH_AT] + hashed + head[_HASH_AT + 8 :] + bytes(align(len(head)) - len(head))
+
+
+def redacted_head(view: FrameView, store: bytes, number: int, rows: Index, digests: Sequence[int]) -> bytes:
+    """The head of a frame whose ``rows`` were erased: as long as the old one, with the new xxh3 of every stream."""
+    table = view.table
+    token_id, flags = table.token_id.copy(), table.flags.copy()
+    token_id[rows] = 0
+    flags[rows] |= np.uint32(FLAG_ERASED)
+    parts = [msgspec.structs.replace(part, xxh3=digest)
+             for part, digest in zip(view.frame.streams, digests, strict=True)]
+    body = _encoder.encode(msgspec.structs.replace(view.header, frame=msgspec.structs.replace(
+        view.frame, streams=parts)))
+    data = RowTable(table.capture, table.position, token_id, flags).to_bytes()
+    if frame_layout(PRELUDE.size + len(body) + len(data), [part.nbytes for part in parts]) != view.layout:
+        raise StoreError("redact frame", f"segment {number} at byte {view.offset}", "its head changes in length")
+    return seal_head(store, number, view.flags | FLAG_REDACTED, body, data, view.layout.total)
 
 
 @dataclass(slots=True)
@@ -197,9 +214,7 @@ def newer_frame(data: memoryview, offset: int, store: bytes) -> bool:
 
 
 def verify_payload(view: FrameView, path: object) -> None:
-    """CorruptError where a stream's bytes do not match its checksum (skipped for redacted frames)."""
-    if view.flags & FLAG_REDACTED:
-        return
+    """CorruptError where a stream's bytes do not match its checksum."""
     for part, at in zip(view.frame.streams, view.layout.parts, strict=True):
         start = view.offset + at
         if xxhash.xxh3_64_intdigest(view.data[start : start + part.nbytes]) != part.xxh3:

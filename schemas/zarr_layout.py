@@ -15,6 +15,11 @@ KEYS_FILE: Final = "keys.json"  # the API's, where no other is named; the writer
 BYTES: Final = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
+def journal_folder() -> str:
+    """Path below the store of everything that is appended to."""
+    return f"writers/{WRITER}/journal"
+
+
 def open_name(number: int) -> str:
     """Path below the store of a segment that is still a journal file."""
     return f"writers/{WRITER}/journal/{number:08d}.open"
@@ -23,6 +28,11 @@ def open_name(number: int) -> str:
 def block_name(number: int) -> str:
     """Path below the store of a sealed segment: a Zarr v3 group."""
     return f"blocks/{WRITER}-{number:08d}.zarr"
+
+
+def redo_name(number: int) -> str:
+    """Path below the store of the record of what is being erased in a block; there only while that happens."""
+    return f"writers/{WRITER}/journal/erase-{number:08d}.redo"
 
 
 def building_name(number: int) -> str:

@@ -26,8 +26,8 @@ def parse(argv: list[str]) -> Config:
     parser.add_argument("--segment-bytes", type=int, default=limits.segment_bytes_target)
     parser.add_argument("--seal-idle-s", type=float, default=5.0)
     parser.add_argument("--engine-lost-s", type=float, default=limits.engine_lost_after_ms / 1000)
-    args = parser.parse_args(argv)
-    return Config(args.store, args.endpoint, args.durability, args.segment_bytes, args.seal_idle_s, args.engine_lost_s)
+    parser.add_argument("--keep-s", type=float, default=1.0, help="between two rounds of erasing")
+    return Config(**vars(parser.parse_args(argv)))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from schemas.codecs import Stream
 from schemas.errors import StoreError
 from schemas.zarr_layout import main_chunk
 from writer_service.crc32c import crc32c
-from writer_service.sealing import ROW_COLUMNS
+from writer_service.sealing import MISSING, ROW_COLUMNS
 
 Array = npt.NDArray[Any]
 
@@ -61,6 +61,11 @@ class Block:
         if crc32c(footer[:-4]) != int.from_bytes(footer[-4:], "little"):
             raise StoreError("read shard index", self.main, "the index does not match its checksum")
         return np.frombuffer(footer[:-4], "<u8").reshape(*self.present.shape, 2)
+
+    def rows_between(self, offset: int, end: int, index: npt.NDArray[np.uint64] | None = None) -> npt.NDArray[np.int64]:
+        """The rows whose main bytes lie in ``[offset, end)`` of the main file: those of a frame whose head is lost."""
+        first = (self.index() if index is None else index)[:, :, 0].min(axis=1, initial=MISSING)
+        return np.flatnonzero((first >= offset) & (first < end))
 
 
 def side_chunk(folder: Path, stream: Stream) -> Path:

@@ -19,10 +19,11 @@ from schemas.catalog import CATALOG_VERSION, DDL, find_capture, load_drops, load
 from schemas.control import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Frame, Hello, Hold, Open, Own
 from schemas.coverage import Coverage, cover, status_of_cover
 from schemas.errors import TapError
-from schemas.frame import FLAG_DRAFT, RowTable
+from schemas.frame import FLAG_DRAFT, FLAG_ERASED, RowTable
 from schemas.ids import sample_id, split_capture_id, ulid_ms
 from schemas.spec import parse_spec
 from writer_service.control_log import Entry, Lost
+from writer_service.scrubbing import content_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,35 @@ class SegmentSealed:
 
 @dataclass(frozen=True, slots=True)
 class SegmentGone:
-    """A segment that ended without a frame."""
+    """A segment that ended without a frame, or a block that was taken away."""
 
     number: int
 
 
-Change = Entry | Indexed | SegmentMade | SegmentSealed | SegmentGone
+@dataclass(frozen=True, slots=True)
+class LogBegun:
+    """The entries that follow lie in this control log."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """Nothing of deleted captures is left in a block."""
+
+    segment: int
+    captures: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """A control log tells nothing of deleted captures any more."""
+
+    log: int
+    captures: list[str]
+
+
+Change = Entry | Indexed | SegmentMade | SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed
 
 
 def create(db: sqlite3.Connection, uuid: str) -> None:
@@ -98,13 +122,26 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
     db.execute("COMMIT")
 
 
-def apply(db: sqlite3.Connection, changes: Iterable[Change]) -> set[str]:
-    """Apply changes in order inside a transaction; the captures whose status may have changed."""
+def apply(db: sqlite3.Connection, changes: Iterable[Change], log: int | None = None) -> set[str]:
+    """Apply changes in order inside a transaction; the captures whose status may have changed.
+
+    ``log`` is the control log of the entries, where the changes do not say it themselves.
+    """
     touched: set[str] = set()
+    log = int((get_meta(db, "log") or "0").partition(":")[0]) if log is None else log
     for change in changes:
         match change:
             case Entry():
                 touched |= _apply_entry(db, change)
+                _note_log(db, change, log)
+            case LogBegun():
+                log = change.number
+            case Erased():
+                for capture in change.captures:
+                    db.execute("DELETE FROM doomed WHERE segment = ? AND capture = ?", (change.segment, capture))
+            case Scrubbed():
+                for capture in change.captures:
+                    db.execute("DELETE FROM scrub WHERE log = ? AND capture = ?", (change.log, capture))
             case Indexed():
                 touched |= _index(db, change)
             case SegmentMade():
@@ -116,6 +153,8 @@ def apply(db: sqlite3.Connection, changes: Iterable[Change]) -> set[str]:
                 db.execute("UPDATE segments SET sealed = 1 WHERE number = ?", (change.number,))
             case SegmentGone():
                 db.execute("DELETE FROM segments WHERE number = ?", (change.number,))
+                for table in ("frames", "strays", "doomed"):
+                    db.execute(f"DELETE FROM {table} WHERE segment = ?", (change.number,))
     return touched
 
 
@@ -129,7 +168,8 @@ def refresh(db: sqlite3.Connection, captures: Iterable[str]) -> None:
         coverage = Coverage(0, {}, {})
         if capture.finish_seq is not None:
             coverage = cover(capture, load_extents(db, capture_id), load_drops(db, capture_id))
-        else:  # its status does not follow from its rows: reading all of them with every commit would cost ever more
+        elif not capture.deleted:
+            # Its status does not follow from its rows: reading all of them with every commit would cost ever more.
             total = max(total, capture.total_len)
         db.execute("UPDATE captures SET status = ?, total_len = ? WHERE id = ?",
                    (status_of_cover(capture, coverage), total, capture_id))
@@ -272,8 +312,27 @@ def _forget(db: sqlite3.Connection, capture: str) -> None:
         "prompt_tokens = x'', output_tokens = x'', client_tokens = x'', tags = '{}', stop_reason = NULL, "
         "client_stop = NULL WHERE id = ?",
         (capture,))
-    db.execute("DELETE FROM extents WHERE capture = ?", (capture,))
-    db.execute("DELETE FROM drops WHERE capture = ?", (capture,))
+    db.execute("INSERT OR IGNORE INTO doomed SELECT segment, capture FROM extents WHERE capture = ? UNION "
+               "SELECT segment, capture FROM strays WHERE capture = ?", (capture, capture))
+    db.execute("INSERT OR IGNORE INTO scrub SELECT log, capture FROM log_refs WHERE capture = ?", (capture,))
+    for table in ("extents", "drops", "strays", "log_refs"):
+        db.execute(f"DELETE FROM {table} WHERE capture = ?", (capture,))
+
+
+def _note_log(db: sqlite3.Connection, entry: Entry, log: int) -> None:
+    """Remember which log tells something of a capture, to be scrubbed once the capture is deleted."""
+    named = content_of(entry)
+    if named is None:
+        return
+    message = entry.message
+    ids = ([sample_id(named, index, message.count) for index in range(message.count)] if isinstance(message, Own)
+           else [named])
+    for capture in ids:
+        row = db.execute("SELECT deleted FROM captures WHERE id = ?", (capture,)).fetchone()
+        if row is not None and row["deleted"]:
+            db.execute("INSERT OR IGNORE INTO scrub VALUES (?, ?)", (log, capture))
+        else:
+            db.execute("INSERT OR IGNORE INTO log_refs VALUES (?, ?)", (capture, log))
 
 
 # ── frames ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -289,7 +348,11 @@ def _index(db: sqlite3.Connection, item: Indexed) -> set[str]:
     starts = np.searchsorted(table.capture[order], np.arange(len(frame.captures) + 1))
     for index, capture in enumerate(frame.captures):
         rows = order[starts[index] : starts[index + 1]]
-        if not len(rows) or not _indexable(db, item, capture):
+        rows = rows[table.flags[rows] & FLAG_ERASED == 0]
+        if not len(rows):
+            continue
+        if not _indexable(db, item, capture):
+            _note_stray(db, item, capture)
             continue
         positions, flags = table.position[rows], table.flags[rows]
         columns = np.stack([positions, rows.astype(np.uint32), table.token_id[rows], flags], axis=1).astype("<u4")
@@ -301,6 +364,15 @@ def _index(db: sqlite3.Connection, item: Indexed) -> set[str]:
                    (highest + 1, capture))
         touched.add(capture)
     return touched
+
+
+def _note_stray(db: sqlite3.Connection, item: Indexed, capture: str) -> None:
+    """Rows that are never served: they are erased with their capture, at once where it is deleted already."""
+    row = db.execute("SELECT deleted FROM captures WHERE id = ?", (capture,)).fetchone()
+    if row is not None and row["deleted"]:
+        db.execute("INSERT OR IGNORE INTO doomed VALUES (?, ?)", (item.segment, capture))
+    else:
+        db.execute("INSERT OR IGNORE INTO strays VALUES (?, ?, ?)", (capture, item.segment, item.offset))
 
 
 def _indexable(db: sqlite3.Connection, item: Indexed, capture: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Final
 
 from schemas.catalog import connect_write
 from writer_service import catalog, fs
-from writer_service.catalog import Change
+from writer_service.catalog import Change, Erased, Scrubbed
 from writer_service.control_log import ControlLog
 from writer_service.segments import OpenSegment
 
@@ -115,6 +115,7 @@ class CatalogThread:
         self.failed: Exception | None = None
         self.trouble: str | None = None
         self._closing = False
+        self._untidy = False  # SQLite's log may still hold what was deleted
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
         self._thread.start()
 
@@ -149,6 +150,9 @@ class CatalogThread:
                 self.done.append(batch)
                 self._queue.task_done()
                 self._waker.wake()
+                self._untidy |= any(isinstance(change, Erased | Scrubbed) for change in batch.changes)
+                if self._untidy and self._queue.empty():
+                    self._untidy = not _empty_wal(db)
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             db.close()
         except Exception as error:  # the main loop must end, whatever it was
@@ -167,6 +171,14 @@ class CatalogThread:
             else:
                 self.trouble = None
                 return
+
+
+def _empty_wal(db: sqlite3.Connection) -> bool:
+    """Cut SQLite's log to nothing; False where a reader is in the middle of it."""
+    db.execute("PRAGMA busy_timeout=100")
+    busy = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    db.execute("PRAGMA busy_timeout=30000")
+    return not busy
 
 
 def _apply(db: sqlite3.Connection, batch: Batch) -> None:

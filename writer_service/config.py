@@ -21,6 +21,7 @@ class Config:
     segment_bytes: int = limits.segment_bytes_target
     seal_idle_s: float = 5.0
     engine_lost_s: float = limits.engine_lost_after_ms / 1000
+    keep_s: float = 1.0  # between two rounds of erasing and whatever else is done to what is stored
     commit_bytes: int = limits.commit_bytes_target
     commit_delay_s: float = limits.commit_delay_ms / 1000
 
@@ -29,8 +30,8 @@ class Config:
             raise StartError(f"--durability = {self.durability!r}: valid: fsync, os")
         if self.segment_bytes < limits.section_align_bytes:
             raise StartError(f"--segment-bytes = {self.segment_bytes}: at least {limits.section_align_bytes}")
-        if self.seal_idle_s <= 0 or self.engine_lost_s <= 0:
-            raise StartError("--seal-idle-s and --engine-lost-s must be positive")
+        if self.seal_idle_s <= 0 or self.engine_lost_s <= 0 or self.keep_s <= 0:
+            raise StartError("--seal-idle-s, --engine-lost-s and --keep-s must be positive")
         scheme, _, rest = self.endpoint.partition("://")
         if scheme != "ipc" or not rest:
             # tcp would let anybody on the network write into the store; it needs keys, which this version has not.

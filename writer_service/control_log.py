@@ -8,7 +8,7 @@ It is the other half of the journal: catalog, owners, aliases and tombstones can
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -114,10 +114,18 @@ class ControlLog:
 
     def append(self, entry: Entry) -> None:
         """Write a record; OSError leaves ``tail`` where it was."""
-        body = _encoder.encode(entry)
-        size = struct.pack("<II", len(body), 0)
-        digest = xxhash.xxh3_64_intdigest(size + body)
-        self.tail = fs.write_at(self.fd, [size + struct.pack("<Q", digest) + body], self.tail)
+        self.tail = fs.write_at(self.fd, [_record(entry)], self.tail)
+
+
+def _record(entry: Entry) -> bytes:
+    body = _encoder.encode(entry)
+    size = struct.pack("<II", len(body), 0)
+    return size + struct.pack("<Q", xxhash.xxh3_64_intdigest(size + body)) + body
+
+
+def log_bytes(store: bytes, entries: Iterable[Entry]) -> bytes:
+    """A whole log."""
+    return b"".join([_HEAD.pack(MAGIC, LOG_VERSION, 0, store), *map(_record, entries)])
 
 
 def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, Entry]]:

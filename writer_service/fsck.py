@@ -25,7 +25,7 @@ from schemas.zarr_layout import WRITER, block_name, building_name, main_chunk, o
 from writer_service.block import Block, open_block
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.recovery import is_free
-from writer_service.sealing import MISSING, ROW_COLUMNS, gather, piece_checksums
+from writer_service.sealing import ROW_COLUMNS, gather, piece_checksums
 
 recheck_s: Final = 0.5  # a writer may be moving or erasing what is being read
 
@@ -219,9 +219,8 @@ def _rows_between(block: Block, index: Index | None, offset: int) -> I64:
     if index is None:
         return np.zeros(0, np.int64)
     at = int(np.searchsorted(block.frames, offset))
-    end = block.frames[at + 1] if at + 1 < len(block.frames) else MISSING
-    first = index[:, :, 0].min(axis=1, initial=MISSING)
-    return np.flatnonzero((first >= offset) & (first < end))
+    end = int(block.frames[at + 1]) if at + 1 < len(block.frames) else int(block.attributes["frames_end"])
+    return block.rows_between(offset, end, index)
 
 
 def _check_arrays(

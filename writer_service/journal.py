@@ -16,7 +16,7 @@ from schemas.frame import RowTable
 from schemas.segment import FrameHeader
 from schemas.zarr_layout import WRITER
 from writer_service import fs
-from writer_service.catalog import Change, Indexed, SegmentGone, SegmentSealed
+from writer_service.catalog import Change, Erased, Indexed, LogBegun, Scrubbed, SegmentGone, SegmentSealed
 from writer_service.commits import Batch, CatalogThread, Syncer, SyncResult, Waker
 from writer_service.config import Config
 from writer_service.control_log import ControlLog, Entry, Message
@@ -55,7 +55,7 @@ class Journal:
         self.segments = SegmentSet(config.store, next_segment, config.segment_bytes)
         self._syncer = Syncer(waker)
         self.catalog = CatalogThread(config.store / "catalog.sqlite", waker)
-        self._batch = Batch(1)
+        self._batch = Batch(1, [LogBegun(self._log.number)])
 
     @property
     def batch_number(self) -> int:
@@ -95,14 +95,29 @@ class Journal:
         log = self._log
         # A full log is left only when all of it is on the disk: the next commit syncs the new one alone.
         if log.poisoned or (log.tail >= log_bytes_max and log.tail == log.good):
-            self._log = self._new_log()
-            fs.close(log.fd)
+            self._turn_log()
         entry = Entry(state.stream, state.epoch, state.durable, time.time_ns() // 1_000_000, message)
         before = self._log.tail
         self._log.append(entry)
         self.change(entry)
         self._batch.nbytes += self._log.tail - before
         self._batch.urgent |= urgent
+
+    def rotate_log(self) -> bool:
+        """Leave the log for a new one, where all of it is on the disk; whether that was so."""
+        if self._log.tail > self._log.good or self._log.poisoned or self._syncer.batch is not None:
+            return False
+        try:
+            self._turn_log()
+        except OSError as error:
+            self.disk_error("begin a log in", self.folder, error)
+            return False
+        return True
+
+    def _turn_log(self) -> None:
+        log, self._log = self._log, self._new_log()
+        fs.close(log.fd)
+        self.change(LogBegun(self._log.number))
 
     def _new_log(self) -> ControlLog:
         number, self._next_log = self._next_log, self._next_log + 1  # a number whose file failed is not used again
@@ -192,7 +207,8 @@ class Journal:
         lost = (*failed.changes, *self._batch.changes)
         self._batch = Batch(self._batch.number + 1)
         for change in lost:
-            if isinstance(change, SegmentSealed | SegmentGone):  # true whatever was synced
+            # True whatever was synced:
+            if isinstance(change, SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed):
                 self.change(change)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from schemas.mapping import map_file
 from schemas.reader import read_store_uuid
 from schemas.segment import FrameView, newer_frame, parse_frame, walk
 from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk, open_name
-from writer_service import catalog, fs, sealing
+from writer_service import catalog, erasing, fs, removal, sealing
 from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
 from writer_service.control_log import log_numbers, log_path, read_log
 
@@ -154,6 +154,9 @@ def mend(store: Path, uuid: bytes, lock: int, epoch: int, db: sqlite3.Connection
         state = Recovered(uuid, epoch, lock, 1, 1, {}, [], rebuilt=rebuilt)
         _load_streams(db, state)
         finish_seals(store)
+        removal.finish_removals(store)
+        erasing.redo_all(store)
+        _note_removed(store, state)
         touched = replay_logs(db, store, state)
         touched |= _index_blocks(db, store, state)
         touched |= _scan_open(db, store, state)
@@ -237,6 +240,15 @@ def _load_streams(db: sqlite3.Connection, state: Recovered) -> None:
         state.streams[row["stream"]].note(row["epoch"], row["covered"], row["seq"])
 
 
+def _note_removed(store: Path, state: Recovered) -> None:
+    """What only blocks that were taken away could tell."""
+    known = removal.read_covered(store)
+    state.next_segment = known["next_segment"]
+    for stream, epoch, role, covered in known["streams"]:
+        sequence = state.streams.setdefault(stream, Sequence(epoch, role))
+        sequence.note(epoch, covered, covered)
+
+
 def replay_logs(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str]:
     """Apply what the catalog lacks of the control logs; a torn tail is cut off the newest."""
     journal = store / "writers" / WRITER / "journal"
@@ -252,6 +264,8 @@ def replay_logs(db: sqlite3.Connection, store: Path, state: Recovered) -> set[st
         for after, entry in read_log(path, state.uuid, start):
             end = after
             entries.append(entry)
+            if not entry.stream:  # the writer's own decision
+                continue
             known = state.streams.setdefault(entry.stream, Sequence(entry.epoch, "engine"))
             known.note(entry.epoch, entry.covered, entry.seq)
             if isinstance(entry.message, Hello):
@@ -259,7 +273,7 @@ def replay_logs(db: sqlite3.Connection, store: Path, state: Recovered) -> set[st
             elif isinstance(entry.message, Bye):
                 known.bye = True
         with catalog.transaction(db):
-            touched |= catalog.apply(db, entries)
+            touched |= catalog.apply(db, entries, number)
             catalog.set_meta(db, "log", f"{number}:{end}")
         if number == numbers[-1]:
             state.cut_bytes += _cut(path, end)
@@ -323,6 +337,10 @@ def _index_blocks(db: sqlite3.Connection, store: Path, state: Recovered) -> set[
         touched |= _note_all(db, state, number, views)
         with catalog.transaction(db):
             catalog.apply(db, [SegmentSealed(number)])
+    for number in known:  # taken away, and the catalog did not hear of it any more
+        if not (store / block_name(number)).exists() and removal.removable(db, number):
+            with catalog.transaction(db):
+                catalog.apply(db, [SegmentGone(number)])
     return touched
 
 

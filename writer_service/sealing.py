@@ -20,8 +20,9 @@ import xxhash
 
 from schemas import codecs, limits
 from schemas.codecs import Stream
+from schemas.frame import FLAG_ERASED
 from schemas.mapping import map_file
-from schemas.segment import SEGMENT_VERSION, FrameView, walk
+from schemas.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, walk
 from schemas.zarr_layout import (
     WRITER,
     array_metadata,
@@ -87,6 +88,11 @@ def gather(frames: list[FrameView], declared: tuple[Stream, ...], layers: list[i
         for number, side in enumerate(declared[1:], 1):
             stored = view.section(number)[pieces.T].reshape(-1).view(side.dtype)
             sides[side.name][at, start:stop] = stored.reshape(len(at), view.rows, *side.shape)
+        if view.flags & FLAG_REDACTED:
+            erased = start + np.flatnonzero(view.table.flags & FLAG_ERASED)
+            present[erased], index[erased], checksum[erased] = False, MISSING, 0
+            for side in declared[1:]:
+                sides[side.name][:, erased] = fill_of(side)
         start = stop
     offsets = np.array([view.offset for view in frames], np.uint64)
     return Columns(layers, list(captures), row, present, index, checksum, sides, offsets)

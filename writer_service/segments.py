@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -85,6 +85,12 @@ class SegmentSet:
         """Take no more frames into segments that are full, idle or poisoned."""
         for key, segment in list(self._open.items()):
             if segment.poisoned or segment.tail >= self._segment_bytes or now - segment.last_append >= idle_s:
+                self.retired.append(self._open.pop(key))
+
+    def retire_numbers(self, numbers: Collection[int]) -> None:
+        """Take no more frames into these segments."""
+        for key, segment in list(self._open.items()):
+            if segment.number in numbers:
                 self.retired.append(self._open.pop(key))
 
     def take_sealable(self) -> list[OpenSegment]:

@@ -39,6 +39,7 @@ from writer_service.commits import Batch, Waker
 from writer_service.config import Config
 from writer_service.control_log import Message, Refused
 from writer_service.journal import Journal
+from writer_service.keeper import Keeper
 from writer_service.ledger import Ledger, RefusedError
 from writer_service.payload import find_payload
 from writer_service.recovery import recover
@@ -87,6 +88,7 @@ class Writer:
         self._senders.restore(state.streams, self._ledger.open_captures())
         self._want_ack: dict[str, SenderState] = {}
         self._os_is_enough = config.durability == "os"
+        self._keeper = Keeper(config.store, state.uuid, config.keep_s, self._waker)
         for number in state.to_seal:
             self._sealer.submit(number)
 
@@ -162,6 +164,7 @@ class Writer:
         for change in self._sealer.take():
             self._journal.change(change)
             self.counters.sealed += 1
+        self._keep(now)
         if quiet:
             self._senders.find_lost(now)
             self._journal.segments.retire(now, self.config.seal_idle_s)
@@ -175,6 +178,17 @@ class Writer:
         if self._journal.catalog.failed is not None:
             raise StoreError("write catalog", self.config.store / "catalog.sqlite", self._journal.catalog.failed,
                              "start again: a damaged catalog is rebuilt")
+
+    def _keep(self, now: float) -> None:
+        """What the keeper did goes into the journal; what it needs of us is done."""
+        done = self._keeper.take(now, self._journal.batch_number)
+        if done is not None:
+            for change in done.changes:
+                self._journal.change(change)
+            self._journal.segments.retire_numbers(done.retire)
+            if done.rotate_log:
+                self._journal.rotate_log()
+        self._keeper.step(now, self._ledger.applied)
 
     # ── receive ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -395,6 +409,7 @@ class Writer:
             time.sleep(0.005)
         self._settle()
         self._sealer.close()
+        self._keeper.close()
         self._db.close()
         self._journal.close()
 

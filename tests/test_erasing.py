@@ -1,0 +1,309 @@
+"""Delete that erases: bytes, token ids and spec are gone from every file, whatever is cut short on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+
+from schemas import codecs
+from schemas import reader as reader_module
+from schemas.catalog import connect_write
+from schemas.control import Finish, Open, StreamPart
+from schemas.errors import NotFoundError, StoreError
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader, read_store_uuid
+from schemas.spec import Resolved
+from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, until
+from tests.test_recovery import dump
+from writer_service import catalog, fs, sealing
+from writer_service.commits import Waker
+from writer_service.fsck import fsck
+from writer_service.keeper import Keeper
+from writer_service.rebuild import rebuild
+from writer_service.recovery import recover
+
+FIRST = 70_000  # where the positions of the deleted capture begin: token ids that nobody else has
+WIDTH = 4096
+SECRET = np.arange(900_000, 900_064, dtype="<u4").tobytes()
+WORD = "classified"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A store in which ``gone`` was deleted but nothing of it erased; ``kept`` shares segment and frames with it."""
+
+    store: Path
+    gone: str
+    kept: str
+
+
+def fill(engine: Sender, gone: str, kept: str) -> None:
+    """``kept`` at 0–11 and ``gone`` at FIRST … FIRST + 63, frames of one and of both."""
+    args: dict[str, Any] = {"width": WIDTH}
+    engine.send(Open(engine.next(), gone, "r", json.dumps({"tags": {"topic": WORD}}),
+                     Resolved({SITE: [0, 1, 2, 3]}, {SITE: "int8b64"}, "all", "allow"), 64, SECRET, 0, 1))
+    engine.open(kept, prompt_len=12)
+    frame, (table, *parts) = engine.frame([(gone, 1, range(FIRST, FIRST + 32))], runs=[20, 12], send=False, **args)
+    payload = [noise(len(part)) for part in parts]
+    engine.send(msgspec.structs.replace(frame, streams=[
+        StreamPart(part.name, part.nbytes, xxhash.xxh3_64_intdigest(data))
+        for part, data in zip(frame.streams, payload, strict=True)]), table, *payload)
+    engine.frame([(kept, 2, range(8)), (gone, 1, range(FIRST + 32, FIRST + 64))], runs=[30, 10], **args)
+    engine.frame([(kept, 2, range(8, 12))], layers=[1, 3], **args)
+    engine.send(Finish(engine.next(), gone, "stop", WORD, SECRET, FIRST + 64))
+    engine.finish(kept, end=12)
+    engine.wait()
+
+
+def noise(nbytes: int) -> bytes:
+    """Bytes that nothing else has."""
+    return np.random.default_rng(nbytes).bytes(nbytes)
+
+
+@contextmanager
+def writing(store: Path, *flags: str) -> Iterator[tuple[WriterProcess, Sender]]:
+    with WriterProcess(store, *flags) as writer, Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:
+        yield writer, engine
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    made = Sample(tmp_path_factory.mktemp("erasing") / "store", new_ulid(), new_ulid())
+    with writing(made.store, "--keep-s", "1000") as (writer, engine):
+        fill(engine, made.gone, made.kept)
+        writer.stop()
+    with writing(made.store, "--keep-s", "1000") as (writer, engine):
+        assert until(lambda: StoreReader(made.store).captures())
+        engine.delete(made.gone)
+        engine.wait()
+        until(lambda: dump(made.store)["doomed"])
+        writer.stop()
+    return made
+
+
+def contents(store: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(store.rglob("*")) if path.is_file())
+
+
+def traces(store: Path) -> list[str]:
+    """What can still be read of the deleted capture in any file."""
+    q, *sides = (stream.nbytes for stream in codecs.streams("int8b64", WIDTH, "float32"))
+    rows = 32 * 4
+    data = contents(store)
+    needles = {
+        "a row": [noise(rows * q)[at : at + 64] for at in range(0, rows * q, WIDTH // 2)],
+        "scales": [noise(rows * side)[at : at + 8] for side in sides for at in range(0, rows * side, side)],
+        "token ids of rows": [np.arange(p + 5000, p + 5008, dtype="<u4").tobytes() for p in range(FIRST, FIRST + 56)],
+        "prompt or output": [SECRET[at : at + 16] for at in range(0, len(SECRET) - 16, 4)],
+        "spec or stop reason": [WORD.encode()],
+    }
+    return [name for name, words in needles.items() if any(word in data for word in words)]
+
+
+def look_after(store: Path) -> None:
+    """What a writer's keeper does until nothing is left to do, on a store without a writer."""
+    state = recover(store)
+    keeper = Keeper(store, state.uuid, 0.0, Waker())
+    db = connect_write(store / "catalog.sqlite")
+    try:
+        for _ in range(2):
+            done = keeper.round()
+            assert done.failures == 0
+            with catalog.transaction(db):
+                catalog.apply(db, done.changes)
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    finally:
+        db.close()
+        keeper.close()
+        fs.close(state.lock)
+
+
+def assert_erased(store: Path, sample: Sample) -> None:
+    with StoreReader(store) as reader:
+        with pytest.raises(NotFoundError):
+            reader.slice(sample.gone, SITE, [0])
+        assert [row.id for row in reader.captures(status="deleted")] == [sample.gone]
+        assert_rows(reader.slice(sample.kept, SITE, [0, 1, 2, 3], 0, 8), 2, range(8))
+        assert_rows(reader.slice(sample.kept, SITE, [1, 3], 0, 12), 2, range(12))
+    report = fsck(store)
+    assert report.bad == []
+    assert traces(store) == []
+
+
+def test_traces_sees_them(sample: Sample) -> None:
+    assert len(traces(sample.store)) == 5
+
+
+def copied(sample: Sample, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sample.store, tmp_path / "store"))
+
+
+def blocks_on_disk(path: Path) -> int:
+    return path.stat().st_blocks * 512
+
+
+def test_the_bytes_are_gone_and_the_space_is_back(sample: Sample, tmp_path: Path) -> None:
+    store = copied(sample, tmp_path)
+    main = store / "blocks/w0-00000001.zarr/q/c/0/0/0"
+    before, size = blocks_on_disk(main), main.stat().st_size
+    look_after(store)
+    assert_erased(store, sample)
+    assert main.stat().st_size == size
+    # 64 rows × 4 layers × 4096 bytes, less what shares a page with its neighbours: nothing does
+    assert before - blocks_on_disk(main) >= 64 * 4 * WIDTH
+    before_rebuild = dump(store)
+    assert not before_rebuild["doomed"] and not before_rebuild["scrub"]
+    done = rebuild(store)
+    fs.close(done.state.lock)
+    assert done.differences == {}
+    assert dump(store) == before_rebuild
+
+
+def test_strangers_see_fill_values(sample: Sample, tmp_path: Path) -> None:
+    import tensorstore as ts
+    import zarr
+
+    store = copied(sample, tmp_path)
+    look_after(store)
+    block = store / "blocks/w0-00000001.zarr"
+    group = zarr.open_group(str(block), mode="r")
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(block / "q")}}
+    gone = np.asarray(group["flags"][...]) >> 31 == 1
+    assert gone.sum() == 64
+    for q in (np.asarray(group["q"][...]), np.asarray(ts.open(spec, open=True).result().read().result())):
+        assert (q[gone] == -128).all() and (q[~gone][:8] != -128).all()
+    stream = next(s for s in codecs.streams("int8b64", WIDTH, "float32") if s.name == "scale")
+    scale = np.asarray(group["scale"][...])[gone]
+    assert np.array_equal(scale, np.full(scale.shape, sealing.fill_of(stream), scale.dtype), equal_nan=True)
+    assert not np.asarray(group["present"][...])[gone].any() and not np.asarray(group["token_id"][...])[gone].any()
+
+
+def test_where_pages_cannot_be_punched_zeros_are_written(
+    sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs, "punch", lambda *_: False)
+    store = copied(sample, tmp_path)
+    look_after(store)
+    assert_erased(store, sample)
+
+
+def test_a_block_of_nothing_else_goes_whole(sample: Sample, tmp_path: Path) -> None:
+    store = copied(sample, tmp_path)
+    with writing(store, "--keep-s", "0.05") as (writer, engine):
+        engine.delete(sample.kept)
+        engine.wait()
+        assert until(lambda: not list((store / "blocks").iterdir()))
+        assert until(lambda: not dump(store)["segments"] and not dump(store)["scrub"])
+        capture = new_ulid()
+        engine.open(capture, prompt_len=3)
+        engine.frame([(capture, 3, range(3))], width=WIDTH)
+        engine.finish(capture, end=3)
+        engine.wait()
+        writer.stop()
+    assert [path.name for path in (store / "blocks").iterdir()] == ["w0-00000002.zarr"]  # no number comes twice
+    before = dump(store)
+    done = rebuild(store)
+    fs.close(done.state.lock)
+    assert done.differences == {} and dump(store) == before
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(capture, SITE, [0, 3]), 3, range(3))
+
+
+def test_rows_of_an_open_segment(tmp_path: Path) -> None:
+    """It is sealed for it; rows that still come of a deleted capture go the same way."""
+    store, gone, kept = tmp_path / "store", new_ulid(), new_ulid()
+    with writing(store, "--seal-idle-s", "600", "--keep-s", "0.1") as (writer, engine):
+        fill(engine, gone, kept)
+        with StoreReader(store) as reader:
+            assert until(lambda: reader.capture(gone).status)
+            engine.delete(gone)
+            engine.wait()
+            assert until(lambda: not dump(store)["doomed"] and not dump(store)["scrub"])
+            engine.frame([(gone, 1, range(FIRST, FIRST + 16))], width=WIDTH)
+            engine.wait()
+            assert until(lambda: dump(store)["doomed"]) and until(lambda: not dump(store)["doomed"])
+            assert until(lambda: traces(store) == [])
+        assert_erased(store, Sample(store, gone, kept))
+        writer.stop()
+
+
+class Killed(BaseException):
+    """The process would be gone."""
+
+
+def cut_short(monkeypatch: pytest.MonkeyPatch, at: int, torn: bool) -> Callable[[], int]:
+    """The ``at``-th change of the disk does not happen (``torn``: happens by half), nor does anything after it."""
+    calls = 0
+
+    def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls < at:
+                return real(*args)
+            if torn and calls == at and name == "write_at":
+                body = b"".join(bytes(part) for part in args[1])
+                real(args[0], [body[: len(body) // 2]], args[2])
+            raise Killed
+
+        return call
+
+    for name in ("open_new", "write_at", "punch", "rename", "write_new", "datasync", "sync_dir", "remove"):
+        monkeypatch.setattr(fs, name, failing(name, getattr(fs, name)))
+    return lambda: calls
+
+
+@pytest.mark.parametrize(("whole", "step"), [
+    (False, 5), (True, 1), pytest.param(False, 1, marks=pytest.mark.soak)], ids=["rows", "block", "rows_all"])
+def test_cut_at_every_change_of_the_disk(
+    sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, step: int
+) -> None:
+    """Every ``step``-th, that is, each by turns left undone and half done."""
+    monkeypatch.setattr(reader_module, "settle_s_max", 0.02)
+    template = copied(sample, tmp_path)
+    if whole:
+        db = sqlite3.connect(template / "catalog.sqlite")
+        db.execute("DELETE FROM extents")
+        db.commit()
+        db.close()
+    uuid, turn, finished = read_store_uuid(template), 0, False
+    while not finished:
+        turn += 1
+        at = 1 + turn // 2 * step
+        store = tmp_path / "cut"
+        shutil.copytree(template, store)
+        with monkeypatch.context() as patch:
+            keeper = Keeper(store, uuid, 0.0, Waker())
+            calls = cut_short(patch, at, turn % 2 == 0)
+            try:
+                keeper.round()
+                finished = True
+            except Killed:
+                pass
+            keeper.close()
+            assert finished or calls() == at, "nothing may go on after the process is gone"
+        if not whole:
+            # A reader that comes before the next writer gets rows, or an error that says why; never other rows.
+            with StoreReader(store) as reader:
+                with contextlib.suppress(StoreError):
+                    assert_rows(reader.slice(sample.kept, SITE, [0, 2], 0, 8), 2, range(8))
+                assert_rows(reader.slice(sample.kept, SITE, [1, 3], 8, 12), 2, range(8, 12))
+        look_after(store)
+        if whole:
+            assert traces(store) == [] and not (store / "blocks/w0-00000001.zarr").exists()
+        else:
+            assert_erased(store, sample)
+        shutil.rmtree(store)
+    assert at > (5 if whole else 20)

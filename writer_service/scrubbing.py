@@ -1,0 +1,50 @@
+"""Take what deleted captures said out of a control log: token ids, spec, tags, adapter. The log is replaced whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from schemas.control import ClientFinish, Finish, Open, Own
+from schemas.zarr_layout import journal_folder
+from writer_service import fs
+from writer_service.control_log import Entry, log_bytes, log_path, read_log
+
+
+def content_of(entry: Entry) -> str | None:
+    """The capture (or ULID, of an Own) that a record says something of that a deletion must take away; None: nothing.
+    """
+    match entry.message:
+        case Own(capture=capture, tags=tags) if tags:
+            return capture
+        case Open(capture=capture, asked=asked, prompt_token_ids=tokens, adapter=adapter) if (
+                asked != "{}" or tokens or adapter):
+            return capture
+        case Finish(capture=capture, stop_reason=stop, output_token_ids=tokens) if tokens or stop is not None:
+            return capture
+        case ClientFinish(capture=capture, stop_reason=stop, output_token_ids=tokens) if tokens or stop is not None:
+            return capture
+    return None
+
+
+def scrub_log(store: Path, uuid: bytes, number: int, captures: Collection[str]) -> None:
+    """Rewrite a log that nobody appends to; ``captures`` are ids, and ULIDs of which every sample is deleted."""
+    path = log_path(store / journal_folder(), number)
+    entries = [_without(entry) if content_of(entry) in captures else entry for _, entry in read_log(path, uuid)]
+    fs.write_durable(path, log_bytes(uuid, entries))
+
+
+def _without(entry: Entry) -> Entry:
+    message = entry.message
+    match message:
+        case Own():
+            left: Own | Open | Finish | ClientFinish = msgspec.structs.replace(message, tags={})
+        case Open():
+            left = msgspec.structs.replace(message, asked="{}", prompt_token_ids=b"", adapter="")
+        case Finish() | ClientFinish():
+            left = msgspec.structs.replace(message, stop_reason=None, output_token_ids=b"")
+        case _:
+            return entry
+    return msgspec.structs.replace(entry, message=left)
