@@ -474,7 +474,8 @@ class StoreReader:
         wanted = [layer for layer in layers if layer in header.layers]
         if capture not in header.captures or not wanted:
             return None
-        rows = np.flatnonzero(view.table.capture == header.captures.index(capture))
+        mine = view.table.capture == header.captures.index(capture)
+        rows = np.flatnonzero(mine & (view.table.flags & FLAG_ERASED == 0))
         if not len(rows):
             return None
         source = view.pieces([header.layers.index(layer) for layer in wanted], rows)
