@@ -30,8 +30,8 @@ from schemas.frame import RowTable
 from schemas.ids import new_ulid
 from schemas.mapping import SegmentMaps
 from schemas.spec import Armed, Resolved
+from vllm_tap.loader import RowDataset, rows
 from vllm_tap.row_decode import decode, empty
-from vllm_tap.rows import RowDataset, rows
 from vllm_tap.services import make_socket_dir
 from vllm_tap.writer_process import WriterProcess
 

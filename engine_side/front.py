@@ -19,10 +19,33 @@ from schemas.sites import SITES, has_heads
 from schemas.spec import Armed, parse_spec, resolve
 
 _SEEN_MAX: Final = 100_000
+_RETIRE_S: Final = 10.0
 _seen: OrderedDict[tuple[str, int], None] = OrderedDict()
 _lock = threading.Lock()
 _endpoint = ""
 _channel: ControlChannel | None = None
+_retired: set[str] = set()
+
+
+def retire(endpoint: str) -> None:
+    """The writer at ``endpoint`` is about to end for good: engines that send to it capture nothing more.
+
+    What clients saw of their captures' ends is in the store afterwards, unless the writer takes nothing any more.
+    """
+    global _endpoint, _channel
+    with _lock:
+        _retired.add(endpoint)
+        if endpoint != _endpoint:
+            return
+        _endpoint, old, _channel = "", _channel, None
+    if old is not None:
+        old.close(_RETIRE_S)
+
+
+def check_in_use(endpoint: str) -> None:
+    """SpecError where the writer at ``endpoint`` is no more."""
+    if endpoint in _retired:
+        raise SpecError("", "…", "the recording that this engine writes to has ended; generate inside it")
 
 
 def use(endpoint: str) -> None:
@@ -84,6 +107,8 @@ def report_finish(capture: str, reason: str, stop_reason: str | int | None, outp
     """Tell the writer how the client saw the end; never waits."""
     global _channel
     with _lock:
+        if not _endpoint:
+            return
         if _channel is None:
             _channel = ControlChannel(_endpoint, role="front_end")
         channel = _channel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from datetime import datetime
 
@@ -322,6 +323,8 @@ def test_the_public_names_are_sorted_and_there() -> None:
     assert vllm_tap.__all__ == sorted(vllm_tap.__all__)
     public = {name for names in vllm_tap._MODULES.values() for name in names}
     assert public == set(vllm_tap.__all__) and all(getattr(vllm_tap, name) is not None for name in public)
+    # A module of the same name would take its place once it is imported.
+    assert not any(isinstance(getattr(vllm_tap, name), types.ModuleType) for name in public)
     with pytest.raises(AttributeError, match="nothing"):
         _ = vllm_tap.nothing
 

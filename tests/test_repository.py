@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "engine_side": {"engine_side", "schemas"},
     "writer_service": {"writer_service", "schemas"},
     "api": {"api", "schemas"},
-    "vllm_tap": {"vllm_tap", "schemas", "api", "writer_service"},
+    "vllm_tap": {"vllm_tap", "schemas", "api", "writer_service", "engine_side"},
 }
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]

@@ -109,6 +109,7 @@ SEAMS = [
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
     "vllm.v1.engine.output_processor:RequestState.from_new_request",
     "vllm.v1.engine.output_processor:RequestState._new_completion_output",
+    "vllm.v1.engine.output_processor:RequestState.make_request_output",
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_sampling_params",
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest.to_beam_search_params",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.to_beam_search_params",

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from vllm_tap.captures import Capture, Rows
     from vllm_tap.client import Client, Generation
     from vllm_tap.errors import BadRequest, Conflict, MissingRows, NotComplete, NotFound, ServiceError, Unavailable
-    from vllm_tap.rows import Activations, RowDataset, activations, rows
+    from vllm_tap.loader import Activations, RowDataset, activations, rows
     from vllm_tap.store import Store, open_store
+    from vllm_tap.tape import Recording, capture_args, manifest, recording
 
 __all__ = [
     "Activations",
@@ -40,6 +41,7 @@ __all__ = [
     "NotComplete",
     "NotFound",
     "NotFoundError",
+    "Recording",
     "RowDataset",
     "Rows",
     "ServiceError",
@@ -48,7 +50,10 @@ __all__ = [
     "TapError",
     "Unavailable",
     "activations",
+    "capture_args",
+    "manifest",
     "open_store",
+    "recording",
     "rows",
 ]
 
@@ -59,7 +64,8 @@ _MODULES: Final = {
     "vllm_tap.client": ("Client", "Generation"),
     "vllm_tap.errors": ("BadRequest", "Conflict", "MissingRows", "NotComplete", "NotFound", "ServiceError",
                         "Unavailable"),
-    "vllm_tap.rows": ("Activations", "RowDataset", "activations", "rows"),
+    "vllm_tap.tape": ("Recording", "capture_args", "manifest", "recording"),
+    "vllm_tap.loader": ("Activations", "RowDataset", "activations", "rows"),
     "vllm_tap.store": ("Store", "open_store"),
     "schemas.errors": ("NotFoundError", "SpecError", "TapError"),
     "schemas.manifest": ("Manifest", "Missing"),

@@ -36,6 +36,7 @@ def connect() -> None:
     def outputs(module: types.ModuleType) -> None:
         wrap(module, "RequestState.from_new_request", _from_new_request)
         wrap(module, "RequestState._new_completion_output", _new_completion_output)
+        wrap(module, "RequestState.make_request_output", _make_request_output)
 
     def completions(module: types.ModuleType) -> None:
         wrap(module, "CompletionRequest.to_beam_search_params", _to_beam_search_params)
@@ -64,9 +65,15 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        extra, config = getattr(params, "extra_args", None), self.vllm_tap
-        extra = extra or {}
+        extra = getattr(params, "extra_args", None) or {}
         own = KEY in extra
+        # One that was made before anything of ours was installed knows nothing of it.
+        config = getattr(self, "vllm_tap", None)
+        if own and config is None:
+            raise SpecError("", extra[KEY], "this engine was started without taps; make it inside "
+                                            "vllm_tap.recording(), or with VLLM_TAP_ENDPOINT set")
+        if own and config is not None:
+            front.check_in_use(config.endpoint)
         # What asks for a pooled vector has no samples, and no tokens to capture.
         if config is None or not (own or (config.capture_all and hasattr(params, "n"))):
             return original(self, request_id, prompt, params, *args, **kwargs)
@@ -127,6 +134,7 @@ def _from_new_request(original: Callable[..., Any]) -> Callable[..., Any]:
         request = kwargs.get("request") or next((arg for arg in args if hasattr(arg, "sampling_params")), None)
         ticket = find(getattr(request, "sampling_params", None))
         state.vllm_tap_capture = ticket.capture_of(state.request_id) if ticket else None
+        state.vllm_tap_captures = [ticket.capture(sample) for sample in range(ticket.n)] if ticket else []
         return state
 
     return from_new_request
@@ -146,3 +154,20 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return new_completion_output
+
+
+def _make_request_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What a caller of ``LLM`` gets says under which ids its captures are found."""
+
+    def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        captures = getattr(self, "vllm_tap_captures", None)
+        if output is not None and captures:
+            reference = {"captures": captures}
+            try:
+                output.metrics.activation_manifest = reference
+            except AttributeError:  # no metrics are kept, or they take no more names
+                output.activation_manifest = reference
+        return output
+
+    return make_request_output

@@ -23,9 +23,9 @@ from schemas.ids import new_ulid  # noqa: E402
 from schemas.reader import StoreReader  # noqa: E402
 from tests.store_helpers import Sender, WriterProcess, engine_info, expected_pieces, until  # noqa: E402
 from vllm_tap import open_store  # noqa: E402
+from vllm_tap.loader import RowDataset, activations, rows  # noqa: E402
 from vllm_tap.row_decode import decode  # noqa: E402
 from vllm_tap.row_index import Kind  # noqa: E402
-from vllm_tap.rows import RowDataset, activations, rows  # noqa: E402
 
 WIDTH = 72  # not a multiple of int8b64's block
 LENGTHS = [3 + n * 7 % 90 for n in range(120)]  # tokens of each capture: neither all alike nor in step with frames

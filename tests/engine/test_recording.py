@@ -1,0 +1,50 @@
+"""``vllm_tap.recording`` in a script of the user's own, compared with Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import ENVIRONMENT
+from tests.engine.reference import Reference
+from vllm_tap import open_store
+from vllm_tap.tiny_model import cache_dir
+
+
+@pytest.mark.timeout(400)
+def test_a_script_that_records(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
+    environment = {key: value for key, value in (os.environ | ENVIRONMENT).items() if not key.startswith("VLLM_TAP_")}
+    run = subprocess.run([sys.executable, "-m", "tests.programs.records", str(tmp_path / "store")], text=True,
+                         env=environment | {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm")}, timeout=380,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
+    lines = [line for line in run.stdout.splitlines() if line.startswith("SEEN ")]
+    assert run.returncode == 0 and lines, run.stdout[-6000:]
+    seen = json.loads(lines[0].removeprefix("SEEN "))
+    for name, words in {
+        "outside": "TapError: capture_args(): no recording is running", "second": "StartError: a recording is running",
+        "untapped": "this engine was started without taps; make it inside vllm_tap.recording()",
+        "bad": "SpecError: capture.sites = 'resid_poste'", "plain": "was generated without a capture",
+        "after": "the recording that this engine writes to has ended",
+    }.items():
+        assert words in seen[name], (name, seen[name])
+    assert seen["environment"] == [] and seen["goes_on"] == 1
+    assert seen["manifests"] == ["complete"] * 2 and seen["samples"] == [True, True]
+    tokens = seen["tokens"]
+    assert [shape[0] for shape in seen["shapes"]] == [len(one) - 1 for one in tokens]
+    assert [shape[0] for shape in seen["again"]] == [1, 1]
+    with open_store(tmp_path / "store") as store:
+        assert len(list(store.captures("complete"))) == len(list(store.captures())) == 6
+        assert {row.id for row in store.captures(tags={"run": "a"})} >= set(seen["ids"])
+        for capture, sequence in zip(seen["ids"], tokens, strict=True):
+            want = reference_of("qwen3").rows(tuple(sequence))
+            assert store[capture].sites == {"resid_post": [1], "mlp_out": [0, 1, 2, 3]}
+            for site, layer in (("resid_post", 1), ("mlp_out", 3)):
+                got = store[capture][site, layer]
+                assert np.abs(got - want[site, layer][:len(got)]).max() < 1e-4
