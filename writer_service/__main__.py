@@ -42,11 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     def stop(*_: object) -> None:
         writer.stop = True
 
-    # Every segment that is open or waits to be sealed holds a descriptor: take as many as this process may have.
+    # Each open segment and each engine's ring holds a descriptor: take as many as this process may have.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # Sealing computes in Python beside the main loop, which must not wait the usual 5 ms for every turn.
-    sys.setswitchinterval(0.0005)
+    # Sealing computes in Python beside threads that need the interpreter several times a frame: they must not wait the
+    # usual 5 ms for every turn.
+    sys.setswitchinterval(0.0001)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     try:

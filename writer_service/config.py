@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from schemas import limits
 from schemas.errors import StartError
 
+lanes_max = 4  # files of one site that are written side by side
 ipc_path_bytes_max = 107  # sun_path of Linux, less its final zero
 
 
@@ -24,6 +26,7 @@ class Config:
     keep_s: float = 1.0  # between two rounds of erasing and whatever else is done to what is stored
     commit_bytes: int = limits.commit_bytes_target
     commit_delay_s: float = limits.commit_delay_ms / 1000
+    lanes: int = min(lanes_max, os.cpu_count() or 1)
 
     def __post_init__(self) -> None:
         if self.durability not in ("fsync", "os"):

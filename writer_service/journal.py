@@ -11,8 +11,7 @@ from typing import Final
 
 import msgspec
 
-from schemas.control import Frame
-from schemas.frame import RowTable
+from schemas.errors import ProtocolError
 from schemas.segment import FrameHeader
 from schemas.zarr_layout import WRITER
 from writer_service import fs
@@ -20,6 +19,7 @@ from writer_service.catalog import Change, Erased, Indexed, LogBegun, Scrubbed, 
 from writer_service.commits import Batch, CatalogThread, Syncer, SyncResult, Waker
 from writer_service.config import Config
 from writer_service.control_log import ControlLog, Entry, Message
+from writer_service.lanes import Arrival, Lanes, Placed
 from writer_service.segments import OpenSegment, SegmentSet
 from writer_service.streams import SenderState
 
@@ -52,7 +52,8 @@ class Journal:
         self.folder = config.store / "writers" / WRITER / "journal"
         self._next_log = next_log
         self._log = self._new_log()
-        self.segments = SegmentSet(config.store, next_segment, config.segment_bytes)
+        self.segments = SegmentSet(config.store, next_segment, config.segment_bytes, config.lanes)
+        self._lanes = Lanes(uuid, config.lanes)
         self._syncer = Syncer(waker)
         self.catalog = CatalogThread(config.store / "catalog.sqlite", waker)
         self._batch = Batch(1, [LogBegun(self._log.number)])
@@ -73,22 +74,34 @@ class Journal:
 
     # ── append ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def append_frame(
-        self, state: SenderState, frame: Frame, table_bytes: bytes, table: RowTable, payload: Sequence[list[memoryview]]
-    ) -> None:
-        """A checked frame from wherever its bytes lie. OSError: nothing happened, it can come again."""
-        header = FrameHeader(state.stream, state.epoch, state.durable, frame)
-        segment, made = self.segments.for_frame(frame)
-        if made:
-            self.change(segment.made)
-        offset = segment.append(self._uuid, header, table_bytes, payload)
-        segment.last_append = time.monotonic()
-        nbytes = segment.tail - offset
-        bare = msgspec.structs.replace(frame, streams=[])  # where it lay in the ring is nobody's business any more
-        self.change(Indexed(state.stream, state.epoch, header.covered, segment.number, offset, nbytes, bare, table))
-        self._batch.nbytes += nbytes
+    def append_frames(self, arrivals: Sequence[Arrival]) -> list[ProtocolError | None]:
+        """Frames from wherever their bytes lie: of each why it was not stored, None where it was.
+
+        OSError: nothing happened, all of them can come again.
+        """
+        load: dict[int, int] = {}
+        placed = []
+        for arrival in arrivals:
+            segment, made = self.segments.for_frame(arrival.frame, load)
+            if made:
+                self.change(segment.made)
+            load[segment.number] = load.get(segment.number, 0) + arrival.nbytes
+            state, frame = arrival.state, arrival.frame
+            placed.append(Placed(arrival, segment, FrameHeader(state.stream, state.epoch, state.durable, frame)))
+        self._lanes.write(placed)
+        for item in placed:
+            if item.fault is None:
+                self._index(item)
+        return [item.fault for item in placed]
+
+    def _index(self, item: Placed) -> None:
+        header, arrival = item.header, item.arrival
+        bare = msgspec.structs.replace(arrival.frame, streams=[])  # where it lay in the ring is nobody's business now
+        self.change(Indexed(header.stream, header.epoch, header.covered, item.segment.number, item.offset, item.nbytes,
+                            bare, arrival.table))
+        self._batch.nbytes += item.nbytes
         self.counters.frames += 1
-        self.counters.payload_bytes += sum(part.nbytes for part in frame.streams)
+        self.counters.payload_bytes += arrival.nbytes
 
     def append_entry(self, state: SenderState, message: Message, urgent: bool = True) -> None:
         """A record to the control log. OSError: nothing happened, it can come again."""
@@ -213,6 +226,7 @@ class Journal:
 
     def close(self) -> None:
         """End the threads; the catalog is left clean."""
+        self._lanes.close()
         self._syncer.close()
         self.catalog.close()
         for segment in self.segments.all():

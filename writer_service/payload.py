@@ -1,4 +1,4 @@
-"""Find and check the bytes of a frame: in the sender's ring, or in the message's parts. Nothing is copied."""
+"""Find the bytes of a frame, in the sender's ring or in the message's parts, and check them. Nothing is copied."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from writer_service.streams import Ring
 
 
 def find_payload(frame: Frame, ring: Ring | None, parts: Sequence[memoryview]) -> list[list[memoryview]]:
-    """The buffers of each stream in order, checked against its size and xxh3; ProtocolError otherwise.
+    """The buffers of each stream in order, of its size; ProtocolError otherwise.
 
     ``frame`` has passed check_frame: extents fit its runs.
     """
@@ -33,12 +33,17 @@ def find_payload(frame: Frame, ring: Ring | None, parts: Sequence[memoryview]) -
                 used += 1
             if size != part.nbytes:
                 raise ProtocolError(f"frame {frame.seq}: {part.name} has {size} bytes in parts, {part.nbytes} named")
+        streams.append(buffers)
+    if used != len(parts):
+        raise ProtocolError(f"frame {frame.seq}: {len(parts) - used} payload parts too many")
+    return streams
+
+
+def check_payload(frame: Frame, streams: Sequence[Sequence[memoryview]]) -> None:
+    """ProtocolError where a stream's bytes do not match its xxh3."""
+    for part, buffers in zip(frame.streams, streams, strict=True):
         digest = xxhash.xxh3_64()
         for buffer in buffers:
             digest.update(buffer)
         if digest.intdigest() != part.xxh3:
             raise ProtocolError(f"frame {frame.seq}: stream {part.name} does not match its checksum")
-        streams.append(buffers)
-    if used != len(parts):
-        raise ProtocolError(f"frame {frame.seq}: {len(parts) - used} payload parts too many")
-    return streams

@@ -21,7 +21,7 @@ from schemas.errors import CorruptError, StartError, StoreError
 from schemas.mapping import map_file
 from schemas.reader import read_store_uuid
 from schemas.segment import FrameView, newer_frame, parse_frame, walk
-from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk, open_name
+from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk
 from writer_service import catalog, erasing, fs, removal, sealing
 from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
 from writer_service.control_log import log_numbers, log_path, read_log
@@ -208,10 +208,7 @@ def finish_seals(store: Path) -> None:
     """Go on with seals that had passed the point of no return, throw the others away."""
     blocks = store / "blocks"
     for building in blocks.glob(f".building-{WRITER}-*"):
-        number = int(building.name.rsplit("-", 1)[1])
-        if any(building.glob(main_chunk("*"))) and not (store / open_name(number)).exists():
-            sealing.finish(store, number)
-        else:
+        if not sealing.finish_cut(store, int(building.name.rsplit("-", 1)[1])):
             fs.remove_tree(building)
     fs.sync_dir(blocks)
 

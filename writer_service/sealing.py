@@ -36,7 +36,7 @@ from writer_service import fs
 from writer_service.crc32c import crc32c
 
 MISSING: Final = np.uint64(2**64 - 1)
-pieces_at_once: Final = 1024
+pieces_at_once: Final = 128
 ROW_COLUMNS: Final = ("capture", "position", "token_id", "flags")
 
 Array = npt.NDArray[Any]
@@ -162,6 +162,21 @@ def seal(
 def finish(store: Path, number: int) -> None:
     """The last step: the folder gets its name."""
     fs.rename(store / building_name(number), store / block_name(number))
+
+
+def finish_cut(store: Path, number: int) -> bool:
+    """Go on with a seal that failed or was cut after step 2; False where there is none: it begins anew."""
+    building, block = store / building_name(number), store / block_name(number)
+    if (store / open_name(number)).exists():
+        return False
+    if block.exists():
+        fs.sync_dir(block.parent)
+        return True
+    if not any(building.glob(main_chunk("*"))):
+        return False
+    _sync_tree(building)
+    finish(store, number)
+    return True
 
 
 def _stream_attributes(stream: Stream) -> dict[str, Any]:

@@ -40,15 +40,19 @@ from writer_service.config import Config
 from writer_service.control_log import Message, Refused
 from writer_service.journal import Journal
 from writer_service.keeper import Keeper
+from writer_service.lanes import Arrival
 from writer_service.ledger import Ledger, RefusedError
 from writer_service.payload import find_payload
 from writer_service.recovery import recover
-from writer_service.sealer import Sealer
+from writer_service.sealer import Sealer, backlog_max
+from writer_service.segments import open_max
 from writer_service.senders import Senders
 from writer_service.streams import SenderState
 
 receive_at_once: Final = 64
 idle_poll_ms: Final = 200
+burst_bytes: Final = 2 * limits.frame_bytes_target  # so much waiting at once is a burst, which is not over for …
+burst_s: Final = 0.2
 drain_s: Final = 2.0
 settle_s: Final = 8.0
 parts_max: Final = 2 + limits.frame_bytes_max // 4096
@@ -87,6 +91,9 @@ class Writer:
         self._senders = Senders(self._db, self._journal, config.engine_lost_s)
         self._senders.restore(state.streams, self._ledger.open_captures())
         self._want_ack: dict[str, SenderState] = {}
+        self._waiting: list[Arrival] = []
+        self._waiting_bytes = 0
+        self._burst_until = 0.0
         self._os_is_enough = config.durability == "os"
         self._keeper = Keeper(config.store, state.uuid, config.keep_s, self._waker)
         for number in state.to_seal:
@@ -105,6 +112,8 @@ class Writer:
         last = time.monotonic()
         try:
             while not self.stop:
+                behind = self._behind()
+                poller.modify(self._socket, 0 if behind else zmq.POLLIN)
                 wait = self._journal.wait_s(time.monotonic())
                 poller.poll(idle_poll_ms if wait is None else min(int(wait * 1000) + (wait > 0), idle_poll_ms))
                 self._waker.drain()
@@ -112,12 +121,16 @@ class Writer:
                 if now - last > 1.0:  # this process stood still: the senders are not to blame for their silence
                     self._senders.forgive(now - last)
                 last = now
-                self._step(now, quiet=self._receive())
+                self._step(now, quiet=not behind and self._receive())
             self._finish()
         finally:
             self._socket.close(linger=200)
             context.term()
             fs.close(self._lock_fd)
+
+    def _behind(self) -> bool:
+        """Whether syncing or sealing must catch up before more is received: senders then wait."""
+        return len(self._journal.segments.retired) >= open_max or self._sealer.backlog >= backlog_max
 
     def _bind(self, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
         path = Path(self.config.endpoint.removeprefix("ipc://"))
@@ -145,6 +158,7 @@ class Writer:
             try:
                 identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
+                self._write_waiting()
                 return True
             parts: list[zmq.Frame] = []
             more = bool(self._socket.getsockopt(zmq.RCVMORE))
@@ -155,21 +169,20 @@ class Writer:
                     parts.append(part)
             if parts:
                 self._take(identity, parts)
+        self._write_waiting()
         return False
 
     def _step(self, now: float, quiet: bool) -> None:
         """Everything that is due between two receptions."""
         self._end_commit()
         self._take_catalog()
-        for change in self._sealer.take():
-            self._journal.change(change)
-            self.counters.sealed += 1
+        self._take_sealed(now)
         self._keep(now)
         if quiet:
             self._senders.find_lost(now)
             self._journal.segments.retire(now, self.config.seal_idle_s)
-        for segment in self._journal.segments.take_sealable():
-            self._sealer.submit(segment.number, segment.fd)
+        for number in self._journal.segments.take_sealable():
+            self._sealer.submit(number)
         for bad in self._journal.segments.drop_poisoned():
             print(f"writer: segment {bad.number} takes no more frames after a failed sync", file=sys.stderr, flush=True)
         self._journal.commit_if_due(now)
@@ -190,14 +203,23 @@ class Writer:
                 self._journal.rotate_log()
         self._keeper.step(now, self._ledger.applied)
 
+    def _take_sealed(self, now: float) -> None:
+        change = self._sealer.take(now, busy=now < self._burst_until)
+        if change is not None:
+            self._journal.change(change)
+            self.counters.sealed += 1
+
     # ── receive ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take(self, identity: bytes, parts: list[zmq.Frame]) -> None:
         try:
             message = decode_from_sender(parts[0].buffer)
         except msgspec.MsgspecError as error:
+            self._write_waiting()
             self._take_malformed(identity, parts[0], str(error))
             return
+        if not isinstance(message, Frame):
+            self._write_waiting()
         if isinstance(message, Hello):
             self._greet(identity, message)
             return
@@ -242,14 +264,15 @@ class Writer:
 
     def _in_order(self, state: SenderState, seq: int) -> bool:
         """Whether this is the next message; anything else is answered with what is covered."""
-        if seq == state.received + 1 and seq not in state.ahead:
+        if seq == state.received + state.waiting + 1 and seq not in state.ahead:
             return True
+        self._write_waiting()
         self._want_ack[state.stream] = state
         if seq > state.received + 1:
             self.counters.gaps += 1
             return False
         self.counters.duplicates += 1
-        if seq == state.received + 1:  # it lies in the store already, from before a power loss
+        if seq == state.received + 1 and seq in state.ahead:  # it lies in the store already, from before a power loss
             state.ahead.discard(seq)
             state.received = seq
             self._journal.note(state)
@@ -277,15 +300,40 @@ class Writer:
                 raise ProtocolError(f"frame {frame.seq}: the row table does not match its checksum")
             payload = find_payload(frame, state.ring, [part.buffer for part in parts[2:]])
         except ProtocolError as error:
-            self.counters.malformed += 1
-            self._refuse(state, frame.seq, "malformed", str(error))
+            self._write_waiting()
+            self._refuse_frame(state, frame.seq, error)
+            return
+        state.waiting += 1
+        self._waiting.append(Arrival(state, frame, table_bytes, table, payload))
+        self._waiting_bytes += self._waiting[-1].nbytes
+        if self._waiting_bytes >= limits.commit_bytes_target:
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Write the frames that were received one after the other, several at once."""
+        if self._waiting_bytes >= burst_bytes:
+            self._burst_until = time.monotonic() + burst_s
+        arrivals, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if not arrivals:
             return
         try:
-            self._journal.append_frame(state, frame, table_bytes, table, payload)
+            faults: list[ProtocolError | None] = self._journal.append_frames(arrivals)
         except OSError as error:
             self._journal.disk_error("append", self.config.store, error)
-            self._want_ack[state.stream] = state  # it does not progress: the sender tries again
+            for arrival in arrivals:  # they do not progress: the senders try again
+                arrival.state.waiting = 0
+                self._want_ack[arrival.state.stream] = arrival.state
             return
+        for arrival, fault in zip(arrivals, faults, strict=True):
+            arrival.state.waiting -= 1
+            if arrival.frame.seq != arrival.state.received + 1:
+                continue  # the refusal of one before it could not be written: both come again
+            if fault is not None:
+                self._refuse_frame(arrival.state, arrival.frame.seq, fault)
+            else:
+                self._took_frame(arrival.state, arrival.frame, arrival.table)
+
+    def _took_frame(self, state: SenderState, frame: Frame, table: RowTable) -> None:
         self._took(state, frame.seq)
         if self._os_is_enough:
             self._want_ack[state.stream] = state
@@ -293,6 +341,10 @@ class Writer:
         for count, capture in zip(counts, frame.captures, strict=True):
             if not self._ledger.rows_count(state.stream, state.epoch, frame.seq, capture):
                 self.counters.rows_not_indexed += count
+
+    def _refuse_frame(self, state: SenderState, seq: int, error: ProtocolError) -> None:
+        self.counters.malformed += 1
+        self._refuse(state, seq, "malformed", str(error))
 
     def _take_record(self, state: SenderState, record: Record) -> None:
         try:
@@ -400,12 +452,11 @@ class Writer:
             self._step(time.monotonic(), quiet=False)
         self._settle()
         self._journal.segments.retire(float("inf"), 0.0)
-        for segment in self._journal.segments.take_sealable():
-            self._sealer.submit(segment.number, segment.fd)
-        while self._sealer.busy:
-            for change in self._sealer.take():
-                self._journal.change(change)
-                self.counters.sealed += 1
+        for number in self._journal.segments.take_sealable():
+            self._sealer.submit(number)
+        self._burst_until = 0.0
+        while self._sealer.backlog:
+            self._take_sealed(0.0)
             time.sleep(0.005)
         self._settle()
         self._sealer.close()

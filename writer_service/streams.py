@@ -73,6 +73,7 @@ class SenderState:
     shard: int = 0
     identity: bytes | None = None
     received: int = 0
+    waiting: int = 0  # frames past ``received`` that are about to be written
     durable: int = 0
     settled: int = 0  # up to here the catalog, and so every reader, knows
     ahead: set[int] = field(default_factory=set)
