@@ -22,7 +22,10 @@ __all__ = ["Source", "launch", "supported", "warm"]
 _WIDTH_MAX: Final = 32768
 _VECTOR: Final = 16  # bytes of the widest load
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-_MODULES: Final = {"raw": "copies", "raw16": "copies", "int8b64": "blocks"}
+_MODULES: Final = {
+    "raw": "copies", "raw16": "copies", "int8b64": "blocks", "nf4b64": "blocks", "fp8row": "fp8row", "full8": "row8",
+    "kv8": "heads", "qk8": "heads", "topk": "largest", "topk8": "largest",
+}
 
 Grid = tuple[int, int]
 

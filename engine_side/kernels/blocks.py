@@ -1,4 +1,4 @@
-"""``int8b64``: blocks of 64 columns beside the 8 largest entries, found exactly.
+"""``int8b64`` and ``nf4b64``: blocks of 64 columns beside the 8 largest entries, found exactly.
 
 A column's *key* is its magnitude's bits above its number counted from the end: keys differ, so the 8 largest are those
 from the eighth largest key on, and of equal magnitudes the earlier columns are taken. A row is read in groups of 8
@@ -15,16 +15,30 @@ import torch
 import triton
 import triton.language as tl
 
-from engine_side.kernels.place import POINTERS, VARYING, bfloat16, bfloat16_bits, padded, row_of, single, warps, whole
+from engine_side.kernels.place import (
+    POINTERS,
+    VARYING,
+    bfloat16,
+    bfloat16_bits,
+    bfloat16_bits_up,
+    padded,
+    row_of,
+    single,
+    warps,
+    whole,
+)
 from schemas.codecs import Codec
+from schemas.codecs.nf4b64 import BETWEEN
 
 _TINY = tl.constexpr(2.0**-100)
 _LIFT = tl.constexpr(2.0**64)
+_BETWEEN = tl.constexpr(tuple(BETWEEN.tolist()))
 
 
 def choose(codec: Codec, width: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], int]:
     """Kernel, its constants after the width, and its warps."""
-    return kernel, (padded(width) // 64, 32 if dtype == torch.float32 else 16), warps(width)
+    function = nf4b64 if codec.family.name == "nf4b64" else int8b64
+    return function, (padded(width) // 64, 32 if dtype == torch.float32 else 16), warps(width)
 
 
 @triton.jit
@@ -76,33 +90,45 @@ def largest_eight(row, keys, WIDTH: tl.constexpr, BITS: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
-def kernel(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
-           positions, position_step: tl.int64, scratch, o0: tl.int64, o1: tl.int64, o2: tl.int64, o3: tl.int64,
-           o4: tl.int64, o5: tl.int64, GATHERED: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr,
-           BLOCKS: tl.constexpr, BITS: tl.constexpr):
-    """``o0`` … ``o3``: q, scale, outlier_index, outlier_value; ``o4``, ``o5``: token ids and positions."""
-    row, number = row_of(buffer, to_layer, to_row, layers, rows, first, ids, id_step, positions, position_step, scratch,
-                         o4, o5, GATHERED, VECTOR)
-    block = tl.arange(0, BLOCKS)
-    column = block[:, None, None] * 64 + tl.arange(0, 8)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+@triton.jit
+def without_largest(row, number, scratch, o_index, o_value, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+                    BITS: tl.constexpr):
+    """Write the outliers of a row; its numbers, their keys, the least outlier's, and columns, all [blocks, 8, 8]."""
+    column = (tl.arange(0, BLOCKS)[:, None, None] * 64 + tl.arange(0, 8)[None, :, None] * 8
+              + tl.arange(0, 8)[None, None, :])
     there = column < WIDTH
     x = tl.load(row + column, mask=there, other=0.0)
     keys = keys_of(x, column, there, BITS)
     found = largest_eight(row, keys, WIDTH, BITS)
-    least = tl.min(found)
 
     OUTLIERS: tl.constexpr = 8 if WIDTH > 8 else WIDTH
     eight = tl.arange(0, 8)
     kept = tl.sort(column_of(found))
     values = bfloat16_bits(single(tl.load(row + kept, mask=eight < OUTLIERS, other=0.0)))
-    index_out = (scratch + o2).to(tl.pointer_type(tl.uint16)) + number * OUTLIERS
-    value_out = (scratch + o3).to(tl.pointer_type(tl.uint16)) + number * OUTLIERS
+    index_out = (scratch + o_index).to(tl.pointer_type(tl.uint16)) + number * OUTLIERS
+    value_out = (scratch + o_value).to(tl.pointer_type(tl.uint16)) + number * OUTLIERS
     tl.store(index_out + eight, kept.to(tl.uint16), mask=eight < OUTLIERS)
     tl.store(value_out + eight, values, mask=eight < OUTLIERS)
+    return x, keys, tl.min(found), column
 
-    most = tl.max(tl.max(tl.where(keys < least, keys, 0), axis=2), axis=1)
-    scale = bfloat16_bits(tl.div_rn(magnitude_of(most, x.dtype, BITS), 127.0))
+
+@triton.jit
+def largest_left(keys, least, KIND: tl.constexpr, BITS: tl.constexpr):
+    """The largest magnitude in each block below ``least``."""
+    return magnitude_of(tl.max(tl.max(tl.where(keys < least, keys, 0), axis=2), axis=1), KIND, BITS)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
+def int8b64(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
+            positions, position_step: tl.int64, scratch, o0: tl.int64, o1: tl.int64, o2: tl.int64, o3: tl.int64,
+            o4: tl.int64, o5: tl.int64, GATHERED: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr,
+            BLOCKS: tl.constexpr, BITS: tl.constexpr):
+    """``int8b64``. ``o0`` … ``o3``: q, scale, outlier_index, outlier_value; ``o4``, ``o5``: token ids and positions."""
+    row, number = row_of(buffer, to_layer, to_row, layers, rows, first, ids, id_step, positions, position_step, scratch,
+                         o4, o5, GATHERED, VECTOR)
+    block = tl.arange(0, BLOCKS)
+    x, keys, least, column = without_largest(row, number, scratch, o2, o3, WIDTH, BLOCKS, BITS)
+    scale = bfloat16_bits(tl.div_rn(largest_left(keys, least, x.dtype, BITS), 127.0))
     USED: tl.constexpr = (WIDTH + 63) // 64
     scale_out = (scratch + whole(o1)).to(tl.pointer_type(tl.uint16)) + number * USED
     tl.store(scale_out + block, scale, mask=block < USED)
@@ -118,10 +144,39 @@ def kernel(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl
         step *= lift
         most_in = (127 * step)[:, None, None]
         values_in = tl.minimum(tl.maximum(values_in * lift[:, None, None], -most_in), most_in)
+    step = step[:, None, None]
     # x * (1 / s) in place of x / s is off by less than 2^-15. The first sum rounds it to a multiple of 2^-13, which
-    # makes the ties of 16-bit numbers exact again (any other quotient of theirs is further from one); the second to a
-    # whole number, half to even, in the low bits. float32 comes nearer to ties than that: there one sum errs less.
-    snap: tl.constexpr = 1536.0 if BITS == 16 else 0.0
-    shifted = (values_in * tl.div_rn(1.0, step)[:, None, None] + snap) + (12582912.0 - snap)
+    # makes the ties of 16-bit numbers exact again: any other quotient of theirs is further from one. The second rounds
+    # to a whole number, half to even, in the low bits.
+    near = values_in * tl.div_rn(1.0, step) + 1536.0 if BITS == 16 else tl.div_rn(values_in, step)
+    shifted = near + (12581376.0 if BITS == 16 else 12582912.0)
     codes = shifted.to(tl.int32, bitcast=True).to(tl.int8).to(tl.uint8, bitcast=True)
-    tl.store(scratch + whole(o0) + number * WIDTH + column, codes, mask=there)
+    tl.store(scratch + whole(o0) + number * WIDTH + column, codes, mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
+def nf4b64(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
+           positions, position_step: tl.int64, scratch, o0: tl.int64, o1: tl.int64, o2: tl.int64, o3: tl.int64,
+           o4: tl.int64, o5: tl.int64, GATHERED: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr,
+           BLOCKS: tl.constexpr, BITS: tl.constexpr):
+    """``nf4b64``. ``o0`` … ``o3``: q, scale, outlier_index, outlier_value; ``o4``, ``o5``: token ids and positions."""
+    row, number = row_of(buffer, to_layer, to_row, layers, rows, first, ids, id_step, positions, position_step, scratch,
+                        o4, o5, GATHERED, VECTOR)
+    block = tl.arange(0, BLOCKS)
+    x, keys, least, _ = without_largest(row, number, scratch, o2, o3, WIDTH, BLOCKS, BITS)
+    scale = bfloat16_bits_up(largest_left(keys, least, x.dtype, BITS))
+    USED: tl.constexpr = (WIDTH + 63) // 64
+    scale_out = (scratch + whole(o1)).to(tl.pointer_type(tl.uint16)) + number * USED
+    tl.store(scale_out + block, scale, mask=block < USED)
+
+    step = bfloat16(scale)
+    usable = step > 0  # nor NaN; infinite it never is
+    values = tl.where(keys < tl.where(usable, least, 0)[:, None, None], single(x), 0.0)
+    quotients = tl.div_rn(values, tl.where(usable, step, 1.0)[:, None, None])
+    numbers = tl.zeros_like(values).to(tl.int32)
+    for i in tl.static_range(14):
+        numbers += (quotients > _BETWEEN[i]).to(tl.int32)
+    low, high = tl.split(tl.reshape(numbers, [BLOCKS, 8, 4, 2]))
+    byte = block[:, None, None] * 32 + tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    BYTES: tl.constexpr = (WIDTH + 1) // 2
+    tl.store(scratch + whole(o0) + number * BYTES + byte, (low | (high << 4)).to(tl.uint8), mask=byte < BYTES)

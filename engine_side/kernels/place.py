@@ -10,9 +10,14 @@ VARYING = ("to_layer", "to_row", "first", "id_step", "position_step", "o0", "o1"
 POINTERS = ("layers", "rows", "ids", "positions")  # whatever these point at is read one number at a time
 
 
+def power_of_two(number: int) -> int:
+    """The smallest that is not below a number ≥ 1: sides of what a program works on are such."""
+    return 1 << (number - 1).bit_length()
+
+
 def padded(width: int) -> int:
-    """Columns that a program looks at: whole blocks of 64, a power of two of them."""
-    return max(64, 1 << (width - 1).bit_length())
+    """Columns that a program looks at: whole blocks of 64."""
+    return max(64, power_of_two(width))
 
 
 def warps(width: int, columns_a_warp: int = 2048) -> int:
