@@ -23,10 +23,10 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test page-test soak demo parity lens versions bench lock lock-gpu clean
+.PHONY: help setup fix check test page-test compose-test soak demo parity lens versions bench lock lock-gpu clean
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP)  ## make .venv with what requirements/cpu.lock names (ENGINE=gpu: requirements/gpu.lock)
 
@@ -45,6 +45,12 @@ page-test: $(STAMP)  ## the page at / in a real browser (needs Chromium: apt-get
 	@$(VENV)/bin/python -c 'import playwright, axe_playwright_python' 2>/dev/null || \
 	    $(uv) pip install --quiet --python $(PY) -e '.[page]'
 	$(PY) -m pytest tests/test_page.py $(if $(K),-k "$(K)") $(ARGS)
+
+compose-test: $(STAMP)  ## docker/compose.yml for real: Docker, or as root podman, buildah, runc, netavark, debootstrap
+	@command -v podman-compose >/dev/null || docker info >/dev/null 2>&1 || \
+	    $(uv) pip install --quiet --python $(PY) podman-compose
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" UV_FIND_LINKS='$(find_links)' $(PY) -m tests.compose
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" TAP_COMPOSE=1 $(PY) -m pytest tests/test_compose.py -o timeout=900 $(ARGS)
 
 soak: $(STAMP)  ## the long tests: random requests on random engines (SEEDS=17 or SEEDS=20:40 chooses)
 	$(if $(SEEDS),TAP_SOAK_SEEDS=$(SEEDS)) $(PY) -m pytest -m soak -s $(if $(K),-k "$(K)") $(ARGS)

@@ -29,7 +29,7 @@ function App() {
   return html`
     <header class="top">
       <a class="brand" href="#"><img src="/page/icon.svg" alt="" width="22" height="22" /> vllm-tap</a>
-      <span class="soft model">${about.model ?? (about.error ? "" : "no model")}</span>
+      <span class="soft model">${about.model?.replace(/^\/.*\//, "") ?? (about.error ? "" : "no model")}</span>
       <${Key} onChange=${() => setVisit((n) => n + 1)} needed=${about.error?.status === 401} />
     </header>
     <div class="columns">
