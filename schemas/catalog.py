@@ -37,13 +37,15 @@ CREATE TABLE captures (
     "end" INTEGER, recomputed INTEGER NOT NULL DEFAULT 0, client_reason TEXT, client_stop TEXT,
     client_tokens BLOB NOT NULL DEFAULT x'',
     total_len INTEGER NOT NULL DEFAULT 0,
-    lost INTEGER NOT NULL DEFAULT 0, failed TEXT, deleted INTEGER NOT NULL DEFAULT 0, hold INTEGER NOT NULL DEFAULT 0
+    lost INTEGER NOT NULL DEFAULT 0, failed TEXT, deleted INTEGER NOT NULL DEFAULT 0, hold INTEGER NOT NULL DEFAULT 0,
+    quota INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX captures_ulid ON captures (ulid);
 CREATE INDEX captures_created ON captures (created_ms, id);
 CREATE INDEX captures_owner ON captures (owner, created_ms, id);
 CREATE INDEX captures_status ON captures (status, created_ms, id);
 CREATE INDEX captures_owner_status ON captures (owner, status, created_ms, id);
+CREATE INDEX captures_may_expire ON captures (created_ms) WHERE deleted = 0 AND hold = 0;
 CREATE INDEX captures_open ON captures (stream) WHERE finish_seq IS NULL;
 CREATE TABLE aliases (
     n INTEGER PRIMARY KEY AUTOINCREMENT, alias TEXT NOT NULL, owner TEXT NOT NULL, ulid TEXT NOT NULL
@@ -183,6 +185,7 @@ class Capture:
     lost: bool
     failed: str | None
     deleted: bool
+    hold: bool = False
 
 
 def pack_layers(layers: list[int]) -> bytes:
@@ -215,6 +218,7 @@ def capture_of(row: sqlite3.Row) -> Capture:
         stop_reason=None if stop is None else json.loads(stop), output_tokens=tokens, end=end,
         recomputed=row["recomputed"], client_reason=row["client_reason"], total_len=row["total_len"],
         lost=bool(row["lost"]), failed=row["failed"], deleted=bool(row["deleted"]),
+        hold=bool(row["hold"]),
     )
 
 

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import msgspec
 
-REASONS: Final = ("prefix_cached", "dropped", "aborted", "not_armed", "engine_lost", "rejected_draft", "deleted",
-                  "pending")
+REASONS: Final = ("prefix_cached", "dropped", "aborted", "not_armed", "engine_lost", "rejected_draft", "quota",
+                  "deleted", "pending")
 STATUSES: Final = ("pending", "running", "complete", "incomplete", "failed", "deleted")
 
 
@@ -89,6 +89,7 @@ class Manifest(msgspec.Struct, frozen=True):
     recomputed: int
     sites: list[SiteInfo]
     rows: list[SiteLayer]
+    hold: bool = False  # neither deleted nor expired until it is released
 
     @property
     def expected(self) -> int:

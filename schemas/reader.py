@@ -78,6 +78,7 @@ class CaptureRow:
     prompt_len: int
     total_len: int
     finish_reason: str | None
+    hold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +283,25 @@ class StoreReader:
                 return [self._find(ref, owner).id]
             return [capture.id for capture in self._under(ulid, owner)]
 
+    def target(self, ref: str, owner: str | None = None) -> tuple[str, str]:
+        """What a record calls ``ref``, be it one capture or all samples of a request, and the last of these."""
+        samples = self.samples(ref, owner)
+        if len(samples) == 1:
+            return samples[0], samples[0]
+        ulid, _ = split_capture_id(samples[0]) or ("", None)
+        return ulid, samples[-1]
+
     def engine(self) -> EngineInfo | None:
         """The newest engine that the store knows."""
         with self._lock:
             row = self._db.execute("SELECT info FROM engines ORDER BY epoch DESC LIMIT 1").fetchone()
         return None if row is None else msgspec.json.decode(row["info"], type=EngineInfo)
+
+    def erasing(self) -> bool:
+        """Whether something of deleted captures is still to be erased."""
+        query = "SELECT EXISTS (SELECT 1 FROM doomed) OR EXISTS (SELECT 1 FROM scrub)"
+        with self._lock:
+            return bool(self._db.execute(query).fetchone()[0])
 
     def manifest(self, ref: str, owner: str | None = None) -> Manifest:
         """The whole truth about one capture."""
@@ -544,7 +559,7 @@ class StoreReader:
         sites = list(_resolved(capture).layers) if capture.resolved is not None else []
         return CaptureRow(capture.id, capture.owner, capture.status, capture.created_ms, capture.tags,
                           self._aliases(capture), sites, capture.prompt_len, capture.total_len,
-                          capture.client_reason or capture.finish_reason)
+                          capture.client_reason or capture.finish_reason, capture.hold)
 
     def _aliases(self, capture: Capture) -> list[str]:
         rows = self._db.execute("SELECT alias FROM aliases WHERE ulid = ? ORDER BY n", (capture.ulid,))
@@ -600,7 +615,7 @@ class StoreReader:
             output_token_ids=np.frombuffer(capture.output_tokens, "<u4").tolist(),
             finish_reason=capture.finish_reason, client_finish_reason=capture.client_reason,
             stop_reason=capture.stop_reason, cached=capture.cached, recomputed=capture.recomputed,
-            sites=sites, rows=rows,
+            sites=sites, rows=rows, hold=capture.hold,
         )
 
 

@@ -20,6 +20,11 @@ def journal_folder() -> str:
     return f"writers/{WRITER}/journal"
 
 
+def endpoint_name() -> str:
+    """Path below the store of the file that says where its writer listens, while one has the lock."""
+    return f"writers/{WRITER}/endpoint"
+
+
 def open_name(number: int) -> str:
     """Path below the store of a segment that is still a journal file."""
     return f"writers/{WRITER}/journal/{number:08d}.open"

@@ -374,6 +374,22 @@ def test_deleted_is_gone_at_once(stack: Stack) -> None:
     assert not listed & {one, *many["capture"]["ids"]}
 
 
+def test_what_is_held_is_not_deleted(stack: Stack) -> None:
+    one = stack.complete("hold", capture=SPEC).json()["capture"]["id"]
+    many = stack.complete("hold", n=2, capture=SPEC).json()
+    for name, ids in ((one, [one]), (many["id"], many["capture"]["ids"])):
+        assert stack.http.put(f"/v1/captures/{name}/hold").status_code == 204
+        assert all(stack.http.get(f"/v1/captures/{capture}").json()["hold"] for capture in ids)
+        for capture in [name, *ids]:
+            refused = stack.http.delete(f"/v1/captures/{capture}")
+            assert refused.status_code == 409 and refused.json()["error"]["code"] == "conflict"
+            assert "on hold" in refused.json()["error"]["message"]
+        assert stack.http.delete(f"/v1/captures/{name}/hold").status_code == 204
+        assert not any(stack.http.get(f"/v1/captures/{capture}").json()["hold"] for capture in ids)
+        assert stack.http.delete(f"/v1/captures/{name}").status_code == 204
+        assert stack.http.put(f"/v1/captures/{name}/hold").status_code == 404
+
+
 def test_waiting_for_a_capture(stack: Stack) -> None:
     body = stack.complete("wait", play={"unfinished": True}, capture=SPEC).json()
     ulid = body["capture"]["id"]

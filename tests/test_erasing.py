@@ -115,7 +115,7 @@ def traces(store: Path) -> list[str]:
 def look_after(store: Path) -> None:
     """What a writer's keeper does until nothing is left to do, on a store without a writer."""
     state = recover(store)
-    keeper = Keeper(store, state.uuid, 0.0, Waker())
+    keeper = Keeper(store, state.uuid, Waker())
     db = connect_write(store / "catalog.sqlite")
     try:
         for _ in range(2):
@@ -285,7 +285,7 @@ def test_cut_at_every_change_of_the_disk(
         store = tmp_path / "cut"
         shutil.copytree(template, store)
         with monkeypatch.context() as patch:
-            keeper = Keeper(store, uuid, 0.0, Waker())
+            keeper = Keeper(store, uuid, Waker())
             calls = cut_short(patch, at, turn % 2 == 0)
             try:
                 keeper.round()

@@ -173,6 +173,14 @@ class AsyncClient:
         """``Client.delete``."""
         await self._send(wire.Ask("DELETE", wire.path(ref), again=False))
 
+    async def hold(self, ref: str) -> None:
+        """``Client.hold``."""
+        await self._send(wire.Ask("PUT", wire.path(ref) + "/hold"))
+
+    async def release(self, ref: str) -> None:
+        """``Client.release``."""
+        await self._send(wire.Ask("DELETE", wire.path(ref) + "/hold"))
+
     async def capabilities(self) -> dict[str, Any]:
         """What can be captured, the codecs, the formats, the limits."""
         return await self._json(wire.Ask("GET", "/v1/capabilities"))

@@ -88,6 +88,10 @@ def serve(
         = Durability.fsync,
     seal_idle_s: Annotated[float, typer.Option(help="Turn what was written into Zarr after so many quiet seconds.")]
         = 5.0,
+    retain_days: Annotated[float | None, typer.Option(help="Delete captures that are older.")] = None,
+    retain_bytes: Annotated[int | None, typer.Option(help="Delete the oldest while the store takes more.")] = None,
+    quota_bytes: Annotated[int | None, typer.Option(
+        help="Take no rows of new captures while the store takes more.")] = None,
     activation_capture: Annotated[bool, typer.Option(
         "--activation-capture", help="Capture resid_post of every request that brings no spec of its own.")] = False,
     act_mode: ActMode = None,
@@ -112,6 +116,7 @@ def serve(
         model=chosen, served_name="tiny" if tiny else "", store=store, keys=keys, host=host, port=port,
         engine_port=engine_port, arm=arm, on_full=on_full.value, ring_bytes=ring_bytes,
         staging_bytes_max=staging_bytes_max, durability=durability.value, seal_idle_s=seal_idle_s,
+        retain_days=retain_days, retain_bytes=retain_bytes, quota_bytes=quota_bytes,
         engine_args=(*arguments, *context.obj), environment={**environment, **legacy}, capture_all=capture_all,
     )))
 

@@ -16,6 +16,9 @@ def add(app: typer.Typer) -> None:
     """Put them into ``app``."""
     app.command("fsck")(check)
     app.command("rebuild")(rebuild)
+    app.command("rm")(remove)
+    app.command("hold")(hold)
+    app.command("release")(release)
 
 
 def check(
@@ -33,3 +36,33 @@ def rebuild(store: StorePath = Path("captures")) -> None:
     from vllm_tap.upkeep import rebuild_catalog
 
     raise typer.Exit(rebuild_catalog(store))
+
+
+Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",
+                                     help="The folder of captures.")]
+Ref = Annotated[str, typer.Argument(help="A capture id, a response id or an X-Request-Id.")]
+
+
+def remove(
+    refs: Annotated[list[str], typer.Argument(help="Capture ids, response ids or X-Request-Ids.")],
+    store: Store = Path("captures"),
+) -> None:
+    """Delete captures for good: hidden at once, erased from the disk within seconds."""
+    from vllm_tap.store_control import delete
+
+    for target in delete(store, refs):
+        typer.echo(target)
+
+
+def hold(ref: Ref, store: Store = Path("captures")) -> None:
+    """Keep a capture from being deleted or expired until it is released."""
+    from vllm_tap.store_control import hold as run
+
+    typer.echo(run(store, ref, True))
+
+
+def release(ref: Ref, store: Store = Path("captures")) -> None:
+    """End a hold."""
+    from vllm_tap.store_control import hold as run
+
+    typer.echo(run(store, ref, False))

@@ -190,6 +190,14 @@ class Client:
         """Hides a capture for good; NotFound where there is none, Conflict while it is held."""
         self._send(wire.Ask("DELETE", wire.path(ref), again=False))
 
+    def hold(self, ref: str) -> None:
+        """Keeps a capture from being deleted or expired until it is released."""
+        self._send(wire.Ask("PUT", wire.path(ref) + "/hold"))
+
+    def release(self, ref: str) -> None:
+        """Ends a hold."""
+        self._send(wire.Ask("DELETE", wire.path(ref) + "/hold"))
+
     def capabilities(self) -> dict[str, Any]:
         """What can be captured, the codecs, the formats, the limits."""
         return self._json(wire.Ask("GET", "/v1/capabilities"))

@@ -47,6 +47,9 @@ class ServeConfig:
     staging_bytes_max: int | None = None
     durability: str = "fsync"
     seal_idle_s: float = 5.0
+    retain_days: float | None = None
+    retain_bytes: int | None = None
+    quota_bytes: int | None = None
     engine_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
@@ -65,6 +68,10 @@ class ServeConfig:
             raise StartError(f"--on-full = {self.on_full!r}: valid are drop and wait")
         if not 0 < self.seal_idle_s < 86400:
             raise StartError(f"--seal-idle-s = {self.seal_idle_s}: more than 0 and less than a day")
+        for flag, value in (("--retain-days", self.retain_days), ("--retain-bytes", self.retain_bytes),
+                            ("--quota-bytes", self.quota_bytes)):
+            if value is not None and not value > 0:
+                raise StartError(f"{flag} = {value}: must be positive")
         if self.durability not in ("fsync", "os"):
             raise StartError(f"--durability = {self.durability!r}: valid are fsync and os")
         if self.ring_bytes is not None and self.ring_bytes < _RING_BYTES_MIN:
@@ -151,10 +158,19 @@ def make_socket_dir() -> Path:
     raise StartError(f"TMPDIR = {tempfile.gettempdir()!r}: too long for a socket path, and /tmp does not serve either")
 
 
-def writer_command(store: Path, endpoint: str, durability: str, seal_idle_s: float = 5.0) -> tuple[str, ...]:
+def writer_command(
+    store: Path, endpoint: str, durability: str, seal_idle_s: float = 5.0, more: tuple[str, ...] = ()
+) -> tuple[str, ...]:
     """``python -m writer_service`` for a store."""
     return (*_module("writer_service"), "--store", str(store), "--endpoint", endpoint, "--durability", durability,
-            "--seal-idle-s", f"{seal_idle_s:g}")
+            "--seal-idle-s", f"{seal_idle_s:g}", *more)
+
+
+def _upkeep_flags(config: ServeConfig) -> tuple[str, ...]:
+    """The writer's flags of what was asked for of retention and quota."""
+    named = (("--retain-days", config.retain_days), ("--retain-bytes", config.retain_bytes),
+             ("--quota-bytes", config.quota_bytes))
+    return tuple(word for flag, value in named if value is not None for word in (flag, str(value)))
 
 
 def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
@@ -166,7 +182,8 @@ def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
     store = config.store.absolute()
     upstream = f"http://127.0.0.1:{config.engine_port}"
     common = {**config.environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
-    writer = Service("writer", writer_command(store, endpoint, config.durability, config.seal_idle_s), common,
+    writer = Service("writer", writer_command(store, endpoint, config.durability, config.seal_idle_s,
+                                              _upkeep_flags(config)), common,
                      ready_line="writer ready")
     engine = Service(
         "engine",

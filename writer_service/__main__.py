@@ -26,6 +26,9 @@ def parse(argv: list[str]) -> Config:
     parser.add_argument("--segment-bytes", type=int, default=limits.segment_bytes_target)
     parser.add_argument("--seal-idle-s", type=float, default=5.0)
     parser.add_argument("--engine-lost-s", type=float, default=limits.engine_lost_after_ms / 1000)
+    parser.add_argument("--retain-days", type=float, help="delete captures that are older")
+    parser.add_argument("--retain-bytes", type=int, help="delete the oldest captures while the store takes more")
+    parser.add_argument("--quota-bytes", type=int, help="take no rows of new captures while the store takes more")
     parser.add_argument("--keep-s", type=float, default=1.0, help="between two rounds of erasing")
     return Config(**vars(parser.parse_args(argv)))
 

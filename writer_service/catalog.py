@@ -10,11 +10,12 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import numpy as np
 
-from schemas import codecs
+from schemas import codecs, limits
 from schemas.catalog import CATALOG_VERSION, DDL, find_capture, load_drops, load_extents, pack_layers
 from schemas.control import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Frame, Hello, Hold, Open, Own
 from schemas.coverage import Coverage, cover, status_of_cover
@@ -22,8 +23,10 @@ from schemas.errors import TapError
 from schemas.frame import FLAG_DRAFT, FLAG_ERASED, RowTable
 from schemas.ids import sample_id, split_capture_id, ulid_ms
 from schemas.spec import parse_spec
-from writer_service.control_log import Entry, Lost
+from writer_service.control_log import Entry, Lost, OverQuota
 from writer_service.scrubbing import content_of
+
+after_all_seqs: Final = 2**62  # a drop of this number supersedes every row
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +240,14 @@ def _apply_entry(db: sqlite3.Connection, entry: Entry) -> set[str]:
             ids = _ids(db, message.capture)
             db.executemany("UPDATE captures SET hold = ? WHERE id = ?", [(int(message.on), capture) for capture in ids])
             return set()
+        case OverQuota():
+            db.execute("UPDATE captures SET quota = 1 WHERE id = ?", (message.capture,))
+            known = find_capture(db, message.capture)
+            resolved = json.loads(known.resolved)["layers"] if known is not None and known.resolved else {}
+            db.executemany("INSERT OR REPLACE INTO drops VALUES (?, ?, ?, ?, 0, ?, 'quota')", [
+                (message.capture, site, after_all_seqs, pack_layers(layers), limits.position_max + 1)
+                for site, layers in resolved.items()])
+            return {message.capture}
         case Lost():
             db.executemany("UPDATE captures SET lost = 1 WHERE id = ? AND finish_seq IS NULL",
                            [(capture,) for capture in message.captures])
@@ -368,8 +379,8 @@ def _index(db: sqlite3.Connection, item: Indexed) -> set[str]:
 
 def _note_stray(db: sqlite3.Connection, item: Indexed, capture: str) -> None:
     """Rows that are never served: they are erased with their capture, at once where it is deleted already."""
-    row = db.execute("SELECT deleted FROM captures WHERE id = ?", (capture,)).fetchone()
-    if row is not None and row["deleted"]:
+    row = db.execute("SELECT deleted OR quota AS doomed FROM captures WHERE id = ?", (capture,)).fetchone()
+    if row is not None and row["doomed"]:
         db.execute("INSERT OR IGNORE INTO doomed VALUES (?, ?)", (item.segment, capture))
     else:
         db.execute("INSERT OR IGNORE INTO strays VALUES (?, ?, ?)", (capture, item.segment, item.offset))
@@ -377,9 +388,9 @@ def _note_stray(db: sqlite3.Connection, item: Indexed, capture: str) -> None:
 
 def _indexable(db: sqlite3.Connection, item: Indexed, capture: str) -> bool:
     """Rows count from the stream that opened the capture, between its Open and its Finish."""
-    row = db.execute("SELECT stream, epoch, open_seq, finish_seq, deleted FROM captures WHERE id = ?",
-                     (capture,)).fetchone()
+    row = db.execute("SELECT stream, epoch, open_seq, finish_seq, deleted OR quota AS refused FROM captures "
+                     "WHERE id = ?", (capture,)).fetchone()
     return (
-        row is not None and not row["deleted"] and row["stream"] == item.stream and row["epoch"] == item.epoch
+        row is not None and not row["refused"] and row["stream"] == item.stream and row["epoch"] == item.epoch
         and row["open_seq"] < item.frame.seq and (row["finish_seq"] is None or item.frame.seq < row["finish_seq"])
     )

@@ -23,6 +23,9 @@ class Config:
     segment_bytes: int = limits.segment_bytes_target
     seal_idle_s: float = 5.0
     engine_lost_s: float = limits.engine_lost_after_ms / 1000
+    retain_days: float | None = None  # captures older than that are deleted
+    retain_bytes: int | None = None  # the oldest are deleted while the store takes more than that
+    quota_bytes: int | None = None  # no rows of new captures are taken while the store takes more than that
     keep_s: float = 1.0  # between two rounds of erasing and whatever else is done to what is stored
     commit_bytes: int = limits.commit_bytes_target
     commit_delay_s: float = limits.commit_delay_ms / 1000
@@ -35,6 +38,10 @@ class Config:
             raise StartError(f"--segment-bytes = {self.segment_bytes}: at least {limits.section_align_bytes}")
         if self.seal_idle_s <= 0 or self.engine_lost_s <= 0 or self.keep_s <= 0:
             raise StartError("--seal-idle-s, --engine-lost-s and --keep-s must be positive")
+        for flag, value in (("--retain-days", self.retain_days), ("--retain-bytes", self.retain_bytes),
+                            ("--quota-bytes", self.quota_bytes)):
+            if value is not None and not value > 0:
+                raise StartError(f"{flag} = {value}: must be positive")
         scheme, _, rest = self.endpoint.partition("://")
         if scheme != "ipc" or not rest:
             # tcp would let anybody on the network write into the store; it needs keys, which this version has not.

@@ -54,7 +54,14 @@ class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
     code: str
 
 
-Message = Open | Finish | Dropped | Own | ClientFinish | Abandon | Delete | Hold | Hello | Bye | Lost | Refused
+class OverQuota(msgspec.Struct, tag="over_quota", forbid_unknown_fields=True):
+    """The writer takes no rows of a capture: the store was over its quota when it was opened."""
+
+    capture: str
+
+
+Message = (Open | Finish | Dropped | Own | ClientFinish | Abandon | Delete | Hold | Hello | Bye | Lost | Refused
+           | OverQuota)
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +76,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def seq(self) -> int:
         """The number that the entry takes in its stream, 0 where it takes none."""
-        return 0 if isinstance(self.message, Hello | Lost | Bye) else self.message.seq
+        return 0 if isinstance(self.message, Hello | Lost | Bye | OverQuota) else self.message.seq
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -41,6 +41,8 @@ class Counters:
     disk_errors: int = 0
     commits: int = 0
     sealed: int = 0
+    expired: int = 0
+    rows_over_quota: int = 0
 
 
 class Journal:

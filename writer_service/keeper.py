@@ -1,4 +1,4 @@
-"""Looks after what is stored, beside the main loop: erases what was deleted, takes whole blocks away.
+"""Looks after what is stored, beside the main loop: erases what was deleted, finds what is too old or too much.
 
 The thread only touches sealed blocks and closed logs, and tells the main loop what it did; the main loop journals it.
 The next round starts when the catalog has heard of the last one.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sqlite3
 import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -20,9 +22,11 @@ from writer_service.catalog import Erased, Scrubbed, SegmentGone
 from writer_service.commits import Waker
 from writer_service.erasing import erase
 from writer_service.scrubbing import scrub_log
+from writer_service.usage import Usage, capture_bytes, oldest
 
 retire_rounds: Final = 2  # so that deletes one after the other do not make a block each
 failed_rounds: Final = 30
+expired_at_once: Final = 500
 KeeperChange = Erased | Scrubbed | SegmentGone
 
 
@@ -32,6 +36,8 @@ class Round:
 
     changes: list[KeeperChange] = field(default_factory=list)
     retire: set[int] = field(default_factory=set)  # open segments that hold rows to erase
+    expired: list[str] = field(default_factory=list)  # captures to delete: too old, or one too many
+    used_bytes: int = 0  # what the store takes
     rotate_log: bool = False  # the log being written has something to scrub
     erased_rows: int = 0
     removed_blocks: int = 0
@@ -41,8 +47,13 @@ class Round:
 class Keeper:
     """``step`` starts a round where one is due; ``take`` gives what came of it, once."""
 
-    def __init__(self, store: Path, uuid: bytes, round_s: float, waker: Waker) -> None:
-        self._store, self._uuid, self._round_s, self._waker = store, uuid, round_s, waker
+    def __init__(
+        self, store: Path, uuid: bytes, waker: Waker, round_s: float = 1.0, retain_days: float | None = None,
+        retain_bytes: int | None = None,
+    ) -> None:
+        self._store, self._uuid, self._waker, self._round_s = store, uuid, waker, round_s
+        self._retain_days, self._retain_bytes = retain_days, retain_bytes
+        self._usage = Usage(store)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keep")
         self._running: Future[Round] | None = None
         self._due = 0.0
@@ -50,11 +61,16 @@ class Keeper:
         self._seen: dict[int, float] = {}  # open segments with rows to erase, since when
         self.failures = 0
 
-    def step(self, now: float, applied: int) -> None:
-        """Start a round where the last one is over, told, and long enough ago; ``applied`` is the catalog's commit."""
-        if self._running is None and now >= self._due and applied >= self._after_batch:
-            self._running = self._pool.submit(self.round)
-            self._running.add_done_callback(lambda _: self._waker.wake())
+    def step(self, now: float, applied: int) -> bool:
+        """Start a round where the last one is over, told, and long enough ago; whether one began.
+
+        ``applied`` is the last commit that the catalog has.
+        """
+        if self._running is not None or now < self._due or applied < self._after_batch:
+            return False
+        self._running = self._pool.submit(self.round)
+        self._running.add_done_callback(lambda _: self._waker.wake())
+        return True
 
     def take(self, now: float, batch: int) -> Round | None:
         """The round that ended; its changes go into commit ``batch``."""
@@ -85,6 +101,8 @@ class Keeper:
             db.execute("BEGIN")  # one moment: what is journaled later is the next round's
             self._erase(db, done)
             self._scrub(db, done)
+            done.used_bytes = self._usage.measure()
+            self._expire(db, done)
         finally:
             db.close()
         return done
@@ -108,10 +126,24 @@ class Keeper:
                     done.removed_blocks += 1
                 else:
                     done.erased_rows += erase(self._store, self._uuid, number, captures)
+                    self._usage.forget(number)
                     done.changes.append(Erased(number, captures))
             except (OSError, StoreError, ValueError, KeyError) as error:
                 done.failures += 1
                 self._complain(f"erase in segment {number}", error)
+
+    def _expire(self, db: sqlite3.Connection, done: Round) -> None:
+        now_ms = time.time_ns() // 1_000_000
+        if self._retain_days is not None:
+            done.expired += islice(oldest(db, now_ms - int(self._retain_days * 86_400_000)), expired_at_once)
+        if self._retain_bytes is None or done.expired or done.changes or done.retire:
+            return  # what is being erased comes back first
+        excess = done.used_bytes - self._retain_bytes
+        for capture in islice(oldest(db, now_ms), expired_at_once):
+            if excess <= 0:
+                return
+            done.expired.append(capture)
+            excess -= capture_bytes(db, capture)
 
     def _scrub(self, db: sqlite3.Connection, done: Round) -> None:
         logs: dict[int, set[str]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,6 +40,7 @@ class Standing:
     failed: bool = False
     deleted: bool = False
     hold: bool = False
+    quota: bool = False  # its rows are not taken
     batch: int = 0  # the commit that its last change belongs to
 
     @property
@@ -75,7 +76,7 @@ class Ledger:
         own = (row["own_stream"], row["own_seq"]) if row["own_stream"] else None
         opener = (row["stream"], row["epoch"], row["request"]) if row["stream"] else None
         standing = Standing(own, opener, row["open_seq"] or 0, row["finish_seq"], row["failed"] is not None,
-                            bool(row["deleted"]), bool(row["hold"]))
+                            bool(row["deleted"]), bool(row["hold"]), bool(row["quota"]))
         return self._remember(capture, standing)
 
     def under(self, ref: str) -> list[str]:
@@ -127,8 +128,17 @@ class Ledger:
         """Whether rows of a capture in a frame will be served (the catalog applies the same rule)."""
         standing = self.get(capture)
         return (standing is not None and standing.opener is not None and standing.opener[:2] == (stream, epoch)
-                and not standing.deleted and standing.open_seq < seq
+                and not (standing.deleted or standing.quota) and standing.open_seq < seq
                 and (standing.finish_seq is None or seq < standing.finish_seq))
+
+    def refuse_rows(self, capture: str) -> None:
+        """The store is over its quota: nothing of the capture is taken."""
+        if (standing := self.get(capture)) is not None:
+            standing.quota, standing.batch = True, self.batch
+
+    def unwanted(self, captures: Sequence[str]) -> bool:
+        """Whether rows of none of these captures are taken."""
+        return all((standing := self.get(capture)) is not None and standing.quota for capture in captures)
 
     def forget(self) -> None:
         """Drop what is remembered, after a commit that failed: the catalog has what counts."""

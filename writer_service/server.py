@@ -34,20 +34,23 @@ from schemas.control import (
 )
 from schemas.errors import ProtocolError, StartError, StoreError
 from schemas.frame import RowTable, check_frame, check_table
+from schemas.zarr_layout import endpoint_name
 from writer_service import fs
 from writer_service.commits import Batch, Waker
 from writer_service.config import Config
-from writer_service.control_log import Message, Refused
+from writer_service.control_log import Message, OverQuota, Refused
 from writer_service.journal import Journal
 from writer_service.keeper import Keeper
 from writer_service.lanes import Arrival
 from writer_service.ledger import Ledger, RefusedError
 from writer_service.payload import find_payload
+from writer_service.quota import Quota
 from writer_service.recovery import recover
 from writer_service.sealer import Sealer, backlog_max
 from writer_service.segments import open_max
 from writer_service.senders import Senders
 from writer_service.streams import SenderState
+from writer_service.usage import disk_bytes
 
 receive_at_once: Final = 64
 idle_poll_ms: Final = 200
@@ -95,7 +98,9 @@ class Writer:
         self._waiting_bytes = 0
         self._burst_until = 0.0
         self._os_is_enough = config.durability == "os"
-        self._keeper = Keeper(config.store, state.uuid, config.keep_s, self._waker)
+        self._keeper = Keeper(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
+                              config.retain_bytes)
+        self._quota = Quota(config.quota_bytes, disk_bytes(config.store / "blocks"))
         for number in state.to_seal:
             self._sealer.submit(number)
 
@@ -150,6 +155,7 @@ class Writer:
             socket.bind(self.config.endpoint)
         except zmq.ZMQError as error:
             raise StartError(f"--endpoint = {self.config.endpoint!r}: {error}") from None
+        fs.write_durable(self.config.store / endpoint_name(), self.config.endpoint.encode())
         return socket
 
     def _receive(self) -> bool:
@@ -201,7 +207,25 @@ class Writer:
             self._journal.segments.retire_numbers(done.retire)
             if done.rotate_log:
                 self._journal.rotate_log()
-        self._keeper.step(now, self._ledger.applied)
+            self._quota.measured(done.used_bytes)
+            for capture in done.expired:
+                self._expire(capture)
+        if self._keeper.step(now, self._ledger.applied):
+            self._quota.measuring()
+
+    def _expire(self, capture: str) -> None:
+        """Delete a capture as if somebody had asked for it."""
+        record = Delete(0, capture)
+        try:
+            effect = self._ledger.accept("", 0, record)
+            self._journal.append_entry(SenderState("", 0, "writer"), record)
+        except RefusedError:
+            return  # deleted or held meanwhile
+        except OSError as error:
+            self._journal.disk_error("append", self._journal.folder, error)
+            return
+        effect()
+        self.counters.expired += 1
 
     def _take_sealed(self, now: float) -> None:
         change = self._sealer.take(now, busy=now < self._burst_until)
@@ -303,6 +327,12 @@ class Writer:
             self._write_waiting()
             self._refuse_frame(state, frame.seq, error)
             return
+        if self._quota.limit is not None and self._ledger.unwanted(frame.captures):
+            self._write_waiting()
+            if frame.seq == state.received + 1 and self._append(state, Refused(frame.seq, "quota")):
+                self._took(state, frame.seq)
+                self.counters.rows_over_quota += rows
+            return
         state.waiting += 1
         self._waiting.append(Arrival(state, frame, table_bytes, table, payload))
         self._waiting_bytes += self._waiting[-1].nbytes
@@ -335,6 +365,7 @@ class Writer:
 
     def _took_frame(self, state: SenderState, frame: Frame, table: RowTable) -> None:
         self._took(state, frame.seq)
+        self._quota.appended(sum(part.nbytes for part in frame.streams))
         if self._os_is_enough:
             self._want_ack[state.stream] = state
         counts = np.bincount(table.capture, minlength=len(frame.captures)).tolist()
@@ -360,6 +391,8 @@ class Writer:
         self.counters.records += 1
         if isinstance(record, Open):
             state.open_captures.add(record.capture)
+            if self._quota.over and self._append(state, OverQuota(record.capture)):
+                self._ledger.refuse_rows(record.capture)
         elif isinstance(record, Finish):
             state.open_captures.discard(record.capture)
         elif isinstance(record, Delete):

@@ -138,14 +138,7 @@ async def delete(request: Request, ref: str) -> Response:
     """Hides a capture (with all its samples) for good, and lets its bytes go; 409 while it is held."""
     service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
 
-    def look() -> tuple[str, str]:
-        reader = service.reader()
-        samples = reader.samples(ref, owner)
-        if len(samples) == 1:
-            return samples[0], samples[0]
-        return ulid_of(samples[0]), samples[-1]
-
-    target, last = await service.read(lambda _: look())
+    target, last = await service.read(lambda reader: reader.target(ref, owner))
     await service.submit(lambda seq: Delete(seq=seq, capture=target))
 
     def gone() -> bool:

@@ -1,0 +1,165 @@
+"""Retention, holds and quotas, on a writer that runs; the commands that ask for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from schemas.control import Hold, Open
+from schemas.errors import NotFoundError
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from schemas.spec import Resolved
+from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, engine_info, until
+from tests.test_recovery import dump
+from writer_service import fs
+from writer_service.fsck import fsck
+from writer_service.rebuild import rebuild
+from writer_service.usage import disk_bytes
+
+WIDTH = 4096
+DAY_MS = 86_400_000
+
+
+def store_one(engine: Sender, capture: str, age_days: float = 0.0, finish: bool = True) -> None:
+    """A capture of 32 rows × 4 layers (a block of a bit more than 0.5 MB)."""
+    made = time.time_ns() // 10**6 - int(age_days * DAY_MS)
+    engine.send(Open(engine.next(), capture, "r", "{}", Resolved({SITE: [0, 1, 2, 3]}, {SITE: "int8b64"}, "all",
+                                                                 "allow"), 4, b"", 0, made))
+    engine.frame([(capture, 1, range(32))], width=WIDTH)
+    if finish:
+        engine.finish(capture, end=32, output=28)
+    engine.wait()
+
+
+def ids(store: Path) -> set[str]:
+    with StoreReader(store) as reader:
+        return {row.id for row in reader.captures()}
+
+
+def settled(store: Path) -> bool:
+    tables = dump(store)
+    return not tables["doomed"] and not tables["scrub"]
+
+
+def test_what_is_older_goes_what_is_held_or_running_stays(tmp_path: Path) -> None:
+    store, (old, held, running, young) = tmp_path / "store", [new_ulid() for _ in range(4)]
+    flags = ("--seal-idle-s", "0.2", "--keep-s", "0.1")
+    with WriterProcess(store, *flags) as writer, Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:
+        for capture, age in ((old, 40), (held, 50), (running, 60), (young, 20)):
+            store_one(engine, capture, age, finish=capture != running)
+        with Sender(writer.endpoint, role="api") as api:
+            api.send(Hold(api.next(), held, True))
+            api.wait()
+        until(lambda: list((store / "blocks").iterdir()))
+        writer.stop()
+    with WriterProcess(store, *flags, "--retain-days", "30") as writer:
+        with Sender(writer.endpoint, role="api") as api:
+            assert until(lambda: ids(store) == {held, running, young})
+            api.delete(held)
+            api.wait()
+            assert api.refused == {1: ("held", f"capture {held} is on hold; lift the hold first")}
+            assert until(lambda: settled(store))
+            assert ids(store) == {held, running, young} and fsck(store).bad == []
+            api.send(Hold(api.next(), held, False))
+            api.wait()
+            assert until(lambda: ids(store) == {running, young})
+            assert until(lambda: settled(store))
+        writer.stop()
+    before = dump(store)
+    done = rebuild(store)
+    fs.close(done.state.lock)
+    assert done.differences == {} and dump(store) == before
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(young, SITE, [0, 3]), 1, range(32))
+        with pytest.raises(NotFoundError):
+            reader.manifest(old)
+
+
+def test_the_oldest_go_when_there_is_too_much(tmp_path: Path) -> None:
+    store, captures = tmp_path / "store", [new_ulid() for _ in range(6)]
+    limit = 1_900_000
+    with WriterProcess(store, "--segment-bytes", "500000", "--seal-idle-s", "0.1", "--keep-s", "0.1",
+                       "--retain-bytes", str(limit)) as writer:
+        with Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:
+            for age, capture in zip((6, 1, 5, 4, 3, 2), captures, strict=True):
+                store_one(engine, capture, age)
+            assert until(lambda: settled(store) and disk_bytes(store / "blocks") <= limit and len(ids(store)) <= 3)
+        writer.stop()
+    assert captures[1] in ids(store) and captures[0] not in ids(store)  # by age, not by when they came
+    assert 2 <= len(ids(store)) <= 3, "more was deleted than had to be"
+    assert fsck(store).bad == []
+
+
+def test_over_quota(tmp_path: Path) -> None:
+    store, (before, after, mixed, later) = tmp_path / "store", [new_ulid() for _ in range(4)]
+    with WriterProcess(store, "--seal-idle-s", "0.2", "--keep-s", "0.1", "--quota-bytes", "600000") as writer:
+        with Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:
+            store_one(engine, before, finish=False)
+            assert until(lambda: disk_bytes(store / "blocks") > 500_000)
+            engine.frame([(before, 1, range(32, 44))], width=WIDTH)
+            engine.wait()
+            size = disk_bytes(store)
+            for capture in (after, mixed):
+                store_one(engine, capture)
+                assert disk_bytes(store) - size < 300_000
+            # What had begun before goes on, also where its rows share a frame with some that are not taken.
+            args: dict[str, Any] = {"width": WIDTH}
+            engine.open(later, prompt_len=2)
+            engine.frame([(before, 1, range(44, 48)), (later, 1, range(2))], **args)
+            engine.finish(before, end=48, output=44)
+            engine.wait()
+            with StoreReader(store) as reader:
+                assert until(lambda: reader.capture(before).status == "complete")
+                assert_rows(reader.slice(before, SITE, [0, 1, 2, 3]), 1, range(48))
+                for capture, expected in ((after, 31), (later, 2)):
+                    manifest = reader.manifest(capture)
+                    assert_adds_up(manifest)
+                    assert {missing.reason for row in manifest.rows for missing in row.missing} == {"quota"}
+                    assert manifest.captured == 0 and manifest.expected in (expected * 4, (expected + 1) * 4)
+                assert reader.capture(after).status == "incomplete"
+            engine.delete(before)
+            engine.wait()
+            assert until(lambda: settled(store) and disk_bytes(store / "blocks") < 400_000)
+            again = new_ulid()
+            store_one(engine, again)
+            with StoreReader(store) as reader:
+                assert until(lambda: reader.capture(again).status == "complete")
+                assert_rows(reader.slice(again, SITE, [2]), 1, range(32))
+        out = writer.stop()
+    assert "rows_over_quota=64" in out
+    assert fsck(store).bad == []
+    before_rebuild = dump(store)
+    done = rebuild(store)
+    fs.close(done.state.lock)
+    assert done.differences == {} and dump(store) == before_rebuild
+
+
+def tap(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, args)], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_commands_with_a_writer_and_without(tmp_path: Path) -> None:
+    store, (one, two) = tmp_path / "store", [new_ulid() for _ in range(2)]
+    with WriterProcess(store, "--keep-s", "0.1") as writer:
+        with Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:
+            store_one(engine, one)
+            store_one(engine, two)
+        assert tap("hold", one, "--store", store).stdout == f"{one}\n"
+        refused = tap("rm", two, one, "--store", store)
+        assert refused.returncode == 2 and "on hold" in refused.stderr
+        with StoreReader(store) as reader:
+            assert reader.capture(one).hold and msgspec.to_builtins(reader.manifest(one))["hold"]
+        assert until(lambda: ids(store) == {one})
+        writer.stop()
+    assert tap("release", one, "--store", store).returncode == 0
+    assert tap("rm", one, "--store", store).stdout == f"{one}\n"
+    assert not list((store / "blocks").iterdir()) and settled(store)
+    missing = tap("rm", one, "--store", store)
+    assert missing.returncode == 2 and "no capture" in missing.stderr

@@ -1,0 +1,59 @@
+"""How much of the disk a store takes, and how much of it a capture does."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from schemas import codecs
+from schemas.zarr_layout import WRITER
+
+BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
+
+
+def disk_bytes(path: Path) -> int:
+    """What a file or folder takes: erased pages do not count. Files that vanish meanwhile count nothing."""
+    try:
+        if not path.is_dir():
+            return path.stat().st_blocks * BLOCK_BYTES
+        return sum(disk_bytes(entry) for entry in path.iterdir())
+    except FileNotFoundError:
+        return 0
+
+
+class Usage:
+    """The bytes of a store's rows and logs; a sealed block is measured once, until something is erased in it."""
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self._blocks: dict[str, int] = {}
+
+    def forget(self, number: int) -> None:
+        """A block has become smaller."""
+        self._blocks.pop(f"{WRITER}-{number:08d}.zarr", None)
+
+    def measure(self) -> int:
+        """Bytes of all blocks and of the journal."""
+        there = {path.name: path for path in (self._store / "blocks").glob(f"{WRITER}-*.zarr")}
+        self._blocks = {name: self._blocks[name] if name in self._blocks else disk_bytes(path)
+                        for name, path in there.items()}
+        unnamed = sum(disk_bytes(path) for path in (self._store / "blocks").glob(".*"))  # being sealed, or taken away
+        return sum(self._blocks.values()) + unnamed + disk_bytes(self._store / "writers" / WRITER / "journal")
+
+
+def oldest(db: sqlite3.Connection, before_ms: int) -> Iterator[str]:
+    """Captures made before a time that may expire, oldest first: held ones and those that still run may not."""
+    query = ("SELECT id FROM captures WHERE deleted = 0 AND hold = 0 AND created_ms < ? AND status <> 'running' "
+             "ORDER BY created_ms")
+    for row in db.execute(query, (before_ms,)):
+        yield row["id"]
+
+
+def capture_bytes(db: sqlite3.Connection, capture: str) -> int:
+    """About how much erasing a capture gives back."""
+    query = ("SELECT e.n AS n, length(e.layers) / 2 AS layers, s.codec AS codec, s.width AS width, s.dtype AS dtype "
+             "FROM extents e JOIN segments s ON s.number = e.segment WHERE e.capture = ?")
+    return sum(row["n"] * row["layers"] * sum(
+        stream.nbytes for stream in codecs.streams(row["codec"], row["width"], row["dtype"]))
+        for row in db.execute(query, (capture,)))
