@@ -242,11 +242,31 @@ def test_compares_two_captures(page: Any, stack: Stack, capture: str, holed: str
     expect(page.locator(".against")).to_be_hidden()
 
 
+def test_a_long_capture_is_shown_part_by_part(page: Any, stack: Stack) -> None:
+    long = made(stack, "x" * 700, capture={"sites": ["resid_post"], "codec": "raw"})
+    area = look(page, stack, long)
+    expect(page.locator(".pager")).to_contain_text("positions 0–511 of 707")
+    page.get_by_role("button", name="later positions").click()
+    expect(page.locator(".pager")).to_contain_text("positions 512–706 of 707")
+    expect(page.locator("#map-0 canvas[data-columns='195']")).to_be_visible()
+    area.focus()
+    expect(told(page)).to_have_text(f"token x, position 512, layer 0, norm {shown(norm(0, 512))}")
+
+
+def test_a_name_of_several_captures_offers_each(page: Any, stack: Stack) -> None:
+    both = stack.complete("two", n=2, max_tokens=3, capture={"sites": ["resid_post"]}).json()["capture"]
+    page.goto(f"{stack.url}/#{both['id']}")
+    page.get_by_role("link", name=both["ids"][1]).click()
+    expect(page.locator(".head .id")).to_have_text(both["ids"][1])
+
+
 def test_watches_a_capture_grow(page: Any, stack: Stack) -> None:
     def generate() -> None:
         stack.complete("Slowly", max_tokens=30, stream=True, play={"delay_s": 0.15, "live": True},
                        capture={"sites": ["resid_post"], "id": "01HZZZZZZZZZZZZZZZZZZZZZZZ", "codec": "raw"})
 
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
     generating = threading.Thread(target=generate)
     generating.start()
     try:
@@ -261,6 +281,7 @@ def test_watches_a_capture_grow(page: Any, stack: Stack) -> None:
         assert len(seen) >= 4 and min(seen) < 20, seen
         expect(page.locator(f"#map-0 canvas[data-columns='{6 + 29}']")).to_be_visible()
         expect(page.locator(".head")).to_contain_text("140 of 140")
+        assert sum(url.endswith("/events") for url in asked) == 1  # told, not polled
         assert all(cell(page, layer, position)["colours"] == 1 for layer in (0, 3) for position in range(35))
     finally:
         generating.join()

@@ -1,14 +1,11 @@
 // The list of captures, with its search, and the form that makes a new one.
 
-import { html, useMemo, useState } from "/page/vendor/preact-htm.js";
-import { isRunning, useCaptures } from "/page/data.js";
+import { html, useEffect, useState } from "/page/vendor/preact-htm.js";
+import { filtersOf, isRunning, listed, useCaptures } from "/page/data.js";
 import { ask, eventsOf } from "/page/service.js";
 
+const SETTLE_MS = 200;
 const STATUSES = ["", "running", "complete", "incomplete", "failed"];
-
-const matches = (row, text) => text.toLowerCase().split(/\s+/).every((word) => [
-  row.id, row.status, ...row.aliases, ...row.sites, ...Object.entries(row.tags).map(([name, value]) => `${name}=${value}`),
-].some((part) => part.toLowerCase().includes(word)));
 
 export function ago(ms) {
   const seconds = Math.max(0, (Date.now() - ms) / 1000);
@@ -25,23 +22,29 @@ export const nameOf = (row) => row.aliases.find((alias) => !/^(chatcmpl|cmpl)-/.
 
 export function Captures({ open, compared, visit, onOpen, onCompare }) {
   const [text, setText] = useState("");
+  const [asked, setAsked] = useState(""); // the text, once nothing was typed for a moment
   const [status, setStatus] = useState("");
-  const { rows, more, error } = useCaptures(status, visit);
-  const found = useMemo(() => (text.trim() ? rows.filter((row) => matches(row, text.trim())) : rows), [rows, text]);
-  const go = (event) => { // a whole id or name that is not in the list can be opened all the same
+  useEffect(() => {
+    const timer = setTimeout(() => setAsked(text), SETTLE_MS);
+    return () => clearTimeout(timer);
+  }, [text]);
+  const { rows, more, error } = useCaptures(filtersOf(asked, status), visit);
+  const go = async (event) => { // a whole id or name can be opened as well, listed or not
     event.preventDefault();
-    if (text.trim()) onOpen(found[0]?.id ?? text.trim());
+    if (!text.trim()) return;
+    const page = await listed(filtersOf(text, status), { limit: 1 }).catch(() => ({ data: [] }));
+    onOpen(page.data[0]?.id ?? text.trim());
   };
   return html`<nav class="captures" aria-label="captures">
     <form role="search" onSubmit=${go}>
-      <input type="search" aria-label="search captures" placeholder="Search id, name, tag, site" value=${text}
+      <input type="search" aria-label="search captures" placeholder="Search" title="part of an id, a name or a tag; tag=value, site:resid_post, model:name" value=${text}
         onInput=${(event) => setText(event.target.value)} />
       <select aria-label="status" value=${status} onChange=${(event) => setStatus(event.target.value)}>
         ${STATUSES.map((each) => html`<option value=${each}>${each || "any status"}</option>`)}</select>
     </form>
     ${error && html`<p class="notice">${error.status === 401 ? "A key is needed: enter it above." : error.message}</p>`}
-    <p class="sr" aria-live="polite">${found.length} captures</p>
-    <ul>${found.map((row) => html`<li key=${row.id} class=${row.id === open ? "open" : row.id === compared ? "compared" : ""}>
+    <p class="sr" aria-live="polite">${rows.length} captures</p>
+    <ul>${rows.map((row) => html`<li key=${row.id} class=${row.id === open ? "open" : row.id === compared ? "compared" : ""}>
       <button class="entry" aria-current=${row.id === open ? "true" : undefined} onClick=${() => onOpen(row.id)}>
         <span class="entry-top"><i class=${`dot ${row.status}`} aria-hidden="true"></i><b>${nameOf(row)}</b><span class="soft">${ago(row.created_ms)}</span></span>
         <span class="entry-more">${row.status}${isRunning(row) ? "" : ` · ${row.total_len} tokens`} · ${row.sites.join(", ") || "no rows"}</span>
@@ -50,7 +53,7 @@ export function Captures({ open, compared, visit, onOpen, onCompare }) {
       ${open && row.id !== open && html`<button class="compare" aria-pressed=${row.id === compared ? "true" : "false"}
         aria-label=${`compare with ${nameOf(row)}`} title="compare" onClick=${() => onCompare(row.id === compared ? null : row.id)}>⇄</button>`}
     </li>`)}</ul>
-    ${!found.length && !error && html`<p class="soft empty">${rows.length ? "Nothing matches." : "No captures yet."}</p>`}
+    ${!rows.length && !error && html`<p class="soft empty">${asked.trim() || status ? "Nothing matches." : "No captures yet."}</p>`}
     ${more && html`<button class="plain more" onClick=${more}>Older captures</button>`}
   </nav>`;
 }

@@ -1,7 +1,7 @@
 // What the page shows of captures, kept up to date: the list, a manifest, its tokens, a map of it.
 
-import { useCallback, useEffect, useRef, useState } from "/page/vendor/preact-htm.js";
-import { captureUrl, json, query } from "/page/service.js";
+import { useEffect, useRef, useState } from "/page/vendor/preact-htm.js";
+import { ask, captureUrl, eventsOf, json, query } from "/page/service.js";
 
 const LIST_PAUSE_MS = 3000;
 const LIVE_PAUSE_MS = 400;
@@ -27,30 +27,40 @@ function useRepeated(work, pause, inputs) {
   }, inputs);
 }
 
-/** `{rows, more(), error}`: the newest captures, older ones where they were asked for. */
-export function useCaptures(status, visit) {
-  const [pages, setPages] = useState({ first: [], older: [], next: null, error: null });
+/** The parameters of a list that words ask for: `name=value` is a tag, `site:` and `model:` say so, the rest is text. */
+export function filtersOf(words, status) {
+  const parts = words.trim().split(/\s+/).filter(Boolean);
+  const after = (prefix) => parts.find((part) => part.startsWith(prefix))?.slice(prefix.length);
+  const special = (part) => part.includes("=") || part.startsWith("site:") || part.startsWith("model:");
+  return { status, site: after("site:"), model: after("model:"), tag: parts.filter((part) => part.includes("=")),
+    text: parts.filter((part) => !special(part)).join(" ") };
+}
+
+export const listed = async (filters, more = {}, options = {}) => json(`/v1/captures${query({ ...filters, limit: 100, ...more })}`, options);
+
+/** `{rows, more(), error}`: the newest captures that fit, older ones where they were asked for. */
+export function useCaptures(filters, visit) {
+  const none = { first: [], older: [], next: null, error: null };
+  const [pages, setPages] = useState(none);
+  const same = JSON.stringify(filters);
+  useEffect(() => setPages(none), [same, visit]);
   useRepeated(async (signal) => {
     try {
-      const page = await json(`/v1/captures${query({ limit: 100, status })}`, { signal });
-      setPages((now) => ({
-        first: page.data, error: null,
-        older: now.older, next: now.older.length ? now.next : page.next,
-      }));
+      const page = await listed(filters, {}, { signal });
+      setPages((now) => ({ first: page.data, older: now.older, error: null, next: now.older.length ? now.next : page.next }));
     } catch (error) {
-      if (error.name !== "AbortError") setPages((now) => ({ ...now, error }));
+      if (error.name !== "AbortError") setPages({ ...none, error });
     }
-  }, () => LIST_PAUSE_MS, [status, visit]);
-  useEffect(() => setPages({ first: [], older: [], next: null, error: null }), [status]);
-  const more = useCallback(async () => {
-    const page = await json(`/v1/captures${query({ limit: 100, status, before: pages.next })}`);
+  }, () => LIST_PAUSE_MS, [same, visit]);
+  const more = async () => {
+    const page = await listed(filters, { before: pages.next });
     setPages((now) => ({ ...now, older: [...now.older, ...page.data], next: page.next }));
-  }, [status, pages.next]);
+  };
   const known = new Map([...pages.first, ...pages.older].map((row) => [row.id, row]));
   return { rows: [...known.values()], more: pages.next ? more : null, error: pages.error };
 }
 
-/** `{manifest, error}`, asked for again while the capture runs. */
+/** `{manifest, error}`; while the capture runs it is asked for again whenever the service tells of progress. */
 export function useManifest(ref, visit) {
   const [state, setState] = useState({ manifest: null, error: null });
   const latest = useRef(null);
@@ -60,12 +70,18 @@ export function useManifest(ref, visit) {
   }, [ref]);
   useRepeated(async (signal) => {
     if (!ref) return;
+    const look = async () => {
+      latest.current = await json(captureUrl(ref), { signal });
+      setState({ manifest: latest.current, error: null });
+    };
     try {
-      const manifest = await json(captureUrl(ref), { signal });
-      latest.current = manifest;
-      setState({ manifest, error: null });
+      await look();
+      if (!isRunning(latest.current)) return;
+      for await (const event of eventsOf(await ask(captureUrl(ref, "/events"), { signal }))) {
+        if (event) await look();
+      }
     } catch (error) {
-      if (error.name !== "AbortError") setState((now) => ({ ...now, error }));
+      if (error.name !== "AbortError" && !latest.current) setState({ manifest: null, error });
     }
   }, () => (ref && (!latest.current || isRunning(latest.current)) ? LIVE_PAUSE_MS : 0), [ref, visit]);
   return state;

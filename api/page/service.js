@@ -33,7 +33,8 @@ export async function ask(path, { headers = {}, ...options } = {}) {
 export const json = async (path, options) => (await ask(path, options)).json();
 
 export function query(params) {
-  const kept = Object.entries(params).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  const pairs = Object.entries(params).flatMap(([name, value]) => [value].flat().map((each) => [name, each]));
+  const kept = pairs.filter(([, value]) => value !== undefined && value !== null && value !== "");
   return kept.length ? `?${new URLSearchParams(kept)}` : "";
 }
 

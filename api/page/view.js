@@ -33,8 +33,10 @@ function difference(a, b) {
 }
 
 export function View({ ref_, compared, limits, visit, onCompare }) {
-  const { manifest, error } = useManifest(ref_, visit);
-  const { manifest: other, error: otherError } = useManifest(compared, visit);
+  const { manifest: found, error } = useManifest(ref_, visit);
+  const manifest = found?.captures ? null : found; // else a name of several
+  const { manifest: foundOther, error: otherError } = useManifest(compared, visit);
+  const other = foundOther?.captures ? null : foundOther;
   const [site, setSite] = useState(null);
   const [measure, setMeasure] = useState("norm");
   const [comparison, setComparison] = useState("beside");
@@ -71,9 +73,9 @@ export function View({ ref_, compared, limits, visit, onCompare }) {
   const scale = useMemo(() => maps.length && scaleOf(maps, { mode, signed, fixed }), [maps, mode, signed, fixed?.[0]]);
 
   if (error) return html`<section class="view" id="capture"><p class="notice" role="alert">${error.message}</p></section>`;
-  if (!manifest) return html`<section class="view" id="capture"><p class="soft">loading…</p></section>`;
-  if (manifest.captures) return html`<section class="view" id="capture"><h1>${manifest.captures.length} captures</h1>
-    <ul class="samples">${manifest.captures.map((id) => html`<li><a href=${`#${id}`}>${id}</a></li>`)}</ul></section>`;
+  if (!found) return html`<section class="view" id="capture"><p class="soft">loading…</p></section>`;
+  if (!manifest) return html`<section class="view" id="capture"><h1>${found.captures.length} captures</h1>
+    <ul class="samples">${found.captures.map((id) => html`<li><a href=${`#${id}`}>${id}</a></li>`)}</ul></section>`;
 
   const name = measure === "cosine" && !rows ? `cosine to position ${anchor}` : maps[0]?.measure ?? measure;
   const titles = compared && !differs && !rows ? [nameOf(manifest), other ? nameOf(other) : compared] : [
