@@ -12,6 +12,7 @@ from api.config import Config, is_loopback
 from api.guard import Guard
 from api.keys import KeyFile
 from api.metrics import CountRequests, Metrics
+from api.openapi import describe
 from api.routes import about, captures, generate, holds, live, maps, page, slices
 from api.service import Service
 from api.upstream import new_client
@@ -40,6 +41,7 @@ def create_app(config: Config) -> FastAPI:
     app = FastAPI(title="vllm-tap", summary="Read the inside of large language models while they serve.",
                   lifespan=lifespan, redirect_slashes=False, redoc_url=None)
     errors.install(app)
+    describe(app)
     for part in (generate, captures, holds, slices, live, maps, about, page):
         app.include_router(part.router)
     app.add_middleware(Guard, config=config, keys=keys)

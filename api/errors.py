@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from schemas.errors import (
     ConflictError,
@@ -105,6 +106,15 @@ def tap_response(error: TapError) -> Json:
     return error_response(status, code, str(error), param, headers)
 
 
+def _methods(request: Request) -> list[str]:
+    """What the path can be asked with, by any of its routes; the framework names those of the first alone."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)
+
+
 def install(app: FastAPI) -> None:
     """Gives every error of ``app``, the framework's own included, this shape."""
 
@@ -131,7 +141,8 @@ def install(app: FastAPI) -> None:
             404: (f"nothing is served at {path!r}; see /openapi.json", "not_found"),
             405: (f"{request.method} is not possible at {path!r}", "method_not_allowed"),
         }.get(error.status_code, (str(error.detail), "http_error"))
-        return error_response(error.status_code, code, message, headers=error.headers)
+        headers = {"Allow": ", ".join(_methods(request))} if error.status_code == 405 else error.headers
+        return error_response(error.status_code, code, message, headers=headers)
 
     @app.exception_handler(RequestValidationError)
     async def _validation(request: Request, error: RequestValidationError) -> Json:

@@ -64,10 +64,11 @@ class Guard:
                 raise ApiError(403, "foreign_host", f"Host = {host[:100]!r}: without keys the service answers to "
                                "127.0.0.1, ::1 and localhost only", "Host")
             return ""
-        scheme, _, text = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            text = headers.get("x-api-key", "")
-        owner = self.keys.owner(text.strip())
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        # Either may be somebody else's: a proxy's, or what a client library always sends.
+        owners = [self.keys.owner(text.strip()) for text in (bearer if scheme.lower() == "bearer" else "",
+                                                             headers.get("x-api-key", ""))]
+        owner = owners[0] if owners[1] is None else owners[1]
         if owner is None:
             # The same words for no key, a wrong one and a revoked one.
             raise ApiError(401, "invalid_key", "a key in use is needed: Authorization: Bearer KEY, or x-api-key: KEY",

@@ -84,7 +84,8 @@ async def send(service: Service, request: httpx.Request) -> httpx.Response:
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         service.metrics.upstream_failures.labels("connect").inc()
         raise ApiError(503, "upstream_unavailable", f"no connection to the model server at {service.config.upstream} "
-                       f"({error or type(error).__name__}); is it running?", headers={"Retry-After": "2"}) from None
+                       f"({str(error) or type(error).__name__}); is it running?",
+                       headers={"Retry-After": "2"}) from None
     except httpx.HTTPError as error:
         raise broken(service, error) from None
 
@@ -100,7 +101,7 @@ def broken(service: Service, error: httpx.HTTPError | httpx.StreamError) -> ApiE
         return stopped()
     service.metrics.upstream_failures.labels("broken").inc()
     return ApiError(502, "upstream_broken", f"the model server at {service.config.upstream} broke off: "
-                    f"{error or type(error).__name__}")
+                    f"{str(error) or type(error).__name__}")
 
 
 async def while_connected(service: Service, request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -162,5 +163,8 @@ async def passed(service: Service, request: Request, data: bytes) -> Response:
     asked = service.upstream.build_request(request.method, path, content=data,
                                            headers=caller_headers(request))
     answer = await while_connected(service, request, send(service, asked))
+    if answer.is_redirect:  # to an address that is nobody's but ours
+        await answer.aclose()
+        raise ApiError(404, "not_found", f"nothing is served at {request.url.path[:200]!r}; see /openapi.json")
     headers = {"content-length": answer.headers["content-length"]} if "content-length" in answer.headers else None
     return Relay(service, answer, answer.aiter_raw(), headers)

@@ -25,6 +25,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -54,10 +55,15 @@ class Upstream:
 
     async def tokenize(self, request: Request) -> Response:
         body = await request.json()
-        return JSONResponse({"tokens": list(body["prompt"].encode())})
+        if not isinstance(body.get("prompt"), str):
+            return bad_request("prompt must be text")
+        return JSONResponse({"tokens": list(body["prompt"].encode("utf-8", "surrogatepass"))})
 
     async def detokenize(self, request: Request) -> Response:
         body = await request.json()
+        if not isinstance(body.get("tokens"), list) or not all(
+                type(token) is int and 0 <= token < 256 for token in body["tokens"]):
+            return bad_request("tokens must be token ids")
         return JSONResponse({"prompt": bytes(body["tokens"]).decode(errors="replace")})
 
     async def generate(self, request: Request) -> Response:
@@ -69,10 +75,46 @@ class Upstream:
         if "status" in play:
             return JSONResponse({"error": {"message": "as asked", "type": "played", "param": None,
                                            "code": play["status"]}}, play["status"])
+        if why := refused(body, "messages" in body or "chat" in request.url.path):
+            return bad_request(why)
         work = Work(self, body, request, seen)
         if body.get("stream"):
             return StreamingResponse(work.stream(), media_type="text/event-stream")
         return await work.plain()
+
+
+def bad_request(why: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": why, "type": "BadRequestError", "param": None, "code": 400}}, 400)
+
+
+async def as_json(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+
+def refused(body: dict[str, Any], chat: bool) -> str | None:
+    """What vLLM would say of a malformed body, None where it is well-formed."""
+    def tokens(value: object) -> bool:
+        return isinstance(value, list) and len(value) > 0 and all(type(token) is int and token >= 0 for token in value)
+
+    def message(value: object) -> bool:
+        return (isinstance(value, dict) and isinstance(value.get("content"), str)
+                and value.get("role") in ("system", "user", "assistant"))
+
+    prompt, messages = body.get("prompt"), body.get("messages")
+    if not isinstance(body.get("model"), str):
+        return "model must be a string"
+    if chat and not (isinstance(messages, list) and messages and all(map(message, messages))):
+        return "messages must be a list of messages"
+    if not chat and not (isinstance(prompt, str) or tokens(prompt) or (isinstance(prompt, list) and prompt and (
+            all(isinstance(each, str) for each in prompt) or all(map(tokens, prompt))))):
+        return "prompt must be text, token ids or a list of either"
+    for name in ("n", "max_tokens"):
+        if name in body and not (type(body[name]) is int and 0 < body[name] <= 2**31):
+            return f"{name} must be a number from 1 on"
+    if not isinstance(body.get("stream", False), bool):
+        return "stream must be true or false"
+    return None
 
 
 class Work:
@@ -85,7 +127,7 @@ class Work:
         self.name = ("chatcmpl-" if self.chat else "cmpl-") + request.headers.get("x-request-id", "none")
         prompts = [body["messages"][-1]["content"]] if self.chat else body["prompt"]
         prompts = prompts if isinstance(prompts, list) and not isinstance(prompts[0], int) else [prompts]
-        self.prompts = [list(p.encode()) if isinstance(p, str) else p for p in prompts]
+        self.prompts = [list(p.encode("utf-8", "surrogatepass")) if isinstance(p, str) else p for p in prompts]
         self.n = body.get("n") or 1
         self.out = [ord("a") + i % 26 for i in range(body.get("max_tokens", 4))]
         xargs = body.get("vllm_xargs") or {}
@@ -194,7 +236,7 @@ def main() -> None:
         Route("/detokenize", upstream.detokenize, methods=["POST"]),
         Route("/v1/completions", upstream.generate, methods=["POST"]),
         Route("/v1/chat/completions", upstream.generate, methods=["POST"]),
-    ])
+    ], exception_handlers={HTTPException: as_json})
     listening = socket.create_server(("127.0.0.1", args.port))
     print(f"upstream ready http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listening])

@@ -1,0 +1,76 @@
+"""The whole API against its own description: whatever may be sent is answered as the description says.
+
+Fifty examples are drawn for each operation; ``make soak`` draws a thousand, and covers every parameter's limits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.config import SchemathesisConfig
+
+from api.app import create_app
+from api.config import Config
+from tests.api_stack import ROOT, Stack, running
+
+# What fits the description may still be refused: a stop before its start, a layer that is not there, JSON too long.
+REFUSED = ["2xx", "304", "400", "404", "406", "409", "413", "416", "429", "503", "504"]
+DESCRIPTION = create_app(Config(ROOT, "ipc:///tmp/none")).openapi()
+
+
+def described(coverage: bool) -> schemathesis.BaseSchema:
+    """The description with every check on; ``coverage``: with the cases that go through each parameter's limits too."""
+    return schemathesis.openapi.from_dict(DESCRIPTION, config=SchemathesisConfig.from_dict({
+        "phases": {"coverage": {"enabled": coverage}},
+        "checks": {"positive_data_acceptance": {"expected-statuses": REFUSED},
+                   "negative_data_rejection": {"expected-statuses": ["400", "404", "405", "406", "409", "413", "416"]}},
+    }))
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running(tmp_path_factory.mktemp("schema"), "bfloat16", owner="fuzz") as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def known(stack: Stack) -> list[str]:
+    """Names that name something."""
+    made = stack.http.post("/v1/completions", json={"model": "played", "prompt": "hello", "capture": {}},
+                           headers={"x-request-id": "known"}).json()
+    several = stack.complete("hello", n=2, capture={"codec": "raw"}).json()["capture"]
+    return [made["capture"]["id"], "known", made["id"], several["id"], several["ids"][1]]
+
+
+def check(case: schemathesis.Case, stack: Stack, known: list[str]) -> None:
+    """One request, by whatever name, held against the description with every check there is."""
+    parameters, number = case.path_parameters, pick(case, known)
+    if parameters and "ref" in parameters and case.method != "DELETE" and number < 2 * len(known):
+        parameters["ref"] = known[number % len(known)]  # a name at random names nothing
+    if isinstance(case.body, dict):
+        for name, most in (("max_tokens", 8), ("n", 4)):  # the model server is a small one
+            if type(case.body.get(name)) is int:
+                case.body[name] = min(case.body[name], most)
+    case.headers.clear()  # a made-up key would go along with the true one; no other is described
+    case.call_and_validate(base_url=stack.url, headers={"Authorization": f"Bearer {stack.key}"}, timeout=30)
+
+
+def pick(case: schemathesis.Case, known: list[str]) -> int:
+    return zlib.crc32(f"{case.path_parameters}{case.query}".encode("utf-8", "surrogatepass")) % (3 * len(known))
+
+
+@described(coverage=False).parametrize()
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+def test_every_operation_is_as_described(case: schemathesis.Case, stack: Stack, known: list[str]) -> None:
+    check(case, stack, known)
+
+
+@pytest.mark.soak
+@described(coverage=True).parametrize()
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+def test_every_operation_is_as_described_at_length(case: schemathesis.Case, stack: Stack, known: list[str]) -> None:
+    check(case, stack, known)
