@@ -19,7 +19,11 @@ _CAPTURE = re.compile(r"([0-7][0-9A-HJKMNP-TV-Z]{25})(?:\.(0|[1-9][0-9]{0,5}))?"
 
 def new_ulid() -> str:
     """A fresh ULID; sorts by creation time to the millisecond."""
-    number = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
+    return ulid_of_bits((time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big"))
+
+
+def ulid_of_bits(number: int) -> str:
+    """The ULID of 128 bits: 48 of milliseconds, then 80 of anything."""
     return "".join(_ALPHABET[(number >> shift) & 31] for shift in range(125, -1, -5))
 
 

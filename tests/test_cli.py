@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,9 +24,11 @@ from schemas.spec import parse_spec
 from tests.engine_player import WIDTH, EnginePlayer, decoded
 from tests.processes import runs
 from tests.test_supervisor import free_port, until
+from vllm_tap import open_store
 from vllm_tap.export import choose_layers
 from vllm_tap.offline import CaptureJob
 from vllm_tap.prompt_file import read_prompts
+from vllm_tap.prompt_source import PromptSource
 from vllm_tap.services import make_socket_dir
 from vllm_tap.tiny_model import tiny_model
 from vllm_tap.writer_process import WriterProcess
@@ -312,7 +315,8 @@ def test_a_malformed_line_ends_the_command_before_anything_starts(tmp_path: Path
     ("resid_post", "resid_post,attn_out", "resid_post,attn_out"),
 ])
 def test_what_is_asked_for_is_armed(sites: str | None, arm: str | None, armed: str, tmp_path: Path) -> None:
-    job = CaptureJob(tmp_path / "p", str(tiny_model()), tmp_path, sites=sites, arm=arm, layers="0, 2", positions="last")
+    job = CaptureJob(PromptSource("p"), str(tiny_model()), tmp_path, sites=sites, arm=arm, layers="0, 2",
+                     positions="last")
     assert job.armed == armed
     assert job.spec().layers == [0, 2] and job.spec().positions == "last_prompt"
 
@@ -387,3 +391,83 @@ def test_capture_runs_a_file_of_prompts(tmp_path: Path) -> None:
     again = tap("capture", file, "--tiny", "--store", store, VLLM_CPU_CI_ENV="1")
     assert again.returncode == 2 and "line 1" in again.stderr and ulid in again.stderr
     assert json.loads(tap("show", ulid, "--store", store, "--json").stdout) == manifest
+
+
+@pytest.mark.timeout(420)
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    """kill -9 in the middle of a dataset: what was complete stays as it is, the rest is done, nothing twice."""
+    pytest.importorskip("vllm")
+    datasets = pytest.importorskip("datasets")
+    folder, store, out = tmp_path / "dataset", tmp_path / "store", tmp_path / "out.jsonl"
+    count = 24
+    datasets.Dataset.from_dict({"n": list(range(count)), "text": [f"story {n}: " for n in range(count)]}
+                               ).save_to_disk(str(folder))
+    # An engine in the process of the command: one kill ends all of it, and it starts sooner.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                   "VLLM_CPU_CI_ENV": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, "-m", "vllm_tap", "capture", str(folder), "--tiny", "--store", str(store), "--sites",
+               "resid_post", "--layers", "1,2", "--codec", "raw", "--max-tokens", "40", "--output", str(out), "--",
+               "--max-num-seqs", "3"]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def complete() -> dict[str, int]:
+        with contextlib.suppress(TapError), open_store(store) as opened:
+            return {row.id: row.created_ms for row in opened.captures("complete")}
+        return {}
+
+    until(lambda: len(complete()) >= 4 or first.poll() is not None, 200)
+    first.kill()
+    said = first.communicate()[1]
+    assert first.returncode == -signal.SIGKILL, said
+    before = complete()
+    assert 4 <= len(before) < count
+
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert second.returncode == 0, second.stderr
+    assert f"of {count} prompts are captured already" in second.stderr and "rows/s" in second.stderr
+    with open_store(store) as opened:
+        rows = list(opened.captures())
+        assert {row.status for row in rows} == {"complete"} and len(rows) == count
+        assert sorted(int(row.tags["line"]) for row in rows) == list(range(1, count + 1))
+        assert {row.id: row.created_ms for row in rows if row.id in before} == before
+        lines = {line["line"]: line for line in map(json.loads, out.read_text().splitlines())}
+        assert sorted(lines) == list(range(1, count + 1)) and len(out.read_text().splitlines()) == count
+        for row in rows:
+            line = lines[int(row.tags["line"])]
+            assert line["capture"] == row.id and line["prompt_tokens"] + line["generated_tokens"] == row.total_len
+            assert opened[row.id]["resid_post", 1].shape[0] == row.total_len - 1
+
+    # A third time there is nothing to do, and no engine is started for it.
+    third = subprocess.run([*command[:command.index("--output")]], env=environment, capture_output=True, text=True,
+                           timeout=60)
+    assert third.returncode == 0 and f"{count} of {count} prompts are captured already" in third.stderr
+    assert "starting vLLM" not in third.stderr and len(complete()) == count
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--column", "story"], ["--column", "story", "n, text"]), (["--split", "test"], ["test"]),
+    (["--limit", "0"], ["--limit", "0"]), (["--column", "n"], ["row 1", "column n", "prompt must be a text"]),
+])
+def test_a_dataset_that_cannot_be_sent_is_refused(options: list[str], words: list[str], tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_dict({"n": [1], "text": ["a"]})
+    datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "dataset"))
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    assert_refused(tap("capture", tmp_path / "dataset", "--tiny", *options, cwd=tmp_path, PYTHONPATH=path), *words)
+
+
+def test_every_kind_of_dataset_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    chat = [{"role": "user", "content": "hi"}]
+    made = datasets.Dataset.from_dict({"a": ["x", "y"], "messages": [chat, chat], "input_ids": [[1, 2], [3]]})
+    made.save_to_disk(str(tmp_path / "plain"))
+    datasets.DatasetDict({"test": made}).save_to_disk(str(tmp_path / "dict"))
+    (tmp_path / "files").mkdir()
+    made.to_parquet(str(tmp_path / "files" / "train.parquet"))
+    for folder, split in (("plain", None), ("dict", "test"), ("files", None)):
+        source = str(tmp_path / folder)
+        assert [prompt.messages for prompt in PromptSource(source, split)] == [chat, chat]
+        assert [prompt.text for prompt in PromptSource(source, split, "a", 1)] == ["x"]
+        assert [(p.line, p.token_ids) for p in PromptSource(source, split, "input_ids")] == [(1, [1, 2]), (2, [3])]
+    with pytest.raises(TapError, match="this is a file"):
+        PromptSource(str(tmp_path / "prompts.jsonl"), column="text")

@@ -124,7 +124,9 @@ def serve(
 @app.command()
 def capture(
     context: typer.Context,
-    prompts: Annotated[Path, typer.Argument(help='JSON lines: {"prompt"}, {"messages"} or {"prompt_token_ids"}.')],
+    prompts: Annotated[str, typer.Argument(
+        help='JSON lines ({"prompt"}, {"messages"} or {"prompt_token_ids"}), a folder with a Hugging Face dataset, or '
+             "hf:NAME on the hub.")],
     model: Annotated[str | None, typer.Option(help="A folder or a name on the Hugging Face hub.")] = None,
     tiny: Tiny = False,
     store: Store = Path("captures"),
@@ -141,6 +143,10 @@ def capture(
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write {line, capture, text, …} as JSON lines.")] = None,
     durability: Annotated[Durability, typer.Option()] = Durability.fsync,
+    split: Annotated[str | None, typer.Option(help="Of a dataset: its split (default: train).")] = None,
+    column: Annotated[str | None, typer.Option(
+        help="Of a dataset: what is sent (default: prompt, messages, prompt_token_ids, text or input_ids).")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most so many prompts.")] = None,
     activation_capture: Annotated[bool, typer.Option(
         "--activation-capture", help="Nothing more: every prompt is captured anyway.")] = False,
     act_mode: ActMode = None,
@@ -149,8 +155,12 @@ def capture(
     topk_k: TopkK = None,
     act_bits: ActBits = None,
 ) -> None:
-    """Capture a file of prompts offline: every prompt becomes one capture. Arguments after -- go to vLLM."""
+    """Capture a file or a dataset of prompts offline: every prompt becomes one capture. Arguments after -- go to vLLM.
+
+    Started again after a crash it goes on where it was: what is complete stays, nothing is captured twice.
+    """
     from vllm_tap.offline import CaptureJob, run
+    from vllm_tap.prompt_source import PromptSource
 
     legacy = _legacy(activation_capture, act_mode, rp_k, rp_seed, topk_k, act_bits)
     if codec is not None and act_mode is not None:
@@ -162,7 +172,8 @@ def capture(
     if max_model_len is not None:
         arguments = (*arguments, "--max-model-len", str(max_model_len))
     raise typer.Exit(run(CaptureJob(
-        prompts=prompts, model=_model(model, tiny, "--model M"), store=store, sites=sites, layers=layers,
+        prompts=PromptSource(prompts, split, column, limit), model=_model(model, tiny, "--model M"), store=store,
+        sites=sites, layers=layers,
         positions=positions, codec=codec, max_tokens=max_tokens, temperature=temperature, arm=arm, output=output,
         durability=durability.value, engine_args=(*arguments, *context.obj), environment=environment,
     )))

@@ -1,7 +1,8 @@
 """``vllm-tap capture``: a file of prompts through vLLM in this process, every prompt a capture of its own.
 
 The writer runs beside it as in the service. Generation waits for the disk where it must (nothing is dropped), and the
-command ends when the store says that every capture has ended.
+command ends when the store says that every capture has ended. Started again, after whatever end, it goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from schemas.channel import ControlChannel
 from schemas.codecs import parse_codec
-from schemas.control import Abandon, Own
-from schemas.errors import ConflictError, NotFoundError, SpecError, TapError
-from schemas.ids import new_ulid
+from schemas.control import Abandon, Delete, Own
+from schemas.errors import ConflictError, SpecError, StartError, TapError
+from schemas.manifest import Manifest
 from schemas.reader import StoreReader
 from schemas.sites import parse_site
-from schemas.spec import CaptureSpec, parse_spec
-from vllm_tap.prompt_file import Prompt, read_prompts
+from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
+from vllm_tap.prompt_file import Prompt
+from vllm_tap.prompt_source import PromptSource
+from vllm_tap.resume import WORK, Resume, look
 from vllm_tap.services import check_arm, check_model, check_store, check_writable, make_socket_dir
 from vllm_tap.writer_process import WriterProcess
 
@@ -44,6 +47,7 @@ _BATCH: Final = 64  # prompts announced to the writer in one commit
 _ANNOUNCE_S: Final = 60.0
 _FINISHES_S: Final = 60.0
 _SHUTDOWN_S: Final = 20.0
+_LET_GO_S: Final = 30.0
 _REFUSED_SHOWN: Final = 20
 
 
@@ -51,7 +55,7 @@ _REFUSED_SHOWN: Final = 20
 class CaptureJob:
     """What ``vllm-tap capture`` was asked for; TapError where it cannot be."""
 
-    prompts: Path
+    prompts: PromptSource
     model: str
     store: Path
     sites: str | None = None
@@ -86,6 +90,11 @@ class CaptureJob:
             return "resid_post"
         return ",".join(dict.fromkeys(parse_site(name.strip())[0] for name in self.sites.split(",")))
 
+    def settings(self) -> dict[str, Any]:
+        """What makes one run another than the next, beside the prompts themselves."""
+        return {"source": self.prompts.name, "model": self.model, "armed": self.armed,
+                "spec": self.spec().to_json(), "max_tokens": self.max_tokens, "temperature": self.temperature}
+
     def spec(self) -> CaptureSpec:
         """The spec that every prompt gets; SpecError where it is malformed."""
         asked: dict[str, Any] = {"codec": self.codec, "layers": _numbers(self.layers),
@@ -115,6 +124,7 @@ class _Tally:
     refused: list[tuple[int, str]] = field(default_factory=list)
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    rows: int = 0
 
 
 def run(job: CaptureJob) -> int:
@@ -122,9 +132,9 @@ def run(job: CaptureJob) -> int:
 
     Raises TapError (exit code 2) on malformed input, before anything is started.
     """
-    total, ids = _count(job.prompts)
+    total = _count(job.prompts)
     if total == 0:
-        raise TapError(f"PROMPTS = {str(job.prompts)!r}: holds no prompt")
+        raise TapError(f"PROMPTS = {job.prompts.given!r}: holds no prompt")
     console = Console(stderr=True, highlight=False)
     tally = _Tally()
     began = time.monotonic()
@@ -132,25 +142,38 @@ def run(job: CaptureJob) -> int:
         socket_dir = make_socket_dir()
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         endpoint = f"ipc://{socket_dir / 'writer.sock'}"
-        writer = stack.enter_context(WriterProcess(job.store.absolute(), endpoint, job.durability))
-        _check_ids(job, ids)
+        writer = _start_writer(stack, job, endpoint)
+        try:
+            with StoreReader(job.store) as reader:
+                resume = look(iter(job.prompts), job.settings(), reader)
+        except TapError as error:
+            raise TapError(f"{job.prompts.given}, {error}") from None
+        if resume.done:
+            console.print(f"{len(resume.done)} of {total} prompts are captured already", soft_wrap=True)
+        if len(resume.done) == total and job.output is None:
+            return 0
         channel = ControlChannel(endpoint, "cli")
         stack.callback(channel.close)
+        for stale in resume.stale:  # left half done: never beside what takes its place
+            channel.post(partial(Delete, capture=stale))
         _say_codec(console, job)
-        console.print(f"{total} prompts; starting vLLM with {job.model} (a minute)", soft_wrap=True)
+        console.print(f"{total - len(resume.done)} prompts; starting vLLM with {job.model} (a minute)", soft_wrap=True)
         _set_environment(job, endpoint)
         engine = _start_engine(job)
         stack.callback(engine.engine_core.shutdown, timeout=_SHUTDOWN_S)
-        started = time.monotonic()
         output = stack.enter_context(job.output.open("w", encoding="utf-8")) if job.output is not None else None
+        if output is not None:
+            output.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines_of(job, resume, engine))
+        started = time.monotonic()
         progress = stack.enter_context(Progress(
             TextColumn("capturing"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(), console=console))
-        task = progress.add_task("", total=total, rate="")
+        task = progress.add_task("", total=total - len(resume.done), rate="")
         try:
-            for line in _generate(engine, job, tally, channel):
+            for line in _generate(engine, job, resume, tally, channel):
                 seconds = time.monotonic() - started
-                progress.update(task, advance=1, rate=f"{tally.generated_tokens / seconds:.0f} tokens/s")
+                rates = f"{tally.rows / seconds:,.0f} rows/s, {tally.generated_tokens / seconds:.0f} tokens/s"
+                progress.update(task, advance=1, rate=rates)
                 if output is not None and line is not None:
                     output.write(json.dumps(line, ensure_ascii=False) + "\n")
         except KeyboardInterrupt:
@@ -165,24 +188,43 @@ def run(job: CaptureJob) -> int:
     return 0 if not tally.refused and set(statuses) <= {"complete"} else 1
 
 
-def _count(path: Path) -> tuple[int, dict[str, int]]:
-    """How many prompts a file has, and its ids with their lines; TapError on a malformed line or an id used twice."""
+def _count(prompts: PromptSource) -> int:
+    """How many prompts there are; TapError on a malformed one or an id used twice."""
     total = 0
     ids: dict[str, int] = {}
-    for prompt in read_prompts(path):
+    for prompt in prompts:
         total += 1
         if prompt.id is not None and ids.setdefault(prompt.id, prompt.line) != prompt.line:
-            raise TapError(f"{path}, line {prompt.line}: id = {prompt.id!r} is that of line {ids[prompt.id]} already")
-    return total, ids
+            raise TapError(f"{prompts.given}, line {prompt.line}: id = {prompt.id!r} is that of line {ids[prompt.id]} "
+                           "already")
+    return total
 
 
-def _check_ids(job: CaptureJob, ids: dict[str, int]) -> None:
-    """TapError where an id is taken in the store already: said before vLLM takes its minute to start."""
+def _start_writer(stack: ExitStack, job: CaptureJob, endpoint: str) -> WriterProcess:
+    """A writer; that of a run which was just killed may need a moment to let go of the store."""
+    deadline = time.monotonic() + _LET_GO_S
+    while True:
+        try:
+            return stack.enter_context(WriterProcess(job.store.absolute(), endpoint, job.durability))
+        except StartError as error:
+            if "another writer" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
+
+
+def _lines_of(job: CaptureJob, resume: Resume, engine: LLMEngine) -> Iterator[dict[str, Any]]:
+    """The output lines of what earlier runs captured."""
+    tokenizer = engine.get_tokenizer()
     with StoreReader(job.store) as reader:
-        for capture, line in ids.items():
-            with suppress(NotFoundError):
-                reader.samples(capture)
-                raise TapError(f"{job.prompts}, line {line}: id = {capture!r}: taken in {job.store}; give another")
+        for line, capture in resume.done.items():
+            found = reader.manifest(capture)
+            text = tokenizer.decode(found.output_token_ids, skip_special_tokens=True)
+            yield {"line": line, "capture": capture, "text": text, "finish_reason": _reason(found),
+                   "prompt_tokens": found.prompt_len, "generated_tokens": found.total_len - found.prompt_len}
+
+
+def _reason(manifest: Manifest) -> str | None:
+    return manifest.client_finish_reason or manifest.finish_reason
 
 
 def _say_codec(console: Console, job: CaptureJob) -> None:
@@ -217,17 +259,18 @@ def _start_engine(job: CaptureJob) -> LLMEngine:
             ["--model", job.model, "--no-use-tqdm-on-load", *job.engine_args])))
 
 
-def _generate(engine: LLMEngine, job: CaptureJob, tally: _Tally,
+def _generate(engine: LLMEngine, job: CaptureJob, resume: Resume, tally: _Tally,
               channel: ControlChannel) -> Iterator[dict[str, Any] | None]:
     """Runs every prompt; yields the output line of each as it ends, None for one that the engine refused."""
-    waiting = read_prompts(job.prompts)
+    waiting = (prompt for prompt in job.prompts if prompt.line not in resume.done)
+    resolved: Resolved | None = None
     running: dict[str, tuple[Prompt, str]] = {}
     exhausted = False
     while running or not exhausted:
         while not exhausted and len(running) <= _IN_FLIGHT_MAX - _BATCH:
             batch = list(islice(waiting, _BATCH))
             exhausted = not batch
-            for prompt, capture, asked in _announce(channel, job, batch):
+            for prompt, capture, asked in _announce(channel, job, resume, batch):
                 try:
                     _add(engine, prompt, asked, job)
                 except SpecError:
@@ -250,17 +293,36 @@ def _generate(engine: LLMEngine, job: CaptureJob, tally: _Tally,
             done = output.outputs[0]
             tally.prompt_tokens += len(output.prompt_token_ids or ())
             tally.generated_tokens += len(done.token_ids)
+            resolved = resolved or _resolved(job)
+            tally.rows += _rows(resolved, len(output.prompt_token_ids or ()), len(done.token_ids))
             yield {"line": prompt.line, "capture": capture, "text": done.text, "finish_reason": done.finish_reason,
                    "prompt_tokens": len(output.prompt_token_ids or ()), "generated_tokens": len(done.token_ids)}
 
 
-def _announce(channel: ControlChannel, job: CaptureJob, batch: list[Prompt]) -> list[tuple[Prompt, str, CaptureSpec]]:
+def _resolved(job: CaptureJob) -> Resolved | None:
+    """What the engine takes of the spec, once the store knows the engine."""
+    with StoreReader(job.store) as reader:
+        info = reader.engine()
+    return None if info is None else resolve(job.spec(), info.armed, info.widths)
+
+
+def _rows(resolved: Resolved | None, prompt_len: int, generated: int) -> int:
+    """How many rows a prompt made."""
+    if resolved is None:
+        return 0
+    end = prompt_len + generated - 1
+    positions = sum(max(min(stop, end) - start, 0) for start, stop in intervals(resolved.positions, prompt_len))
+    return positions * sum(map(len, resolved.layers.values()))
+
+
+def _announce(channel: ControlChannel, job: CaptureJob, resume: Resume,
+              batch: list[Prompt]) -> list[tuple[Prompt, str, CaptureSpec]]:
     """Tells the writer of the captures to come (their tags, that their ids are taken), in one commit for all."""
     spec = job.spec()
     announced = []
     for prompt in batch:
-        capture = prompt.id or new_ulid()
-        tags = {"line": str(prompt.line), **prompt.tags}
+        capture = resume.capture_of(prompt)
+        tags = {"line": str(prompt.line), **prompt.tags, WORK: resume.work_of(prompt)}
         own = partial(Own, capture=capture, count=1, owner="", aliases=[], tags=tags,
                       created_ms=time.time_ns() // 1_000_000)
         if prompt.id is None:
@@ -269,7 +331,7 @@ def _announce(channel: ControlChannel, job: CaptureJob, batch: list[Prompt]) -> 
             try:
                 channel.submit(own)  # an id of the caller's may be taken
             except ConflictError as error:
-                raise TapError(f"{job.prompts}, line {prompt.line}: id = {prompt.id!r}: {error}") from None
+                raise TapError(f"{job.prompts.given}, line {prompt.line}: id = {prompt.id!r}: {error}") from None
         announced.append((prompt, capture, spec.model_copy(update={"id": capture, "tags": tags})))
     deadline = time.monotonic() + _ANNOUNCE_S
     while channel.pending:

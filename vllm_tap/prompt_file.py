@@ -11,7 +11,7 @@ from typing import Any, Final
 from schemas.errors import SpecError, TapError
 from schemas.spec import parse_spec
 
-__all__ = ["Prompt", "read_prompts"]
+__all__ = ["Prompt", "prompt_of", "read_prompts"]
 
 LINE_BYTES_MAX: Final = 16 << 20
 _KINDS: Final = ("prompt", "messages", "prompt_token_ids")
@@ -57,6 +57,11 @@ def _parse(line: int, data: bytes) -> Prompt:
         raise ValueError("is not UTF-8") from None
     if not isinstance(row, dict):
         raise ValueError('must be an object such as {"prompt": "…"}')
+    return prompt_of(line, row)
+
+
+def prompt_of(line: int, row: dict[str, Any]) -> Prompt:
+    """The prompt of a line's object; ValueError where it is malformed."""
     kinds = [kind for kind in _KINDS if kind in row]
     if len(kinds) != 1:
         raise ValueError(f"must have exactly one of {', '.join(_KINDS)}; it has {', '.join(kinds) or 'none'}")
