@@ -143,6 +143,35 @@ def test_every_format_holds_the_same_numbers(stored: Stored, tmp_path: Path) -> 
     assert npz["positions"].tolist() == list(range(7)) and npz["token_ids"].tolist() == (PROMPT + OUTPUT)[:7]
 
 
+def test_an_export_as_a_hugging_face_dataset(stored: Stored, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    for arguments in ([stored.holed, "--sites", "attn_out", "--out", "one"],
+                      ["--layers", "1", "--tag", "run=a", "--out", "all"],
+                      [stored.holed, "--sites", "blocks.2.hook_attn_out,blocks.3.hook_resid_post", "--context", "2",
+                       "--out", "contexts"]):
+        done = tap("export", *arguments, "--format", "hf", "--store", stored.path, cwd=tmp_path, PYTHONPATH=path)
+        assert done.returncode == 0 and done.stdout.strip() == arguments[-1], done.stderr
+    one = datasets.load_from_disk(str(tmp_path / "one")).with_format("numpy")
+    assert one["position"][:].tolist() == [0, 1, 2, 5, 6] and set(one["capture"][:]) == {stored.holed}
+    assert np.array_equal(one["attn_out.2"][:], decoded("int8b64", 1, "attn_out", 2, [0, 1, 2, 5, 6], "float32"))
+    every = datasets.load_from_disk(str(tmp_path / "all")).with_format("numpy")
+    assert every.column_names == ["capture", "position", "token_id", "resid_post.1", "attn_out.1"]
+    assert set(every["capture"][:]) == {stored.whole} and every["token_id"][:].tolist() == (PROMPT + OUTPUT)[:7]
+    assert np.array_equal(every["resid_post.1"][:], decoded("raw", 0, "resid_post", 1, list(range(7)), "float32"))
+    contexts = datasets.load_from_disk(str(tmp_path / "contexts")).with_format("numpy")
+    assert contexts.features["blocks.2.hook_attn_out"] == datasets.Array2D((2, WIDTH), "float32")
+    kept = [[0, 1], [5, 6]]  # position 2 has no neighbour left
+    assert contexts["token_ids"][:].tolist() == [[(PROMPT + OUTPUT)[p] for p in pair] for pair in kept]
+    for row, pair in zip(contexts["blocks.3.hook_resid_post"][:], kept, strict=True):
+        assert np.array_equal(row, decoded("raw", 1, "resid_post", 3, pair, "float32"))
+    assert_refused(tap("export", "--format", "hf", "--tag", "run=b", "--store", stored.path, cwd=tmp_path,
+                       PYTHONPATH=path), "no complete captures", "run")
+    assert_refused(tap("export", "--store", stored.path, cwd=tmp_path), "name a capture")
+    assert_refused(tap("export", stored.whole, "--format", "hf", "--out", "one", "--store", stored.path, cwd=tmp_path,
+                       PYTHONPATH=path), "exists already")
+
+
 def test_an_export_leaves_out_positions_that_a_chosen_layer_lacks(stored: Stored, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "file.npz"
     assert tap("export", stored.holed, "--store", stored.path, "--out", out).returncode == 0

@@ -52,6 +52,7 @@ class Format(StrEnum):
     npz = "npz"
     safetensors = "safetensors"
     npy = "npy"
+    hf = "hf"
 
 
 Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",
@@ -206,55 +207,35 @@ def show(
 
 @app.command()
 def export(
-    ref: Annotated[str, typer.Argument(help="A capture id, a response id or an X-Request-Id.")],
+    ref: Annotated[str | None, typer.Argument(
+        help="A capture id, a response id or an X-Request-Id; hf: may be left out for all complete captures.")] = None,
     store: Store = Path("captures"),
     format: Annotated[Format, typer.Option(
-        help="npz, safetensors: one file; npy: one an array; npz of rp8, full8, topk8: the codes, one file a layer.",
+        help="npz, safetensors: one file; npy: one an array; npz of rp8, full8, topk8: the codes, one file a layer; "
+             "hf: a Hugging Face dataset.",
     )] = Format.npz,
     out: Annotated[Path | None, typer.Option(help="File or folder (default: named after the capture).")]
         = None,
     sites: Annotated[str | None, typer.Option(help="Sites, comma-separated (default: all).")] = None,
     layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
+    tag: Annotated[list[str] | None, typer.Option(help="hf: only captures with this tag, KEY=VALUE; repeatable.")]
+        = None,
+    context: Annotated[int | None, typer.Option(help="hf: rows of so many tokens, for SAE trainers.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over what is there.")] = False,
 ) -> None:
     """Write a capture's rows, decoded to float32, as files that other tools read."""
     from vllm_tap.export import export as run
+    from vllm_tap.hf_export import export_hf
 
-    for path in run(store, ref, format.value, out, sites, layers, force):
+    if format is Format.hf:
+        pairs = dict(_tag(text) for text in tag or ())
+        paths = export_hf(store, ref, out, sites, layers, pairs, context, force, sys.stderr.isatty())
+    elif ref is None or tag or context is not None:
+        raise _usage("name a capture; only --format hf takes several, --tag and --context")
+    else:
+        paths = run(store, ref, format.value, out, sites, layers, force)
+    for path in paths:
         typer.echo(path)
-
-
-KeyName = Annotated[str, typer.Argument(help="Whose key it is: the owner of what is captured with it.")]
-
-
-@keys_app.command("make")
-def make_key(
-    name: KeyName,
-    store: Store = Path("captures"),
-    keys: Keys = None,
-    replace: Annotated[bool, typer.Option("--replace", help="End the name's old key; the new one reads the same "
-                                                            "captures.")] = False,
-) -> None:
-    """Make a key and print it, this once: the file keeps its hash alone."""
-    from vllm_tap.keys_command import print_new_key
-
-    print_new_key(store, keys, name, replace)
-
-
-@keys_app.command("ls")
-def list_keys(store: Store = Path("captures"), keys: Keys = None) -> None:
-    """List the names that have keys."""
-    from vllm_tap.keys_command import print_keys
-
-    print_keys(store, keys)
-
-
-@keys_app.command("revoke")
-def revoke_key(name: KeyName, store: Store = Path("captures"), keys: Keys = None) -> None:
-    """End a key; a running service refuses it from the next request on. Its captures stay."""
-    from vllm_tap.keys_command import revoke
-
-    revoke(store, keys, name)
 
 
 @app.command()
@@ -333,6 +314,13 @@ def _value(error: Exception, arguments: list[str]) -> str:
         if name in names:
             return f" (given: {(value if assigned else following)[:100]!r})"
     return ""
+
+
+def _tag(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise _usage(f"--tag = {text!r}: must be KEY=VALUE")
+    return key, value
 
 
 def _usage(text: str) -> TapError:

@@ -28,7 +28,7 @@ from vllm_tap.array_files import FileArray, npy_header, plain, replacing, write_
 from vllm_tap.export_rows import ExportRows
 from vllm_tap.legacy_export import is_legacy, write_legacy
 
-__all__ = ["FORMATS", "export"]
+__all__ = ["FORMATS", "choose", "choose_layers", "export"]
 
 _SAFETENSORS: Final = {"float32": "F32", "uint32": "U32"}
 _SLICE: Final = re.compile(r"(-?[0-9]{0,5}):(-?[0-9]{0,5})(?::(-?[0-9]{1,5}))?", re.ASCII)
@@ -45,7 +45,7 @@ def export(store: Path, ref: str, format: str = "npz", out: Path | None = None, 
         raise TapError(f"--format = {format!r}: valid are {', '.join(FORMATS)}")
     with StoreReader(store) as reader:
         manifest = reader.manifest(ref)
-        chosen = _choose(manifest, sites, layers)
+        chosen = choose(manifest, sites, layers)
         if not chosen:
             raise NotFoundError(f"capture {manifest.id} is {manifest.status} and holds no rows to export")
         rows = ExportRows(reader, manifest, chosen)
@@ -80,7 +80,8 @@ def choose_layers(text: str, captured: list[int]) -> list[int]:
     return wanted
 
 
-def _choose(manifest: Manifest, sites: str | None, layers: str) -> dict[str, list[int]]:
+def choose(manifest: Manifest, sites: str | None, layers: str) -> dict[str, list[int]]:
+    """The layers of a capture by site, of those that were asked for; SpecError where one was not captured."""
     captured: dict[str, list[int]] = {}
     for row in manifest.rows:
         captured.setdefault(row.site, []).append(row.layer)

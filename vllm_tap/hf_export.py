@@ -1,0 +1,133 @@
+"""``export --format hf``: captures as one Hugging Face dataset on disk, written a block at a time.
+
+A row is a token (``capture``, ``position``, ``token_id``, and a list of float32 for each ``site.layer``) or, with
+``context``, as many tokens that follow each other: ``token_ids`` int32 ``[context]`` and, by TransformerLens's names,
+``Array2D`` float32 ``[context, width]``, as SAE trainers cache activations. What is left of a capture is then left out.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from schemas.errors import NotFoundError, SpecError, TapError
+from schemas.manifest import Manifest
+from schemas.reader import StoreReader
+from schemas.sites import transformer_lens_name
+from vllm_tap.captures import Rows
+from vllm_tap.convert import need, token_table
+from vllm_tap.export import choose
+from vllm_tap.export_rows import ExportRows
+from vllm_tap.listing import Filters
+from vllm_tap.progress import Report, reporting
+
+__all__ = ["export_hf"]
+
+_BLOCK_BYTES: Final = 64 << 20
+
+
+def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str | None = None, layers: str = "all",
+              tags: Mapping[str, str] | None = None, context: int | None = None, force: bool = False,
+              progress: Report = False) -> list[Path]:
+    """Writes one capture, or all complete ones with these ``tags``, and returns the folder.
+
+    All captures must have the chosen sites and layers, decoded to rows of the same widths.
+    """
+    datasets = need("datasets", "--format hf")
+    if context is not None and context < 1:
+        raise SpecError("context", context, "at least 1 token")
+    target = out or Path(ref or "activations")
+    if target.exists() and not force:
+        raise TapError(f"--out = {str(target)!r}: exists already; name another or add --force")
+    with StoreReader(store) as reader:
+        filters = Filters(tags=tags or {})
+        refs = [ref] if ref else [row.id for row in filters.pages(
+            lambda count, before: reader.captures(status="complete", limit=count, before=before), None, None)][::-1]
+        if not refs:
+            raise NotFoundError(f"no complete captures in {store}" + (f" with tags {dict(tags)}" if tags else ""))
+        first = _rows(reader, reader.manifest(refs[0]), sites, layers)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+            file = Path(folder) / "rows.arrow"
+            from datasets.arrow_writer import ArrowWriter
+
+            with reporting(progress, "exporting") as tell, ArrowWriter(
+                    path=str(file), features=_features(datasets, first, context)) as writer:
+                for done, name in enumerate(refs, 1):
+                    rows = _rows(reader, reader.manifest(name), sites, layers)
+                    if _shape(rows) != _shape(first):
+                        raise SpecError("sites", _shape(rows), f"capture {name} is not as {refs[0]}: {_shape(first)}")
+                    for parts in _blocks(rows, context):
+                        if context is None:
+                            writer.write_table(token_table(parts))
+                        else:
+                            writer.write_batch(_contexts(parts, context))
+                    tell(done, len(refs))
+                writer.finalize()
+            datasets.Dataset.from_file(str(file)).save_to_disk(f"{folder}/made")
+            if target.exists():
+                shutil.rmtree(target)
+            Path(folder, "made").rename(target)
+    return [target]
+
+
+def _rows(reader: StoreReader, manifest: Manifest, sites: str | None, layers: str) -> ExportRows:
+    return ExportRows(reader, manifest, choose(manifest, sites, layers))
+
+
+def _shape(rows: ExportRows) -> dict[str, int]:
+    """Widths by column."""
+    return {f"{site}.{layer}": rows.site(site).decoded_width for site, layers in rows.chosen.items()
+            for layer in layers}
+
+
+def _column(name: str) -> str:
+    site, _, layer = name.rpartition(".")
+    return transformer_lens_name(site, int(layer)) or name
+
+
+def _features(datasets: Any, rows: ExportRows, context: int | None) -> Any:
+    shape = _shape(rows)
+    if not shape:
+        raise NotFoundError(f"capture {rows.manifest.id} is {rows.manifest.status} and holds no rows to export")
+    value = datasets.Value
+    if context is None:
+        return datasets.Features({
+            "capture": value("string"), "position": value("int32"), "token_id": value("int32"),
+            **{name: datasets.Sequence(value("float32"), length=width) for name, width in shape.items()}})
+    return datasets.Features({
+        "token_ids": datasets.Sequence(value("int32"), length=context),
+        **{_column(name): datasets.Array2D((context, width), "float32") for name, width in shape.items()}})
+
+
+def _blocks(rows: ExportRows, context: int | None) -> Iterator[list[Rows]]:
+    """The rows that all chosen sites and layers have, a block of positions at a time; with ``context``, of runs."""
+    step = max(1, _BLOCK_BYTES // max(1, 4 * sum(_shape(rows).values())))
+    if context is None:
+        runs = [rows.positions]
+    else:
+        step = max(1, step // context) * context
+        runs = [run[:len(run) // context * context]
+                for run in np.split(rows.positions, np.flatnonzero(np.diff(rows.positions) != 1) + 1)]
+    for run in runs:
+        for begin in range(0, len(run), step):
+            block = run[begin:begin + step]
+            yield [_part(rows, site, layers, block) for site, layers in rows.chosen.items()]
+
+
+def _part(rows: ExportRows, site: str, layers: list[int], block: np.ndarray) -> Rows:
+    part = rows.reader.slice(rows.manifest.id, site, layers, int(block[0]), int(block[-1]) + 1)
+    kept = np.isin(part.positions, block)
+    return Rows(part.capture, site, layers, part.start, part.stop, part.positions[kept], part.token_ids[kept],
+                part.values()[:, kept], [], part.clipped)
+
+
+def _contexts(parts: list[Rows], context: int) -> dict[str, Any]:
+    return {"token_ids": list(parts[0].token_ids.astype(np.int32).reshape(-1, context)),
+            **{_column(f"{rows.site}.{layer}"): list(values.reshape(-1, context, values.shape[-1]))
+               for rows in parts for layer, values in zip(rows.layers, rows.values, strict=True)}}
