@@ -238,6 +238,39 @@ def export(
         typer.echo(path)
 
 
+KeyName = Annotated[str, typer.Argument(help="Whose key it is: the owner of what is captured with it.")]
+
+
+@keys_app.command("make")
+def make_key(
+    name: KeyName,
+    store: Store = Path("captures"),
+    keys: Keys = None,
+    replace: Annotated[bool, typer.Option("--replace", help="End the name's old key; the new one reads the same "
+                                                            "captures.")] = False,
+) -> None:
+    """Make a key and print it, this once: the file keeps its hash alone."""
+    from vllm_tap.keys_command import print_new_key
+
+    print_new_key(store, keys, name, replace)
+
+
+@keys_app.command("ls")
+def list_keys(store: Store = Path("captures"), keys: Keys = None) -> None:
+    """List the names that have keys."""
+    from vllm_tap.keys_command import print_keys
+
+    print_keys(store, keys)
+
+
+@keys_app.command("revoke")
+def revoke_key(name: KeyName, store: Store = Path("captures"), keys: Keys = None) -> None:
+    """End a key; a running service refuses it from the next request on. Its captures stay."""
+    from vllm_tap.keys_command import revoke
+
+    revoke(store, keys, name)
+
+
 @app.command()
 def version() -> None:
     """Print the versions of this project and of the vLLM beside it."""
