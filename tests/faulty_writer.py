@@ -2,7 +2,8 @@
 
 FAULT = OP:PATTERN:FROM:COUNT:ERRNO, such as ``datasync:.open:2:1:EIO``: calls FROM … FROM+COUNT-1 of OP on files whose
 path contains PATTERN fail. FAULT_WHILE=PATH: they fail for as long as that file exists instead.
-``die:BEFORE`` ends the process (as SIGKILL does) before the first call of the fs function BEFORE on such a file.
+ERRNO ``die`` ends the process as SIGKILL does, before the call or in the midst of a write. FAULT_FIRED=PATH: that file
+is made when a fault happens.
 """
 
 from __future__ import annotations
@@ -32,18 +33,24 @@ def break_disk(op: str, pattern: str, first: int, count: int, code: int) -> None
             calls += 1
             switch = os.environ.get("FAULT_WHILE")
             if Path(switch).exists() if switch else first <= calls < first + count:
+                if fired := os.environ.get("FAULT_FIRED"):
+                    Path(fired).touch()
+                if op == "write_at" and args:  # a full disk takes some of it, and so does a crash
+                    real(target, [bytes(args[0][0])[:100]], *args[1:])
                 if code == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
-                if op == "write_at" and args:  # a full disk takes some of it
-                    real(target, [bytes(args[0][0])[:100]], *args[1:])
                 raise OSError(code, os.strerror(code), path_of(target))
         return real(target, *args)
 
     setattr(fs, op, broken)
 
 
-if __name__ == "__main__":
-    for fault in os.environ["FAULT"].split(","):
+def break_as_asked(faults: str) -> None:
+    for fault in faults.split(","):
         op, pattern, first, count, name = fault.split(":")
         break_disk(op, pattern, int(first), int(count), 0 if name == "die" else getattr(errno, name))
+
+
+if __name__ == "__main__":
+    break_as_asked(os.environ["FAULT"])
     sys.exit(main())

@@ -58,6 +58,7 @@ burst_bytes: Final = 2 * limits.frame_bytes_target  # so much waiting at once is
 burst_s: Final = 0.2
 drain_s: Final = 2.0
 settle_s: Final = 8.0
+start_over: Final = "a sync failed; say Hello and send again"
 parts_max: Final = 2 + limits.frame_bytes_max // 4096
 
 
@@ -252,7 +253,9 @@ class Writer:
             self._send(identity, Refuse("hello", "say Hello first"))
             return
         state.last_seen = time.monotonic()
-        if isinstance(message, Ping):
+        if isinstance(message, Ping) and state.must_greet:
+            self._send(identity, Refuse("resend", start_over))  # the first may have been lost
+        elif isinstance(message, Ping):
             self._want_ack[state.stream] = state
         elif state.must_greet:
             return  # it was told so; what it sends until its Hello comes again after it
@@ -464,7 +467,7 @@ class Writer:
             if state.received > state.durable or state.must_greet:
                 state.rewind()
                 if state.identity is not None:
-                    self._send(state.identity, Refuse("resend", "a sync failed; say Hello and send again"))
+                    self._send(state.identity, Refuse("resend", start_over))
 
     def _flush_acks(self) -> None:
         for state in self._want_ack.values():

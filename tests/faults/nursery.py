@@ -1,0 +1,116 @@
+"""Forks writers out of a process that has imported everything: one starts in milliseconds, so that hundreds of deaths
+fit into a minute. ``python -m tests.faults.nursery`` is that process; a line of JSON in, a process id out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.faulty_writer import break_as_asked
+from tests.store_helpers import ROOT
+from writer_service.__main__ import main as writer
+
+FLAGS = ("--segment-bytes", "150000", "--seal-idle-s", "0.1", "--keep-s", "0.1")
+
+
+class Nursery:
+    """Makes writers on stores."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.nursery"], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def fork(self, store: Path, endpoint: str, log: Path, environment: dict[str, str]) -> int:
+        """The id of a new writer; ``environment`` may name a FAULT."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        argv = ["--store", str(store), "--endpoint", endpoint, *FLAGS]
+        self.process.stdin.write(json.dumps([argv, str(log), environment]) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Forked:
+    """A writer on one store, started and killed as often as wanted."""
+
+    def __init__(self, nursery: Nursery, store: Path) -> None:
+        self.nursery, self.store = nursery, store
+        self.folder = Path(tempfile.mkdtemp(prefix="tap-"))
+        self.endpoint = f"ipc://{self.folder}/w"
+        self.log = self.folder / "log"
+        self.pid = 0
+
+    def begin(self, **environment: str) -> None:
+        """Start it; ``ready`` waits."""
+        self.log.write_text("")
+        self.pid = self.nursery.fork(self.store, self.endpoint, self.log, environment)
+
+    def ready(self, timeout_s: float = 60.0) -> bool:
+        """Whether it can receive; False where it died before."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if "writer ready" in self.log.read_text():
+                return True
+            if not self.alive:
+                return False
+            time.sleep(0.003)
+        raise AssertionError(f"the writer does not start: {self.log.read_text()}")
+
+    @property
+    def alive(self) -> bool:
+        return Path(f"/proc/{self.pid}").exists()
+
+    def end(self, number: int, timeout_s: float = 60.0) -> None:
+        """Send a signal and wait until it is gone."""
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            return
+        deadline = time.monotonic() + timeout_s
+        while self.alive:
+            assert time.monotonic() < deadline, f"signal {number} does not end it: {self.log.read_text()}"
+            time.sleep(0.002)
+
+
+def child(argv: list[str], log: str, environment: dict[str, str]) -> None:
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG: nothing outlives the nursery
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(0)
+    os.environ.update(environment)
+    if "FAULT" in environment:
+        break_as_asked(environment["FAULT"])
+    status = 1
+    try:
+        status = writer(argv)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are not kept
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            child(*json.loads(line))
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The writer killed anywhere: at random, and at every single call that touches the disk."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import times
+from tests.faults.nursery import Forked, Nursery
+from tests.faults.traffic import Traffic
+
+Record = Callable[[str, object], None]
+OPS = ("write_at", "datasync", "rename")
+RARE_OPS = ("sync_dir", "open_new", "truncate", "write_new", "remove", "punch")
+
+
+def test_row_01_killed_at_random(
+    nursery: Nursery, store: Path, rng: random.Random, record_property: Record
+) -> None:
+    """kill -9 while captures are opened, filled, finished, deleted, sealed and erased, also while it is recovering."""
+    writer, kills, rows = Forked(nursery, store), times(12, 500), 0
+    writer.begin()
+    assert writer.ready()
+    traffic = Traffic(writer.endpoint, rng)
+    traffic.connect()
+    for kill in range(kills):
+        traffic.send(rng.randrange(1, 40))
+        time.sleep(rng.random() * 0.03)
+        if rng.random() < 0.7:
+            traffic.receive()
+        writer.end(signal.SIGKILL)
+        writer.begin()
+        if rng.random() < 0.2:
+            time.sleep(rng.random() * 0.06)
+            writer.end(signal.SIGKILL)
+            writer.begin()
+        assert writer.ready()
+        rows += traffic.check(store, some=None if kill % 50 == 49 else 4)
+        traffic.connect()
+    traffic.settle(store)
+    rows += traffic.check(store)
+    writer.end(signal.SIGTERM)
+    rows += traffic.check(store)
+    traffic.close()
+    record_property("times", f"{kills} kills, {rows} rows compared")
+
+
+def scenario(writer: Forked, seed: int, **fault: str) -> tuple[int, bool]:
+    """A small life with everything in it, one fault; rows compared, and whether the fault happened."""
+    fired = writer.folder / "fired"
+    fired.unlink(missing_ok=True)
+    traffic = Traffic(writer.endpoint, random.Random(seed))
+    writer.begin(FAULT_FIRED=str(fired), **fault)
+    if not writer.ready():  # it died, or gave up with an error: the next start must find everything as it was
+        assert fired.exists(), writer.log.read_text()
+        writer.begin()
+        assert writer.ready()
+    traffic.connect()
+    for part in range(4):
+        traffic.send(12)
+        until = time.monotonic() + (0.25 if part == 1 else 0.03)  # time to seal and erase
+        while writer.alive and time.monotonic() < until:
+            traffic.receive()
+            time.sleep(0.005)
+        if not writer.alive:
+            assert fired.exists(), writer.log.read_text()
+            writer.begin()
+            assert writer.ready()
+            traffic.check(writer.store)
+            traffic.connect()
+    while True:
+        try:
+            traffic.settle(writer.store, lambda: writer.alive)
+        except AssertionError:
+            assert not writer.alive, writer.log.read_text()
+        if writer.alive:
+            break
+        writer.begin()  # without the fault: it dies once
+        assert writer.ready()
+        traffic.connect()
+    rows = traffic.check(writer.store)
+    writer.end(signal.SIGTERM)
+    writer.begin()
+    assert writer.ready()
+    rows += traffic.check(writer.store)
+    writer.end(signal.SIGTERM)
+    traffic.close()
+    return rows, fired.exists()
+
+
+@pytest.mark.parametrize("op", [*OPS, *(pytest.param(op, marks=pytest.mark.faults) for op in RARE_OPS)])
+@pytest.mark.parametrize("what", ["die", "EIO"])
+def test_row_02_09_10_every_call(
+    nursery: Nursery, tmp_path: Path, rng: random.Random, record_property: Record, what: str, op: str
+) -> None:
+    """The Nth call of a file operation fails, or the process dies in it, for N = 1, 2, … until a run has no Nth."""
+    number = fired = rows = 0
+    while True:
+        number += 1 if times(0, 1) else rng.randrange(3, 30)
+        found, happened = scenario(
+            Forked(nursery, tmp_path / f"{number}"), rng.randrange(1 << 30), FAULT=f"{op}::{number}:1:{what}")
+        rows += found
+        fired += happened
+        if not happened or not times(0, 1):
+            break
+    record_property("times", f"{op}: {fired} × {what}, {rows} rows compared")
