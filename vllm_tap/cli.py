@@ -46,6 +46,13 @@ class Durability(StrEnum):
     os = "os"
 
 
+class LogFormat(StrEnum):
+    """How the writer's lines look."""
+
+    text = "text"
+    json = "json"
+
+
 class Format(StrEnum):
     """What `export` writes."""
 
@@ -93,6 +100,10 @@ def serve(
     retain_bytes: Annotated[int | None, typer.Option(help="Delete the oldest while the store takes more.")] = None,
     quota_bytes: Annotated[int | None, typer.Option(
         help="Take no rows of new captures while the store takes more.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(
+        help="Port of the writer's Prometheus metrics on 127.0.0.1 (default: the next free one after the engine's; "
+             "0: none).")] = None,
+    log_format: Annotated[LogFormat, typer.Option(help="What the writer says: for people, or JSON.")] = LogFormat.text,
     activation_capture: Annotated[bool, typer.Option(
         "--activation-capture", help="Capture resid_post of every request that brings no spec of its own.")] = False,
     act_mode: ActMode = None,
@@ -117,7 +128,8 @@ def serve(
         model=chosen, served_name="tiny" if tiny else "", store=store, keys=keys, host=host, port=port,
         engine_port=engine_port, arm=arm, on_full=on_full.value, ring_bytes=ring_bytes,
         staging_bytes_max=staging_bytes_max, durability=durability.value, seal_idle_s=seal_idle_s,
-        retain_days=retain_days, retain_bytes=retain_bytes, quota_bytes=quota_bytes,
+        retain_days=retain_days, retain_bytes=retain_bytes, quota_bytes=quota_bytes, metrics_port=metrics_port,
+        log_format=log_format.value,
         engine_args=(*arguments, *context.obj), environment={**environment, **legacy}, capture_all=capture_all,
     )))
 

@@ -50,6 +50,8 @@ class ServeConfig:
     retain_days: float | None = None
     retain_bytes: int | None = None
     quota_bytes: int | None = None
+    metrics_port: int | None = None  # of the writer; None for the next free one after the engine's, 0 for none
+    log_format: str = "text"
     engine_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
@@ -62,6 +64,10 @@ class ServeConfig:
         for name, port in (("--port", self.port), ("--engine-port", self.engine_port)):
             if not 1 <= port <= 65535:
                 raise StartError(f"{name} = {port}: a port is 1 to 65535")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise StartError(f"--metrics-port = {self.metrics_port}: a port is 1 to 65535, 0 for none")
+        if self.log_format not in ("text", "json"):
+            raise StartError(f"--log-format = {self.log_format!r}: valid are text and json")
         if self.port == self.engine_port:
             raise StartError(f"--engine-port = {self.engine_port}: the API has this port; give another")
         if self.on_full not in ("drop", "wait"):
@@ -87,6 +93,14 @@ class ServeConfig:
     def armed(self) -> list[str]:
         """The sites of ``arm`` in canonical names."""
         return [parse_site(name.strip(), "arm")[0] for name in self.arm.split(",")]
+
+    @property
+    def writer_metrics_port(self) -> int:
+        """Where the writer's metrics are, 0 for nowhere."""
+        if self.metrics_port is not None:
+            return self.metrics_port
+        ports = (port for port in range(self.engine_port + 1, min(self.engine_port + 20, 65536)) if port != self.port)
+        return next((port for port in ports if port_is_free("127.0.0.1", port)), 0)
 
     @property
     def url(self) -> str:
@@ -136,6 +150,15 @@ def check_writable(folder: Path, what: str) -> None:
         raise StartError(f"{what}: {folder} cannot be written to ({error.strerror})") from None
 
 
+def port_is_free(host: str, port: int) -> bool:
+    """Whether the port can be listened on."""
+    try:
+        check_port(host, port, "")
+    except StartError:
+        return False
+    return True
+
+
 def check_port(host: str, port: int, flag: str) -> None:
     """StartError where the port cannot be listened on."""
     try:
@@ -169,7 +192,8 @@ def writer_command(
 def _upkeep_flags(config: ServeConfig) -> tuple[str, ...]:
     """The writer's flags of what was asked for of retention and quota."""
     named = (("--retain-days", config.retain_days), ("--retain-bytes", config.retain_bytes),
-             ("--quota-bytes", config.quota_bytes))
+             ("--quota-bytes", config.quota_bytes), ("--metrics-port", config.writer_metrics_port),
+             ("--log-format", config.log_format))
     return tuple(word for flag, value in named if value is not None for word in (flag, str(value)))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from schemas import limits
 from schemas.errors import StartError, StoreError
+from writer_service import says
 from writer_service.config import Config
 from writer_service.server import Writer
 
@@ -29,6 +30,8 @@ def parse(argv: list[str]) -> Config:
     parser.add_argument("--retain-days", type=float, help="delete captures that are older")
     parser.add_argument("--retain-bytes", type=int, help="delete the oldest captures while the store takes more")
     parser.add_argument("--quota-bytes", type=int, help="take no rows of new captures while the store takes more")
+    parser.add_argument("--metrics-port", type=int, default=0, help="Prometheus metrics on 127.0.0.1; 0 for none")
+    parser.add_argument("--log-format", default="text", help="text (default) or json, on standard error")
     parser.add_argument("--keep-s", type=float, default=1.0, help="between two rounds of erasing")
     return Config(**vars(parser.parse_args(argv)))
 
@@ -37,9 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     """0 after a clean stop, 2 where the writer cannot start, 1 where it had to end."""
     os.umask(0o077)  # what is stored is what users said
     try:
-        writer = Writer(parse(sys.argv[1:] if argv is None else argv))
+        config = parse(sys.argv[1:] if argv is None else argv)
+        if config.log_format == "json":
+            says.use_json()
+        writer = Writer(config)
     except (StartError, StoreError, OSError, sqlite3.Error) as error:
-        print(f"writer: {error}", file=sys.stderr)
+        says.warn("no_start", str(error))
         return 2
 
     def stop(*_: object) -> None:
@@ -56,10 +62,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         writer.run()
     except StartError as error:
-        print(f"writer: {error}", file=sys.stderr)
+        says.warn("no_start", str(error))
         return 2
     except StoreError as error:
-        print(f"writer: {error}", file=sys.stderr)
+        says.warn("ended", str(error))
         return 1
     counts = " ".join(f"{key}={value}" for key, value in dataclasses.asdict(writer.counters).items() if value)
     print(f"writer stopped {counts}", flush=True)

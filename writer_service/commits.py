@@ -45,6 +45,7 @@ class SyncResult:
     file: OpenSegment | ControlLog
     tail: int
     error: OSError | None
+    seconds: float
 
 
 class Waker:
@@ -98,11 +99,12 @@ class Syncer:
 
 
 def _sync(file: OpenSegment | ControlLog, tail: int) -> SyncResult:
+    began = time.perf_counter()
     try:
         fs.datasync(file.fd)
     except OSError as error:
-        return SyncResult(file, tail, error)
-    return SyncResult(file, tail, None)
+        return SyncResult(file, tail, error, time.perf_counter() - began)
+    return SyncResult(file, tail, None, time.perf_counter() - began)
 
 
 class CatalogThread:
@@ -123,6 +125,11 @@ class CatalogThread:
     def busy(self) -> bool:
         """Whether a commit is waiting or being applied."""
         return self._queue.unfinished_tasks > 0
+
+    @property
+    def backlog(self) -> int:
+        """How many commits wait, the one being applied included."""
+        return self._queue.unfinished_tasks
 
     @property
     def full(self) -> bool:

@@ -26,6 +26,8 @@ class Config:
     retain_days: float | None = None  # captures older than that are deleted
     retain_bytes: int | None = None  # the oldest are deleted while the store takes more than that
     quota_bytes: int | None = None  # no rows of new captures are taken while the store takes more than that
+    metrics_port: int = 0  # Prometheus metrics on 127.0.0.1; 0 for none
+    log_format: str = "text"
     keep_s: float = 1.0  # between two rounds of erasing and whatever else is done to what is stored
     commit_bytes: int = limits.commit_bytes_target
     commit_delay_s: float = limits.commit_delay_ms / 1000
@@ -42,6 +44,10 @@ class Config:
                             ("--quota-bytes", self.quota_bytes)):
             if value is not None and not value > 0:
                 raise StartError(f"{flag} = {value}: must be positive")
+        if not 0 <= self.metrics_port <= 65535:
+            raise StartError(f"--metrics-port = {self.metrics_port}: a port is 1 to 65535, 0 for none")
+        if self.log_format not in ("text", "json"):
+            raise StartError(f"--log-format = {self.log_format!r}: valid: text, json")
         scheme, _, rest = self.endpoint.partition("://")
         if scheme != "ipc" or not rest:
             # tcp would let anybody on the network write into the store; it needs keys, which this version has not.

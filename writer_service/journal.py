@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
+from prometheus_client import Histogram
 
 from schemas.errors import ProtocolError
 from schemas.segment import FrameHeader
 from schemas.zarr_layout import WRITER
-from writer_service import fs
+from writer_service import fs, says
 from writer_service.catalog import Change, Erased, Indexed, LogBegun, Scrubbed, SegmentGone, SegmentSealed
 from writer_service.commits import Batch, CatalogThread, Syncer, SyncResult, Waker
 from writer_service.config import Config
 from writer_service.control_log import ControlLog, Entry, Message
+from writer_service.counters import Counters
 from writer_service.lanes import Arrival, Lanes, Placed
 from writer_service.segments import OpenSegment, SegmentSet
 from writer_service.streams import SenderState
 
+SYNC_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 log_bytes_max: Final = 64 * 1024 * 1024
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start."""
-
-    frames: int = 0
-    records: int = 0
-    payload_bytes: int = 0
-    duplicates: int = 0
-    gaps: int = 0
-    malformed: int = 0
-    refused: int = 0
-    rows_not_indexed: int = 0
-    disk_errors: int = 0
-    commits: int = 0
-    sealed: int = 0
-    expired: int = 0
-    rows_over_quota: int = 0
 
 
 class Journal:
@@ -57,6 +39,8 @@ class Journal:
         self.segments = SegmentSet(config.store, next_segment, config.segment_bytes, config.lanes)
         self._lanes = Lanes(uuid, config.lanes)
         self._syncer = Syncer(waker)
+        self.sync_seconds = Histogram("vllm_tap_writer_sync_seconds", "Time of one file's sync.", registry=None,
+                                      buckets=SYNC_BUCKETS_S)
         self.catalog = CatalogThread(config.store / "catalog.sqlite", waker)
         self._batch = Batch(1, [LogBegun(self._log.number)])
 
@@ -69,6 +53,12 @@ class Journal:
     def idle(self) -> bool:
         """Whether everything appended is on the disk and in the catalog."""
         return not self._batch.started and self._syncer.batch is None and not self.catalog.busy
+
+    def lag_s(self, now: float) -> float:
+        """Age of the oldest thing that is not on the disk, 0 where everything is."""
+        syncing = self._syncer.batch
+        began = [batch.started for batch in (self._batch, syncing) if batch is not None and batch.started]
+        return max(0.0, now - min(began)) if began else 0.0
 
     def names(self, stream: str) -> bool:
         """Whether the commit now being filled has something of a stream."""
@@ -103,6 +93,7 @@ class Journal:
                             bare, arrival.table))
         self._batch.nbytes += item.nbytes
         self.counters.frames += 1
+        self.counters.rows += len(arrival.table.position)
         self.counters.payload_bytes += arrival.nbytes
 
     def append_entry(self, state: SenderState, message: Message, urgent: bool = True) -> None:
@@ -190,6 +181,8 @@ class Journal:
         if finished is None:
             return None
         batch, results = finished
+        for result in results:
+            self.sync_seconds.observe(result.seconds)
         if any(result.error for result in results):
             self._give_up(batch, results)
             return batch, False
@@ -239,5 +232,5 @@ class Journal:
         """Count it; say so without filling the terminal."""
         self.counters.disk_errors += 1
         if self.counters.disk_errors in (1, 10, 100) or self.counters.disk_errors % 1000 == 0:
-            print(f"writer: {op} {path}: {error} (error {self.counters.disk_errors}; senders keep what is not "
-                  "acknowledged)", file=sys.stderr, flush=True)
+            says.warn("disk_error", f"{op} {path}: {error} (error {self.counters.disk_errors}; senders keep what is "
+                      "not acknowledged)", op=op, path=path, error=str(error), count=self.counters.disk_errors)

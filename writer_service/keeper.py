@@ -7,7 +7,6 @@ The next round starts when the catalog has heard of the last one.
 from __future__ import annotations
 
 import sqlite3
-import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Final
 
 from schemas.catalog import connect_read
 from schemas.errors import StoreError
-from writer_service import removal
+from writer_service import removal, says
 from writer_service.catalog import Erased, Scrubbed, SegmentGone
 from writer_service.commits import Waker
 from writer_service.erasing import erase
@@ -167,4 +166,4 @@ class Keeper:
     def _complain(self, what: str, error: BaseException) -> None:
         self.failures += 1
         wait = failed_rounds * self._round_s
-        print(f"writer: {what}: {error} (tried again in {wait:g} s)", file=sys.stderr, flush=True)
+        says.warn("upkeep_failed", f"{what}: {error} (tried again in {wait:g} s)", what=what, error=str(error))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from schemas.zarr_layout import open_name
-from writer_service import fs
+from writer_service import fs, says
 from writer_service.catalog import SegmentGone, SegmentSealed
 from writer_service.commits import Waker
 from writer_service.sealing import finish_cut, seal
@@ -61,7 +60,7 @@ class Sealer:
                 # The journal file stays, wherever it got to, and is readable; the next start seals it at the latest.
                 self._delay[number] = min(2 * self._delay.get(number, retry_s_first / 2), retry_s_max)
                 self._again[number] = time.monotonic() + self._delay[number]
-                print(f"writer: sealing segment {number}: {error}", file=sys.stderr, flush=True)
+                says.warn("seal_failed", f"sealing segment {number}: {error}", segment=number, error=str(error))
             else:
                 self._delay.pop(number, None)
                 change = SegmentSealed(number) if future.result() else SegmentGone(number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +18,7 @@ from schemas.catalog import connect_read
 from schemas.control import (
     Bye,
     Delete,
+    Dropped,
     Finish,
     Frame,
     FromWriter,
@@ -35,7 +35,7 @@ from schemas.control import (
 from schemas.errors import ProtocolError, StartError, StoreError
 from schemas.frame import RowTable, check_frame, check_table
 from schemas.zarr_layout import endpoint_name
-from writer_service import fs
+from writer_service import fs, says
 from writer_service.commits import Batch, Waker
 from writer_service.config import Config
 from writer_service.control_log import Message, OverQuota, Refused
@@ -43,6 +43,7 @@ from writer_service.journal import Journal
 from writer_service.keeper import Keeper
 from writer_service.lanes import Arrival
 from writer_service.ledger import Ledger, RefusedError
+from writer_service.metrics import serve_metrics
 from writer_service.payload import find_payload
 from writer_service.quota import Quota
 from writer_service.recovery import recover
@@ -84,7 +85,11 @@ class Writer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.stop = False
+        began = time.monotonic()
         state = recover(config.store)
+        self.recovery_s, self.recovery_cut_bytes = time.monotonic() - began, state.cut_bytes
+        says.note("recovered", "journal and catalog are whole", seconds=round(self.recovery_s, 3),
+                  cut_bytes=state.cut_bytes, rebuilt=state.rebuilt, streams=len(state.streams))
         self._uuid, self._lock_fd = state.uuid, state.lock
         self._waker = Waker()
         self._journal = Journal(config, state.uuid, state.next_log, state.next_segment, self._waker)
@@ -104,6 +109,18 @@ class Writer:
         self._quota = Quota(config.quota_bytes, disk_bytes(config.store / "blocks"))
         for number in state.to_seal:
             self._sealer.submit(number)
+        if config.metrics_port:
+            serve_metrics(config.metrics_port, self)
+
+    @property
+    def journal(self) -> Journal:
+        """What is appended to."""
+        return self._journal
+
+    @property
+    def used_bytes(self) -> int:
+        """What the store takes of the disk."""
+        return self._quota.used
 
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -115,6 +132,8 @@ class Writer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.read_fd, zmq.POLLIN)
         print(f"writer ready {self.config.endpoint}", flush=True)
+        if self.config.metrics_port:
+            print(f"writer metrics http://127.0.0.1:{self.config.metrics_port}/metrics", flush=True)
         last = time.monotonic()
         try:
             while not self.stop:
@@ -191,7 +210,8 @@ class Writer:
         for number in self._journal.segments.take_sealable():
             self._sealer.submit(number)
         for bad in self._journal.segments.drop_poisoned():
-            print(f"writer: segment {bad.number} takes no more frames after a failed sync", file=sys.stderr, flush=True)
+            says.warn("segment_poisoned", f"segment {bad.number} takes no more frames after a failed sync",
+                      segment=bad.number)
         self._journal.commit_if_due(now)
         self._ledger.batch = self._journal.batch_number
         self._flush_acks()
@@ -209,6 +229,11 @@ class Writer:
             if done.rotate_log:
                 self._journal.rotate_log()
             self._quota.measured(done.used_bytes)
+            self.counters.rows_erased += done.erased_rows
+            self.counters.blocks_removed += done.removed_blocks
+            if done.changes or done.expired:
+                says.note("upkeep", "rows of deleted captures erased", rows=done.erased_rows,
+                          blocks_removed=done.removed_blocks, expired=len(done.expired), failures=done.failures)
             for capture in done.expired:
                 self._expire(capture)
         if self._keeper.step(now, self._ledger.applied):
@@ -233,6 +258,7 @@ class Writer:
         if change is not None:
             self._journal.change(change)
             self.counters.sealed += 1
+            says.note("sealed", "a segment became a block", segment=change.number)
 
     # ── receive ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -396,6 +422,9 @@ class Writer:
             state.open_captures.add(record.capture)
             if self._quota.over and self._append(state, OverQuota(record.capture)):
                 self._ledger.refuse_rows(record.capture)
+        elif isinstance(record, Dropped):
+            lost = (record.stop - record.start) * len(record.layers)
+            self.counters.dropped[record.reason] = self.counters.dropped.get(record.reason, 0) + lost
         elif isinstance(record, Finish):
             state.open_captures.discard(record.capture)
         elif isinstance(record, Delete):
@@ -473,6 +502,7 @@ class Writer:
         for state in self._want_ack.values():
             if state.identity is not None and not state.must_greet:
                 self._send(state.identity, state.ack(self._os_is_enough))
+                self.counters.acks += 1
         self._want_ack.clear()
 
     def _send(self, identity: bytes, message: FromWriter) -> None:

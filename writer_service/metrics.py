@@ -1,0 +1,90 @@
+"""The writer's metrics for Prometheus, on loopback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Final, Protocol
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from schemas.errors import StartError
+from writer_service.counters import Counters
+from writer_service.journal import Journal
+
+PREFIX: Final = "vllm_tap_writer_"
+HELP: Final = {
+    "frames": "Frames appended.",
+    "rows": "Rows in them; a row is a position with all layers of its frame.",
+    "records": "Control records accepted.",
+    "payload_bytes": "Bytes of rows in frames.",
+    "acks": "Acknowledgements sent.",
+    "duplicates": "Messages that came again and were dropped.",
+    "gaps": "Messages that came before one that is missing.",
+    "malformed": "Messages that break the protocol.",
+    "refused": "Records and greetings that were refused.",
+    "rows_not_indexed": "Rows of captures that are closed, deleted or unknown.",
+    "rows_over_quota": "Rows that were not taken because the store was over its quota.",
+    "disk_errors": "File operations that failed.",
+    "commits": "Group commits that reached the disk.",
+    "sealed": "Segments that became blocks.",
+    "expired": "Captures deleted by retention.",
+    "rows_erased": "Rows of deleted captures that were erased inside blocks.",
+    "blocks_removed": "Blocks taken away whole.",
+    "dropped": "Rows (position x layer) that engines say they did not keep.",
+}
+
+
+class State(Protocol):
+    """What is looked at besides the counters."""
+
+    counters: Counters
+    recovery_s: float
+    recovery_cut_bytes: int
+
+    @property
+    def journal(self) -> Journal: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+
+class _Reader(Collector):
+    """Reads plain numbers of the main loop when asked: nothing is counted twice, nothing is locked."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        state, counters = self._state, self._state.counters
+        for field in fields(counters):
+            value = getattr(counters, field.name)
+            by_reason = isinstance(value, dict)
+            family = CounterMetricFamily(PREFIX + field.name, HELP[field.name], labels=["reason"] if by_reason else [])
+            for labels, number in [([key], n) for key, n in dict(value).items()] if by_reason else [([], value)]:
+                family.add_metric(labels, number)
+            yield family
+        journal = state.journal
+        for name, text, number in (
+            ("lag_seconds", "Age of the oldest thing received that is not durable.", journal.lag_s(time.monotonic())),
+            ("catalog_lag_commits", "Durable commits that readers do not see yet.", journal.catalog.backlog),
+            ("store_bytes", "What the store takes of the disk.", state.used_bytes),
+            ("recovery_seconds", "How long the start took to make journal and catalog whole.", state.recovery_s),
+            ("recovery_cut_bytes", "Bytes that the start cut off because they were not whole.",
+             state.recovery_cut_bytes),
+        ):
+            yield GaugeMetricFamily(PREFIX + name, text, number)
+        yield from journal.sync_seconds.collect()
+
+
+def serve_metrics(port: int, state: State) -> None:
+    """Answer on 127.0.0.1:``port`` from a thread until the process ends; StartError where the port is taken."""
+    registry = CollectorRegistry()
+    registry.register(_Reader(state))
+    try:
+        start_http_server(port, "127.0.0.1", registry)
+    except OSError as error:
+        raise StartError(f"--metrics-port = {port}: {error.strerror}; choose another") from None

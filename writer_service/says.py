@@ -1,0 +1,35 @@
+"""What the writer says on standard error: lines for people, or one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+_as_json = False
+
+
+def use_json() -> None:
+    """From now on, JSON."""
+    global _as_json
+    _as_json = True
+
+
+def warn(event: str, text: str, **fields: Any) -> None:
+    """Something is wrong."""
+    _write("warning", event, text, fields)
+
+
+def note(event: str, text: str, **fields: Any) -> None:
+    """Something was done; people are told by numbers and files, programs by JSON."""
+    if _as_json:
+        _write("info", event, text, fields)
+
+
+def _write(level: str, event: str, text: str, fields: dict[str, Any]) -> None:
+    line = f"writer: {text}"
+    if _as_json:
+        line = json.dumps({"time": round(time.time(), 3), "level": level, "event": event, "message": text, **fields},
+                          default=str)
+    print(line, file=sys.stderr, flush=True)
