@@ -25,6 +25,7 @@ from schemas.zarr_layout import WRITER, block_name, building_name, main_chunk, o
 from writer_service.block import Block, open_block
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.recovery import is_free
+from writer_service.removal import removable
 from writer_service.sealing import ROW_COLUMNS, gather, piece_checksums
 
 recheck_s: Final = 0.5  # a writer may be moving or erasing what is being read
@@ -135,6 +136,8 @@ def _check_segment(store: Path, uuid: bytes, db: sqlite3.Connection, number: int
     if segment is None:
         yield Bad("not in the catalog; rebuild it", _below(store, place) if place else block_name(number))
         return
+    if place is None and removable(db, number):
+        return  # taken away, and the catalog has not heard of it yet
     if place is None:
         yield Bad("the segment is not there", block_name(number), None, segment.site)
         yield from _lost_extents(db, segment, block_name(number))

@@ -203,7 +203,9 @@ class Writer:
         self._end_commit()
         self._take_catalog()
         self._take_sealed(now)
-        self._keep(now)
+        self._hear_keeper(now)
+        if self._keeper.step(now, self._ledger.applied):
+            self._quota.measuring()
         if quiet:
             self._senders.find_lost(now)
             self._journal.segments.retire(now, self.config.seal_idle_s)
@@ -219,7 +221,7 @@ class Writer:
             raise StoreError("write catalog", self.config.store / "catalog.sqlite", self._journal.catalog.failed,
                              "start again: a damaged catalog is rebuilt")
 
-    def _keep(self, now: float) -> None:
+    def _hear_keeper(self, now: float) -> None:
         """What the keeper did goes into the journal; what it needs of us is done."""
         done = self._keeper.take(now, self._journal.batch_number)
         if done is not None:
@@ -236,8 +238,6 @@ class Writer:
                           blocks_removed=done.removed_blocks, expired=len(done.expired), failures=done.failures)
             for capture in done.expired:
                 self._expire(capture)
-        if self._keeper.step(now, self._ledger.applied):
-            self._quota.measuring()
 
     def _expire(self, capture: str) -> None:
         """Delete a capture as if somebody had asked for it."""
@@ -516,6 +516,8 @@ class Writer:
         deadline = time.monotonic() + drain_s
         while not self._receive() and time.monotonic() < deadline:
             self._step(time.monotonic(), quiet=False)
+        self._keeper.close()
+        self._hear_keeper(time.monotonic())
         self._settle()
         self._journal.segments.retire(float("inf"), 0.0)
         for number in self._journal.segments.take_sealable():
@@ -526,7 +528,6 @@ class Writer:
             time.sleep(0.005)
         self._settle()
         self._sealer.close()
-        self._keeper.close()
         self._db.close()
         self._journal.close()
 
