@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ from fastapi import FastAPI
 
 from api.app import create_app
 from api.config import Config
+from api.slow_heads import bounded_heads
 from schemas import limits
 from schemas.errors import StartError
 
@@ -41,6 +43,10 @@ def main(argv: list[str] | None = None) -> int:
                         metavar="N", help="memory of all slices being answered together")
     parser.add_argument("--slice-stall-s", type=float, default=Config.__dataclass_fields__["slice_stall_s"].default,
                         metavar="S", help="cut off a caller who takes nothing of a slice for so long")
+    parser.add_argument("--head-s", type=float, default=Config.__dataclass_fields__["head_s"].default, metavar="S",
+                        help="cut off a connection whose request's head is not whole after so long")
+    parser.add_argument("--body-s", type=float, default=Config.__dataclass_fields__["body_s"].default, metavar="S",
+                        help="refuse a request whose body is not whole after so long")
     parser.add_argument("--capture-all", default="", metavar="SPEC",
                         help="capture every request that brings no spec of its own, as this one says")
     args = parser.parse_args(argv)
@@ -69,6 +75,10 @@ def _listen(config: Config) -> socket.socket:
         raise StartError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
                          "choose another --port") from None
     listening.listen(512)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every connection takes a descriptor
+    most = 2 * limits.connections_max
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     return listening
 
 
@@ -82,7 +92,8 @@ class _Server(uvicorn.Server):
 
 async def _serve(app: FastAPI, config: Config, listening: socket.socket) -> None:
     # h11 bounds the headers of a request (64 KiB); the faster httptools would take them without end.
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", http="h11",
+    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on",
+                                    http=bounded_heads(config.head_s), limit_concurrency=limits.connections_max,
                                     timeout_graceful_shutdown=round(config.stop_grace_s) + 3, timeout_keep_alive=30))
     serving = asyncio.ensure_future(server.serve([listening]))
     loop = asyncio.get_running_loop()

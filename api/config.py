@@ -31,6 +31,8 @@ class Config:
     slice_bytes_max: int = limits.slice_bytes_max
     slices_in_flight_bytes_max: int = limits.slices_in_flight_bytes_max
     slice_stall_s: float = 60.0  # a caller who takes nothing of a slice for so long is cut off
+    head_s: float = 10.0  # within which a request's head must have come
+    body_s: float = 60.0  # … and its body
     upstream_connect_s: float = 5.0
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
     status_wait_s: float = 2.0  # how long an answer waits for its capture to become final
@@ -48,8 +50,9 @@ class Config:
                 parse_spec(self.capture_all)
             except TapError as error:
                 raise StartError(f"capture_all = {self.capture_all!r}: {error}") from None
-        if not 0 < self.slice_stall_s < 86400:
-            raise StartError(f"slice_stall_s = {self.slice_stall_s}: more than 0 and less than a day")
+        for name in ("slice_stall_s", "head_s", "body_s"):
+            if not 0 < getattr(self, name) < 86400:
+                raise StartError(f"{name} = {getattr(self, name)}: more than 0 and less than a day")
         for name in ("requests_in_flight_max", "generations_in_flight_max"):
             if getattr(self, name) < 1:
                 raise StartError(f"{name} = {getattr(self, name)}: at least 1")

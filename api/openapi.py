@@ -120,7 +120,7 @@ _ANSWERS: Final[dict[tuple[str, str], tuple[Schema, tuple[int, ...]]]] = {
     ("get", "/v1/captures/{ref}/events"): (_events(_PROGRESS), (400, 404)),
     ("get", "/v1/captures/{ref}/live"): (_events(_LIVE), (400, 404)),
     ("get", "/v1/captures/{ref}/map"): (_json(_MAP), (400, 404, 413, 416)),
-    ("post", "/v1/captures/{ref}/map"): (_json({**_MAP, "measure": "projection"}), (400, 404, 413, 416)),
+    ("post", "/v1/captures/{ref}/map"): (_json({**_MAP, "measure": "projection"}), (400, 404, 408, 413, 416)),
     ("get", "/v1/captures/{ref}/tokens"): (
         _json({"capture": _ULID, "start": 0, "stop": 2, "token_ids": [9707, 11], "texts": ["Hello", ","]}), (400, 404)),
     ("get", "/v1/capabilities"): (_json({"armed": {"resid_post": {"layers": [0, 1], "width": 1024}},
@@ -168,6 +168,7 @@ _PASSED: Final[dict[str, Any]] = {
 _WHY: Final = {
     400: "The request cannot be honoured as it is.", 401: "No key in use came with the request.",
     403: "A foreign Host header, on a service without keys.", 404: "Nothing under that name.",
+    408: "The body did not come in time.",
     406: "No format of the Accept header can be had.", 409: "The capture's id is taken, or the capture is held.",
     413: "Over a limit, which the message names.", 416: "Past everything that is there.",
     429: "Too much at once: ask again in a moment.", 500: "A fault of the service, or damaged bytes.",
@@ -228,11 +229,11 @@ def _describe(operation: dict[str, Any], method: str, path: str) -> None:
                   "capture": _FIELD}
         good = {"200": {"description": "vLLM's answer, plus `capture`.", "content": {
             **_json(answer), **_events("data: [DONE]\n\n")}}}
-        errors += (400, 404, 409, 413, 502)
+        errors += (400, 404, 408, 409, 413, 502)
     else:
         good = {"200": {"description": _OTHERS, "content": _json({"object": "list"})},
                 "4XX": {"description": _OTHERS, "content": _json({"error": {"message": "…"}})}}
-        errors += (413, 502)
+        errors += (408, 413, 502)
     operation["responses"] = {**good, **{str(status): {
         "description": _WHY.get(status, _OTHERS) if isinstance(status, int) else status,
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}, "example": {"error": {

@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError
-from api.service import Service, owner_of
+from api.service import Service, owner_of, service_of
 
 __all__ = ["ClientGone", "Relay", "caller_headers", "forward_headers", "new_client", "read_body", "send",
            "while_connected"]
@@ -51,7 +51,20 @@ def new_client(base_url: str, connect_s: float) -> httpx.AsyncClient:
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
-    """The body of a request; 413 before more than ``bytes_max`` bytes are held, ClientGone where it does not come."""
+    """The body of a request; 413 before more than ``bytes_max`` bytes are held, 408 where it is too slow.
+
+    ClientGone where it does not come.
+    """
+    body_s = service_of(request).config.body_s
+    try:
+        async with asyncio.timeout(body_s):
+            return await _read_body(request, bytes_max)
+    except TimeoutError:
+        raise ApiError(408, "too_slow", f"the body was not whole after {body_s:g} s, the limit",
+                       headers={"Connection": "close"}) from None
+
+
+async def _read_body(request: Request, bytes_max: int) -> bytes:
     stated = request.headers.get("content-length", "0")
     if stated.isdecimal() and int(stated) > bytes_max:
         raise ApiError(413, "too_large", f"the body has {stated} bytes, limit {bytes_max}")

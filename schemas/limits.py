@@ -62,4 +62,5 @@ inline_bytes_max: Final = 16 << 20  # of arrays in the answer to a generation
 # Who may ask, and how much at once; of each key.
 keys_max: Final = 1024
 requests_in_flight_max: Final = 1024
+connections_max: Final = 4096  # of all together
 generations_in_flight_max: Final = 512

@@ -93,8 +93,8 @@ class Stack:
         self.processes["upstream"] = Process(args, self.store.parent / "upstream.log")
         self.upstream_url = self.processes["upstream"].wait_ready()
 
-    def start_api(self, upstream: str | None = None, *more: str) -> None:
-        args = ["api", "--store", str(self.store), "--endpoint", self.endpoint, "--port", "0",
+    def start_api(self, upstream: str | None = None, *more: str, program: str = "api") -> None:
+        args = [program, "--store", str(self.store), "--endpoint", self.endpoint, "--port", "0",
                 "--upstream", upstream or self.upstream_url, *more]
         self.processes["api"] = Process(args, self.store.parent / "api.log")
         self.url = self.processes["api"].wait_ready()
@@ -119,11 +119,12 @@ class Stack:
 
 
 @contextmanager
-def running(folder: Path, dtype: str = "bfloat16", *api: str, owner: str = "", writer: str = "writer_service"
-            ) -> Iterator[Stack]:
+def running(folder: Path, dtype: str = "bfloat16", *api: str, owner: str = "", writer: str = "writer_service",
+            program: str = "api") -> Iterator[Stack]:
     """The whole service, ready; everything is ended afterwards, and each process must end by itself.
 
-    ``api`` are more arguments of the API; with an ``owner`` it has keys, and the stack asks with that owner's.
+    ``api`` are more arguments of the API, which is ``program``; with an ``owner`` it has keys, and the stack asks with
+    that owner's.
     """
     sockets = tempfile.mkdtemp(prefix="tap-")
     stack = Stack(folder / "store", f"ipc://{sockets}/writer.sock")
@@ -133,7 +134,7 @@ def running(folder: Path, dtype: str = "bfloat16", *api: str, owner: str = "", w
         stack.start_writer(writer)
         stack.processes["writer"].wait_ready()
         stack.start_upstream(dtype)
-        stack.start_api(None, *api)
+        stack.start_api(None, *api, program=program)
         stack.wait_ready()
         yield stack
     finally:

@@ -1,0 +1,49 @@
+"""Connections that never finish what they ask: a request's head must come within a bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+__all__ = ["bounded_heads"]
+
+
+class _BoundedHeads(H11Protocol):
+    """Closes a connection whose next request's head is not whole after ``head_s`` seconds.
+
+    The server itself times the pause between two requests alone: who sends a byte now and then would stay for ever.
+    """
+
+    head_s: ClassVar[float]
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.head_s, self.transport.abort)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def bounded_heads(head_s: float) -> Any:
+    """The protocol class for uvicorn's ``http`` setting."""
+    return type("BoundedHeads", (_BoundedHeads,), {"head_s": head_s})
