@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from schemas.errors import NotFoundError, SpecError, TapError
+    from schemas.ids import new_ulid
     from schemas.manifest import Manifest, Missing
     from schemas.reader import CaptureRow
     from vllm_tap.async_client import AsyncCapture, AsyncClient, AsyncGeneration
@@ -52,6 +53,7 @@ __all__ = [
     "activations",
     "capture_args",
     "manifest",
+    "new_ulid",
     "open_store",
     "recording",
     "rows",
@@ -68,6 +70,7 @@ _MODULES: Final = {
     "vllm_tap.loader": ("Activations", "RowDataset", "activations", "rows"),
     "vllm_tap.store": ("Store", "open_store"),
     "schemas.errors": ("NotFoundError", "SpecError", "TapError"),
+    "schemas.ids": ("new_ulid",),
     "schemas.manifest": ("Manifest", "Missing"),
     "schemas.reader": ("CaptureRow",),
 }

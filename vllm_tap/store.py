@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from schemas.control import EngineInfo
+from schemas.errors import NotFoundError
 from schemas.manifest import Manifest
 from schemas.reader import CaptureRow, StoreReader
 from vllm_tap.captures import Capture, Rows
@@ -75,11 +76,20 @@ class Store:
     # ── what a Capture reads from ───────────────────────────────────────────────────────────────────────────────
 
     def manifest(self, ref: str, wait_s: float | None = None) -> Manifest:
-        """The manifest; with ``wait_s``, once the capture is final or that many seconds have passed."""
+        """The manifest; with ``wait_s``, once the capture is final or that many seconds have passed.
+
+        A capture that is not there yet may be on its way: it is waited for too.
+        """
         end_s = time.monotonic() + (wait_s or 0.0)
-        while (found := self.reader.manifest(ref)).status not in FINAL and time.monotonic() < end_s:
-            time.sleep(0.05)
-        return found
+        while True:
+            late = time.monotonic() >= end_s
+            try:
+                if (found := self.reader.manifest(ref)).status in FINAL or late:
+                    return found
+            except NotFoundError:
+                if late:
+                    raise
+            time.sleep(0.02)
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows:

@@ -25,7 +25,7 @@ from schemas.reader import StoreReader
 from schemas.spec import parse_spec
 from vllm_tap.captures import Capture
 from vllm_tap.services import check_arm, check_store, make_socket_dir
-from vllm_tap.store import Store
+from vllm_tap.store import Store, open_store
 from vllm_tap.writer_process import WriterProcess
 
 __all__ = ["Recording", "capture_args", "manifest", "recording"]
@@ -35,20 +35,6 @@ _MANIFEST: Final = "activation_manifest"  # where the engine's front end leaves 
 _WAIT_S: Final = 30.0
 _lock = threading.Lock()
 _newest: Recording | None = None
-
-
-class _Arriving(Store):
-    """A store whose newest captures are still on their way: what is not there yet is waited for."""
-
-    def manifest(self, ref: str, wait_s: float | None = None) -> Manifest:
-        end_s = time.monotonic() + (wait_s or 0.0)
-        while True:
-            try:
-                return super().manifest(ref, max(end_s - time.monotonic(), 0.0))
-            except NotFoundError:
-                if time.monotonic() >= end_s:
-                    raise
-            time.sleep(0.02)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +90,7 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
 
         plugin.register()
         stack.callback(front.retire, endpoint)
-        made = Recording(path, stack.enter_context(_Arriving(path)))
+        made = Recording(path, stack.enter_context(open_store(path)))
         _newest = made
         try:
             yield made
@@ -139,7 +125,7 @@ def manifest(output: Any, sample: int = 0, store: str | Path | None = None) -> M
     capture = _ids(output)[sample]
     if store is None and _newest is None:
         raise TapError("manifest(): there was no recording in this process; name the store")
-    with _Arriving(_newest.path if store is None and _newest else store or "") as opened:
+    with open_store(_newest.path if store is None and _newest else store or "") as opened:
         return Capture(opened, capture).wait(_WAIT_S)
 
 

@@ -27,6 +27,7 @@ from schemas.reader import StoreReader
 from tests.engine.conftest import ENVIRONMENT
 from tests.engine.reference import Reference
 from tests.processes import descendants, runs
+from tests.readme import blocks
 from tests.store_helpers import until
 from vllm_tap.client import Client
 from vllm_tap.tiny_model import LAYERS, cache_dir
@@ -145,6 +146,23 @@ def test_a_chat_request_and_its_slices_by_every_name(service: Service) -> None:
     assert engine["runner"].endswith("ModelRunner") and engine == manifest["engine"]
     for name in (capture["id"], response.id, "my-own-name-17"):
         assert service.manifest(name)["id"] == capture["id"]
+
+
+def test_a_request_straight_to_vllm_is_read_like_any_other(service: Service) -> None:
+    """As the page for researchers has it: a vLLM server with the plugin, its spec in vllm_xargs, no gateway."""
+    block, = (block for block in blocks("python", "docs/howto_research.md") if "vllm_xargs" in block)
+    space: dict[str, Any] = {"STORE": service.store}
+    text = block.replace("http://127.0.0.1:8101", service.vllm_url).replace('"captures"', "STORE")
+    exec(compile(text, "docs/howto_research.md", "exec"), space)  # noqa: S102
+    manifest, rows = space["manifest"], space["rows"]
+    assert manifest.status == "complete" and len(rows) == manifest.total_len - 1
+    tokens = (*manifest.prompt_token_ids, *manifest.output_token_ids)
+    assert np.abs(rows - service.reference.rows(tokens)["resid_post", 2][:len(rows)]).max() < 1e-4
+    for command in (["ls"], ["show", manifest.id], ["export", manifest.id, "--out", str(service.store / "x.npz")]):
+        done = subprocess.run([sys.executable, "-m", "vllm_tap", *command, "--store", str(service.store)],
+                              capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and (command[0] == "export" or manifest.id in done.stdout), done.stderr
+    (service.store / "x.npz").unlink()
 
 
 def test_streaming_ends_with_the_capture(service: Service) -> None:

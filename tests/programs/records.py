@@ -28,6 +28,7 @@ def main(store: Path) -> None:
 
     import vllm_tap
     from tests.engine.engines import model, prompt, shut_down
+    from tests.readme import blocks
 
     options: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "dtype": "float32", "block_size": 32}
     seen: dict[str, Any] = {"outside": said(lambda: vllm_tap.capture_args(sites=["resid_post"]))}
@@ -55,11 +56,12 @@ def main(store: Path) -> None:
     seen["environment"] = [name for name in os.environ if name.startswith("VLLM_TAP_")]
     seen["goes_on"] = len(llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs)
     shut_down(llm)
-    with vllm_tap.recording(store) as tape:
-        llm = LLM(str(model("qwen3")), **options)
-        args = vllm_tap.capture_args(positions="last", layers=[3])
-        again = llm.generate(prompts, SamplingParams(max_tokens=2, extra_args=args), use_tqdm=False)
-        seen["again"] = [tape.capture(output)["resid_post", 3].shape for output in again]
+    block, = (block for block in blocks("python", "docs/howto_research.md") if "from vllm import" in block)
+    text = block.replace('LLM("Qwen/Qwen3-0.6B")', "LLM(MODEL, **OPTIONS)").replace('"captures"', "STORE")
+    space: dict[str, Any] = {"MODEL": str(model("qwen3")), "OPTIONS": options, "STORE": store}
+    exec(compile(text, "docs/howto_research.md", "exec"), space)  # noqa: S102
+    seen["page"] = [space["rows"].shape, [*space["outputs"][0].prompt_token_ids,
+                                          *space["outputs"][0].outputs[0].token_ids]]
     print("SEEN", json.dumps(seen), flush=True)
 
 
