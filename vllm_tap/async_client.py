@@ -25,7 +25,7 @@ from vllm_tap import wire
 from vllm_tap.captures import F32, Key, Rows, only_layer, place, whole
 from vllm_tap.client import Answer
 from vllm_tap.errors import NotComplete
-from vllm_tap.listing import FINAL, Filters
+from vllm_tap.listing import FINAL, Filters, Page
 from vllm_tap.progress import Report, reporting
 
 __all__ = ["AsyncCapture", "AsyncClient", "AsyncGeneration"]
@@ -147,10 +147,12 @@ class AsyncClient:
                  before: str | None = None) -> AsyncIterator[CaptureRow]:
         """``Client.captures``, for ``async for``."""
 
-        async def page(count: int, after: str | None) -> list[CaptureRow]:
-            return wire.read_captures(await self._send(wire.ask_captures(status, count, after)))
+        filters = Filters(status, tags or {}, site, since, until)
 
-        return Filters(status, tags or {}, site, since, until).apages(page, limit, before)
+        async def page(count: int, after: str | None) -> Page:
+            return wire.read_captures(await self._send(wire.ask_captures(filters, count, after)))
+
+        return filters.apages(page, limit, before)
 
     async def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
         """``Client.wait``."""

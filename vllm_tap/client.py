@@ -173,8 +173,8 @@ class Client:
         earlier list ended with.
         """
         filters = Filters(status, tags or {}, site, since, until)
-        return filters.pages(lambda count, after: wire.read_captures(self._send(wire.ask_captures(status, count, after))
-                                                                     ), limit, before)
+        return filters.pages(lambda count, after: wire.read_captures(
+            self._send(wire.ask_captures(filters, count, after))), limit, before)
 
     def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
         """The manifests of captures once all are final; NotComplete where that takes longer than ``timeout_s``."""

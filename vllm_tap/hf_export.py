@@ -45,9 +45,7 @@ def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str 
     if target.exists() and not force:
         raise TapError(f"--out = {str(target)!r}: exists already; name another or add --force")
     with StoreReader(store) as reader:
-        filters = Filters(tags=tags or {})
-        refs = [ref] if ref else [row.id for row in filters.pages(
-            lambda count, before: reader.captures(status="complete", limit=count, before=before), None, None)][::-1]
+        refs = [ref] if ref else [row.id for row in Filters("complete", tags or {}).of(reader)][::-1]
         if not refs:
             raise NotFoundError(f"no complete captures in {store}" + (f" with tags {dict(tags)}" if tags else ""))
         first = _rows(reader, reader.manifest(refs[0]), sites, layers)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 from schemas import limits
 from schemas.errors import SpecError
 from schemas.manifest import STATUSES
-from schemas.reader import CaptureRow
+from schemas.reader import CaptureRow, StoreReader
+from schemas.sieve import Sieve
 from schemas.sites import parse_site
 
 __all__ = ["FINAL", "Filters", "Where"]
 
 FINAL: Final = frozenset(("complete", "incomplete", "failed"))
 Where = Mapping[str, str] | Callable[[CaptureRow], bool] | None
-Fetch = Callable[[int, str | None], list[CaptureRow]]  # (how many, after which id) → a page, newest first
+Page = tuple[list[CaptureRow], str | None]  # lines, newest first, and the id to go on after; None on the last page
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,52 +41,56 @@ class Filters:
         if self.site is not None:
             parse_site(self.site, "site")
 
-    def accepts(self, row: CaptureRow) -> bool:
-        """Whether a line of the list is wanted; ``status`` is left to who makes the list."""
-        return (all(row.tags.get(key) == value for key, value in self.tags.items())
-                and (self.site is None or parse_site(self.site)[0] in row.sites)
-                and (self.since is None or row.created_ms >= self.since.timestamp() * 1000)
-                and (self.until is None or row.created_ms < self.until.timestamp() * 1000))
+    def sieve(self) -> Sieve:
+        """What a store's reader takes."""
+        site = None if self.site is None else parse_site(self.site)[0]
+        return Sieve(list(self.tags.items()), site=site, since_ms=_ms(self.since), until_ms=_ms(self.until))
 
-    def _over(self, row: CaptureRow) -> bool:
-        """Whether everything from here on is too old."""
-        return self.since is not None and row.created_ms < self.since.timestamp() * 1000
+    def params(self) -> dict[str, Any]:
+        """What the service takes."""
+        asked = {"status": self.status, "tag": [f"{key}={value}" for key, value in self.tags.items()] or None,
+                 "site": self.site, "since": _ms(self.since), "until": _ms(self.until)}
+        return {name: value for name, value in asked.items() if value is not None}
 
-    def pages(self, fetch: Fetch, limit: int | None, before: str | None) -> Iterator[CaptureRow]:
-        """What is wanted of all pages, newest first, at most ``limit``."""
+    def of(self, reader: StoreReader, limit: int | None = None, before: str | None = None) -> Iterator[CaptureRow]:
+        """What is wanted of a store, newest first, page by page as it is taken."""
+        sieve = self.sieve()
+        return self.pages(lambda count, after: reader.page(None, self.status, count, after, sieve), limit, before)
+
+    def pages(self, fetch: Callable[[int, str | None], Page], limit: int | None, before: str | None
+              ) -> Iterator[CaptureRow]:
+        """The lines of all pages, at most ``limit``; ``fetch`` takes how many and after which id."""
         left = limit
         while left is None or left > 0:
-            page = fetch(self._page(left), before)
-            for row in page:
-                if self.accepts(row) and left != 0:
-                    left = None if left is None else left - 1
-                    yield row
-            if not page or self._over(page[-1]):
+            page, before = fetch(_count(left), before)
+            yield from page
+            left = None if left is None else left - len(page)
+            if before is None:
                 return
-            before = page[-1].id
 
-    async def apages(self, fetch: Callable[[int, str | None], Awaitable[list[CaptureRow]]], limit: int | None,
-                     before: str | None) -> AsyncIterator[CaptureRow]:
-        """``pages`` for a list that is awaited."""
+    async def apages(self, fetch: Callable[[int, str | None], Awaitable[Page]], limit: int | None, before: str | None
+                     ) -> AsyncIterator[CaptureRow]:
+        """``pages`` where pages are awaited."""
         left = limit
         while left is None or left > 0:
-            page = await fetch(self._page(left), before)
+            page, before = await fetch(_count(left), before)
             for row in page:
-                if self.accepts(row) and left != 0:
-                    left = None if left is None else left - 1
-                    yield row
-            if not page or self._over(page[-1]):
+                yield row
+            left = None if left is None else left - len(page)
+            if before is None:
                 return
-            before = page[-1].id
-
-    def _page(self, left: int | None) -> int:
-        """A small page where nothing is sifted out and few are wanted."""
-        sifted = self.tags or self.site or self.until
-        return limits.captures_page_max if left is None or sifted else min(left, limits.captures_page_max)
 
 
 def wanted(where: Where, row: CaptureRow) -> bool:
     """Whether a capture is chosen by tags, or by a function of its line."""
     if where is None:
         return True
-    return bool(where(row)) if callable(where) else Filters(tags=where).accepts(row)
+    return bool(where(row)) if callable(where) else all(row.tags.get(key) == value for key, value in where.items())
+
+
+def _ms(when: datetime | None) -> int | None:
+    return None if when is None else int(when.timestamp() * 1000)
+
+
+def _count(left: int | None) -> int:
+    return limits.captures_page_max if left is None else min(left, limits.captures_page_max)

@@ -17,6 +17,7 @@ from typing import Any, Final
 from schemas.errors import NotFoundError, TapError
 from schemas.ids import ulid_of_bits
 from schemas.reader import CaptureRow, StoreReader
+from vllm_tap.listing import Filters
 from vllm_tap.prompt_file import Prompt
 
 __all__ = ["WORK", "Resume", "look"]
@@ -85,7 +86,7 @@ class Resume:
 def look(prompts: Iterator[Prompt], settings: dict[str, Any], reader: StoreReader) -> Resume:
     """Holds the prompts of a run against a store."""
     found = Resume(settings)
-    deleted = {row.id for row in _all(reader, "deleted")}
+    deleted = {row.id for row in Filters("deleted").of(reader)}
     if not deleted and not reader.captures(limit=1):
         return found
     for prompt in prompts:
@@ -97,10 +98,3 @@ def _row(reader: StoreReader, capture: str) -> CaptureRow | None:
     with suppress(NotFoundError):
         return reader.capture(capture)
     return None
-
-
-def _all(reader: StoreReader, status: str) -> Iterator[CaptureRow]:
-    before = None
-    while page := reader.captures(status=status, limit=1000, before=before):
-        yield from page
-        before = page[-1].id

@@ -109,8 +109,7 @@ def build_index(store: str | Path, keys: tuple[Key, ...], where: Where = None, c
     for site, layer in keys:
         by_site.setdefault(site, []).append(layer)
     with StoreReader(store) as reader:
-        listed = [row for row in Filters().pages(lambda count, after: reader.captures(limit=count, before=after), None,
-                                                 None)
+        listed = [row for row in Filters().of(reader)
                   if row.status in ("complete", "incomplete") and set(by_site) <= set(row.sites) and wanted(where, row)]
         listed.sort(key=lambda row: (row.created_ms, row.id))
         found: list[tuple[str, dict[str, Places]]] = []

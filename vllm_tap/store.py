@@ -48,8 +48,7 @@ class Store:
                  since: datetime | None = None, until: datetime | None = None, limit: int | None = None,
                  before: str | None = None) -> Iterator[CaptureRow]:
         """The captures that the filters let through, newest first, as ``Client.captures``."""
-        return Filters(status, tags or {}, site, since, until).pages(
-            lambda count, after: self.reader.captures(status=status, limit=count, before=after), limit, before)
+        return Filters(status, tags or {}, site, since, until).of(self.reader, limit, before)
 
     def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
         """The manifests of captures once all are final; NotComplete where that takes longer than ``timeout_s``."""

@@ -27,6 +27,7 @@ from schemas.reader import CaptureRow
 from schemas.spec import CaptureSpec
 from vllm_tap.captures import Rows, missing_of
 from vllm_tap.errors import NotComplete, Unavailable, service_error
+from vllm_tap.listing import Filters, Page
 
 __all__ = ["API_KEY", "Ask", "Retry"]
 
@@ -121,10 +122,9 @@ def ask_generate(prompt: str | Sequence[Any] | Messages, max_tokens: int, captur
     return Ask("POST", "/v1/chat/completions" if chat else "/v1/completions", body=body, again=False)
 
 
-def ask_captures(status: str | None, limit: int, before: str | None) -> Ask:
+def ask_captures(filters: Filters, limit: int, before: str | None) -> Ask:
     """A page of the list."""
-    asked = {"status": status, "limit": limit, "before": before}
-    return Ask("GET", "/v1/captures", {name: value for name, value in asked.items() if value is not None})
+    return Ask("GET", "/v1/captures", {**filters.params(), "limit": limit, **({"before": before} if before else {})})
 
 
 def ask_manifest(ref: str, wait_s: float | None) -> Ask:
@@ -162,9 +162,10 @@ def read_object(answer: httpx.Response) -> dict[str, Any]:
     return body
 
 
-def read_captures(answer: httpx.Response) -> list[CaptureRow]:
-    """The lines of a page."""
-    return [msgspec.convert(row, CaptureRow) for row in read_object(answer)["data"]]
+def read_captures(answer: httpx.Response) -> Page:
+    """The lines of a page, and where the next begins."""
+    body = read_object(answer)
+    return [msgspec.convert(row, CaptureRow) for row in body["data"]], body.get("next")
 
 
 def read_manifest(ref: str, answer: httpx.Response) -> Manifest:
