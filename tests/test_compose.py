@@ -150,6 +150,14 @@ def test_the_dashboard_and_the_scraper_name_what_exists() -> None:
         assert f"\n  {target}:\n" in compose_file
 
 
+def test_every_variable_is_described_with_its_default() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    named = dict(re.findall(r"\$\{([A-Z_]+):([-?][^}]*)\}", (ROOT / "docker" / "compose.yml").read_text()))
+    assert len(named) > 10
+    for name in named:
+        assert f"`{name}`" in page, name
+
+
 def test_the_images_take_what_is_installed() -> None:
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert all((ROOT / name).exists() for name in kept)

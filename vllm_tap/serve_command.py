@@ -80,6 +80,7 @@ def _ready_text(config: ServeConfig, seconds: float) -> str:
   vllm-tap is ready ({seconds:.0f} s)
 
     API      {config.url}/v1      (OpenAI-compatible; add "capture" to a request)
+    page     {config.url}/       (captures in a browser)
     store    {config.store.absolute()}
     armed    {config.arm}{every}
 
