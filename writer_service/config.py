@@ -26,7 +26,8 @@ class Config:
     retain_days: float | None = None  # captures older than that are deleted
     retain_bytes: int | None = None  # the oldest are deleted while the store takes more than that
     quota_bytes: int | None = None  # no rows of new captures are taken while the store takes more than that
-    metrics_port: int = 0  # Prometheus metrics on 127.0.0.1; 0 for none
+    metrics_port: int = 0  # for Prometheus; 0 for none
+    metrics_host: str = "127.0.0.1"  # they need no key: beyond loopback only in a network that is closed to others
     log_format: str = "text"
     keep_s: float = 1.0  # between two rounds of erasing and whatever else is done to what is stored
     commit_bytes: int = limits.commit_bytes_target

@@ -1,4 +1,4 @@
-"""The writer's metrics for Prometheus, on loopback."""
+"""The writer's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class _Reader(Collector):
         yield from journal.sync_seconds.collect()
 
 
-def serve_metrics(port: int, state: State) -> None:
-    """Answer on 127.0.0.1:``port`` from a thread until the process ends; StartError where the port is taken."""
+def serve_metrics(host: str, port: int, state: State) -> None:
+    """Answer on ``host``:``port`` from a thread until the process ends; StartError where that cannot be."""
     registry = CollectorRegistry()
     registry.register(_Reader(state))
     try:
-        start_http_server(port, "127.0.0.1", registry)
+        start_http_server(port, host, registry)
     except OSError as error:
-        raise StartError(f"--metrics-port = {port}: {error.strerror}; choose another") from None
+        raise StartError(f"--metrics-port = {port} on {host}: {error.strerror}; choose another") from None

@@ -110,7 +110,7 @@ class Writer:
         for number in state.to_seal:
             self._sealer.submit(number)
         if config.metrics_port:
-            serve_metrics(config.metrics_port, self)
+            serve_metrics(config.metrics_host, config.metrics_port, self)
 
     @property
     def journal(self) -> Journal:
@@ -133,7 +133,7 @@ class Writer:
         poller.register(self._waker.read_fd, zmq.POLLIN)
         print(f"writer ready {self.config.endpoint}", flush=True)
         if self.config.metrics_port:
-            print(f"writer metrics http://127.0.0.1:{self.config.metrics_port}/metrics", flush=True)
+            print(f"writer metrics http://{self.config.metrics_host}:{self.config.metrics_port}/metrics", flush=True)
         last = time.monotonic()
         try:
             while not self.stop:
