@@ -262,7 +262,7 @@ def test_a_name_of_several_captures_offers_each(page: Any, stack: Stack) -> None
 
 def test_watches_a_capture_grow(page: Any, stack: Stack) -> None:
     def generate() -> None:
-        stack.complete("Slowly", max_tokens=30, stream=True, play={"delay_s": 0.15, "live": True},
+        stack.complete("Slowly", max_tokens=50, stream=True, play={"delay_s": 0.2, "live": True},
                        capture={"sites": ["resid_post"], "id": "01HZZZZZZZZZZZZZZZZZZZZZZZ", "codec": "raw"})
 
     asked: list[str] = []
@@ -278,11 +278,11 @@ def test_watches_a_capture_grow(page: Any, stack: Stack) -> None:
         while page.locator(".live").is_visible():
             seen.add(int(page.locator("#map-0 canvas").get_attribute("data-columns")))
             page.wait_for_timeout(100)
-        assert len(seen) >= 4 and min(seen) < 20, seen
-        expect(page.locator(f"#map-0 canvas[data-columns='{6 + 29}']")).to_be_visible()
-        expect(page.locator(".head")).to_contain_text("140 of 140")
+        assert len(seen) >= 3 and min(seen) < 50, seen
+        expect(page.locator(f"#map-0 canvas[data-columns='{6 + 49}']")).to_be_visible()
+        expect(page.locator(".head")).to_contain_text("220 of 220")
         assert sum(url.endswith("/events") for url in asked) == 1  # told, not polled
-        assert all(cell(page, layer, position)["colours"] == 1 for layer in (0, 3) for position in range(35))
+        assert all(cell(page, layer, position)["colours"] == 1 for layer in (0, 3) for position in range(55))
     finally:
         generating.join()
 
