@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -16,7 +17,7 @@ from schemas.errors import LimitError, SpecError
 from schemas.ids import new_ulid
 from schemas.limits import capture_samples_max
 from schemas.sites import SITES, has_heads
-from schemas.spec import Armed, parse_spec, resolve
+from schemas.spec import Armed, CaptureSpec, Resolved, parse_spec, resolve
 
 _SEEN_MAX: Final = 100_000
 _RETIRE_S: Final = 10.0
@@ -59,21 +60,35 @@ def use(endpoint: str) -> None:
         old.close()
 
 
-def admit(value: object, count: object, *, n: int, prompt_number: int, arm: tuple[str, ...], n_layers: int,
-          hidden_size: int, head_size: int) -> str:
-    """The ticket's JSON of a caller's spec; SpecError (a ValueError) where it cannot be had.
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a front end knows of its model; ``widths``: numbers in a row, of the armed sites where that is sure."""
 
-    ``count`` is how many captures the whole HTTP request makes, where a gateway knows it (a prompt list makes more
-    than its n samples); ``prompt_number`` is this prompt's place in such a list.
-    """
+    arm: tuple[str, ...]
+    n_layers: int
+    head_size: int
+    widths: dict[str, int]
+
+
+def resolved(value: object, shape: Shape) -> tuple[CaptureSpec, Resolved]:
+    """A caller's spec, held against the model; SpecError (a ValueError) where it cannot be had."""
     try:
         spec = parse_spec(value)
     except LimitError as error:  # vLLM answers a ValueError with 400, anything else with 500
         raise SpecError("", "…", str(error)) from None
     # Which layers have a site only the worker knows; what its model lacks becomes `not_armed` in the manifest.
-    armed = {site: list(range(n_layers)) if SITES[site].per_layer else [0] for site in arm}
-    widths = {site: hidden_size for site in arm if SITES[site].width == "hidden"}
-    resolved = resolve(spec, Armed(armed, n_layers, dict.fromkeys(filter(has_heads, arm), head_size)), widths)
+    armed = {site: list(range(shape.n_layers)) if SITES[site].per_layer else [0] for site in shape.arm}
+    heads = dict.fromkeys(filter(has_heads, shape.arm), shape.head_size)
+    return spec, resolve(spec, Armed(armed, shape.n_layers, heads), shape.widths)
+
+
+def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Shape) -> str:
+    """The ticket's JSON of a caller's spec; SpecError (a ValueError) where it cannot be had.
+
+    ``count`` is how many captures the whole HTTP request makes, where a gateway knows it (a prompt list makes more
+    than its n samples); ``prompt_number`` is this prompt's place in such a list.
+    """
+    spec, layers = resolved(value, shape)
     if count is None:
         count = n if prompt_number == 0 else (prompt_number + 1) * n
     if not isinstance(count, int) or not 0 < count <= capture_samples_max:
@@ -88,7 +103,7 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, arm: tupl
         _seen[ulid, base] = None
         if len(_seen) > _SEEN_MAX:
             _seen.popitem(last=False)
-    return encode(Ticket(id=ulid, asked=spec.to_json(), resolved=resolved, base=base, n=n, count=count))
+    return encode(Ticket(id=ulid, asked=spec.to_json(), resolved=layers, base=base, n=n, count=count))
 
 
 def with_adapter(text: str, adapter: str) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from engine_side.config import from_environment
+from engine_side.front import admit
 from schemas import codecs
 from schemas.errors import SpecError, StartError
 from schemas.legacy import act_codec, capture_all
@@ -182,3 +185,39 @@ def test_an_export_that_replaces_another_leaves_nothing_of_it(stack: Stack, tmp_
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     npz = np.load(tmp_path / "out" / "seq0_layer3_rank0.npz", allow_pickle=False)
     assert npz["q"].shape == (ROWS, WIDTH) and manifest["compression"]["rp_k"] == npz["rp_k"] == WIDTH
+
+
+def test_what_the_engine_cannot_do_is_said_before_the_first_request(tmp_path: Path) -> None:
+    with running(tmp_path) as stack:
+        stack.processes["api"].stop()
+        stack.start_api(None, "--capture-all", '{"sites": ["mlp_out"]}')
+        ready = stack.http.get("/readyz")
+        assert ready.status_code == 503 and "mlp_out" in ready.json()["checks"]["capture_all"]
+        answer = stack.complete("hello")  # it did not ask for it: it is answered, and counted
+        assert answer.status_code == 200 and "capture" not in answer.json()
+        assert 'captures_total{outcome="impossible"} 1.0' in stack.http.get("/metrics").text
+        assert stack.complete("hello", capture={"sites": ["mlp_out"]}).status_code == 400
+
+
+def test_the_front_end_knows_the_widths_of_its_model() -> None:
+    """What `vllm serve` without a gateway in front of it refuses."""
+    from vllm.config import ModelConfig
+
+    from engine_side.seams.front_end import _check_capture_all, _shape
+
+    sites = ("resid_post", "q", "k", "v", "z", "mlp_post")
+    shape = _shape(ModelConfig(model=str(tiny_model()), dtype="float32"), sites)
+    config = AutoConfig.from_pretrained(tiny_model())
+    assert shape.widths == {"resid_post": config.hidden_size, "mlp_post": config.intermediate_size} | {
+        site: heads * config.head_dim for site, heads in (
+            ("q", config.num_attention_heads), ("z", config.num_attention_heads), ("k", config.num_key_value_heads),
+            ("v", config.num_key_value_heads))}
+    wide = replace(shape, widths=dict.fromkeys(sites, 1 << 14))  # a projection of it to 2^14 has too large a matrix
+    for site in sites:
+        asked = {"sites": [site], "codec": "rp8:k=16384"}
+        admit(asked, None, n=1, prompt_number=0, shape=shape)
+        with pytest.raises(SpecError, match="valid at width 16384"):
+            admit(asked, None, n=1, prompt_number=0, shape=wide)
+    _check_capture_all(SPEC, shape)
+    with pytest.raises(StartError, match="VLLM_ACT_CAPTURE"):
+        _check_capture_all('{"sites": ["resid_post"], "codec": "rp8:k=16384"}', wide)

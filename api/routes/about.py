@@ -22,6 +22,7 @@ from schemas.codecs import CODECS, DEFAULT_CODEC
 from schemas.control import EngineInfo
 from schemas.errors import TapError
 from schemas.sites import SITES
+from schemas.spec import parse_spec, resolve
 
 router = APIRouter()
 
@@ -73,6 +74,8 @@ async def readyz(request: Request) -> Json:
     """200 when a generation with a capture can be served, else 503 naming what is not ready."""
     service = service_of(request)
     checks = {"writer": _writer(service), "engine": await _engine(service), "upstream": await _upstream(service)}
+    if service.config.capture_all:
+        checks["capture_all"] = await _capture_all(service)
     ready = all(state == "ok" for state in checks.values())
     if ready:
         return Json({"status": "ready", "checks": checks})
@@ -91,6 +94,17 @@ async def _engine(service: Service) -> str:
     except TapError as error:
         return str(error)
     return "ok" if engine is not None else "none has connected to the writer"
+
+
+async def _capture_all(service: Service) -> str:
+    """Whether the engine can do what is to be captured of requests that bring no spec."""
+    try:
+        engine = await service.read(lambda reader: reader.engine())
+        if engine is not None:
+            resolve(parse_spec(service.config.capture_all), engine.armed, engine.widths)
+    except TapError as error:
+        return str(error)
+    return "ok"
 
 
 async def _upstream(service: Service) -> str:

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import ApiError, BadParam, Json
-from api.generation import Plan, Wish, parse_body, plan, wish
+from api.generation import Plan, parse_body, plan, wish
 from api.inline import inline
 from api.service import Service, owner_of, service_of
 from api.sse import DoneFinder, last_event
@@ -31,7 +31,8 @@ from api.upstream import (
 )
 from api.waiting import settle, status_of_all
 from schemas.control import Own
-from schemas.errors import StoreError, TapError
+from schemas.errors import LimitError, SpecError, StoreError
+from schemas.reader import StoreReader
 
 router = APIRouter()
 log = logging.getLogger("vllm_tap.api")
@@ -64,23 +65,24 @@ async def generate(request: Request, chat: bool) -> Response:
                 data = json.dumps(body).encode()
             if not service.config.capture_all:
                 return await passed(service, request, data)
-        asked = _wish(service, body, chat, request.headers.get("x-request-id"))
-        if asked is None:
+        planned = await _plan(service, body, chat, request.headers.get("x-request-id"))
+        if planned is None:
             return await passed(service, request, data)
-        planned = plan(asked, await service.read(lambda reader: reader.engine()))
         _check_content_type(request)
         return await _captured(service, request, planned)
     except ClientGone:
         return Response(status_code=499)  # nobody reads it; the number shows in the metrics
 
 
-def _wish(service: Service, body: dict[str, Any], chat: bool, request_id: str | None) -> Wish | None:
+async def _plan(service: Service, body: dict[str, Any], chat: bool, request_id: str | None) -> Plan | None:
     """What is to be captured; None where all requests are, and this one, which did not ask for it, cannot be."""
     if body.get("capture") is not None:
-        return wish(body, chat, request_id)
+        asked = wish(body, chat, request_id)
+        return plan(asked, await service.read(StoreReader.engine))
+    engine = await service.read(StoreReader.engine)
     try:
-        return wish({**body, "capture": json.loads(service.config.capture_all)}, chat, request_id)
-    except (ApiError, TapError) as error:
+        return plan(wish({**body, "capture": json.loads(service.config.capture_all)}, chat, request_id), engine)
+    except (BadParam, SpecError, LimitError) as error:
         service.metrics.captures.labels("impossible").inc()
         log.warning("a request is not captured: %s", error)
         return None

@@ -19,7 +19,8 @@ from engine_side import front
 from engine_side.config import from_environment
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.ticket import COUNT_KEY, KEY, LISTED_KEY, find
-from schemas.errors import SpecError
+from schemas.errors import SpecError, StartError
+from schemas.sites import SITES
 
 logger = logging.getLogger("vllm.tap")
 
@@ -58,9 +59,33 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         self.vllm_tap = from_environment()
         if self.vllm_tap is not None:
+            self.vllm_tap_shape = _shape(self.vllm_config.model_config, self.vllm_tap.arm)
+            if self.vllm_tap.capture_all:
+                _check_capture_all(self.vllm_tap.capture_all, self.vllm_tap_shape)
             front.use(self.vllm_tap.endpoint)
 
     return init
+
+
+def _shape(model: Any, arm: tuple[str, ...]) -> front.Shape:
+    """The widths that the model's own configuration states; those of experts differ too much to be read off it."""
+    text, head = model.hf_text_config, model.get_head_size()
+    dense = not any("expert" in name and not name.startswith("_") for name in vars(text))
+    known = {"hidden": model.get_hidden_size(), "q_heads": getattr(text, "num_attention_heads", 0) * head,
+             "kv_heads": model.get_total_num_kv_heads() * head,
+             "mlp": getattr(text, "intermediate_size", None) if dense else None}
+    widths = {site: known.get(SITES[site].width) for site in arm}
+    return front.Shape(arm, model.get_total_num_hidden_layers(), head,
+                       {site: width for site, width in widths.items() if isinstance(width, int) and width > 0})
+
+
+def _check_capture_all(spec: str, shape: front.Shape) -> None:
+    """Refused now rather than at the first request."""
+    try:
+        front.resolved(spec, shape)
+    except SpecError as error:
+        raise StartError(f"vllm-tap: VLLM_ACT_CAPTURE asks for every request what this model cannot have: {error}"
+                         ) from None
 
 
 def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,14 +106,11 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             if not own:
                 return original(self, request_id, prompt, params, *args, **kwargs)
             raise SpecError("", extra[KEY], "a streamed prompt cannot be captured; send it whole")
-        model = self.vllm_config.model_config
         # Without a spec there is no id that the prompts of a list could share, and no such mark.
         listed = _COMPLETION.fullmatch(request_id) if LISTED_KEY in extra else None
         prompt_number = int(listed[1]) if listed else 0
         text = front.admit(extra[KEY] if own else config.capture_all, extra.get(COUNT_KEY), n=params.n,
-                           prompt_number=prompt_number, arm=config.arm,
-                           n_layers=model.get_total_num_hidden_layers(), hidden_size=model.get_hidden_size(),
-                           head_size=model.get_head_size())
+                           prompt_number=prompt_number, shape=self.vllm_tap_shape)
         try:
             request = original(self, request_id, prompt, params, *args, **kwargs)
             if request.prompt_token_ids is None and own:
