@@ -1,0 +1,197 @@
+"""Slices over HTTP while the writer is busy: milliseconds from the moment a request is due to its last byte.
+
+    python -m bench.http_latency [--clients 50] [--seconds 20] [--slow 500] [--dtype float32] [--mb-s 50]
+
+Open loop: what a client asks is due once a second, and is timed from then on even where its last answer came late. A
+slice is 512 tokens × one layer of 4,096 numbers; a paced producer writes all the while. Then the same, with clients
+beside them that read one byte a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+import zmq
+
+from schemas import codecs
+from schemas.control import Ack, EngineInfo, Finish, Frame, Hello, Open, StreamPart, Welcome, decode_from_writer, encode
+from schemas.frame import RowTable
+from schemas.ids import new_ulid
+from schemas.spec import Armed, Resolved
+
+LAYERS, WIDTH, TOKENS, CAPTURES = 4, 4096, 512, 16
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Producer:
+    """One engine stream; captures are made whole, and then more of them at a pace."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+        armed = Armed({"resid_post": list(range(LAYERS))}, LAYERS)
+        info = EngineInfo("bench", "bfloat16", "f", "", "", LAYERS, armed, {"resid_post": WIDTH}, 4096, "0", "0", "")
+        self._socket.send(encode(Hello(new_ulid(), "engine", time.time_ns() // 1_000_000, engine=info)))
+        assert isinstance(decode_from_writer(self._socket.recv()), Welcome)
+        self._seq, self.nbytes = 0, 0
+        random_bytes = np.random.default_rng(0)
+        shape = (LAYERS, TOKENS)
+        self._payload = [np.ascontiguousarray({
+            "q": random_bytes.integers(-127, 128, (*shape, WIDTH), np.int8),
+            "scale": np.full((*shape, WIDTH // 64), 0x3C00, np.uint16),
+            "outlier_index": np.broadcast_to(np.arange(8, dtype=np.uint16), (*shape, 8)),
+            "outlier_value": np.zeros((*shape, 8), np.uint16),
+        }[stream.name]).tobytes() for stream in codecs.streams("int8b64", WIDTH, "bfloat16")]
+        self._parts = [StreamPart(stream.name, len(data), xxhash.xxh3_64_intdigest(data)) for stream, data in zip(
+            codecs.streams("int8b64", WIDTH, "bfloat16"), self._payload, strict=True)]
+
+    def make(self) -> str:
+        """One more capture of 512 rows, durable when this returns."""
+        ulid, tokens = new_ulid(), np.zeros(TOKENS, "<u4").tobytes()
+        resolved = Resolved({"resid_post": list(range(LAYERS))}, {"resid_post": "int8b64"}, "all", "recompute")
+        self._send(Open(self._next(), ulid, ulid, "{}", resolved, TOKENS, tokens, 0, time.time_ns() // 1_000_000))
+        column = np.zeros(TOKENS, np.uint32)
+        table = RowTable(column, np.arange(TOKENS, dtype=np.uint32), column, column).to_bytes()
+        frame = Frame(self._next(), "resid_post", "int8b64", "bfloat16", WIDTH, list(range(LAYERS)), [ulid], [TOKENS],
+                      xxhash.xxh3_64_intdigest(table), self._parts, "f")
+        self._send(frame, table, *self._payload)
+        self._send(Finish(self._next(), ulid, "length", None, b"", TOKENS))
+        while True:
+            answer = decode_from_writer(self._socket.recv())
+            if isinstance(answer, Ack) and answer.durable >= self._seq:
+                return ulid
+
+    def _next(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def _send(self, message: Any, *parts: bytes) -> None:
+        self._socket.send_multipart([encode(message), *parts], copy=False)
+        self.nbytes += sum(map(len, parts))
+
+    def pace(self, mb_s: float, stop: threading.Event) -> None:
+        """Captures until ``stop``, ``mb_s`` megabytes a second of them."""
+        began_s, before = time.monotonic(), self.nbytes
+        while not stop.is_set():
+            self.make()
+            stop.wait(max(0.0, began_s + (self.nbytes - before) / (mb_s * 1e6) - time.monotonic()))
+
+
+@contextlib.contextmanager
+def service(folder: Path) -> Iterator[tuple[str, int]]:
+    """Writer and API: the writer's endpoint, the API's port."""
+    endpoint = f"ipc://{folder}/s/writer.sock"
+    common = ["--store", str(folder / "store"), "--endpoint", endpoint]
+    started = []
+    try:
+        for args in (["writer_service", *common], ["api", *common, "--port", "0", "--upstream", "http://127.0.0.1:9"]):
+            process = subprocess.Popen([sys.executable, "-m", *args], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            started.append(process)
+            assert process.stdout is not None
+            line = process.stdout.readline()
+        yield endpoint, int(line.rsplit(":", 1)[1])
+    finally:
+        for process in started[::-1]:
+            process.terminate()
+            process.wait(30)
+
+
+async def ask(port: int, ids: list[str], dtype: str, seconds: float, offset_s: float) -> list[tuple[float, int, int]]:
+    """One client: (milliseconds from when it was due, status, bytes) of each answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    found = []
+    began_s = time.perf_counter() + offset_s
+    for number in range(int(seconds)):
+        due_s = began_s + number
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        path = f"/v1/captures/{random.choice(ids)}/activations?layer={random.randrange(LAYERS)}&dtype={dtype}"
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        left = size = int(head.split("content-length: ")[1].split("\r\n")[0])
+        while left:
+            left -= len(await reader.read(min(left, 1 << 20)))
+        found.append(((time.perf_counter() - due_s) * 1000, int(head.split()[1]), size))
+    writer.close()
+    return found
+
+
+def load(port: int, ids: list[str], dtype: str, clients: int, seconds: float) -> dict[str, float]:
+    """All clients in this process; what they saw."""
+
+    async def all_of_them() -> list[list[tuple[float, int, int]]]:
+        return await asyncio.gather(*(ask(port, ids, dtype, seconds, 1 + i / clients) for i in range(clients)))
+
+    answers = [answer for each in asyncio.run(all_of_them()) for answer in each]
+    good = np.sort([ms for ms, status, _ in answers if status == 200])
+    return {"requests": len(answers), "refused": sum(status != 200 for _, status, _ in answers),
+            "mb": answers[0][2] / 1e6, "p50_ms": float(np.percentile(good, 50)),
+            "p99_ms": float(np.percentile(good, 99)), "most_ms": float(good[-1])}
+
+
+def read_slowly(port: int, ids: list[str], count: int, stop: threading.Event) -> None:
+    """``count`` connections that ask for a slice and take one byte a second of it."""
+    asleep = []
+    for _ in range(count):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        path = f"/v1/captures/{random.choice(ids)}/activations?layer=0&dtype=codes"
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        connection.setblocking(False)
+        asleep.append(connection)
+    while not stop.wait(1.0):
+        for connection in asleep:
+            with contextlib.suppress(OSError):
+                connection.recv(1)
+    for connection in asleep:
+        connection.close()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.http_latency", description=__doc__)
+    parser.add_argument("--clients", type=int, default=50)
+    parser.add_argument("--seconds", type=int, default=20)
+    parser.add_argument("--slow", type=int, default=500)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--mb-s", type=float, default=50.0, help="what the producer writes")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tap-") as name, service(Path(name)) as (endpoint, port):
+        producer = Producer(endpoint)
+        ids = [producer.make() for _ in range(CAPTURES)]
+        time.sleep(1)
+        load(port, ids, args.dtype, 2, 3)  # warm
+        stop = threading.Event()
+        threads = [threading.Thread(target=producer.pace, args=(args.mb_s, stop))]
+        threads[0].start()
+        result = {"alone": load(port, ids, args.dtype, args.clients, args.seconds)}
+        if args.slow:
+            threads.append(threading.Thread(target=read_slowly, args=(port, ids, args.slow, stop)))
+            threads[1].start()
+            time.sleep(3)
+            result[f"beside {args.slow} slow"] = load(port, ids, args.dtype, args.clients, args.seconds)
+        stop.set()
+        for thread in threads:
+            thread.join()
+    for title, row in result.items():
+        print(f"{title:>16}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
