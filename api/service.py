@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
@@ -46,6 +47,9 @@ class Service:
     slice_bytes: int = 0
     token_texts: OrderedDict[int, str] = field(default_factory=OrderedDict)  # least used first
     map_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))  # a map takes a core
+    # Decoding is work for a core: more of it at a time than there are cores makes every answer as late as the last.
+    slice_limit: anyio.CapacityLimiter = field(
+        default_factory=lambda: anyio.CapacityLimiter(max(2, os.cpu_count() or 2)))
     _reader: StoreReader | None = None
     _catalog: tuple[int, int] = (0, 0)  # device and inode of the file that the reader has open
     _reader_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -72,9 +76,9 @@ class Service:
                 self._catalog = (found.st_dev, found.st_ino)
             return self._reader
 
-    async def read(self, call: Callable[[StoreReader], T]) -> T:
+    async def read(self, call: Callable[[StoreReader], T], limiter: anyio.CapacityLimiter | None = None) -> T:
         """``call(reader)`` in a thread, since reading blocks."""
-        return await anyio.to_thread.run_sync(lambda: call(self.reader()))
+        return await anyio.to_thread.run_sync(lambda: call(self.reader()), limiter=limiter)
 
     async def submit(self, make: Callable[[int], Record]) -> None:
         """The record, durable with the writer; raises what ``ControlChannel.submit`` raises."""

@@ -69,7 +69,8 @@ async def activations(
     held = Held(service, slice_bytes(service.config, manifest, chosen, query))
     wants_sha = "sha-256" in request.headers.get("want-repr-digest", "")
     try:
-        answer, headers = await service.read(lambda reader: _read(reader, manifest, chosen, query, owner, wants_sha))
+        answer, headers = await service.read(lambda reader: _read(reader, manifest, chosen, query, owner, wants_sha),
+                                             service.slice_limit)
         part = _part(request, answer.size, tag)
     except BaseException:
         held.release()

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
-from schemas.codecs.int8b64 import BLOCK, outlier_streams, put_back
+from schemas.codecs.int8b64 import BLOCK, outlier_streams, put_back, times_scale
 
 
 def _levels() -> npt.NDArray[np.float32]:
@@ -48,5 +48,5 @@ def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str
     q = pieces["q"].view(np.uint8)
     numbers = np.stack([q & 15, q >> 4], axis=-1).reshape(*q.shape[:-1], -1)[..., :width]
     x = LEVELS[np.minimum(numbers, 14)]
-    x *= np.repeat(bfloat16_to_float32(pieces["scale"].view(np.uint16)), BLOCK, axis=-1)[..., :width]
+    times_scale(x, bfloat16_to_float32(pieces["scale"].view(np.uint16)))
     return put_back(x, pieces)
