@@ -23,7 +23,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test page-test compose-test soak demo parity lens versions bench lock lock-gpu clean
+.PHONY: help setup fix check test page-test compose-test soak faults demo parity lens versions bench lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -54,6 +54,9 @@ compose-test: $(STAMP)  ## docker/compose.yml for real: Docker, or as root podma
 
 soak: $(STAMP)  ## the long tests: random requests on random engines (SEEDS=17 or SEEDS=20:40 chooses)
 	$(if $(SEEDS),TAP_SOAK_SEEDS=$(SEEDS)) $(PY) -m pytest -m soak -s $(if $(K),-k "$(K)") $(ARGS)
+
+faults: $(STAMP)  ## the writer and its store under every fault of docs/faults.md, which it writes (ROWS="1 11", SEED=7)
+	$(if $(SEED),TAP_FAULTS_SEED=$(SEED)) $(PY) -m tests.faults $(ROWS)
 
 demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, compare (KEEP=1 leaves it running)
 	$(PY) -m vllm_tap.demo $(if $(KEEP),--keep)

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.faulty_writer import break_as_asked
+from tests.faulty_writer import break_as_asked, note_syncs
 from tests.store_helpers import ROOT
 from writer_service.__main__ import main as writer
 
@@ -94,6 +94,8 @@ def child(argv: list[str], log: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     if "FAULT" in environment:
         break_as_asked(environment["FAULT"])
+    if "FAULT_SYNCED" in environment:
+        note_syncs(Path(environment["FAULT_SYNCED"]))
     status = 1
     try:
         status = writer(argv)

@@ -1,0 +1,114 @@
+"""``make faults``: every case at full length, and docs/faults.md rewritten with what came of them.
+
+    python -m tests.faults [ROW …] [-- PYTEST ARGUMENTS]
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.faults.rows import NOT_APPLICABLE, ROWS
+from tests.store_helpers import ROOT
+
+PAGE = ROOT / "docs" / "faults.md"
+HEAD = """# Faults: what was done to the writer and its store, and what came of it
+
+Written by `make faults` ({when}, {machine}, {minutes:.0f} minutes, seed {seed}); `make faults ROWS="1 11" SEED=7` runs
+some rows with another seed and leaves this page alone. A small part of every case runs with `make test`.
+
+After every case the same is asserted: what was acknowledged is readable and bit-equal; nothing is called complete that
+is not; no row is made up (missing rows are missing, never zeros); every status is a known one and
+expected = captured + missing. The power is simulated: what was not synced is cut off, zeroed or turned to noise; names
+of files are not.
+
+| row | fault | cases | what was done | result |
+|---|---|---|---|---|
+"""
+
+
+@dataclass
+class Found:
+    """What came of a row."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+
+    def result(self) -> str:
+        if self.failed:
+            return f"**{self.failed} failed**"
+        return "passed" if self.passed else "not run"
+
+
+class Report:
+    """Collects outcomes by row."""
+
+    def __init__(self) -> None:
+        self.rows = {number: Found() for number in ROWS}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.outcome == "passed":
+            return
+        for number in rows_of(report.nodeid):
+            found = self.rows[number]
+            if report.outcome == "failed":
+                found.failed += 1
+            elif report.outcome == "skipped":
+                found.skipped.append(str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr))
+            else:
+                found.passed += 1
+                found.done += [str(value) for key, value in report.user_properties if key == "times"]
+
+
+def rows_of(nodeid: str) -> list[int]:
+    """The rows that a test stands for, by its name or by ROWS."""
+    match = re.search(r"::test_row_((?:\d\d_)+)", nodeid)
+    named = [int(part) for part in match[1].split("_") if part] if match else []
+    bare = nodeid.partition("[")[0]
+    listed = [row for row, (_, tests) in ROWS.items() if any(f"{bare}::".startswith(f"{test}::") for test in tests)]
+    return [number for number in (*named, *listed) if number in ROWS]
+
+
+def page(report: Report, minutes: float, seed: str) -> str:
+    """The page in Markdown."""
+    machine = f"{os.cpu_count()} cores, {platform.system()}"
+    lines = [HEAD.format(when=time.strftime("%Y-%m-%d"), machine=machine, minutes=minutes, seed=seed)]
+    for number, (fault, _) in ROWS.items():
+        found = report.rows[number]
+        done = "; ".join([*found.done, *sorted(set(found.skipped))]) or "–"
+        result = NOT_APPLICABLE.get(number, found.result())
+        lines.append(f"| {number} | {fault} | {found.passed + found.failed} | {done} | {result} |\n")
+    return "".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """0 where every case passed."""
+    rows, _, extra = " ".join(argv).partition("--")
+    chosen = [int(row) for row in rows.split()] or list(ROWS)
+    own = "|".join(f"row_(?:\\d\\d_)*{number:02d}(?!\\d)" for number in chosen)
+    tests = [test for number in chosen for test in ROWS[number][1]]
+    os.environ["TAP_FAULTS"] = "1"
+    report, started = Report(), time.monotonic()
+    collected = [path.as_posix() for path in sorted(Path("tests/faults").glob("test_*.py"))]
+    names = sorted({f"{path}::{name}" for path in collected for name in re.findall(
+        r"^def (test_row_\w+)", (ROOT / path).read_text(), re.M) if re.search(own, name)})
+    code = int(pytest.main(["-m", "not soak", "-q", "--timeout", "1200", *extra.split(), *names,
+                            *dict.fromkeys(tests)], plugins=[report]))
+    if not rows.split() and not extra.strip():
+        PAGE.write_text(page(report, (time.monotonic() - started) / 60, os.environ.get("TAP_FAULTS_SEED", "1")))
+        print(f"written: {PAGE.relative_to(ROOT)}")
+    return code
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,181 @@
+"""Stops, limits, frozen writers, messages twice and out of order, missing files, and what stays behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import TapError
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from tests.faults.conftest import times
+from tests.faults.nursery import Forked, Nursery
+from tests.faults.traffic import Traffic
+from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, until
+
+Record = Callable[[str, object], None]
+
+
+@pytest.fixture
+def writer(nursery: Nursery, store: Path) -> Forked:
+    made = Forked(nursery, store)
+    made.begin()
+    assert made.ready()
+    return made
+
+
+@pytest.fixture
+def traffic(writer: Forked, rng: random.Random) -> Traffic:
+    made = Traffic(writer.endpoint, rng)
+    made.connect()
+    return made
+
+
+def test_row_05_a_stop_under_load(writer: Forked, traffic: Traffic, store: Path, record_property: Record) -> None:
+    """SIGTERM while messages wait in the socket: it commits, seals and says so; nothing acknowledged is gone."""
+    stops, rows = times(2, 30), 0
+    for _ in range(stops):
+        traffic.send(traffic.rng.randrange(1, 120))
+        writer.end(signal.SIGTERM, timeout_s=15)
+        assert "writer stopped" in writer.log.read_text()
+        assert not list((store / "writers/w0/journal").glob("*.open"))
+        traffic.receive()
+        writer.begin()
+        assert writer.ready()
+        rows += traffic.check(store, some=4)
+        traffic.connect()
+    traffic.settle(store)
+    record_property("times", f"{stops} stops, {rows + traffic.check(store)} rows compared")
+    traffic.close()
+
+
+def test_row_08_a_limit_on_the_size_of_files(
+    writer: Forked, traffic: Traffic, store: Path, record_property: Record
+) -> None:
+    """RLIMIT_FSIZE: a write is cut short, then refused, and not acknowledged; it goes on when the limit is gone."""
+    limits = times(1, 10)
+    for _ in range(limits):
+        traffic.send(20)
+        largest = max(path.stat().st_size for path in (store / "writers/w0/journal").iterdir())
+        resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (largest + traffic.rng.randrange(9000), -1))
+        before = traffic.engine.seq
+        traffic.send(40)
+        time.sleep(0.2)
+        traffic.receive()
+        assert traffic.engine.durable < before + 40 and writer.alive
+        resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (-1, -1))
+        traffic.engine.wait(timeout_s=60)
+    traffic.settle(store)
+    record_property("times", f"{limits} limits, {traffic.check(store)} rows compared")
+    traffic.close()
+
+
+def test_row_13_a_frozen_writer(writer: Forked, traffic: Traffic, store: Path, record_property: Record) -> None:
+    """SIGSTOP for a while, SIGCONT: nobody is taken for lost, everything arrives."""
+    seconds = times(1, 30)
+    traffic.send(20)
+    os.kill(writer.pid, signal.SIGSTOP)
+    traffic.send(60)
+    time.sleep(seconds)
+    os.kill(writer.pid, signal.SIGCONT)
+    traffic.settle(store)
+    record_property("times", f"{seconds} s, {traffic.check(store)} rows compared")
+    traffic.close()
+
+
+class Twisted(Sender):
+    """A connection that says everything twice and in another order."""
+
+    window: list[list[bytes]] = []
+    rng = random.Random(0)
+
+    def send(self, message: object, *parts: bytes) -> int:
+        self.window = [*self.window, [b""]]
+        seq = super().send(message, *parts)
+        self.window[-1] = self.kept[seq]
+        if len(self.window) >= 32:
+            again = [*self.window, *self.window]
+            self.rng.shuffle(again)
+            for late in again:
+                self.socket.send_multipart(late)
+            self.window = []
+        return seq
+
+
+def test_row_17_18_twice_and_out_of_order(
+    writer: Forked, traffic: Traffic, store: Path, record_property: Record
+) -> None:
+    """Windows of 32 messages come again twice over in random order: each counts once, in its place."""
+    messages = times(100, 5000)
+    plain, traffic.engine = traffic.engine, Twisted(writer.endpoint)
+    Twisted.rng = traffic.rng
+    traffic.engine.hello()
+    plain.close()
+    for _ in range(messages // 50):
+        traffic.send(50)
+        traffic.engine.wait(timeout_s=60)
+    traffic.settle(store)
+    rows = traffic.check(store)
+    with StoreReader(store) as reader:
+        for capture in traffic.captures:
+            if not capture.delete and capture.total:
+                assert sum(extent.rows for extent in reader.manifest(capture.id).sites[0].extents) == capture.total
+    record_property("times", f"{messages} messages three times each, {rows} rows compared")
+    traffic.close()
+
+
+def test_row_34_missing_files_and_stray_ones(store: Path) -> None:
+    """A block's main file is gone: its rows are an error that names it, others are served. What a crash left goes."""
+    captures = [new_ulid(), new_ulid()]
+    for number, capture in enumerate(captures):
+        with WriterProcess(store, "--seal-idle-s", "60") as writer, Sender(writer.endpoint) as engine:
+            engine.open(capture)
+            engine.frame([(capture, number, range(8))])
+            engine.finish(capture, end=8)
+            engine.wait()
+            writer.stop()
+    (store / "blocks/w0-00000001.zarr/q/c/0/0/0").unlink()
+    (store / "blocks/.building-w0-00000009").mkdir()
+    (store / "blocks/.building-w0-00000009/left").write_bytes(b"x")
+    with WriterProcess(store) as writer:
+        with StoreReader(store) as reader:
+            with pytest.raises((TapError, FileNotFoundError), match="00000001"):
+                reader.slice(captures[0], SITE, [0], 0, 8)
+            assert_rows(reader.slice(captures[1], SITE, [0, 3], 0, 8), 1, range(8))
+        assert not list((store / "blocks").glob(".building-*"))
+        writer.stop()
+
+
+@pytest.mark.faults
+def test_row_36_nothing_grows(writer: Forked, traffic: Traffic, store: Path, record_property: Record) -> None:
+    """Thousands of captures, a tenth given up in the middle: memory and descriptors stay where they were."""
+
+    def used() -> tuple[int, int]:
+        rss = int(Path(f"/proc/{writer.pid}/statm").read_text().split()[1]) * 4096
+        return rss, len(list(Path(f"/proc/{writer.pid}/fd").iterdir()))
+
+    rounds, before = 60, (0, 0)
+    for number in range(rounds):
+        for _ in range(25):
+            capture = new_ulid()
+            traffic.engine.open(capture, prompt_len=8)
+            traffic.engine.frame([(capture, 1, range(8))])
+            if traffic.rng.random() < 0.1:
+                traffic.engine.dropped(capture, 4, 8)
+            traffic.engine.finish(capture, end=8, reason="abort" if traffic.rng.random() < 0.1 else "stop")
+        traffic.engine.wait(timeout_s=60)
+        if number == rounds // 3:
+            before = used()
+    until(lambda: not list((store / "writers/w0/journal").glob("*.open")))
+    after = used()
+    assert after[0] <= before[0] * 1.05 + 4e6 and after[1] <= before[1] + 4, (before, after)
+    record_property("times", f"{25 * rounds} captures; RSS {before[0] / 1e6:.0f} → {after[0] / 1e6:.0f} MB, "
+                    f"descriptors {before[1]} → {after[1]}")
+    traffic.close()
