@@ -1,0 +1,118 @@
+"""Readers beside a writer that appends, seals, erases and takes blocks away: the old answer, the new one, or none."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import NotFoundError
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from tests.api_stack import running
+from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, until
+from writer_service.fsck import fsck
+
+READERS = 4
+
+
+@contextmanager
+def readers(read: Callable[[random.Random], str]) -> Iterator[Counter[str]]:
+    """``read`` in a loop in several threads; what it answered, counted. Its errors are the test's."""
+    done, seen, failures = threading.Event(), Counter[str](), []
+
+    def loop(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while not done.is_set():
+                seen[read(rng)] += 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=loop, args=(seed,)) for seed in range(READERS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["one_reader_each", "a_new_reader_each_time"])
+def test_rows_are_whole_or_gone(tmp_path: Path, cold: bool) -> None:
+    """Every frame has rows of three captures, so that erasing one goes on beside reads of the others."""
+    store, captures, width = tmp_path / "store", [new_ulid() for _ in range(30)], 1024
+    flags = ("--segment-bytes", "400000", "--seal-idle-s", "0.2", "--keep-s", "0.05")
+    with WriterProcess(store, *flags) as writer, Sender(writer.endpoint, engine=engine_info(width)) as engine:
+        for at in range(0, len(captures), 3):
+            three = captures[at : at + 3]
+            for capture in three:
+                engine.open(capture, prompt_len=24)
+            for start in range(0, 24, 8):
+                engine.frame([(capture, captures.index(capture), range(start, start + 8)) for capture in three],
+                             width=width)
+            for capture in three:
+                engine.finish(capture, end=24)
+        engine.wait()
+        own = threading.local()
+
+        def read(rng: random.Random) -> str:
+            number = rng.randrange(len(captures))
+            if cold or not hasattr(own, "reader"):
+                own.reader = StoreReader(store)
+            try:
+                got = own.reader.slice(captures[number], SITE, rng.sample(range(4), 2))
+            except NotFoundError:
+                return "gone"
+            else:
+                assert_rows(got, number, range(24))
+                return "there"
+            finally:
+                if cold:
+                    own.reader.close()
+
+        with StoreReader(store) as reader:
+            assert until(lambda: len(reader.captures()) == len(captures))
+        order = list(range(len(captures)))
+        random.Random(0).shuffle(order)
+        with readers(read) as seen, StoreReader(store) as reader:
+            for number in order[:25]:
+                engine.delete(captures[number])
+                engine.wait()
+            assert until(lambda: not reader.erasing(), 30)
+        assert seen["gone"] > 10 and seen["there"] > 10
+        writer.stop()
+    assert fsck(store).bad == []
+    with StoreReader(store) as reader:
+        assert {row.id for row in reader.captures()} == {captures[number] for number in order[25:]}
+
+
+def test_never_a_500(tmp_path: Path) -> None:
+    with running(tmp_path) as stack:
+        spec = {"sites": ["resid_post"], "codec": "raw16"}
+        captures = [stack.complete(f"while {i}", capture=spec).json()["capture"]["id"] for i in range(12)]
+        before = {capture: stack.http.get(f"/v1/captures/{capture}/activations?wait=complete").content
+                  for capture in captures}
+
+        def read(rng: random.Random) -> str:
+            capture = rng.choice(captures)
+            answer = stack.http.get(f"/v1/captures/{capture}/activations")
+            assert answer.status_code in (200, 404), answer.text
+            assert answer.status_code == 404 or answer.content == before[capture]
+            return str(answer.status_code)
+
+        with readers(read) as seen:
+            for capture in captures[:10]:
+                assert stack.http.delete(f"/v1/captures/{capture}").status_code == 204
+            with StoreReader(stack.store) as reader:
+                assert until(lambda: not reader.erasing(), 30)
+        assert seen["200"] and seen["404"]
