@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from schemas.catalog import Segment
 from schemas.errors import CorruptError, StoreError
+from schemas.map_file import map_file
+from schemas.row_checksums import BlockChecksums, piece_digests
 from schemas.segment import FrameView, parse_frame, verify_payload
-from schemas.zarr_layout import segment_places
+from schemas.zarr_layout import block_name, segment_places
 
 __all__ = ["SegmentMaps", "map_file"]
 
@@ -20,22 +23,12 @@ maps_max: Final = 64
 frames_max: Final = 4096
 
 
-def map_file(path: Path) -> memoryview:
-    """The file, mapped read-only; an empty file is an empty view."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = os.fstat(fd).st_size
-        return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)) if size else memoryview(b"")
-    finally:
-        os.close(fd)
-
-
 class SegmentMaps:
     """Frames of a store by (segment, byte offset); thread-safe.
 
-    A frame's head is parsed once and kept as a copy. Its payload is held against its checksums after every read
-    (``verify``): a map shows the file as it is now, and hashing (20 GB/s) costs less than a wrong row. After, because
-    rows may be erased at any time: bytes that are still there when they are hashed were there when they were copied.
+    A frame's head is parsed once and kept as a copy. What is copied of its payload is held against checksums after
+    every read (``verify``): a map shows the file as it is now, and hashing costs less than a wrong row. After, because
+    rows may be erased at any time: what is hashed is what was copied, or was there still when it had been.
     """
 
     def __init__(self, store: Path, uuid: bytes) -> None:
@@ -43,6 +36,7 @@ class SegmentMaps:
         self._lock = threading.Lock()
         self._maps: OrderedDict[int, tuple[Path, memoryview]] = OrderedDict()
         self._frames: OrderedDict[tuple[int, int], tuple[Path, FrameView]] = OrderedDict()
+        self._blocks: OrderedDict[int, BlockChecksums | None] = OrderedDict()
 
     def frame(self, segment: Segment, offset: int, verify: bool = True) -> FrameView:
         """The frame at ``offset``; CorruptError names the block and the offset where bytes do not match.
@@ -73,17 +67,48 @@ class SegmentMaps:
                 self._frames.popitem(last=False)
         return view
 
-    def verify(self, segment: Segment, view: FrameView) -> None:
-        """CorruptError where the payload of a frame from ``frame`` does not match its checksums now."""
+    def verify(
+        self, segment: Segment, view: FrameView, layers: list[int], rows: npt.NDArray[np.int64],
+        copied: list[npt.NDArray[np.uint8]],
+    ) -> None:
+        """CorruptError where what was copied of a frame from ``frame`` is not what was stored.
+
+        ``copied`` are rows of layers by stream, ``[layers, rows, piece bytes]``. A block has a checksum for each of
+        them; of an open segment the frame's streams are hashed whole.
+        """
         with self._lock:
             known = self._frames.get((segment.number, view.offset))
         path = known[0] if known else segment_places(self._store, segment.number, segment.main)[0]
-        verify_payload(view, path)
+        checksums = self._checksums(segment)
+        if checksums is None:
+            verify_payload(view, path)
+            return
+        flat = [array.reshape(-1, array.shape[2]) for array in copied]
+        if piece_digests(flat[0], flat[1:]) != checksums.of(view.offset, layers, rows).reshape(-1).tolist():
+            raise CorruptError("read rows", f"{path} at byte {view.offset}", "a row does not match its checksum",
+                               "vllm-tap fsck names all that do not")
+
+    def _checksums(self, segment: Segment) -> BlockChecksums | None:
+        if not segment.sealed:
+            return None
+        with self._lock:
+            if segment.number in self._blocks:
+                return self._blocks[segment.number]
+        try:
+            found = BlockChecksums.open(self._store / block_name(segment.number))
+        except (OSError, ValueError, KeyError) as error:
+            raise StoreError("read checksums", self._store / block_name(segment.number), repr(error)) from None
+        with self._lock:
+            self._blocks[segment.number] = found
+            while len(self._blocks) > maps_max:
+                self._blocks.popitem(last=False)
+        return found
 
     def forget(self, number: int) -> None:
         """Look at a segment's files anew: they were erased from, or moved."""
         with self._lock:
             self._maps.pop(number, None)
+            self._blocks.pop(number, None)
             for key in [key for key in self._frames if key[0] == number]:
                 del self._frames[key]
 
@@ -91,6 +116,7 @@ class SegmentMaps:
         """Forget all maps; they are unmapped when no array views them any more."""
         with self._lock:
             self._frames.clear()
+            self._blocks.clear()
             self._maps.clear()
 
     def _map(self, segment: Segment, fresh: bool) -> tuple[Path, memoryview]:

@@ -430,10 +430,11 @@ class StoreReader:
             raise CorruptError("read slice", f"{open_name(segment.number)} at byte {offset}",
                                f"rows in {view.frame.codec} of width {view.frame.width}, the capture says otherwise")
         source = view.pieces(np.searchsorted(view.frame.layers, layers), rows)
-        for number, stream in enumerate(declared):
+        copied = [view.section(number)[source] for number in range(len(declared))]
+        for stream, found in zip(declared, copied, strict=True):
             array = pieces[stream.name]
-            array.view(np.uint8).reshape(*array.shape[:2], stream.nbytes)[target] = view.section(number)[source]
-        self._maps.verify(segment, view)
+            array.view(np.uint8).reshape(*array.shape[:2], stream.nbytes)[target] = found
+        self._maps.verify(segment, view, layers, rows, copied)
         flags = view.table.flags[rows]
         if (flags & FLAG_ERASED).any():
             raise StoreError("read slice", self.path, f"rows of segment {segment.number} were erased",

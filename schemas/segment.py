@@ -137,6 +137,7 @@ class FrameView:
     declared: tuple[Stream, ...]
     _first: Index = field(init=False)  # by row: the first row of its run
     _count: Index = field(init=False)  # by row: how many rows its run has
+    _sections: dict[int, Bytes] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         runs = np.asarray(self.frame.runs, np.int64)
@@ -166,10 +167,13 @@ class FrameView:
 
     def section(self, stream: int) -> Bytes:
         """All pieces of a stream as bytes ``[rows × layers, piece bytes]``, a view of the file."""
+        if (known := self._sections.get(stream)) is not None:
+            return known
         piece = self.declared[stream].nbytes
         count = self.rows * len(self.frame.layers)
         at = self.offset + self.layout.parts[stream]
-        return np.frombuffer(self.data, np.uint8, count * piece, at).reshape(count, piece)
+        made = self._sections[stream] = np.frombuffer(self.data, np.uint8, count * piece, at).reshape(count, piece)
+        return made
 
 
 def parse_frame(data: memoryview, offset: int, store: bytes, number: int, path: object) -> FrameView:

@@ -15,7 +15,7 @@ from typing import Final
 
 from schemas.catalog import Segment
 from schemas.errors import CorruptError
-from schemas.mapping import map_file
+from schemas.map_file import map_file
 from schemas.segment import parse_frame
 from schemas.zarr_layout import WRITER
 

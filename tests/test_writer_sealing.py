@@ -111,6 +111,7 @@ def test_the_group_opens_as_a_group(tmp_path: Path) -> None:
         "present",
         "checksum",
         "frame",
+        "frame_row",
     }
     assert group.attrs["format"] == "vllm-tap block" and group["scale"].attrs["view"] == "bfloat16"
 

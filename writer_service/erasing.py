@@ -22,7 +22,7 @@ import xxhash
 
 from schemas.errors import CorruptError, StoreError
 from schemas.frame import FLAG_ERASED
-from schemas.mapping import map_file
+from schemas.map_file import map_file
 from schemas.segment import FrameView, parse_frame, redacted_head
 from schemas.zarr_layout import block_name, redo_name
 from writer_service import fs

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from schemas.catalog import Segment, connect_read, load_segment, unpack_layers
 from schemas.errors import CorruptError, StoreError
-from schemas.mapping import map_file
+from schemas.map_file import map_file
 from schemas.reader import read_store_uuid
 from schemas.segment import FrameView, parse_frame, verify_payload
 from schemas.zarr_layout import WRITER, block_name, building_name, main_chunk, open_name

@@ -18,7 +18,7 @@ from schemas import codecs, limits
 from schemas.catalog import CATALOG_VERSION, connect_write
 from schemas.control import Bye, Hello
 from schemas.errors import CorruptError, StartError, StoreError
-from schemas.mapping import map_file
+from schemas.map_file import map_file
 from schemas.reader import read_store_uuid
 from schemas.segment import FrameView, newer_frame, parse_frame, walk
 from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk

@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from schemas import codecs, limits
 from schemas.codecs import Stream
 from schemas.frame import FLAG_ERASED
-from schemas.mapping import map_file
+from schemas.map_file import map_file
+from schemas.row_checksums import piece_digests
 from schemas.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, walk
 from schemas.zarr_layout import (
     WRITER,
@@ -54,6 +54,7 @@ class Columns:
     checksum: npt.NDArray[np.uint64]  # [R, L]: see piece_checksums
     sides: dict[str, Array]  # [L, R, *shape]: a layer lies together, as its chunk will
     frames: npt.NDArray[np.uint64]  # byte offset of each frame
+    first_rows: npt.NDArray[np.uint64]  # and its first row
 
 
 def fill_of(stream: Stream) -> Any:
@@ -95,25 +96,18 @@ def gather(frames: list[FrameView], declared: tuple[Stream, ...], layers: list[i
                 sides[side.name][:, erased] = fill_of(side)
         start = stop
     offsets = np.array([view.offset for view in frames], np.uint64)
-    return Columns(layers, list(captures), row, present, index, checksum, sides, offsets)
+    counts = np.array([view.rows for view in frames], np.uint64)
+    return Columns(layers, list(captures), row, present, index, checksum, sides, offsets, np.cumsum(counts) - counts)
 
 
 def piece_checksums(view: FrameView) -> npt.NDArray[np.uint64]:
-    """Of each piece the xxh3 of its main bytes, seeded with that of its side streams' bytes one after the other
-    (0 where the codec has none): uint64 ``[rows × layers]``.
-
-    Seeded, because the main bytes are then hashed where they lie: joining them first would cost more than hashing.
-    """
-    digest, main = xxhash.xxh3_64_intdigest, view.section(0)
+    """schemas.row_checksums of all pieces of a frame: uint64 ``[rows × layers]``."""
+    main = view.section(0)
     sides = [view.section(number) for number in range(1, len(view.declared))]
     out = np.empty(len(main), np.uint64)
     for start in range(0, len(main), pieces_at_once):  # each round holds the interpreter
         part = slice(start, start + pieces_at_once)
-        if sides:
-            joined = np.concatenate([side[part] for side in sides], axis=1)
-            out[part] = list(map(digest, main[part], map(digest, joined)))
-        else:
-            out[part] = list(map(digest, main[part]))
+        out[part] = piece_digests(main[part], [side[part] for side in sides])
     return out
 
 
@@ -191,6 +185,7 @@ def _write_arrays(building: Path, declared: tuple[Stream, ...], columns: Columns
     _write_whole(building / "present", columns.present, ("row", "layer"))
     _write_whole(building / "checksum", columns.checksum, ("row", "layer"))
     _write_whole(building / "frame", columns.frames, ("frame",))
+    _write_whole(building / "frame_row", columns.first_rows, ("frame",))
 
 
 def _write_whole(folder: Path, array: Array, names: tuple[str, ...]) -> None:

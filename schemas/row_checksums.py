@@ -1,0 +1,58 @@
+"""Checksums of single rows: a sealed block has one for each (row, layer), so that a read hashes what it read alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from schemas.map_file import map_file
+
+__all__ = ["BlockChecksums", "piece_digests"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def piece_digests(main: Bytes, sides: list[Bytes]) -> list[int]:
+    """Of each piece the xxh3 of its main bytes, seeded with that of its side streams' bytes one after the other
+    (0 where the codec has none). All are ``[pieces, piece bytes]``.
+
+    Seeded, because the main bytes are then hashed where they lie: joining them first would cost more than hashing.
+    """
+    digest = xxhash.xxh3_64_intdigest
+    if not sides:
+        return list(map(digest, main))
+    joined = sides[0] if len(sides) == 1 else np.concatenate(sides, axis=1)
+    return list(map(digest, main, map(digest, np.ascontiguousarray(joined))))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChecksums:
+    """What a block says of its rows; ``checksum`` is a map of the file: rows are erased while it is open."""
+
+    layers: npt.NDArray[np.int64]
+    frames: npt.NDArray[np.uint64]  # byte offset of each frame
+    first: npt.NDArray[np.uint64]  # its first row
+    checksum: np.ndarray[Any, np.dtype[np.uint64]]  # [R, L]
+
+    @classmethod
+    def open(cls, folder: Path) -> BlockChecksums | None:
+        """Of the block; None where it was made before frames' first rows were stored."""
+        first = folder / "frame_row" / "c" / "0"
+        if not first.exists():
+            return None
+        layers = json.loads((folder / "zarr.json").read_text())["attributes"]["layers"]
+        checksum = np.frombuffer(map_file(folder / "checksum" / "c" / "0" / "0"), "<u8").reshape(-1, len(layers))
+        return cls(np.asarray(layers, np.int64), np.fromfile(folder / "frame" / "c" / "0", "<u8"),
+                   np.fromfile(first, "<u8"), checksum)
+
+    def of(self, offset: int, layers: list[int], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Of rows of the frame at ``offset``: ``[layers, rows]``."""
+        start = int(self.first[np.searchsorted(self.frames, offset)])
+        found: npt.NDArray[np.uint64] = self.checksum[start + rows, np.searchsorted(self.layers, layers)[:, None]]
+        return found
