@@ -3,7 +3,9 @@
     python -m bench.writer_throughput [--gib 1] [--rounds 3] [--store DIR]
 
 The same bytes are written both ways, in turns, so that the ratio is of the same moment of the same disk. A round of
-the writer ends when the last frame is acknowledged as durable.
+the writer ends when the last frame is acknowledged as durable. Then it is stopped, which seals what it has (CPU seconds
+and bytes of the blocks by GB of payload), or, in the last round, killed, and the recovery of its store is timed (warm).
+On a store in shared memory (--store /dev/shm) no disk is in the way.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import mmap
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,6 +34,7 @@ from schemas.control import Ack, EngineInfo, Frame, Hello, Open, Ping, StreamPar
 from schemas.frame import RowTable
 from schemas.ids import new_ulid
 from schemas.spec import Armed, Resolved
+from writer_service.recovery import recover
 
 LAYERS, WIDTH, ROWS, SLOTS = 36, 4096, 56, 32  # 8 MiB frames of int8b64, as an 8B model makes them
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,8 +84,18 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def through_writer(folder: Path, ring_path: Path, frames: list[Frame], slot: int, count: int) -> dict[str, float]:
-    """Seconds until the last of ``count`` frames is durable, and the writer's CPU seconds."""
+def anonymous_mb(pid: int) -> float:
+    """Memory of a process that is no file's."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) / 1000
+
+
+def through_writer(
+    folder: Path, ring_path: Path, frames: list[Frame], slot: int, count: int, kill: bool
+) -> dict[str, float]:
+    """Seconds until the last of ``count`` frames is durable, the writer's CPU seconds, and those of what follows: the
+    seals of a stop, or after a ``kill`` the recovery.
+    """
     run = Path(tempfile.mkdtemp(prefix="tap-"))
     endpoint = f"ipc://{run}/w"
     process = subprocess.Popen(
@@ -125,13 +139,24 @@ def through_writer(folder: Path, ring_path: Path, frames: list[Frame], slot: int
             durable = answer.durable
     seconds = time.perf_counter() - start
     cpu = cpu_seconds(process.pid) - cpu_before
+    result = {"seconds": seconds, "cpu": cpu, "memory_mb": anonymous_mb(process.pid),
+              "ack_p50_ms": 1000 * statistics.median(latencies),
+              "ack_p99_ms": 1000 * sorted(latencies)[int(len(latencies) * 0.99)]}
     socket.close()
-    process.terminate()
-    process.communicate()
-    shutil.rmtree(folder / "store")
+    before, store = cpu_seconds(process.pid), folder / "store"
+    process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+    _, process.returncode, used = os.wait4(process.pid, 0)
+    process.stdout.close()
+    if kill:
+        start = time.perf_counter()
+        os.close(recover(store).lock)
+        result["recovery_seconds"] = time.perf_counter() - start
+    else:
+        result["seal_cpu"] = used.ru_utime + used.ru_stime - before
+        result["stored_bytes"] = sum(path.stat().st_size for path in (store / "blocks").rglob("*") if path.is_file())
+    shutil.rmtree(store)
     shutil.rmtree(run, ignore_errors=True)
-    return {"seconds": seconds, "cpu": cpu, "ack_p50_ms": 1000 * statistics.median(latencies),
-            "ack_p99_ms": 1000 * sorted(latencies)[int(len(latencies) * 0.99)]}
+    return result
 
 
 def measure(gib: float, rounds: int, folder: Path) -> dict[str, float]:
@@ -149,17 +174,24 @@ def measure(gib: float, rounds: int, folder: Path) -> dict[str, float]:
         results = []
         for number in range(rounds + 1):
             base = plain(Path(work), ring, slot, count)
-            got = through_writer(Path(work), ring_path, frames, slot, count)
+            last = number == rounds
+            got = through_writer(Path(work), ring_path, frames, slot, count, kill=last)
             gigabytes = count * slot / 1e9
             line = {"writer_gb_s": gigabytes / got["seconds"], "plain_gb_s": gigabytes / base,
                     "ratio": base / got["seconds"], "cpu_s_per_gb": got["cpu"] / gigabytes,
-                    "ack_p50_ms": got["ack_p50_ms"], "ack_p99_ms": got["ack_p99_ms"]}
+                    "ack_p50_ms": got["ack_p50_ms"], "ack_p99_ms": got["ack_p99_ms"], "memory_mb": got["memory_mb"]}
+            if last:
+                line["recovery_gb_s"] = gigabytes / got["recovery_seconds"]
+            else:
+                line["seal_cpu_s_per_gb"] = got["seal_cpu"] / gigabytes
+                line["bytes_stored_per_byte"] = got["stored_bytes"] / (count * slot)
             if number:
                 results.append(line)
             print(" ".join(f"{key}={value:.3g}" for key, value in line.items()) + ("" if number else " (warming)"),
                   file=sys.stderr)
         del ring
-    return {key: statistics.median(line[key] for line in results) for key in results[0]}
+    keys = dict.fromkeys(key for line in results for key in line)
+    return {key: statistics.median(line[key] for line in results if key in line) for key in keys}
 
 
 def main() -> None:

@@ -38,6 +38,10 @@ ROWS: dict[int, tuple[str, tuple[str, ...]]] = {
     24: ("a peer who may not", ("tests/test_writer.py::test_what_is_stored_belongs_to_one_user",
                                 "tests/test_writer.py::test_unknown_identities_are_told_to_greet",
                                 "tests/test_writer.py::test_bad_settings_end_the_start")),
+    25: ("names that are paths", ()),
+    26: ("no key, a wrong one", ("tests/test_api_keys.py",)),
+    28: ("silly slices", ()),
+    29: ("slow clients", ()),
     31: ("reading during sealing and delete", (
         "tests/test_writer_sealing.py::test_readers_go_on_while_segments_are_sealed", "tests/test_erasing.py")),
     32: ("clock jumps", ()),
