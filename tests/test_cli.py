@@ -388,54 +388,21 @@ def test_serve_on_a_store_that_another_writer_has_is_refused(tmp_path: Path, soc
 
 
 @pytest.mark.timeout(420)
-def test_capture_runs_a_file_of_prompts(tmp_path: Path) -> None:
+def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """kill -9 in the middle: what was complete stays as it is, the rest is done, and nothing is there twice."""
     pytest.importorskip("vllm")
     file, store, out = tmp_path / "prompts.jsonl", tmp_path / "store", tmp_path / "out.jsonl"
-    ulid = new_ulid()
+    ulid, count = new_ulid(), 16
     file.write_text(
         '{"prompt": "The sea", "tags": {"set": "a"}}\n'
         f'{{"messages": [{{"role": "user", "content": "Hello"}}], "id": "{ulid}"}}\n'
         '{"prompt_token_ids": [300, 301, 302]}\n'
-        '{"prompt_token_ids": [300, 999999]}\n')
-    done = tap("capture", file, "--tiny", "--store", store, "--sites", "resid_post,blocks.1.hook_mlp_out",
-               "--codec", "raw", "--max-tokens", 6, "--output", out, "--", "--max-num-seqs", "8", VLLM_CPU_CI_ENV="1")
-    assert done.returncode == 1, done.stderr  # one prompt was refused
-    assert "line 4 was refused" in done.stderr and "3 complete" in done.stderr
-    lines = {line["line"]: line for line in map(json.loads, out.read_text().splitlines())}
-    assert set(lines) == {1, 2, 3} and lines[2]["capture"] == ulid
-    rows = {row["id"]: row for row in map(json.loads, tap("ls", "--store", store, "--json").stdout.splitlines())}
-    for number, line in lines.items():
-        row = rows[line["capture"]]
-        assert row["status"] == "complete" and row["tags"]["line"] == str(number)
-        assert row["total_len"] == line["prompt_tokens"] + line["generated_tokens"]
-    assert rows[lines[1]["capture"]]["tags"]["set"] == "a"
-    assert [row["status"] for row in rows.values()].count("failed") == 1
-    manifest = json.loads(tap("show", ulid, "--store", store, "--json").stdout)
-    assert {(row["site"], row["layer"]) for row in manifest["rows"]} == {
-        *(("resid_post", layer) for layer in range(4)), ("mlp_out", 1)}
-    assert all(row["expected"] == row["captured"] > 6 for row in manifest["rows"])
-
-    # The same id again: refused by name, and the first capture stays what it was.
-    file.write_text(f'{{"prompt": "again", "id": "{ulid}"}}\n')
-    again = tap("capture", file, "--tiny", "--store", store, VLLM_CPU_CI_ENV="1")
-    assert again.returncode == 2 and "line 1" in again.stderr and ulid in again.stderr
-    assert json.loads(tap("show", ulid, "--store", store, "--json").stdout) == manifest
-
-
-@pytest.mark.timeout(420)
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
-    """kill -9 in the middle of a dataset: what was complete stays as it is, the rest is done, nothing twice."""
-    pytest.importorskip("vllm")
-    datasets = pytest.importorskip("datasets")
-    folder, store, out = tmp_path / "dataset", tmp_path / "store", tmp_path / "out.jsonl"
-    count = 24
-    datasets.Dataset.from_dict({"n": list(range(count)), "text": [f"story {n}: " for n in range(count)]}
-                               ).save_to_disk(str(folder))
+        '{"prompt_token_ids": [300, 999999]}\n'
+        + "".join(f'{{"prompt": "story {n}: "}}\n' for n in range(5, count + 1)))
     # An engine in the process of the command: one kill ends all of it, and it starts sooner.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-                   "VLLM_CPU_CI_ENV": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    command = [sys.executable, "-m", "vllm_tap", "capture", str(folder), "--tiny", "--store", str(store), "--sites",
-               "resid_post", "--layers", "1,2", "--codec", "raw", "--max-tokens", "40", "--output", str(out), "--",
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_CI_ENV": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, "-m", "vllm_tap", "capture", str(file), "--tiny", "--store", str(store), "--sites",
+               "resid_post,blocks.1.hook_mlp_out", "--codec", "raw", "--max-tokens", "40", "--output", str(out), "--",
                "--max-num-seqs", "3"]
     first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
@@ -444,33 +411,46 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
             return {row.id: row.created_ms for row in opened.captures("complete")}
         return {}
 
-    until(lambda: len(complete()) >= 4 or first.poll() is not None, 200)
+    until(lambda: ({ulid} <= complete().keys() and len(complete()) >= 4) or first.poll() is not None, 200)
     first.kill()
     said = first.communicate()[1]
     assert first.returncode == -signal.SIGKILL, said
     before = complete()
-    assert 4 <= len(before) < count
+    assert 4 <= len(before) < count - 1 and ulid in before
 
-    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert second.returncode == 0, second.stderr
-    assert f"of {count} prompts are captured already" in second.stderr and "rows/s" in second.stderr
-    with open_store(store) as opened:
-        rows = list(opened.captures())
-        assert {row.status for row in rows} == {"complete"} and len(rows) == count
-        assert sorted(int(row.tags["line"]) for row in rows) == list(range(1, count + 1))
-        assert {row.id: row.created_ms for row in rows if row.id in before} == before
-        lines = {line["line"]: line for line in map(json.loads, out.read_text().splitlines())}
-        assert sorted(lines) == list(range(1, count + 1)) and len(out.read_text().splitlines()) == count
-        for row in rows:
-            line = lines[int(row.tags["line"])]
-            assert line["capture"] == row.id and line["prompt_tokens"] + line["generated_tokens"] == row.total_len
-            assert opened[row.id]["resid_post", 1].shape[0] == row.total_len - 1
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr  # one prompt was refused
+    assert "line 4 was refused" in done.stderr and f"of {count} prompts are captured already" in done.stderr
+    assert "rows/s" in done.stderr
+    lines = {line["line"]: line for line in map(json.loads, out.read_text().splitlines())}
+    assert sorted(lines) == [n for n in range(1, count + 1) if n != 4] and lines[2]["capture"] == ulid
+    assert len(out.read_text().splitlines()) == count - 1
+    rows = {row["id"]: row for row in map(json.loads, tap("ls", "--store", store, "--json").stdout.splitlines())}
+    assert {row.pop("status") for row in rows.values() if row["tags"]["line"] != "4"} == {"complete"}
+    assert sorted(int(row["tags"]["line"]) for row in rows.values()) == list(range(1, count + 1))
+    assert {id: row["created_ms"] for id, row in rows.items() if id in before} == before
+    for number, line in lines.items():
+        row = rows[line["capture"]]
+        assert row["tags"]["line"] == str(number)
+        assert row["total_len"] == line["prompt_tokens"] + line["generated_tokens"]
+    assert rows[lines[1]["capture"]]["tags"]["set"] == "a"
+    assert [row.get("status") for row in rows.values()].count("failed") == 1
+    manifest = json.loads(tap("show", ulid, "--store", store, "--json").stdout)
+    assert {(row["site"], row["layer"]) for row in manifest["rows"]} == {
+        *(("resid_post", layer) for layer in range(4)), ("mlp_out", 1)}
+    assert all(row["expected"] == row["captured"] > 6 for row in manifest["rows"])
 
-    # A third time there is nothing to do, and no engine is started for it.
-    third = subprocess.run([*command[:command.index("--output")]], env=environment, capture_output=True, text=True,
-                           timeout=60)
-    assert third.returncode == 0 and f"{count} of {count} prompts are captured already" in third.stderr
-    assert "starting vLLM" not in third.stderr and len(complete()) == count
+    # Where nothing is left to do, no engine is started for it.
+    whole = [*command[:command.index("--output")], "--limit", "3"]
+    third = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=60)
+    assert third.returncode == 0 and "3 of 3 prompts are captured already" in third.stderr
+    assert "starting vLLM" not in third.stderr
+
+    # The same id for something else: refused by name, and the first capture stays what it was.
+    file.write_text(f'{{"prompt": "again", "id": "{ulid}"}}\n')
+    again = tap("capture", file, "--tiny", "--store", store, VLLM_CPU_CI_ENV="1")
+    assert again.returncode == 2 and "line 1" in again.stderr and ulid in again.stderr
+    assert json.loads(tap("show", ulid, "--store", store, "--json").stdout) == manifest
 
 
 @pytest.mark.parametrize("options, words", [
