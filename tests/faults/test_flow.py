@@ -153,6 +153,23 @@ def test_row_34_missing_files_and_stray_ones(store: Path) -> None:
         writer.stop()
 
 
+def test_row_32_a_clock_that_jumps(writer: Forked, traffic: Traffic, store: Path, record_property: Record) -> None:
+    """The wall clock of one life is an hour before or after that of the last: order and epochs do not follow it."""
+    lives, epochs = times(3, 20), []
+    for _ in range(lives):
+        traffic.send(20)
+        writer.end(signal.SIGKILL)
+        writer.begin(CLOCK_S=str(traffic.rng.choice([-3600, 0, 3600])))
+        assert writer.ready()
+        epochs.append(int((store / "writers/w0/LOCK").read_text().split()[0]))
+        traffic.check(store)
+        traffic.connect()
+    assert epochs == sorted(set(epochs))
+    traffic.settle(store)
+    record_property("times", f"{lives} lives, {traffic.check(store)} rows compared")
+    traffic.close()
+
+
 @pytest.mark.faults
 def test_row_36_nothing_grows(writer: Forked, traffic: Traffic, store: Path, record_property: Record) -> None:
     """Thousands of captures, a tenth given up in the middle: memory and descriptors stay where they were."""
