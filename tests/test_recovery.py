@@ -13,7 +13,7 @@ import pytest
 
 from schemas.errors import NotFoundError, StartError, StoreError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.reader import StoreReader, read_store_uuid
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
 from writer_service import fs, recovery
 from writer_service.rebuild import rebuild
@@ -446,3 +446,22 @@ def test_two_first_starts_at_once_make_one_store(tmp_path: Path) -> None:
         recovery.recover(store)
     assert not (store / "store.json").exists()
     fs.close(lock)
+
+
+def test_a_start_that_is_killed_while_it_reads_the_log_forgets_no_number(tmp_path: Path) -> None:
+    """What a stream was promised is counted from the log: it must be read again until the count is in the catalog."""
+    store = tmp_path / "store"
+    with WriterProcess(store) as writer, Sender(writer.endpoint, role="api") as api:
+        for _ in range(5):
+            api.own(new_ulid())
+        api.wait()
+        writer.kill()
+    for file in store.glob("catalog.sqlite*"):
+        file.unlink()
+    db, _ = recovery.open_catalog(store, read_store_uuid(store))
+    cut_short = recovery.Recovered(read_store_uuid(store), 1, -1, 1, 1, {}, [])
+    recovery.replay_logs(db, store, cut_short)
+    db.close()
+    state = recovery.recover(store)
+    fs.close(state.lock)
+    assert state.streams[api.stream].covered == 5

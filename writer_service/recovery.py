@@ -73,6 +73,7 @@ class Recovered:
     to_seal: list[int]
     cut_bytes: int = 0
     rebuilt: bool = False
+    log_read: str = ""  # how far the control logs were read, as the catalog notes it
 
 
 def check_free(store: Path) -> None:
@@ -166,6 +167,8 @@ def mend(store: Path, uuid: bytes, lock: int, epoch: int, db: sqlite3.Connection
                 sequence.settle()
                 _take_again(db, name, sequence)
             catalog.note_streams(db, [(name, s.epoch, s.role, s.covered) for name, s in state.streams.items()])
+            if state.log_read:  # with the numbers that were read there: a start cut short before this reads it again
+                catalog.set_meta(db, "log", state.log_read)
         return state
     finally:
         db.close()
@@ -271,7 +274,7 @@ def replay_logs(db: sqlite3.Connection, store: Path, state: Recovered) -> set[st
                 known.bye = True
         with catalog.transaction(db):
             touched |= catalog.apply(db, entries, number)
-            catalog.set_meta(db, "log", f"{number}:{end}")
+        state.log_read = f"{number}:{end}"
         if number == numbers[-1]:
             state.cut_bytes += _cut(path, end)
     state.next_log = numbers[-1] + 1 if numbers else 1
