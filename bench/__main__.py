@@ -3,63 +3,82 @@
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from bench import engine_cost, writer_throughput
+from bench import engine_cost, report, writer_throughput
 from bench.codec_tables import shown
+from bench.scenarios import ENGINES
 from bench.shapes import LOADS, SHAPES
 from schemas import codecs
 
 RESULTS = Path(__file__).parent / "results"
 
 
+class Report(msgspec.Struct):
+    """What bench/results holds."""
+
+    shape: str
+    machine: str
+    engine: engine_cost.Result
+    writer: dict[str, float] = {}
+
+
 def main() -> None:
-    """Measure, print tables, write bench/results/SHAPE.json."""
+    """Measure, print tables as they come, write bench/results/NAME.{json,md,png}."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="small", help="model shape (default: small, for CPUs)")
-    parser.add_argument("--pairs", type=int, default=2, help="rounds of one process a configuration (default: 2)")
-    parser.add_argument("--iterations", type=int, default=5, help="measured iterations a process (default: 5)")
-    parser.add_argument("--only", default=",".join(engine_cost.CONFIGURATIONS),
-                        help="configurations, base first (default: %(default)s)")
+    parser.add_argument("--engines", default="base,tap,eager,builtin",
+                        help=f"processes, base first, of {', '.join(ENGINES)} (default: %(default)s)")
+    parser.add_argument("--loads", default="",
+                        help=f"of {', '.join(LOADS)} (default: small, or hook where the shape is larger)")
+    parser.add_argument("--scenarios", default="", help="names with + between them (default: all)")
+    parser.add_argument("--rounds", type=int, default=2, help="times that all processes are made anew (default: 2)")
+    parser.add_argument("--iterations", type=int, default=5, help="measured iterations a round (default: 5)")
+    parser.add_argument("--name", default="", help="of the result (default: the shape); what is there is added to")
     parser.add_argument("--skip-writer", action="store_true", help="leave out the writer's throughput")
     args = parser.parse_args()
-    console = Console()
-    load = LOADS[args.shape]
-    console.print(f"shape {args.shape}, batch {load.batch}, prompt {load.prompt}, generated {load.generated}, greedy")
-    result = engine_cost.measure(args.shape, args.only.split(","), args.pairs, args.iterations, console.print)
-    console.print(_engine_table(result))
-    for configuration, reason in result.failed.items():
-        console.print(f"{configuration}: could not run here: {reason}")
-    console.print(f"rows dropped in all captures: {result.dropped}")
-    console.print(_codec_table(args.shape))
-    report = {"shape": args.shape, **asdict(result)}
+    console = Console(width=140)
+    loads = args.loads.split(",") if args.loads else ["small" if args.shape == "small" else "hook"]
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{args.name or args.shape}.json"
+    found = msgspec.json.decode(path.read_bytes(), type=Report) if path.exists() else Report(
+        args.shape, _machine(), engine_cost.Result())
+
+    def save() -> None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+
+    for load in loads:
+        console.print(f"shape {args.shape}, {load}: batch {LOADS[load].batch}, prompt {LOADS[load].prompt}, generated "
+                      f"{LOADS[load].generated}, greedy")
+    engine_cost.measure(args.shape, args.engines.split(","), loads, args.rounds, args.iterations,
+                        list(filter(None, args.scenarios.split("+"))), found.engine, console.print, save)
     if not args.skip_writer:
         with tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir=".") as folder:
-            report["writer"] = writer_throughput.measure(0.5, 3, Path(folder))
-        console.print("writer: " + ", ".join(f"{key} {value:.3g}" for key, value in report["writer"].items()))
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{args.shape}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+            found.writer = writer_throughput.measure(0.5, 3, Path(folder))
+        console.print("writer: " + ", ".join(f"{key} {value:.3g}" for key, value in found.writer.items()))
+    save()
+    text = f"Shape {found.shape}, {found.machine}\n\n{report.markdown(found.engine)}"
+    path.with_suffix(".md").write_text(text)
+    console.print(text, markup=False, highlight=False)
+    console.print(_codec_table(args.shape))
+    report.chart(found.engine, path.with_suffix(".png"), console.print)
     console.print(f"written: {path}")
 
 
-def _engine_table(result: engine_cost.Result) -> Table:
-    table = Table(title="generate(), over base with its graphs, in the same run")
-    for column in ("", "ratio", "by round", "until durable", "tokens as idle"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, ratios in result.ratio.items():
-        durable = statistics.median(result.durable[name]) / statistics.median(result.seconds["base"])
-        same = "same" if result.same_tokens[name] else "differ"
-        ours = [f"{durable:.3f}", same] if name.startswith("ours") else ["", ""]
-        table.add_row(name, f"{statistics.median(ratios):.3f}", " ".join(f"{r:.3f}" for r in ratios), *ours)
-    return table
+def _machine() -> str:
+    """What it ran on, in words."""
+    import platform
+
+    import torch
+    import vllm
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return f"{device}, vLLM {vllm.__version__}, torch {torch.__version__}"
 
 
 def _codec_table(shape: str) -> Table:

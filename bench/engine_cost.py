@@ -1,86 +1,231 @@
-"""What a tap costs generation: ratios over the same engine without us, in the same run, processes interleaved."""
+"""What a tap costs generation: engines that stand side by side, asked in turns, each against the base beside it."""
 
 from __future__ import annotations
 
 import json
 import os
+import queue
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CONFIGURATIONS = ("base", "eager", "builtin", "tap")
+from bench.scenarios import ENGINES
+
+START_S = 400.0
+
+
+@dataclass(slots=True)
+class Series:
+    """A scenario under a load: a list a round of what every iteration took, in seconds."""
+
+    seconds: list[list[float]] = field(default_factory=list)
+    durable: list[list[float]] = field(default_factory=list)
+    ratio: list[list[float]] = field(default_factory=list)  # over the base that ran just before
+    tokens: list[str] = field(default_factory=list)  # digest of each round's answer
 
 
 @dataclass(slots=True)
 class Result:
-    """Every iteration of every scenario, in seconds; what could not run, with the reason."""
+    """Everything that was measured; what could not run, with the reason."""
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    durable: dict[str, list[float]] = field(default_factory=dict)
-    tokens: int = 0
-    same_tokens: dict[str, bool] = field(default_factory=dict)
+    series: dict[str, dict[str, Series]] = field(default_factory=dict)  # by load, by scenario
+    memory: dict[str, list[dict[str, int]]] = field(default_factory=dict)  # by engine, as iterations went on
+    logprobs: dict[str, float] = field(default_factory=dict)  # the largest shift from the base's, by engine
     dropped: int = 0
+    bad: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    ratio: dict[str, list[float]] = field(default_factory=dict)  # a pair of processes each
+
+    def of(self, load: str, scenario: str) -> Series:
+        """The series, begun where there is none."""
+        return self.series.setdefault(load, {}).setdefault(scenario, Series())
 
 
-def measure(shape: str, configurations: Sequence[str], pairs: int, iterations: int,
-            say: Callable[[str], None]) -> Result:
-    """``pairs`` rounds of one process a configuration, "base" first; ratios are of medians within a round."""
-    result = Result()
-    for pair in range(pairs):
-        medians: dict[str, float] = {}
-        for configuration in configurations:
-            if configuration in result.failed:
-                continue
-            say(f"round {pair + 1}/{pairs}: {configuration} (an engine starts in half a minute to two)")
-            for line in _run(configuration, shape, iterations, result):
-                if "dropped" in line:
-                    result.dropped += line["dropped"]
-                    continue
-                name = line["scenario"]
-                result.seconds.setdefault(name, []).extend(line["seconds"])
-                result.durable.setdefault(name, []).extend(line["durable"])
-                result.same_tokens[name] = result.same_tokens.get(name, True) and line["same_tokens_as_idle"]
-                result.tokens = line["tokens"]
-                medians[name] = statistics.median(line["seconds"])
-                ratio = medians[name] / medians["base"]
-                result.ratio.setdefault(name, []).append(ratio)
-                say(f"    {name:28} {ratio:6.3f} × base")
-    return result
+class Process:
+    """An engine that takes commands."""
 
-
-def _run(configuration: str, shape: str, iterations: int, result: Result) -> list[dict[str, Any]]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
-    environment |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "2"}
-    command = [sys.executable, "-m", "bench.engine_run", configuration, shape, str(iterations)]
-    with tempfile.TemporaryDirectory(prefix="vllm-tap-bench-") as folder:
-        writer = None
-        if configuration == "tap":
-            endpoint = f"ipc://{folder}/writer.sock"
-            environment |= {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ON_FULL": "wait",
-                            "VLLM_TAP_RING_BYTES": str(1 << 30), "BENCH_STORE": f"{folder}/store"}
-            writer = subprocess.Popen(
-                [sys.executable, "-m", "writer_service", "--store", f"{folder}/store", "--endpoint", endpoint],
-                stdout=subprocess.PIPE, text=True)
-            assert writer.stdout is not None
-            writer.stdout.readline()
+    def __init__(self, name: str, shape: str, loads: Sequence[str], folder: Path, on_gpu: bool) -> None:
+        engine = ENGINES[name]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
+        environment |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "2"}
+        self.name, self.engine, self._log = name, engine, (folder / f"{name}.log").open("w+")
+        self._writer: subprocess.Popen[str] | None = None
+        if engine.arm:
+            shared = Path("/dev/shm") if engine.store == "shm" and Path("/dev/shm").is_dir() else None
+            self._store = tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir=shared)
+            endpoint, store = f"ipc://{folder}/{name}.sock", f"{self._store.name}/store"
+            environment |= {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": engine.arm, "BENCH_STORE": store,
+                            "VLLM_TAP_STAGING_BYTES_MAX": str(64 << 30)}
+            environment |= {key: value for key, value in os.environ.items() if key in (
+                "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES", "VLLM_TAP_ON_FULL")}
+            self._writer = subprocess.Popen(
+                [sys.executable, "-m", "writer_service", "--store", store, "--endpoint", endpoint],
+                stdout=subprocess.PIPE, stderr=self._log, text=True)
+            assert self._writer.stdout is not None
+            self._writer.stdout.readline()
         else:
             environment["VLLM_PLUGINS"] = ""
+        self._engine = subprocess.Popen(
+            [sys.executable, "-m", "bench.engine_run", name, shape, ",".join(loads)], env=environment,
+            cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True)
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._engine.stdout is not None
+        for line in self._engine.stdout:
+            self._answers.put(json.loads(line))
+        self._answers.put(None)
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        """The next line; ChildProcessError with the reason where the engine ended or said nothing in time."""
         try:
-            run = subprocess.run(command, env=environment, capture_output=True, text=True,
-                                 cwd=Path(__file__).parents[1])
+            found = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            raise ChildProcessError(f"no answer within {timeout:.0f} s") from None
+        if found is None:
+            self._log.seek(0)
+            lines = self._log.read().splitlines()
+            errors = [line for line in lines if "Error" in line and "EngineDeadError" not in line
+                      and "Engine core initialization failed" not in line]
+            raise ChildProcessError((errors or lines or [f"exit code {self._engine.wait()}"])[-1][-300:])
+        return found
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """One command, its answer."""
+        assert self._engine.stdin is not None
+        self._engine.stdin.write(json.dumps(command) + "\n")
+        self._engine.stdin.flush()
+        return self.answer(120.0)
+
+    def close(self) -> dict[str, Any]:
+        """End the engine, then its writer; what it said last."""
+        try:
+            assert self._engine.stdin is not None
+            self._engine.stdin.close()
+            return self.answer(60.0)
+        except (ChildProcessError, BrokenPipeError):
+            return {}
         finally:
-            if writer is not None:
-                writer.terminate()
-                writer.wait()
-    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    if run.returncode != 0 and not lines:
-        reason = [line for line in run.stderr.splitlines() if "Error" in line and "EngineDeadError" not in line]
-        result.failed[configuration] = reason[-1][-200:] if reason else f"exit code {run.returncode}"
-    return lines
+            try:
+                self._engine.wait(30.0)
+            except subprocess.TimeoutExpired:
+                self._engine.kill()
+            if self._writer is not None:
+                self._writer.terminate()
+                self._writer.wait()
+                self._store.cleanup()
+
+
+@contextmanager
+def standing(names: Sequence[str], shape: str, loads: Sequence[str], result: Result, say: Callable[[str], None],
+             on_gpu: bool) -> Iterator[dict[str, Process]]:
+    """Engines that are ready; on a GPU they start side by side."""
+    with tempfile.TemporaryDirectory(prefix="vllm-tap-bench-") as folder, ExitStack() as stack:
+        processes: dict[str, Process] = {}
+
+        def close(name: str, process: Process) -> None:
+            last = process.close()
+            result.dropped += last.get("dropped", 0)
+            result.bad += last.get("bad", [])
+
+        def wait(name: str) -> None:
+            try:
+                processes[name].answer(START_S)
+            except ChildProcessError as error:
+                result.failed[name] = str(error)
+                say(f"{name}: could not run here: {error}")
+                del processes[name]
+
+        begin = time.monotonic()
+        for name in names:
+            processes[name] = Process(name, shape, loads, Path(folder), on_gpu)
+            stack.callback(close, name, processes[name])
+            if not on_gpu:
+                wait(name)
+        if on_gpu:
+            for name in names:
+                wait(name)
+        say(f"{', '.join(processes)} stand after {time.monotonic() - begin:.0f} s")
+        yield processes
+
+
+def measure(shape: str, names: Sequence[str], loads: Sequence[str], rounds: int, iterations: int,
+            scenarios: Sequence[str], result: Result, say: Callable[[str], None], save: Callable[[], None]) -> None:
+    """``rounds`` of fresh processes, "base" first; iterations of all scenarios in turns, each after one of the base."""
+    on_gpu = _on_gpu()
+    for number in range(rounds):
+        say(f"round {number + 1}/{rounds}")
+        with standing(names, shape, loads, result, say, on_gpu) as processes:
+            for load in loads:
+                _load(processes, load, iterations, scenarios, result)
+                for name, series in result.series[load].items():
+                    if series.ratio and series.ratio[-1]:
+                        say(f"    {load:10} {name:28} {statistics.median(series.ratio[-1]):6.3f} × base")
+                save()
+            _outputs(processes, loads[0], result)
+        save()
+
+
+def _load(processes: dict[str, Process], load: str, iterations: int, scenarios: Sequence[str], result: Result) -> None:
+    chosen = [(process, name) for process in processes.values() for name in process.engine.scenarios
+              if process.name != "base" and (not scenarios or name in scenarios)]
+    base = processes["base"]
+    for series in (result.of(load, name) for name in ("base", *(name for _, name in chosen))):
+        series.seconds.append([])
+        series.durable.append([])
+        series.ratio.append([])
+        series.tokens.append("")
+    for process, name in (*((base, "base") for _ in range(2)), *chosen):
+        for _ in range(process.engine.warmups):
+            process.ask(do="generate", scenario=name, load=load)
+        if process.engine.arm:
+            process.ask(do="discard")
+    for iteration in range(iterations):
+        for at, (process, name) in enumerate(chosen):
+            if iteration >= process.engine.iterations_max:
+                continue
+            if at % 2 == 0:
+                before = _ask(base, "base", load, result)
+            seconds = _ask(process, name, load, result)
+            result.of(load, name).ratio[-1].append(seconds / before)
+        for process in processes.values():
+            if process.engine.arm:
+                process.ask(do="discard")
+
+
+def _ask(process: Process, scenario: str, load: str, result: Result) -> float:
+    answer, series = process.ask(do="generate", scenario=scenario, load=load), result.of(load, scenario)
+    series.seconds[-1].append(answer["seconds"])
+    if answer["durable"] is not None:
+        series.durable[-1].append(answer["durable"])
+    series.tokens[-1] = answer["tokens"]
+    result.memory.setdefault(process.name, []).append(answer["memory"])
+    return float(answer["seconds"])
+
+
+def _outputs(processes: dict[str, Process], load: str, result: Result) -> None:
+    """How far log-probabilities of sampled tokens move: of each answer's first, which all have in common."""
+    found = {}
+    for name, process in processes.items():
+        scenario = list(process.engine.scenarios)[-1]
+        if name in ("base", "tap", "sites"):
+            found[name] = process.ask(do="generate", scenario=scenario, load=load, logprobs=True)["logprobs"]
+    for name, values in found.items():
+        if name != "base":
+            shift = max(abs(a[0] - b[0]) for a, b in zip(values, found["base"], strict=True))
+            result.logprobs[name] = max(shift, result.logprobs.get(name, 0.0))
+
+
+def _on_gpu() -> bool:
+    """Asked of another process: this one must not hold a context on the device that it measures."""
+    return shutil.which("nvidia-smi") is not None and subprocess.run(
+        ["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0

@@ -1,119 +1,193 @@
-"""One engine, all its scenarios: ``python -m bench.engine_run CONFIGURATION SHAPE`` prints one JSON line a scenario.
+"""One engine in a process of its own: ``python -m bench.engine_run ENGINE SHAPE LOADS`` takes commands on its input.
 
-A process of its own, because a compiled engine cannot change its taps and a crash must not end the benchmark.
+Several such processes stand side by side and are asked in turns, so that all are measured in the same minutes. Each
+command and each answer is a line of JSON.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.shapes import LOADS, SHAPES, make_model
+from bench.scenarios import ENGINES, Engine
+from bench.shapes import LOADS, SHAPES, Load, make_model
 from schemas.ids import new_ulid
 
-# By configuration, the capture spec of each scenario (None: no capture asked).
-SCENARIOS: dict[str, dict[str, dict[str, Any] | None]] = {
-    "base": {"base": None},
-    "eager": {"base eager": None},
-    "builtin": {"vLLM extract_hidden_states": None},
-    "tap": {
-        "ours, idle": None,
-        "ours, zero layers": {"sites": []},
-        "ours, int8b64": {"codec": "int8b64"},
-        "ours, raw16": {"codec": "raw16"},
-        "ours, one layer": {"layers": [1], "codec": "int8b64"},
-        "ours, last prompt token": {"positions": "last", "codec": "int8b64"},
-    },
-}
 
-
-def options(configuration: str, shape: str) -> dict[str, Any]:
+def options(engine: Engine, shape: str, loads: list[Load], on_gpu: bool) -> dict[str, Any]:
     """What ``LLM`` gets besides the model."""
-    if configuration == "eager":
-        return {"enforce_eager": True}
-    if configuration == "builtin":
+    longest = max(load.prompt + load.generated for load in loads)
+    tokens = max(load.batch * (load.prompt + load.generated + 16) for load in loads)
+    chosen: dict[str, Any] = {"max_model_len": longest, "max_num_seqs": max(16, *(load.batch for load in loads))}
+    if on_gpu:
+        # Fixed, not measured: engines that start side by side would take each other's memory for their own.
+        chosen["kv_cache_memory_bytes"] = int(1.2 * tokens * SHAPES[shape].kv_bytes_a_token) + (1 << 28)
+        chosen["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
+    if engine.eager:
+        chosen |= {"enforce_eager": True}
+        chosen.pop("compilation_config", None)
+    if engine.builtin:
         layers = list(range(1, SHAPES[shape].layers + 1))
         folder = tempfile.mkdtemp(dir="/dev/shm")
-        return {
+        chosen |= {
             "speculative_config": {"method": "extract_hidden_states", "num_speculative_tokens": 1,
                                    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}},
             "kv_transfer_config": {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
                                    "kv_connector_extra_config": {"shared_storage_path": folder}},
         }
-    return {}
+        if on_gpu:  # hidden states are kept in a cache of their own
+            chosen["kv_cache_memory_bytes"] += 3 * tokens * SHAPES[shape].hidden * SHAPES[shape].layers * 2
+    return chosen
 
 
-def main(configuration: str, shape: str, iterations: int) -> None:
-    """Measure ``iterations`` generations of every scenario, interleaved, after two to warm up."""
-    import torch
-    from vllm import LLM, SamplingParams
+def add_hooks(model: Any) -> None:
+    """What people do today: a hook a layer, each with a copy to the host."""
+    kept: list[Any] = []
 
-    load = LOADS[shape]
-    on_gpu = torch.cuda.is_available()
-    llm = LLM(str(make_model(shape)), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-              max_model_len=2 * (load.prompt + load.generated), max_num_seqs=max(16, load.batch),
-              enable_prefix_caching=False, **({"gpu_memory_utilization": 0.6} if on_gpu else {}),
-              **options(configuration, shape))
-    draw = random.Random(0)
-    prompts: Any = [{"prompt_token_ids": [draw.randrange(10, 8000) for _ in range(load.prompt)]}
-                    for _ in range(load.batch)]
-    scenarios = SCENARIOS[configuration]
-    seconds: dict[str, list[float]] = {name: [] for name in scenarios}
-    durable: dict[str, list[float]] = {name: [] for name in scenarios}
-    tokens: dict[str, list[list[int]]] = {}
-    ids: list[str] = []
-    for iteration in range(iterations + 2):
-        for name, spec in scenarios.items():
-            params = []
-            for _ in range(load.batch):
-                extra = None
-                if spec is not None:
-                    ids.append(new_ulid())
-                    extra = {"capture": {**spec, "id": ids[-1]}}
-                params.append(SamplingParams(temperature=0, max_tokens=load.generated, ignore_eos=True,
-                                             detokenize=False, extra_args=extra))
-            begin = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            end = time.perf_counter()
-            if spec is not None:
-                _wait_durable(ids[-load.batch :])
-            tokens[name] = [list(output.outputs[0].token_ids) for output in outputs]
-            if iteration >= 2:
-                seconds[name].append(end - begin)
-                durable[name].append(time.perf_counter() - begin)
-    first = next(iter(tokens.values()))
-    for name in scenarios:
-        print(json.dumps({
-            "scenario": name, "seconds": seconds[name], "durable": durable[name],
-            "same_tokens_as_idle": tokens[name] == first, "tokens": load.batch * (load.prompt + load.generated - 1),
-        }), flush=True)
-    if ids:
-        print(json.dumps({"dropped": _dropped(ids)}), flush=True)
+    def hook(_module: Any, _args: Any, result: Any) -> None:
+        kept.append((result[0] + result[1]).cpu())
+        if len(kept) > 64:
+            kept.clear()
+
+    for layer in model.model.layers:
+        layer.register_forward_hook(hook)
 
 
-def _store() -> Any:
-    from schemas.reader import StoreReader
+class Run:
+    """The engine and what it was asked so far."""
 
-    return StoreReader(Path(os.environ["BENCH_STORE"]))
+    def __init__(self, name: str, shape: str, loads: list[str]) -> None:
+        import torch
+        from vllm import LLM
+
+        self.engine = ENGINES[name]
+        self.on_gpu = torch.cuda.is_available()
+        if self.engine.hooks:
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # apply_model sends a function
+        self.llm: Any = LLM(str(make_model(shape)), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+                            seed=0, enable_prefix_caching=False,
+                            **options(self.engine, shape, [LOADS[load] for load in loads], self.on_gpu))
+        if self.engine.hooks:
+            self.llm.apply_model(add_hooks)
+        self.store = Path(os.environ["BENCH_STORE"]) if self.engine.arm else None
+        self.bad: list[str] = []
+        self.dropped = 0
+
+    def generate(self, scenario: str, load_name: str, logprobs: bool = False) -> dict[str, Any]:
+        """One iteration: its seconds, the seconds until the last row was durable, a digest of its tokens."""
+        from vllm import SamplingParams
+
+        load, spec = LOADS[load_name], self.engine.scenarios[scenario]
+        draw = random.Random(load_name)
+        prompts: Any = [{"prompt_token_ids": [draw.randrange(10, 8000) for _ in range(load.prompt)]}
+                        for _ in range(load.batch)]
+        ids = [new_ulid() for _ in range(load.batch)] if spec is not None else []
+        params = [
+            SamplingParams(temperature=0, max_tokens=load.generated, ignore_eos=True, detokenize=False,
+                           logprobs=0 if logprobs else None,
+                           extra_args=None if spec is None else {"capture": {**spec, "id": ids[i]}})
+            for i in range(load.batch)
+        ]
+        begin = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        durable = None
+        if spec is not None and spec.get("sites") != []:
+            self._wait_durable(ids)
+            durable = time.perf_counter() - begin
+            self._verify(scenario, ids, outputs)
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        answer = {"seconds": seconds, "durable": durable, "memory": self._memory(),
+                  "tokens": hashlib.sha256(json.dumps(tokens).encode()).hexdigest()}
+        if logprobs:
+            answer["logprobs"] = [[next(iter(step.values())).logprob for step in output.outputs[0].logprobs]
+                                  for output in outputs]
+        return answer
+
+    def _reader(self) -> Any:
+        from schemas.reader import StoreReader
+
+        assert self.store is not None
+        return StoreReader(self.store)
+
+    def _wait_durable(self, ids: list[str]) -> None:
+        from schemas.errors import NotFoundError
+
+        waiting = list(ids)
+        while waiting:
+            try:
+                with self._reader() as reader:
+                    while waiting and reader.capture(waiting[-1]).status not in ("pending", "running"):
+                        waiting.pop()
+            except NotFoundError:
+                pass
+            time.sleep(0.002)
+
+    def _verify(self, scenario: str, ids: list[str], outputs: Any) -> None:
+        """Everything that was asked is there or named as missing; the tokens beside the rows are the request's."""
+        with self._reader() as reader:
+            for capture in ids:
+                manifest = reader.manifest(capture)
+                missing = sum(part.rows for entry in manifest.rows for part in entry.missing)
+                captured = sum(entry.captured for entry in manifest.rows)
+                expected = sum(entry.expected for entry in manifest.rows)
+                self.dropped += missing
+                if captured + missing != expected or not expected:
+                    self.bad.append(f"{scenario}: {capture}: {captured} + {missing} of {expected}")
+            output, entry = outputs[-1], manifest.rows[-1]
+            found = reader.slice(capture, entry.site, [entry.layer])
+            whole = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+            if [whole[p] for p in found.positions.tolist()] != found.token_ids.tolist():
+                self.bad.append(f"{scenario}: {capture}: the rows' tokens are not the request's")
+
+    def discard(self) -> None:
+        """Throw sealed blocks away, so that a store in shared memory stays small. Nobody reads them again."""
+        assert self.store is not None
+        for block in (self.store / "blocks").glob("*.zarr"):
+            shutil.rmtree(block, ignore_errors=True)
+
+    def _memory(self) -> dict[str, int]:
+        """Bytes: of the device that are taken, of the processes of this engine on the host."""
+        import psutil
+
+        found = {}
+        if self.on_gpu:
+            import torch
+
+            free, total = torch.cuda.mem_get_info()
+            found["device"] = total - free
+        own = psutil.Process()
+        found["host"] = sum(process.memory_info().rss for process in [own, *own.children(recursive=True)])
+        return found
 
 
-def _wait_durable(captures: list[str]) -> None:
-    with _store() as reader:
-        while any(reader.capture(capture).status in ("pending", "running") for capture in captures):
-            time.sleep(0.005)
+def main(name: str, shape: str, loads: list[str]) -> None:
+    """Start, say so, then answer every command until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is not an answer
 
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
 
-def _dropped(captures: list[str]) -> int:
-    """Rows that are missing of all captures of the run."""
-    with _store() as reader:
-        return sum(m.rows for c in captures for entry in reader.manifest(c).rows for m in entry.missing)
+    run = Run(name, shape, loads)
+    say({"ready": name})
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "discard":
+            run.discard()
+            say({})
+        else:
+            say(run.generate(command["scenario"], command["load"], command.get("logprobs", False)))
+    say({"dropped": run.dropped, "bad": run.bad[:20]})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3].split(","))

@@ -20,6 +20,11 @@ class Shape:
     vocabulary: int = 151936
     head_dim: int = 128
 
+    @property
+    def kv_bytes_a_token(self) -> int:
+        """Of the cache, in 16 bits."""
+        return 4 * self.layers * self.kv_heads * self.head_dim
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -29,13 +34,25 @@ class Load:
     prompt: int
     generated: int
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model computes: the last sampled one is never forwarded."""
+        return self.batch * (self.prompt + self.generated - 1)
+
 
 SHAPES = {
     "small": Shape(1024, 12, 8, 4, 3072, 8192),
     "3b": Shape(2048, 36, 16, 2, 11008),
     "8b": Shape(4096, 36, 32, 8, 12288),
 }
-LOADS = {"small": Load(8, 128, 32), "3b": Load(32, 512, 128), "8b": Load(32, 512, 128)}
+LOADS = {
+    "small": Load(8, 128, 32),
+    "hook": Load(32, 512, 128),  # the case that is published for hooks
+    "decode1": Load(1, 16, 128),
+    "decode32": Load(32, 16, 128),
+    "decode256": Load(256, 16, 128),
+    "prefill8k": Load(4, 8192, 2),
+}
 
 
 def make_model(name: str) -> Path:
@@ -46,7 +63,7 @@ def make_model(name: str) -> Path:
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim, "intermediate_size": shape.intermediate, "vocab_size": shape.vocabulary,
-        "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+        "max_position_embeddings": 16384, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
         "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     }))
     return folder

@@ -15,7 +15,8 @@ from schemas.sites import parse_site
 TAP_VERSION: Final = "1"  # part of the compile-cache salt: change it when traced code changes
 
 VARIABLES: Final = (
-    "VLLM_TAP_ENDPOINT", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_ON_FULL", "VLLM_TAP_STAGING_BYTES_MAX",
+    "VLLM_TAP_ENDPOINT", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES", "VLLM_TAP_ON_FULL",
+    "VLLM_TAP_STAGING_BYTES_MAX",
 )
 
 TESTED_VERSIONS: Final = ((0, 26), (0, 32))  # of vLLM, first and last
@@ -30,7 +31,8 @@ class EngineConfig:
 
     endpoint: str
     arm: tuple[str, ...] = ("resid_post",)
-    ring_bytes: int = 256 * _MIB
+    ring_bytes: int = 0  # 0: worker.ring_bytes
+    scratch_bytes: int = 0  # on the device; 0: staging.scratch_bytes
     on_full: str = "drop"  # "drop": generation never waits; "wait": nothing is lost
     staging_bytes_max: int = 8 << 30
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
@@ -45,8 +47,9 @@ class EngineConfig:
         if self.capture_all and legacy.SITE not in self.arm:
             raise StartError(f"VLLM_TAP_ARM={','.join(self.arm)!r}: must have {legacy.SITE}, which VLLM_ACT_CAPTURE=1 "
                              "captures")
-        if self.ring_bytes < 4 * _MIB:
-            raise StartError(f"VLLM_TAP_RING_BYTES={self.ring_bytes}: at least {4 * _MIB}")
+        for name, value in (("RING", self.ring_bytes), ("SCRATCH", self.scratch_bytes)):
+            if value != 0 and value < 4 * _MIB:
+                raise StartError(f"VLLM_TAP_{name}_BYTES={value}: at least {4 * _MIB}, or 0: what the model needs")
 
     def salt(self) -> str:
         """What tells one traced graph from another in vLLM's compile caches."""
@@ -65,7 +68,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
     return EngineConfig(
         endpoint=endpoint,
         arm=parse_arm(environment.get("VLLM_TAP_ARM", "resid_post")),
-        ring_bytes=_number(environment, "VLLM_TAP_RING_BYTES", 256 * _MIB),
+        ring_bytes=_number(environment, "VLLM_TAP_RING_BYTES", 0),
+        scratch_bytes=_number(environment, "VLLM_TAP_SCRATCH_BYTES", 0),
         on_full=environment.get("VLLM_TAP_ON_FULL", "drop"),
         staging_bytes_max=_number(environment, "VLLM_TAP_STAGING_BYTES_MAX", 8 << 30),
         capture_all=capture_all or "",

@@ -10,20 +10,20 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 import torch
 
-from engine_side import codecs as encoders
+from engine_side.block import Layout, fill, layout_of
 from engine_side.device import SideStream
 from engine_side.events import I64, Event, Finished, Lost, Opened, Run
-from engine_side.ring import ALIGN, Ring
+from engine_side.ring import Ring
 from engine_side.selection import CaptureTable, Entry, Plan, Selected, plan_of
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
-from schemas import codecs, limits
+from schemas import codecs
 from schemas.errors import SpecError
 from schemas.spec import Resolved, parse_spec
 
@@ -78,18 +78,6 @@ class Counters:
 
 
 @dataclass(slots=True)
-class Layout:
-    """Bytes of one (row, layer) by stream, for an entry; ``layers`` count in the site's staging buffer."""
-
-    layers: list[int]
-    names: list[str]
-    pieces: list[int]
-    shapes: list[tuple[int, ...]]
-    dtypes: list[torch.dtype]
-    encode: encoders.Encoder
-
-
-@dataclass(slots=True)
 class Recorder:
     """Owned by the step thread; ``outbox`` is read by the sender thread."""
 
@@ -104,7 +92,7 @@ class Recorder:
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
-    _layouts: dict[Entry, Layout] = field(default_factory=dict)
+    _layouts: dict[Entry, Layout | None] = field(default_factory=dict)  # None: its codec does not fit the site
 
     # ── requests come and go ────────────────────────────────────────────────────────────────────────────────────
 
@@ -207,13 +195,8 @@ class Recorder:
         if layout is None:
             self._lose(entry, selected, slice(None))
             return
-        row_bytes = sum(layout.pieces) * len(entry.layers)
-        block = min(limits.frame_bytes_target, self.ring.capacity // 4) // row_bytes
-        # What encoding takes meanwhile follows from the rows as they are, however few bytes they become.
-        width = self.staging.buffers[entry.site].shape[-1]
-        block = max(1, min(block, limits.encode_bytes_max // (4 * width * len(entry.layers))))
-        for begin in range(0, len(selected.row), block):
-            rows = slice(begin, begin + block)
+        for begin in range(0, len(selected.row), layout.rows_max):
+            rows = slice(begin, begin + layout.rows_max)
             run = None
             try:
                 run = self._encode(step, entry, layout, selected, rows)
@@ -238,36 +221,24 @@ class Recorder:
     def _encode(self, step: Step, entry: Entry, layout: Layout, selected: Selected, rows: slice) -> Run | None:
         """Encode a block into the ring; None when the ring is full and rows may be dropped."""
         index = selected.row[rows]
-        n, n_layers = len(index), len(entry.layers)
-        sizes = [n * n_layers * piece for piece in layout.pieces]
-        offsets = np.cumsum([0] + [-(-size // ALIGN) * ALIGN for size in (*sizes, 4 * n, 8 * n)])
-        region = self._allocate(int(offsets[-1]))
+        place = layout.place(len(index))
+        region = self._allocate(place.nbytes + 8 * place.n)
         if region is None:
             return None
         base, mark = region
         try:
-            where = self.side.rows(index)
-            x = _gather(self.staging.buffers[entry.site], layout.layers, where)
-            pieces = layout.encode(x)
-            extents = {}
-            for name, size, shape, dtype, offset in zip(
-                layout.names, sizes, layout.shapes, layout.dtypes, offsets, strict=False
-            ):
-                at = base + int(offset)
-                self.ring.view(at, (n_layers, n, *shape), dtype).copy_(pieces[name], non_blocking=True)
-                extents[name] = (at, size)
-            tokens, positions = base + int(offsets[len(sizes)]), base + int(offsets[len(sizes) + 1])
-            self.ring.view(tokens, (n,), torch.int32).copy_(step.token_ids[where], non_blocking=True)
-            self.ring.view(positions, (n,), torch.int64).copy_(step.positions[where], non_blocking=True)
+            ready = fill(layout, place, index, step.token_ids, step.positions, self.ring, base, self.side)
         except BaseException:
             # The region was taken: hand it to the sender as an empty run, so that the ring's order holds.
             self.outbox.append(Run(entry, selected.slot[:0], selected.position[:0], selected.flags[:0], {}, 0, 0, mark,
                                    None))
             raise
-        self.counters.rows += n * n_layers
-        self.counters.bytes += sum(sizes)
-        return Run(entry, selected.slot[rows], selected.position[rows], selected.flags[rows], extents, tokens,
-                   positions, mark, self.side.ready())
+        at = [base + offset for offset in place.offsets]
+        self.counters.rows += place.n * len(entry.layers)
+        self.counters.bytes += sum(place.sizes)
+        extents = dict(zip(layout.names, zip(at, place.sizes, strict=False), strict=False))
+        return Run(entry, selected.slot[rows], selected.position[rows], selected.flags[rows], extents, at[-3], at[-2],
+                   mark, ready)
 
     def _allocate(self, nbytes: int) -> tuple[int, int] | None:
         region = self.ring.allocate(nbytes)
@@ -290,23 +261,15 @@ class Recorder:
 
     def _layout(self, entry: Entry) -> Layout | None:
         """None where the codec cannot take this site's rows: its parameters do not fit their width."""
-        layout = self._layouts.get(entry)
-        if layout is None:
-            width = self.staging.buffers[entry.site].shape[-1]
-            try:
-                declared = codecs.streams(entry.codec, width, self.dtype)
-            except SpecError:
-                self._failed(entry)
-                return None
+        if entry not in self._layouts:
             if len(self._layouts) >= _LAYOUTS_MAX:
                 self._layouts.clear()
-            layout = self._layouts[entry] = Layout(
-                [self.staging.index(entry.site, layer) for layer in entry.layers],
-                [stream.name for stream in declared], [stream.nbytes for stream in declared],
-                [stream.shape for stream in declared], [encoders.TORCH_DTYPES[stream.dtype] for stream in declared],
-                encoders.encoder(entry.codec),
-            )
-        return layout
+            try:
+                self._layouts[entry] = layout_of(entry, self.staging, self.dtype, self.ring, self.side)
+            except SpecError:
+                self._layouts[entry] = None
+                self._failed(entry)
+        return self._layouts[entry]
 
 
 def _only(selected: Selected, plan: int) -> Selected:
@@ -324,12 +287,3 @@ def _lost(entry: Entry, selected: Selected, rows: slice) -> Lost:
     less = [np.flatnonzero(slack >= by) for by in range(int(slack.max(initial=0)) + 1)]
     return Lost(entry, np.concatenate([slot[at] for at in less]),
                 np.maximum(np.concatenate([position[at] - by for by, at in enumerate(less)]), 0))
-
-
-def _gather(buffer: torch.Tensor, layers: list[int], where: Any) -> torch.Tensor:
-    """Rows ``where`` (a slice or an index tensor) of chosen layers: [layers, rows, width]."""
-    if len(layers) == buffer.shape[0]:
-        return buffer[:, where]
-    if len(layers) == 1 or layers[-1] - layers[0] + 1 == len(layers):
-        return buffer[layers[0] : layers[-1] + 1][:, where]
-    return torch.stack([buffer[layer][where] for layer in layers])

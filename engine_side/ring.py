@@ -11,7 +11,9 @@ import contextlib
 import fcntl
 import mmap
 import os
+import shutil
 import tempfile
+from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -27,20 +29,19 @@ class Ring:
     def __init__(self, capacity: int, pinned: bool) -> None:
         self.capacity = capacity - capacity % mmap.PAGESIZE
         self.path = self._create()
-        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pinned = pinned
         if pinned:
-            error = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.capacity, 0)
+            error = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.capacity, 0)
             if int(error) != 0:
                 raise OSError(f"cudaHostRegister of {self.capacity} bytes: error {int(error)}")
-        self._memory.zero_()
+        self.memory.zero_()
         self.head = 0  # written by the step thread only
         self.tail = 0  # written by the sender thread only
         self.abandoned = False  # set by the sender thread: nothing will be released any more
 
     def _create(self) -> Path:
-        shared = Path("/dev/shm")
-        directory = shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+        directory = _directory()
         _remove_orphans(directory)
         while True:
             file, path = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
@@ -70,14 +71,6 @@ class Ring:
         self.head += skip + nbytes
         return offset, self.head
 
-    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over ring memory."""
-        count = 1
-        for size in shape:
-            count *= size
-        itemsize = torch.empty((), dtype=dtype).element_size()
-        return self._memory[offset : offset + count * itemsize].view(dtype).view(shape)
-
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """The bytes themselves, for checksums and for sending across hosts."""
         return memoryview(self._map)[offset : offset + nbytes]
@@ -85,12 +78,27 @@ class Ring:
     def close(self) -> None:
         """Remove the file; the mapping goes with the process."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
             self._pinned = False
         self.path.unlink(missing_ok=True)
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def free_bytes() -> int:
+    """What the file system that rings lie in has left."""
+    return shutil.disk_usage(_directory()).free
+
+
+def _directory() -> Path:
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def view(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over bytes (uint8) at ``offset``."""
+    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _remove_orphans(directory: Path) -> None:

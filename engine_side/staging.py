@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine_side.device import Scratch
 from schemas.errors import StartError
 
 logger = logging.getLogger("vllm.tap")
@@ -48,17 +49,34 @@ class Staging:
 
 
 def allocate(widths: dict[str, int], layers: dict[str, list[int]], tokens: int, dtype: torch.dtype,
-             device: torch.device, bytes_max: int) -> Staging:
-    """Buffers for every armed site; refuses above ``bytes_max`` before taking memory."""
-    row = torch.empty((), dtype=dtype).element_size()
-    need = sum(len(layers[site]) * tokens * width * row for site, width in widths.items())
+             device: torch.device, bytes_max: int, scratch: int = 0) -> tuple[Staging, Scratch | None]:
+    """Buffers for every armed site and, on CUDA, ``scratch`` bytes (0: as many as they need) for what is encoded.
+
+    Refuses above ``bytes_max`` before taking memory. vLLM takes its profile afterwards, so both are in its sums.
+    """
+    sizes = {site: len(layers[site]) * tokens * width * dtype.itemsize for site, width in widths.items()}
+    staging = sum(sizes.values())
+    if device.type != "cuda":
+        scratch = 0
+    elif scratch == 0:
+        scratch = scratch_bytes(max(sizes.values()))
     shown = " + ".join(f"{site} {len(layers[site])}×{tokens}×{width}" for site, width in widths.items())
-    if need > bytes_max:
-        raise StartError(f"vllm-tap: staging needs {need / 2**30:.2f} GiB ({shown}, {dtype}), the budget is "
-                         f"{bytes_max / 2**30:.2f} GiB: arm fewer sites (VLLM_TAP_ARM), lower max_num_batched_tokens, "
-                         "or raise VLLM_TAP_STAGING_BYTES_MAX")
-    logger.info("vllm-tap: staging %.1f MiB (%s, %s)", need / 2**20, shown, dtype)
-    return Staging({
+    shown = f"staging {staging / 2**30:.2f} GiB ({shown}, {dtype}), scratch {scratch / 2**30:.2f} GiB"
+    if staging + scratch > bytes_max:
+        raise StartError(f"vllm-tap: {shown}: the budget is {bytes_max / 2**30:.2f} GiB: arm fewer sites "
+                         "(VLLM_TAP_ARM), lower max_num_batched_tokens or VLLM_TAP_SCRATCH_BYTES, or raise "
+                         "VLLM_TAP_STAGING_BYTES_MAX")
+    logger.info("vllm-tap: %s", shown)
+    buffers = {
         site: torch.zeros(len(layers[site]), tokens, width, dtype=dtype, device=device)
         for site, width in widths.items()
-    }, layers)
+    }
+    return Staging(buffers, layers), Scratch(scratch, device) if scratch else None
+
+
+def scratch_bytes(site: int) -> int:
+    """Room for a full step of a site, ``site`` bytes of staging, in the default codec (9/16 of 16-bit rows).
+
+    With less, a long prompt's encoding waits for copies to the host, and the next step with it.
+    """
+    return min(max(site * 9 // 16, 16 << 20), 4 << 30)

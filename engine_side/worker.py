@@ -13,7 +13,7 @@ from engine_side.architectures import Entry
 from engine_side.config import EngineConfig
 from engine_side.device import SideStream
 from engine_side.recorder import Recorder
-from engine_side.ring import Ring
+from engine_side.ring import Ring, free_bytes
 from engine_side.sender import Sender
 from engine_side.staging import Staging
 from schemas.control import EngineInfo
@@ -38,7 +38,7 @@ CURRENT: Worker | None = None
 
 
 def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, staging: Staging, entry: Entry | None,
-          device: torch.device, leads: bool) -> None:
+          side: SideStream, leads: bool) -> None:
     """Make the worker's recorder and its sender, on the rank that ``leads`` its tensor-parallel group."""
     global CURRENT
     stop()
@@ -46,14 +46,21 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, stagin
         CURRENT = Worker(info, model, staging, entry, None, None)
         return
     row = max(buffer.shape[0] * buffer.shape[2] * buffer.element_size() for buffer in staging.buffers.values())
-    if config.ring_bytes < 4 * row:
-        raise StartError(f"VLLM_TAP_RING_BYTES={config.ring_bytes}: a row of all layers has {row} bytes; at least "
-                         f"{4 * row}")
-    ring = Ring(config.ring_bytes, pinned=device.type == "cuda")
-    recorder = Recorder(staging, ring, info.model_dtype, config.on_full, SideStream(device))
+    for name, value in (("RING", config.ring_bytes), ("SCRATCH", config.scratch_bytes)):
+        if 0 < value < 4 * row:
+            raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row} bytes; at least {4 * row}")
+    ring = Ring(config.ring_bytes or ring_bytes(side), pinned=side.scratch is not None)
+    recorder = Recorder(staging, ring, info.model_dtype, config.on_full, side)
     sender = Sender(config.endpoint, info, ring, recorder.outbox, recorder.counters)
     CURRENT = Worker(info, model, staging, entry, recorder, sender)
     atexit.register(stop)
+
+
+def ring_bytes(side: SideStream) -> int:
+    """Host memory for two full steps on their way, at most a quarter of what shared memory has left."""
+    if side.scratch is None:
+        return 256 << 20
+    return max(256 << 20, min(2 * side.scratch.capacity, free_bytes() // 4))
 
 
 def announce(runner: str) -> None:

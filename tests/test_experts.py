@@ -70,7 +70,7 @@ def test_the_choice_heaviest_first(monolithic: bool, meaning: str) -> None:
     points = list(find_points(model, ["Qwen3MoeForCausalLM"], ("experts",), 1, 16))
     assert [(p.site, p.layer, p.width, p.ids) for p in points] == [("experts", 0, CHOSEN, EXPERTS)]
     assert meaning in points[0].meaning
-    staging = allocate({"experts": CHOSEN}, {"experts": [0]}, TOKENS, torch.bfloat16, torch.device("cpu"), 1 << 20)
+    staging, _ = allocate({"experts": CHOSEN}, {"experts": [0]}, TOKENS, torch.bfloat16, torch.device("cpu"), 1 << 20)
     install(points, staging)
     staging.poison()
     logits = torch.rand(TOKENS, EXPERTS)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_side.ring import Ring
+from engine_side.ring import Ring, view
 
 CAPACITY = 1 << 16
 
@@ -48,7 +48,7 @@ def test_what_a_tensor_writes_is_what_the_file_holds() -> None:
     ring = Ring(CAPACITY, pinned=False)
     try:
         offset, _ = ring.allocate(300) or pytest.fail("an empty ring refused")
-        ring.view(offset, (3, 25), torch.float32).copy_(torch.arange(75.0).view(3, 25))
+        view(ring.memory, offset, (3, 25), torch.float32).copy_(torch.arange(75.0).view(3, 25))
         with ring.path.open("rb") as file:
             file.seek(offset)
             assert np.array_equal(np.frombuffer(file.read(300), np.float32), np.arange(75, dtype=np.float32))

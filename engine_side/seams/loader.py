@@ -17,6 +17,7 @@ from torch import nn
 from engine_side import worker
 from engine_side.architectures import SHARED_OUT, Point, find_entry, find_points
 from engine_side.config import TAP_VERSION, TESTED_VERSIONS, EngineConfig, from_environment, in_tested_range
+from engine_side.device import SideStream
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.seams.self_test import self_test
 from engine_side.staging import allocate
@@ -92,7 +93,8 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     parameter = next(model.parameters())
     dtype, device = model_config.dtype, parameter.device
     check_ids(points, dtype)
-    staging = allocate(widths, layers, _tokens_max(vllm_config), dtype, device, config.staging_bytes_max)
+    staging, scratch = allocate(widths, layers, _tokens_max(vllm_config), dtype, device, config.staging_bytes_max,
+                                config.scratch_bytes)
     install(points, staging)
     info = EngineInfo(
         model=str(model_config.served_model_name or model_config.model),
@@ -113,7 +115,8 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         meaning={point.site: f"raw weights; {point.meaning}" for point in points},
     )
     entry = find_entry(model, list(model_config.architectures), config.arm)
-    worker.start(config, info, model, staging, entry, device, leads=_tensor_parallel_rank() == 0)
+    side = SideStream(device, scratch)
+    worker.start(config, info, model, staging, entry, side, leads=_tensor_parallel_rank() == 0)
 
 
 def check_ids(points: list[Point], dtype: torch.dtype) -> None:

@@ -1,0 +1,47 @@
+"""What is compared: kinds of engine, and what each of them is asked to capture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+EVERY_SITE = "resid_post,attn_out,mlp_out,mlp_post,q,k,v"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One process with one engine; ``scenarios`` are capture specs by name, None: no capture is asked."""
+
+    scenarios: dict[str, dict[str, Any] | None]
+    arm: str = ""  # "" without taps
+    store: str = "shm"  # or "disk"
+    eager: bool = False
+    hooks: bool = False
+    builtin: bool = False
+    warmups: int = 2
+    iterations_max: int = 1000
+    loads: tuple[str, ...] = field(default=())  # () all
+
+
+ENGINES: dict[str, Engine] = {
+    "base": Engine({"base": None}),
+    "tap": Engine({
+        "idle": None,
+        "zero layers": {"sites": []},
+        "one layer": {"layers": [8], "codec": "int8b64"},
+        "last prompt token": {"positions": "last", "codec": "int8b64"},
+        "every 4th layer": {"layers": "::4", "codec": "int8b64"},
+        "int8b64": {"codec": "int8b64"},
+        "raw16": {"codec": "raw16"},
+        "fp8row": {"codec": "fp8row"},
+        "nf4b64": {"codec": "nf4b64"},
+        "topk": {"codec": "topk"},
+        "rp8": {"codec": "rp8"},
+    }, arm="resid_post"),
+    "disk": Engine({"int8b64, disk": {"codec": "int8b64"}, "raw16, disk": {"codec": "raw16"}}, arm="resid_post",
+                   store="disk"),
+    "sites": Engine({"every site armed, idle": None}, arm=EVERY_SITE),
+    "eager": Engine({"base, eager": None}, eager=True, warmups=1, iterations_max=3),
+    "hooks": Engine({"eager, hooks and .cpu()": None}, eager=True, hooks=True, warmups=1, iterations_max=2),
+    "builtin": Engine({"vLLM extract_hidden_states": None}, builtin=True, warmups=1, iterations_max=3),
+}
