@@ -32,9 +32,9 @@ class Place:
     """Where the parts of a block of ``n`` rows lie, from its beginning."""
 
     n: int
-    offsets: list[int]  # of each stream, then of token ids, positions, index
+    offsets: list[int]  # of each stream, then of token ids and positions
     sizes: list[int]  # of each stream
-    nbytes: int  # of what is delivered: all but the index
+    nbytes: int  # of what is delivered; the index lies behind it
 
 
 @dataclass(slots=True)
@@ -60,7 +60,6 @@ class Layout:
         for size in (*sizes, 4 * n, 8 * n):
             offsets.append(at)
             at += -(-size // ALIGN) * ALIGN
-        offsets.append(at)
         return Place(n, offsets, sizes, at)
 
 
@@ -101,11 +100,11 @@ def fill(layout: Layout, place: Place, index: npt.NDArray[np.int64], token_ids: 
         where = slice(first, first + place.n)
     else:
         # The index goes to the device through the ring, which is pinned: no allocation, nothing to wait for.
-        host = view(ring.memory, base + place.offsets[-1], (place.n,), torch.int64)
+        host = view(ring.memory, base + place.nbytes, (place.n,), torch.int64)
         host.copy_(torch.from_numpy(index))
         where = host
         if memory is not ring.memory:
-            where = view(memory, offsets[-1], (place.n,), torch.int64)
+            where = view(memory, at + place.nbytes, (place.n,), torch.int64)
             where.copy_(host, non_blocking=True)
     if layout.kernel is not None:
         rows = where.start if isinstance(where, slice) else where
@@ -115,8 +114,8 @@ def fill(layout: Layout, place: Place, index: npt.NDArray[np.int64], token_ids: 
         pieces = layout.encode(_gather(layout.buffer, layout.layers, where))
         for name, shape, dtype, offset in zip(layout.names, layout.shapes, layout.dtypes, offsets, strict=False):
             view(memory, offset, (len(layout.layers), place.n, *shape), dtype).copy_(pieces[name], non_blocking=True)
-        view(memory, offsets[-3], (place.n,), torch.int32).copy_(token_ids[where], non_blocking=True)
-        view(memory, offsets[-2], (place.n,), torch.int64).copy_(positions[where], non_blocking=True)
+        view(memory, offsets[-2], (place.n,), torch.int32).copy_(token_ids[where], non_blocking=True)
+        view(memory, offsets[-1], (place.n,), torch.int64).copy_(positions[where], non_blocking=True)
     return side.deliver(ring, base, at, place.nbytes)
 
 

@@ -237,7 +237,7 @@ class Recorder:
         self.counters.rows += place.n * len(entry.layers)
         self.counters.bytes += sum(place.sizes)
         extents = dict(zip(layout.names, zip(at, place.sizes, strict=False), strict=False))
-        return Run(entry, selected.slot[rows], selected.position[rows], selected.flags[rows], extents, at[-3], at[-2],
+        return Run(entry, selected.slot[rows], selected.position[rows], selected.flags[rows], extents, at[-2], at[-1],
                    mark, ready)
 
     def _allocate(self, nbytes: int) -> tuple[int, int] | None:
