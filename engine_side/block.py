@@ -1,30 +1,31 @@
-"""A block: rows of one entry in one step as they lie in the ring, and how they get there.
+"""Blocks: the rows of an entry in a step as they lie in the ring, and bursts of them.
 
-The codec's streams one after the other, each ``[layers, rows, *shape]``, then the rows' token ids (int32) and
-positions (int64); every part begins at a multiple of ``ALIGN``. Behind them lies, where rows do not follow one another,
-their index (int64), which the device reads.
+A block is the codec's streams one after the other, each ``[layers, rows, *shape]``, then the rows' token ids (int32)
+and positions (int64); every part begins at a multiple of ``ALIGN``.
+
+A burst is one region for several steps of decode: while the same requests go on by a token a step, nothing is chosen
+anew, and one kernel a step and entry is all that is enqueued. Their bytes cross to the host together. A step of any
+other kind makes bursts of one step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine_side import codecs as encoders
 from engine_side import kernels
-from engine_side.device import SideStream
-from engine_side.ring import ALIGN, Ring, view
-from engine_side.selection import Entry
+from engine_side.events import Run
+from engine_side.ring import ALIGN, view
+from engine_side.selection import I64, Entry
 from engine_side.staging import Staging
 from schemas import codecs, limits
 
-_KERNEL_BLOCK_BYTES: Final = 32 * 1024 * 1024
+_KERNEL_BLOCK_BYTES: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Place:
     n: int
     offsets: list[int]  # of each stream, then of token ids and positions
     sizes: list[int]  # of each stream
-    nbytes: int  # of what is delivered; the index lies behind it
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -63,23 +64,20 @@ class Layout:
         return Place(n, offsets, sizes, at)
 
 
-def layout_of(entry: Entry, staging: Staging, dtype: str, ring: Ring, side: SideStream) -> Layout:
-    """The layout of an entry; SpecError where its codec cannot take rows of the site's width."""
+def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, on_device: bool) -> Layout:
+    """The layout of an entry in blocks of at most ``bytes_max``; SpecError where its codec cannot take such rows."""
     buffer = staging.buffers[entry.site]
     width = buffer.shape[-1]
     declared = codecs.streams(entry.codec, width, dtype)
     row_bytes = sum(stream.nbytes for stream in declared) * len(entry.layers)
     kernel = None
-    if side.scratch is not None and kernels.supported(entry.codec, width, buffer.dtype):
+    if on_device and kernels.supported(entry.codec, width, buffer.dtype):
         kernel = partial(kernels.launch, entry.codec)
-        block = min(_KERNEL_BLOCK_BYTES, ring.capacity // 8, side.scratch.capacity // 4)
-        rows_max = block // (row_bytes + 12)
+        rows_max = min(_KERNEL_BLOCK_BYTES, bytes_max) // (row_bytes + 12)
     else:
-        block = min(limits.frame_bytes_target, ring.capacity // 4)
-        if side.scratch is not None:
-            block = min(block, side.scratch.capacity // 4)
         # What encoding takes meanwhile follows from the rows as they are, however few bytes they become.
-        rows_max = min(block // row_bytes, limits.encode_bytes_max // (4 * width * len(entry.layers)))
+        rows_max = min(min(limits.frame_bytes_target, bytes_max) // row_bytes,
+                       limits.encode_bytes_max // (4 * width * len(entry.layers)))
     layers = [staging.index(entry.site, layer) for layer in entry.layers]
     return Layout(
         entry, buffer, layers, torch.tensor(layers, dtype=torch.int32).to(buffer.device),
@@ -89,34 +87,131 @@ def layout_of(entry: Entry, staging: Staging, dtype: str, ring: Ring, side: Side
     )
 
 
-def fill(layout: Layout, place: Place, index: npt.NDArray[np.int64], token_ids: torch.Tensor, positions: torch.Tensor,
-         ring: Ring, base: int, side: SideStream) -> torch.Tensor | None:
-    """Encode the rows ``index`` of staging into a block at ``base`` of the ring; the event after which it is there."""
-    memory, at = side.room(ring, base, place.nbytes + 8 * place.n)
-    offsets = [at + offset for offset in place.offsets]
-    where: slice | torch.Tensor
-    if index[-1] - index[0] + 1 == place.n:
-        first = int(index[0])
-        where = slice(first, first + place.n)
-    else:
-        # The index goes to the device through the ring, which is pinned: no allocation, nothing to wait for.
-        host = view(ring.memory, base + place.nbytes, (place.n,), torch.int64)
-        host.copy_(torch.from_numpy(index))
-        where = host
-        if memory is not ring.memory:
-            where = view(memory, at + place.nbytes, (place.n,), torch.int64)
-            where.copy_(host, non_blocking=True)
-    if layout.kernel is not None:
-        rows = where.start if isinstance(where, slice) else where
-        source = kernels.Source(layout.buffer, layout.layer_index, rows, place.n, token_ids, positions)
-        layout.kernel(source, memory, offsets)
-    else:
-        pieces = layout.encode(_gather(layout.buffer, layout.layers, where))
-        for name, shape, dtype, offset in zip(layout.names, layout.shapes, layout.dtypes, offsets, strict=False):
-            view(memory, offset, (len(layout.layers), place.n, *shape), dtype).copy_(pieces[name], non_blocking=True)
-        view(memory, offsets[-2], (place.n,), torch.int32).copy_(token_ids[where], non_blocking=True)
-        view(memory, offsets[-1], (place.n,), torch.int64).copy_(positions[where], non_blocking=True)
-    return side.deliver(ring, base, at, place.nbytes)
+@dataclass(slots=True)
+class Piece:
+    """The rows of one entry in a burst, as they are in its first step."""
+
+    layout: Layout
+    row: I64
+    slot: I64
+    position: I64
+    flags: I64
+    place: Place = field(init=False)
+    at: int = 0  # from the begin of a step
+    where: int | torch.Tensor = 0  # the first of contiguous rows, or the rows (int64, on the device)
+
+    def __post_init__(self) -> None:
+        self.place = self.layout.place(len(self.row))
+
+    @property
+    def gathered(self) -> bool:
+        """Whether rows do not follow one another."""
+        return int(self.row[-1]) - int(self.row[0]) + 1 != len(self.row)
+
+
+@dataclass(slots=True)
+class Burst:
+    """A region of ``steps_max`` steps in the ring and the room before it; ``first`` is what the next step must have."""
+
+    pieces: list[Piece]
+    steps_max: int
+    steady: int  # steps for which the same rows are wanted
+    requests: list[str]
+    first: I64
+    rows: int
+    began: float
+    live: tuple[I64, I64]  # slots of all captures that run, and the position of each in the first step
+    head: int = 0  # bytes of indexes before the first step
+    step_bytes: int = 0
+    base: int = 0  # of the region in the ring
+    memory: torch.Tensor | None = None
+    at: int = 0  # of the region in its room
+    done: int = 0
+    brought: bool = False  # what was encoded is on its way; what follows needs a region of its own
+
+    def __post_init__(self) -> None:
+        for piece in self.pieces:
+            piece.at = self.step_bytes
+            self.step_bytes += piece.place.nbytes
+            if piece.gathered:
+                self.head += -(-8 * piece.place.n // ALIGN) * ALIGN
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region."""
+        return self.head + self.steps_max * self.step_bytes
+
+    def goes_on(self, requests: list[str], first: I64, rows: int, drafts: bool) -> bool:
+        """Whether a step is the next of this burst: the same requests, each one token further."""
+        return (rows == self.rows and not drafts and requests == self.requests
+                and bool((first == self.first).all()))
+
+    def renewed(self, began: float) -> Burst:
+        """A burst of the same rows from the next step on."""
+        pieces = [Piece(piece.layout, piece.row, piece.slot, piece.position + self.done, piece.flags)
+                  for piece in self.pieces]
+        slots, first = self.live
+        return Burst(pieces, self.steps_max, self.steady - self.done, self.requests, self.first, self.rows, began,
+                     (slots, first + self.done))
+
+    def settle(self, ring: torch.Tensor, base: int, memory: torch.Tensor, at: int) -> None:
+        """The region was taken; the indexes of rows go to the device through the ring, which is pinned."""
+        self.base, self.memory, self.at = base, memory, at
+        offset = 0
+        for piece in self.pieces:
+            if not piece.gathered:
+                piece.where = int(piece.row[0])
+                continue
+            n = piece.place.n
+            host = view(ring, base + offset, (n,), torch.int64)
+            host.copy_(torch.from_numpy(piece.row))
+            piece.where = host
+            if memory is not ring:
+                piece.where = view(memory, at + offset, (n,), torch.int64)
+                piece.where.copy_(host, non_blocking=True)
+            offset += -(-8 * n // ALIGN) * ALIGN
+
+    def encode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Enqueue the next step's rows."""
+        assert self.memory is not None
+        begin = self.at + self.head + self.done * self.step_bytes
+        for piece in self.pieces:
+            layout, n = piece.layout, piece.place.n
+            at = begin + piece.at
+            offsets = [at + offset for offset in piece.place.offsets]
+            if layout.kernel is not None:
+                source = kernels.Source(layout.buffer, layout.layer_index, piece.where, n, token_ids, positions)
+                layout.kernel(source, self.memory, offsets)
+            else:
+                _encode(piece, self.memory, offsets, token_ids, positions)
+        self.done += 1
+        self.first += 1
+
+    def runs(self, end: int) -> list[Run]:
+        """What was encoded; ``end`` is the ring's head after the region, which is free when all are released."""
+        begin = self.base + self.head
+        start = end - self.head - self.done * self.step_bytes
+        found = []
+        for number, piece in enumerate(self.pieces, 1):
+            at = [begin + piece.at + offset for offset in piece.place.offsets]
+            extents = {name: (offset, size)
+                       for name, offset, size in zip(piece.layout.names, at, piece.place.sizes, strict=False)}
+            mark = (end, 0) if number == len(self.pieces) else (start, number)
+            found.append(Run(piece.layout.entry, piece.slot, piece.position, piece.flags, extents, at[-2], at[-1],
+                             mark, None, self.done, self.step_bytes))
+        return found
+
+
+def _encode(piece: Piece, memory: torch.Tensor, offsets: list[int], token_ids: torch.Tensor, positions: torch.Tensor
+            ) -> None:
+    """By the reference encoders, where there is no kernel."""
+    layout, n = piece.layout, piece.place.n
+    where = slice(piece.where, piece.where + n) if isinstance(piece.where, int) else piece.where
+    pieces = layout.encode(_gather(layout.buffer, layout.layers, where))
+    for name, shape, dtype, offset in zip(layout.names, layout.shapes, layout.dtypes, offsets, strict=False):
+        view(memory, offset, (len(layout.layers), n, *shape), dtype).copy_(pieces[name], non_blocking=True)
+    view(memory, offsets[-2], (n,), torch.int32).copy_(token_ids[where], non_blocking=True)
+    view(memory, offsets[-1], (n,), torch.int64).copy_(positions[where], non_blocking=True)
 
 
 def _gather(buffer: torch.Tensor, layers: list[int], where: slice | torch.Tensor) -> torch.Tensor:

@@ -1,24 +1,25 @@
-"""Work beside the model's stream: encoding and copying off it on CUDA; on other devices the same calls do nothing.
+"""The way of encoded rows from the device to the ring; where the model runs on the host they are there at once.
 
-Three hazards are ordered here, all by events between streams, none by waiting on the host. Staging is rewritten by the
-next step: ``block_main`` makes the model's stream wait for the encoding. Scratch is a ring on the device: encoding
-waits for the copy of what lay there before. Ring memory is read by the sender: ``deliver`` gives an event after the
-copy, asked before a run is sent.
+Rows are encoded on the model's own stream, into scratch: so the next step's graph, which rewrites staging, comes after
+that by the order of the stream alone. Copies to the host have a stream of their own and are enqueued a step late,
+behind what the step before them had to fetch: a device copies in one direction one thing after the other, so the
+sampled tokens that the scheduler waits for would otherwise stand behind a whole prompt's rows.
 
-Encoding and copies have a stream each, so that the bytes of a long prompt cross to the host while the next steps run.
+Two hazards are ordered by events. Scratch is a ring: the model's stream waits for the copy of what lay there before.
+Ring memory is read by the sender: a run carries an event after its copy, asked before the run is sent.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
+from engine_side.events import Event, Run
 from engine_side.ring import Ring
 
+_AHEAD_BYTES: Final = 24 << 20  # of copies a step, beside what the step itself will make
 _COPIES_MAX: Final = 256  # events kept; older copies are waited for, which by then costs nothing
 
 
@@ -28,71 +29,117 @@ class Scratch:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.capacity = nbytes
-        self._head = self._tail = 0
+        self.head = 0
+        self._tail = 0
         self._copies: deque[tuple[int, Any]] = deque()
 
-    def take(self, nbytes: int, stream: Any) -> int:
-        """Offset of contiguous bytes, at most half of all; ``stream`` waits for the copy of what they held."""
-        start = self._head % self.capacity
+    def take(self, nbytes: int, stream: Any) -> int | None:
+        """Offset of contiguous bytes, at most half of all; ``stream`` waits for the copy of what they held.
+
+        None where what they held is not even on its way.
+        """
+        start = self.head % self.capacity
         skip = self.capacity - start if start + nbytes > self.capacity else 0
         last = None
-        while self._head + skip + nbytes - self._tail > self.capacity or len(self._copies) > _COPIES_MAX:
-            if not self._copies:  # what was taken and never copied holds nothing
-                self._tail = self._head
-                break
+        while self._copies and (
+            self.head + skip + nbytes - self._tail > self.capacity or len(self._copies) > _COPIES_MAX
+        ):
             self._tail, last = self._copies.popleft()
         if last is not None:  # copies end in order
             stream.wait_event(last)
-        self._head += skip + nbytes
+        if self.head + skip + nbytes - self._tail > self.capacity:
+            return None
+        self.head += skip + nbytes
         return (start + skip) % self.capacity
 
-    def copied(self, event: Any) -> None:
-        """``event`` comes after the copy of everything taken so far."""
-        self._copies.append((self._head, event))
+    def copied(self, until: int, event: Any) -> None:
+        """``event`` comes after the copy of everything that was taken before ``head`` was ``until``."""
+        self._copies.append((until, event))
+
+    def give_back(self, nbytes: int) -> None:
+        """The end of what was taken last is not needed after all."""
+        self.head -= nbytes
+
+    def forget(self) -> None:
+        """What was taken is not needed any more: nothing of it waits for a copy."""
+        self._tail = self.head
 
 
-class SideStream:
-    """Work beside the model's stream of ``device``; on CUDA through ``scratch``."""
+class Crossing:
+    """What leaves the step: events in their order, and bytes on their way to the ring."""
 
-    def __init__(self, device: torch.device, scratch: Scratch | None = None) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, ring: Ring, scratch: Scratch | None = None) -> None:
+        self.outbox: deque[Event] = deque()  # read by the sender thread
+        self.ring = ring
         self.scratch = scratch
-        self._encoding: Any = torch.cuda.Stream(device) if scratch is not None else None
+        self._device = device
         self._copying: Any = torch.cuda.Stream(device) if scratch is not None else None
-        self._encoded: Any = None
+        self._waiting: deque[tuple[Event, int, int, int, int]] = deque()  # event, from, to, bytes, scratch's head
 
-    @contextmanager
-    def after_main(self) -> Iterator[None]:
-        """Run what follows beside the model's stream, after what that has enqueued."""
+    def room(self, base: int, nbytes: int) -> tuple[torch.Tensor, int]:
+        """Where bytes are encoded that shall lie at ``base`` of the ring: memory (uint8) and an offset in it."""
+        scratch = self.scratch
+        if scratch is None:
+            return self.ring.memory, base
+        while (at := scratch.take(nbytes, torch.cuda.current_stream(self._device))) is None:
+            if self._waiting:
+                self.move(nbytes)
+            else:  # what was taken and never brought holds nothing
+                scratch.forget()
+        return scratch.memory, at
+
+    def give_back(self, nbytes: int) -> None:
+        """The end of the region taken last, of the ring and of the room before it, is not needed after all."""
+        self.ring.give_back(nbytes)
+        if self.scratch is not None:
+            self.scratch.give_back(nbytes)
+
+    def say(self, event: Event) -> None:
+        """An event without bytes, after everything before it."""
+        if self._waiting:
+            self._waiting.append((event, 0, 0, 0, 0))
+        else:
+            self.outbox.append(event)
+
+    def bring(self, runs: list[Run], at: int, base: int, nbytes: int) -> None:
+        """Runs whose ``nbytes`` lie at ``at`` of the room taken last and shall lie at ``base`` of the ring."""
         if self.scratch is None:
-            yield
+            self.outbox.extend(runs)
             return
-        self._encoding.wait_stream(torch.cuda.current_stream(self.device))
-        try:
-            with torch.cuda.stream(self._encoding):
-                yield
-        finally:  # also after an error: what was enqueued before it still reads staging
-            self._encoded = self._encoding.record_event()
+        *others, last = runs  # the last one brings the bytes of all
+        for run in others:
+            self._waiting.append((run, 0, 0, 0, 0))
+        self._waiting.append((last, at, base, nbytes, self.scratch.head))
 
-    def block_main(self) -> None:
-        """Hold the model's stream until the last rows are encoded."""
-        if self._encoded is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._encoded)
-            self._encoded = None
+    def before_step(self, tokens: int, bytes_a_token: float) -> None:
+        """Send on what waits, as fast as the step of ``tokens`` will make more and a little faster; all where it is 0.
 
-    def room(self, ring: Ring, base: int, nbytes: int) -> tuple[torch.Tensor, int]:
-        """Where a block is encoded that shall lie at ``base`` of the ring: memory (uint8) and an offset in it."""
+        At the bus's speed the part beyond is half a millisecond; a step of decode takes some.
+        """
+        if self._waiting:
+            self.move(_AHEAD_BYTES + 1.5 * tokens * bytes_a_token if tokens else float("inf"))
+
+    def move(self, budget: float) -> None:
+        """Enqueue copies of at most ``budget`` bytes, but one, behind everything on the model's stream so far."""
         if self.scratch is None:
-            return ring.memory, base
-        return self.scratch.memory, self.scratch.take(nbytes, self._encoding)
-
-    def deliver(self, ring: Ring, base: int, at: int, nbytes: int) -> Any:
-        """Bring a block from its room to the ring; an event after that, or None where it is there already."""
-        if self.scratch is None:
-            return None
-        self._copying.wait_stream(self._encoding)
+            return
+        self._copying.wait_stream(torch.cuda.current_stream(self._device))
+        ready = torch.cuda.Event()
+        moved: list[Event] = []
+        until = 0
         with torch.cuda.stream(self._copying):
-            ring.memory[base : base + nbytes].copy_(self.scratch.memory[at : at + nbytes], non_blocking=True)
-        ready = self._copying.record_event()
-        self.scratch.copied(ready)
-        return ready
+            # Runs that share their bytes go together: those before the one that brings them are without any.
+            while self._waiting and (budget > 0 or not isinstance(self._waiting[0][0], Run)):
+                event, at, base, nbytes, head = self._waiting.popleft()
+                if nbytes:
+                    self.ring.memory[base : base + nbytes].copy_(self.scratch.memory[at : at + nbytes],
+                                                                 non_blocking=True)
+                    budget -= nbytes
+                    until = head
+                if isinstance(event, Run):
+                    event.ready = ready
+                moved.append(event)
+        ready.record(self._copying)
+        if until:
+            self.scratch.copied(until, ready)
+        self.outbox.extend(moved)  # after the event was recorded: an event that never was counts as over

@@ -13,6 +13,9 @@ from schemas.spec import Resolved
 
 I64 = npt.NDArray[np.int64]
 
+# The ring is free up to its first number when all marks up to this one are released; the second tells runs apart.
+Mark = tuple[int, int]
+
 
 @dataclass(slots=True)
 class Opened:
@@ -32,7 +35,11 @@ class Opened:
 
 @dataclass(slots=True)
 class Run:
-    """Rows of one step encoded into the ring; valid once ``ready`` (a device event, or None) has happened."""
+    """Rows encoded into the ring; valid once ``ready`` (a device event, or None) has happened.
+
+    ``steps`` steps of decode made a block each, of the same requests one position further, ``stride`` bytes apart in
+    the ring; the columns and offsets are those of the first.
+    """
 
     entry: Entry
     slot: I64
@@ -41,8 +48,10 @@ class Run:
     extents: dict[str, tuple[int, int]]  # stream → (offset, bytes)
     tokens: int  # offset of the rows' int32 token ids
     positions: int  # offset of the rows' int64 positions as the model used them
-    mark: int
-    ready: Any
+    mark: Mark
+    ready: Any = None
+    steps: int = 1
+    stride: int = 0
 
 
 @dataclass(slots=True)

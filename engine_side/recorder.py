@@ -16,10 +16,9 @@ import msgspec
 import numpy as np
 import torch
 
-from engine_side.block import Layout, fill, layout_of
-from engine_side.device import SideStream
-from engine_side.events import I64, Event, Finished, Lost, Opened, Run
-from engine_side.ring import Ring
+from engine_side.block import Burst, Layout, Piece, layout_of
+from engine_side.device import Crossing
+from engine_side.events import I64, Event, Finished, Lost, Opened
 from engine_side.selection import CaptureTable, Entry, Plan, Selected, plan_of
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
@@ -31,6 +30,9 @@ logger = logging.getLogger("vllm.tap")
 
 _WAIT_S: Final = 0.0005
 _LAYOUTS_MAX: Final = 4096
+_BURST_STEPS_MAX: Final = 16
+_BURST_BYTES_MAX: Final = 16 << 20
+_BURST_S: Final = 0.025  # rows are seen no later than that, and a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +84,22 @@ class Recorder:
     """Owned by the step thread; ``outbox`` is read by the sender thread."""
 
     staging: Staging
-    ring: Ring
     dtype: str
     on_full: str
-    side: SideStream
-    outbox: deque[Event] = field(default_factory=deque)
+    crossing: Crossing
     captures: CaptureTable = field(default_factory=CaptureTable)
     counters: Counters = field(default_factory=Counters)
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
+    _burst: Burst | None = None
+    _bytes_a_row: float = 0.0  # of the last step
     _layouts: dict[Entry, Layout | None] = field(default_factory=dict)  # None: its codec does not fit the site
+
+    @property
+    def outbox(self) -> deque[Event]:
+        """What the sender takes."""
+        return self.crossing.outbox
 
     # ── requests come and go ────────────────────────────────────────────────────────────────────────────────────
 
@@ -101,6 +108,7 @@ class Recorder:
         if request in self._tickets:
             self.resume(request, cached)
             return
+        self._end_burst()
         capture = ticket.capture_of(request)
         taken, absent = self._held_against_model(ticket.resolved)
         # "all" means what is there; a layer asked for by its number stays expected, and is named as not armed.
@@ -109,7 +117,7 @@ class Recorder:
         slot = self.captures.open(request, taken, len(prompt_token_ids))
         self._tickets[request] = capture
         now = time.time_ns() // 1_000_000
-        self.outbox.append(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached,
+        self.crossing.say(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached,
                                   now, ticket.adapter))
         self._warm(plan_of(taken))
 
@@ -119,12 +127,13 @@ class Recorder:
         Other requests may have filled the prefix cache further than this one had come itself: that part of its prompt
         is never computed.
         """
+        self._end_burst()
         slot = self.captures.slot_of.get(request)
         if slot is None or cached <= self.captures.computed[slot]:
             return
         positions = np.arange(self.captures.computed[slot], cached)
         for entry in self.captures.plan(slot):
-            self.outbox.append(Lost(entry, np.full(len(positions), slot), positions, "prefix_cached"))
+            self.crossing.say(Lost(entry, np.full(len(positions), slot), positions, "prefix_cached"))
         self.captures.computed[slot] = cached
 
     def _held_against_model(self, asked: Resolved) -> tuple[Resolved, dict[str, list[int]]]:
@@ -141,6 +150,7 @@ class Recorder:
 
     def finish(self, end: End) -> None:
         """A request ended; one that never ran is opened first, so that its manifest exists."""
+        self._end_burst()
         if end.request not in self._tickets:
             self.open(end.request, end.ticket, end.prompt_token_ids, 0)
         slot = self.captures.close(end.request)
@@ -149,21 +159,35 @@ class Recorder:
         # The last sampled token is never forwarded; under async scheduling a step more may have run. A request that is
         # aborted while it is preempted counts 0 computed tokens although its rows were taken.
         last = total - 1 if end.reason in ("stop", "length") else min(total, max(end.computed, seen))
-        self.outbox.append(Finished(
+        self.crossing.say(Finished(
             slot, self._tickets.pop(end.request), end.reason, end.stop_reason, end.output_token_ids,
             max(last, 0), int(self.captures.recomputed[slot]),
         ))
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def before_step(self) -> None:
-        """The next step's graph overwrites staging: it waits until this step's rows are encoded."""
-        self.side.block_main()
+    def before_step(self, tokens: int) -> None:
+        """A step of ``tokens`` comes (none: the engine will rest), and behind it goes what waits for the host."""
+        if tokens == 0:
+            self._end_burst()
+        self.crossing.before_step(tokens, self._bytes_a_row)
+
+    def flush(self) -> None:
+        """Nothing stays behind."""
+        self._end_burst()
+        self.crossing.move(float("inf"))
 
     def after_step(self, step: Step) -> None:
         """Take the wanted rows of the step that was just enqueued."""
         if not self.captures:
             return
+        burst = self._burst
+        if burst is not None:
+            if burst.goes_on(step.requests, step.first, int(step.starts[-1]), step.drafts is not None) and (
+                    not burst.brought or self._begin_burst(burst.renewed(time.monotonic()))):
+                self._go_on(step)
+                return
+            self._end_burst()
         if step.drafts is not None:
             self._guesses = max(self._guesses, int(step.drafts.max()) + step.slack)
             self._before = self.captures.computed.copy()
@@ -171,13 +195,23 @@ class Recorder:
         if selected is None:
             return
         self.counters.steps += 1
-        plans = np.unique(selected.plan) if len(self.captures.plans) > 1 else selected.plan[:1]
-        with self.side.after_main():
-            for plan in plans:
-                part = selected if len(plans) == 1 else _only(selected, int(plan))
-                for entry in self.captures.plans[int(plan)]:
-                    self._take(step, entry, part)
+        parts = self._parts(selected)
+        if selected.steady > 1 and (burst := self._burst_of(step, selected, parts)) and self._begin_burst(burst):
+            self._go_on(step)
+            return
+        for entry, part in parts:
+            self._take(step, entry, part)
         self._before = None
+
+    def _parts(self, selected: Selected) -> list[tuple[Entry, Selected]]:
+        """The rows of each entry."""
+        if len(selected.row) == 0:
+            return []
+        plans = np.unique(selected.plan) if len(self.captures.plans) > 1 else selected.plan[:1]
+        if len(plans) == 1:
+            return [(entry, selected) for entry in self.captures.plans[int(plans[0])]]
+        return [(entry, part) for plan in plans if (part := _only(selected, int(plan)))
+                for entry in self.captures.plans[int(plan)]]
 
     def miss_step(self) -> None:
         """A step could not be looked at, so its rows are missing; drafts of the step before must not stand for them."""
@@ -187,7 +221,7 @@ class Recorder:
         for slot in self.captures.slot_of.values():
             positions = computed[slot] + np.arange(self._guesses)
             for entry in self.captures.plan(slot):
-                self.outbox.append(Lost(entry, np.full(len(positions), slot), positions))
+                self.crossing.say(Lost(entry, np.full(len(positions), slot), positions))
 
     def _take(self, step: Step, entry: Entry, selected: Selected) -> None:
         """One entry's rows, in blocks of at most a frame."""
@@ -197,67 +231,135 @@ class Recorder:
             return
         for begin in range(0, len(selected.row), layout.rows_max):
             rows = slice(begin, begin + layout.rows_max)
-            run = None
-            try:
-                run = self._encode(step, entry, layout, selected, rows)
-            except Exception:
-                self._failed(entry)
-            if run is None:
-                self._lose(entry, selected, rows)
+            piece = Piece(layout, selected.row[rows], selected.slot[rows], selected.position[rows],
+                          selected.flags[rows])
+            burst = Burst([piece], 1, 1, [], step.first, 0, 0.0, selected.live)
+            if self._settle(burst, wait=True) and self._encode(step, burst):
+                self._bring(burst)
             else:
-                self.outbox.append(run)
+                self._lose(entry, selected, rows)
+
+    # ── bursts ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _burst_of(self, step: Step, selected: Selected, parts: list[tuple[Entry, Selected]]) -> Burst | None:
+        """The burst that a step may begin; None where its rows are too many, or cannot be taken."""
+        pieces = []
+        for entry, part in parts:
+            layout = self._layout(entry)
+            if layout is None or len(part.row) > layout.rows_max:
+                return None
+            pieces.append(Piece(layout, part.row, part.slot, part.position, part.flags))
+        return Burst(pieces, 0, selected.steady, step.requests, step.first.copy(), int(step.starts[-1]),
+                     time.monotonic(), selected.live)
+
+    def _begin_burst(self, burst: Burst) -> bool:
+        """Take a burst's region; False where it would have no room for two steps."""
+        burst.steps_max = burst.steady
+        if burst.pieces:
+            room = min(_BURST_BYTES_MAX, self._bytes_max // 2) - burst.head
+            burst.steps_max = min(_BURST_STEPS_MAX, burst.steady, room // burst.step_bytes)
+        if burst.steps_max < 2 or (burst.pieces and not self._settle(burst, wait=False)):
+            return False
+        self._burst = burst
+        return True
+
+    def _go_on(self, step: Step) -> None:
+        """The next step of the burst."""
+        burst = self._burst
+        assert burst is not None
+        if not self._encode(step, burst):
+            self._end_burst()
+            for piece in burst.pieces:
+                self.counters.dropped += len(piece.row) * len(piece.layout.layers)
+                self.crossing.say(Lost(piece.layout.entry, piece.slot, piece.position + burst.done))
+            self.captures.advance(*burst.live, burst.done + 1)
+        elif burst.done == burst.steps_max or (burst.pieces and time.monotonic() - burst.began > _BURST_S):
+            self._bring(burst)
+
+    def _end_burst(self) -> None:
+        burst, self._burst = self._burst, None
+        if burst is not None:
+            self.captures.advance(*burst.live, burst.done)
+            if not burst.brought:
+                self._bring(burst)
+
+    def _settle(self, burst: Burst, wait: bool) -> bool:
+        """Take the burst's region; False where there is none."""
+        try:
+            region = self._allocate(burst.nbytes, wait)
+            if region is None:
+                return False
+            memory, at = self.crossing.room(region[0], burst.nbytes)
+            burst.settle(self.crossing.ring.memory, region[0], memory, at)
+            return True
+        except Exception:
+            self._failed(burst)
+            return False
+
+    def _encode(self, step: Step, burst: Burst) -> bool:
+        try:
+            burst.encode(step.token_ids, step.positions)
+            return True
+        except Exception:
+            self._failed(burst)
+            return False
+
+    def _bring(self, burst: Burst) -> None:
+        """What was encoded goes its way; what was not used of the region is given back."""
+        burst.brought = True
+        if not burst.pieces:
+            return
+        used = burst.head + burst.done * burst.step_bytes
+        self.crossing.give_back(burst.nbytes - used)
+        if not burst.done:
+            return
+        self.crossing.bring(burst.runs(self.crossing.ring.head), burst.at + burst.head, burst.base + burst.head,
+                            used - burst.head)
+        rows = sum(piece.place.n for piece in burst.pieces)
+        self._bytes_a_row = burst.step_bytes / rows
+        self.counters.rows += burst.done * sum(piece.place.n * len(piece.layout.layers) for piece in burst.pieces)
+        self.counters.bytes += burst.done * sum(sum(piece.place.sizes) for piece in burst.pieces)
 
     def _lose(self, entry: Entry, selected: Selected, rows: slice) -> None:
         """Rows that are not taken are told of."""
         self.counters.dropped += len(selected.row[rows]) * len(entry.layers)
-        self.outbox.append(_lost(entry, selected, rows))
+        self.crossing.say(_lost(entry, selected, rows))
 
-    def _failed(self, entry: Entry) -> None:
+    def _failed(self, burst: Burst) -> None:
         self.counters.failures += 1
         if self.counters.failures == 1:
-            logger.exception("vllm-tap: taking rows of %s as %s failed; they are dropped (logged once)", entry.site,
-                             entry.codec)
+            logger.exception("vllm-tap: taking rows of %s failed; they are dropped (logged once)",
+                             ", ".join(f"{piece.layout.entry.site} as {piece.layout.entry.codec}"
+                                       for piece in burst.pieces))
 
-    def _encode(self, step: Step, entry: Entry, layout: Layout, selected: Selected, rows: slice) -> Run | None:
-        """Encode a block into the ring; None when the ring is full and rows may be dropped."""
-        index = selected.row[rows]
-        place = layout.place(len(index))
-        region = self._allocate(place.nbytes + 8 * place.n)
-        if region is None:
-            return None
-        base, mark = region
-        try:
-            ready = fill(layout, place, index, step.token_ids, step.positions, self.ring, base, self.side)
-        except BaseException:
-            # The region was taken: hand it to the sender as an empty run, so that the ring's order holds.
-            self.outbox.append(Run(entry, selected.slot[:0], selected.position[:0], selected.flags[:0], {}, 0, 0, mark,
-                                   None))
-            raise
-        at = [base + offset for offset in place.offsets]
-        self.counters.rows += place.n * len(entry.layers)
-        self.counters.bytes += sum(place.sizes)
-        extents = dict(zip(layout.names, zip(at, place.sizes, strict=False), strict=False))
-        return Run(entry, selected.slot[rows], selected.position[rows], selected.flags[rows], extents, at[-2], at[-1],
-                   mark, ready)
-
-    def _allocate(self, nbytes: int) -> tuple[int, int] | None:
-        region = self.ring.allocate(nbytes)
-        if region is None and self.on_full == "wait" and nbytes <= self.ring.capacity // 2:
+    def _allocate(self, nbytes: int, wait: bool) -> tuple[int, int] | None:
+        ring = self.crossing.ring
+        region = ring.allocate(nbytes)
+        if region is None and wait and self.on_full == "wait" and nbytes <= ring.capacity // 2:
             self.counters.waits += 1
-            while region is None and not self.ring.abandoned:
+            self.crossing.move(float("inf"))  # what has not gone yet cannot be released
+            while region is None and not ring.abandoned:
                 time.sleep(_WAIT_S)
-                region = self.ring.allocate(nbytes)
+                region = ring.allocate(nbytes)
         return region
+
+    @property
+    def _bytes_max(self) -> int:
+        """Of a block."""
+        scratch = self.crossing.scratch
+        if scratch is None:
+            return self.crossing.ring.capacity // 4
+        return min(self.crossing.ring.capacity // 8, scratch.capacity // 4)
 
     def _warm(self, plan: Plan) -> None:
         """A projection is made before the first step that needs it: one row of each entry that has one is encoded."""
         for entry in plan:
             try:
                 if codecs.identified(entry.codec).family.projected and (layout := self._layout(entry)) is not None:
-                    with torch.inference_mode(), self.side.after_main():
+                    with torch.inference_mode():
                         layout.encode(self.staging.buffers[entry.site][:1, :1])
             except Exception:
-                self._failed(entry)
+                logger.exception("vllm-tap: %s of %s could not be made ready", entry.codec, entry.site)
 
     def _layout(self, entry: Entry) -> Layout | None:
         """None where the codec cannot take this site's rows: its parameters do not fit their width."""
@@ -265,10 +367,11 @@ class Recorder:
             if len(self._layouts) >= _LAYOUTS_MAX:
                 self._layouts.clear()
             try:
-                self._layouts[entry] = layout_of(entry, self.staging, self.dtype, self.ring, self.side)
+                self._layouts[entry] = layout_of(entry, self.staging, self.dtype, self._bytes_max,
+                                                  self.crossing.scratch is not None)
             except SpecError:
                 self._layouts[entry] = None
-                self._failed(entry)
+                logger.exception("vllm-tap: rows of %s cannot be %s; they are dropped", entry.site, entry.codec)
         return self._layouts[entry]
 
 

@@ -71,6 +71,10 @@ class Ring:
         self.head += skip + nbytes
         return offset, self.head
 
+    def give_back(self, nbytes: int) -> None:
+        """The end of the last region is not needed after all."""
+        self.head -= nbytes
+
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """The bytes themselves, for checksums and for sending across hosts."""
         return memoryview(self._map)[offset : offset + nbytes]

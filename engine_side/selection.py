@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from schemas.frame import FLAG_DRAFT, FLAG_GENERATED, FLAG_RECOMPUTED
 from schemas.spec import Resolved, intervals
 
 I64 = npt.NDArray[np.int64]
+_FAR: Final = 1 << 40
 
 
 class Entry(NamedTuple):
@@ -39,7 +40,10 @@ Plan = tuple[Entry, ...]
 class Selected:
     """The wanted rows of a step: index into the step's rows, and their columns.
 
-    ``slack`` [rows]: how much less each position may be; None where all are certain.
+    ``slack`` [rows]: how much less each position may be; None where all are certain. ``steady``: for how many steps,
+    this one included, the same rows are wanted with the same flags if every request goes on by one token a step; 1
+    where some computed another number of rows. ``live``: slots of the captures in the step, position of each one's
+    first row.
     """
 
     row: I64
@@ -48,6 +52,8 @@ class Selected:
     flags: I64
     plan: I64
     slack: I64 | None = None
+    steady: int = 1
+    live: tuple[I64, I64] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def plan_of(resolved: Resolved) -> Plan:
@@ -103,7 +109,7 @@ class CaptureTable:
 
     def select(self, requests: list[str], starts: I64, first: I64, drafts: I64 | None = None, slack: int = 0
                ) -> Selected | None:
-        """The wanted rows of a step; None where there are none.
+        """The wanted rows of a step; None where no capture is in it.
 
         ``starts`` [n + 1]: rows of request i are ``starts[i]`` … ``starts[i+1]-1``; ``first`` [n]: position of each
         request's first row, too high by at most ``slack`` once it generates; ``drafts`` [n]: how many of its last
@@ -129,14 +135,33 @@ class CaptureTable:
             lowest = np.maximum(position - unsure, 0)
             chosen |= below != np.searchsorted(boundaries, _keys(slot, lowest), side="right")
         wanted = np.flatnonzero(chosen)
-        if wanted.size == 0:
-            return None
+        steady = 1
+        if drafts is None and slack == 0 and len(counts) == len(slot) and starts[-1] == len(requests):
+            steady = self._steady(slot, position, before, below)
+        live_columns = slots, first
         row = (np.repeat(begin, counts) + offset)[wanted]
         slot, position, before = slot[wanted], position[wanted], before[wanted]
         flags = (position >= self._prompt_len[slot]) * FLAG_GENERATED + (position < before) * FLAG_RECOMPUTED
         if drafts is not None:
             flags += (offset >= np.repeat(own, counts))[wanted] * FLAG_DRAFT
-        return Selected(row, slot, position, flags, self._plan[slot], None if unsure is None else unsure[wanted])
+        return Selected(row, slot, position, flags, self._plan[slot], None if unsure is None else unsure[wanted],
+                        steady, live_columns)
+
+    def _steady(self, slot: I64, position: I64, before: I64, below: I64) -> int:
+        """How many steps of a row a request want the same with the same flags, this one included."""
+        if (position < before).any():  # computed again: it catches up some time
+            return 1
+        boundaries = self._boundary_keys()
+        following = boundaries[np.minimum(below, len(boundaries) - 1)] if len(boundaries) else _keys(slot, position)
+        stop = np.where((below < len(boundaries)) & (following >> np.uint64(32) == slot.astype(np.uint64)),
+                        (following & np.uint64(0xFFFFFFFF)).astype(np.int64), _FAR)
+        prompt_len = self._prompt_len[slot]
+        stop = np.where(position < prompt_len, np.minimum(stop, prompt_len), stop)
+        return int((stop - position).min())
+
+    def advance(self, slots: I64, first: I64, steps: int) -> None:
+        """Captures of ``slots``, at ``first`` when they were selected, went on for ``steps`` steps of a row."""
+        self.computed[slots] = np.maximum(self.computed[slots], first + steps)
 
     def _boundary_keys(self) -> npt.NDArray[np.uint64]:
         if self._boundaries is None:

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 import zmq
 
-from engine_side.events import Event, Finished, Lost, Opened, Run
+from engine_side.events import Event, Finished, Lost, Mark, Opened, Run
 from engine_side.recorder import Counters
 from engine_side.ring import Ring
 from engine_side.selection import Entry
@@ -45,7 +45,7 @@ class Pending:
     names: list[list[str]] = field(default_factory=list)  # by run, the capture of each distinct slot
     inverse: list[Any] = field(default_factory=list)  # by run, row → index into its names
     nbytes: int = 0
-    rows: int = 0
+    steps: int = 0
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Outgoing:
 
     parts: list[bytes]
     frame: control.Frame | None = None
-    marks: Sequence[int] = ()
+    marks: Sequence[Mark] = ()
 
 
 class Sender(threading.Thread):
@@ -73,8 +73,8 @@ class Sender(threading.Thread):
         self._seq = 0
         self._unacked: OrderedDict[int, Outgoing] = OrderedDict()
         self._next = 1  # the first number not sent on this connection
-        self._marks: deque[int] = deque()  # ring marks in the order of allocation
-        self._released: set[int] = set()
+        self._marks: deque[Mark] = deque()  # ring marks in the order of allocation
+        self._released: set[Mark] = set()
         self._covered = 0  # the highest number that a writer said to hold
         self._dropped = 0  # the number of the last Dropped
         self._welcome: control.Welcome | None = None
@@ -179,9 +179,6 @@ class Sender(threading.Thread):
 
     def _add_run(self, run: Run) -> None:
         self._marks.append(run.mark)
-        if not run.extents:
-            self._release([run.mark])
-            return
         try:
             self._report_lost()
             slots, inverse = np.unique(run.slot, return_inverse=True)
@@ -193,9 +190,9 @@ class Sender(threading.Thread):
         pending.runs.append(run)
         pending.names.append(names)
         pending.inverse.append(inverse)
-        pending.nbytes += sum(size for _, size in run.extents.values())
-        pending.rows += len(run.slot)
-        if pending.nbytes >= limits.frame_bytes_target or len(pending.runs) >= 1024:
+        pending.nbytes += run.steps * sum(size for _, size in run.extents.values())
+        pending.steps += run.steps
+        if pending.nbytes >= limits.frame_bytes_target or pending.steps >= 1024:
             self._close_frame(run.entry)
 
     def _add_lost(self, event: Lost) -> None:
@@ -238,42 +235,50 @@ class Sender(threading.Thread):
         captures = list(dict.fromkeys(name for names in pending.names for name in names))
         number = {name: i for i, name in enumerate(captures)}
         capture = np.concatenate([
-            np.asarray([number[name] for name in names])[inverse]
-            for names, inverse in zip(pending.names, pending.inverse, strict=True)
+            np.tile(np.asarray([number[name] for name in names])[inverse], run.steps)
+            for run, names, inverse in zip(pending.runs, pending.names, pending.inverse, strict=True)
         ])
         table = RowTable(
             capture.astype(np.uint32),
             np.concatenate([self._positions(run) for run in pending.runs]).astype(np.uint32),
-            np.concatenate([np.frombuffer(self._ring.bytes_at(run.tokens, 4 * len(run.slot)), "<u4")
-                            for run in pending.runs]),
-            np.concatenate([run.flags for run in pending.runs]).astype(np.uint32),
+            np.concatenate([self._column(run, run.tokens, "<u4") for run in pending.runs]),
+            np.concatenate([np.tile(run.flags, run.steps) for run in pending.runs]).astype(np.uint32),
         ).to_bytes()
         return control.Frame(
             seq=self._seq + 1, site=entry.site, codec=entry.codec, dtype=self.info.model_dtype,
             width=self.info.widths[entry.site], layers=list(entry.layers), captures=captures,
-            runs=[len(run.slot) for run in pending.runs], table_xxh3=xxhash.xxh3_64_intdigest(table),
+            runs=[len(run.slot) for run in pending.runs for _ in range(run.steps)],
+            table_xxh3=xxhash.xxh3_64_intdigest(table),
             streams=[self._stream_part(stream.name, pending.runs) for stream in
                      codecs.streams(entry.codec, self.info.widths[entry.site], self.info.model_dtype)],
             fingerprint=self.info.fingerprint, rank=self._rank, time_ns=time.time_ns(),
         ), table
 
+    def _column(self, run: Run, offset: int, dtype: str) -> Any:
+        """A column of all steps of a run that lies in the ring from ``offset`` on."""
+        size = np.dtype(dtype).itemsize * len(run.slot)
+        return np.concatenate([np.frombuffer(self._ring.bytes_at(offset + step * run.stride, size), dtype)
+                               for step in range(run.steps)])
+
     def _positions(self, run: Run) -> Any:
         """The positions that the model used; they differ from the host's only where the host had to guess."""
-        used = np.frombuffer(self._ring.bytes_at(run.positions, 8 * len(run.slot)), "<i8")
-        if not np.array_equal(used, run.position):
+        used = self._column(run, run.positions, "<i8")
+        expected = (run.position + np.arange(run.steps)[:, None]).reshape(-1)
+        if not np.array_equal(used, expected):
             self._counters.position_mismatches += 1
         return used
 
     def _stream_part(self, name: str, runs: list[Run]) -> control.StreamPart:
         digest = xxhash.xxh3_64()
-        extents = [run.extents[name] for run in runs]
+        extents = [(run.extents[name][0] + step * run.stride, run.extents[name][1])
+                   for run in runs for step in range(run.steps)]
         for offset, size in extents:
             digest.update(self._ring.bytes_at(offset, size))
         return control.StreamPart(name, sum(size for _, size in extents), digest.intdigest(), extents)
 
     # ── the wire ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _number(self, message: control.Record | control.Frame, table: bytes = b"", marks: Sequence[int] = ()) -> None:
+    def _number(self, message: control.Record | control.Frame, table: bytes = b"", marks: Sequence[Mark] = ()) -> None:
         self._seq += 1
         if self._refused is not None:  # nobody will take it: free the ring, keep nothing
             self._release(marks)
@@ -383,10 +388,10 @@ class Sender(threading.Thread):
             self._next = durable + 1
             self._progress = durable, now
 
-    def _release(self, marks: Sequence[int]) -> None:
+    def _release(self, marks: Sequence[Mark]) -> None:
         """Free ring memory in the order in which it was allocated."""
         self._released.update(marks)
         while self._marks and self._marks[0] in self._released:
             mark = self._marks.popleft()
             self._released.discard(mark)
-            self._ring.tail = mark
+            self._ring.tail = mark[0]

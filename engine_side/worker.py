@@ -11,7 +11,7 @@ import torch
 
 from engine_side.architectures import Entry
 from engine_side.config import EngineConfig
-from engine_side.device import SideStream
+from engine_side.device import Crossing, Scratch
 from engine_side.recorder import Recorder
 from engine_side.ring import Ring, free_bytes
 from engine_side.sender import Sender
@@ -38,7 +38,7 @@ CURRENT: Worker | None = None
 
 
 def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, staging: Staging, entry: Entry | None,
-          side: SideStream, leads: bool) -> None:
+          scratch: Scratch | None, device: torch.device, leads: bool) -> None:
     """Make the worker's recorder and its sender, on the rank that ``leads`` its tensor-parallel group."""
     global CURRENT
     stop()
@@ -49,18 +49,18 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, stagin
     for name, value in (("RING", config.ring_bytes), ("SCRATCH", config.scratch_bytes)):
         if 0 < value < 4 * row:
             raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row} bytes; at least {4 * row}")
-    ring = Ring(config.ring_bytes or ring_bytes(side), pinned=side.scratch is not None)
-    recorder = Recorder(staging, ring, info.model_dtype, config.on_full, side)
+    ring = Ring(config.ring_bytes or ring_bytes(scratch), pinned=scratch is not None)
+    recorder = Recorder(staging, info.model_dtype, config.on_full, Crossing(device, ring, scratch))
     sender = Sender(config.endpoint, info, ring, recorder.outbox, recorder.counters)
     CURRENT = Worker(info, model, staging, entry, recorder, sender)
     atexit.register(stop)
 
 
-def ring_bytes(side: SideStream) -> int:
+def ring_bytes(scratch: Scratch | None) -> int:
     """Host memory for two full steps on their way, at most a quarter of what shared memory has left."""
-    if side.scratch is None:
+    if scratch is None:
         return 256 << 20
-    return max(256 << 20, min(2 * side.scratch.capacity, free_bytes() // 4))
+    return max(256 << 20, min(2 * scratch.capacity, free_bytes() // 4))
 
 
 def announce(runner: str) -> None:
@@ -77,5 +77,6 @@ def stop() -> None:
     global CURRENT
     current, CURRENT = CURRENT, None
     if current is not None and current.sender is not None and current.recorder is not None:
+        current.recorder.flush()
         current.sender.close()
         logger.info("vllm-tap: stopped; %s", current.recorder.counters)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_side.device import SideStream
+from engine_side.device import Crossing
 from engine_side.events import Lost, Opened, Run
 from engine_side.recorder import Recorder, Step
 from engine_side.ring import Ring
@@ -25,7 +25,7 @@ HAS = [0, 2]
 def recorder() -> Iterator[Recorder]:
     ring = Ring(4 << 20, pinned=False)
     staging = Staging({"mlp_post": torch.zeros(len(HAS), 8, 16)}, {"mlp_post": HAS})
-    yield Recorder(staging, ring, "float32", "drop", SideStream(torch.device("cpu")))
+    yield Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
     ring.close()
 
 
@@ -65,7 +65,7 @@ def lost(recorder: Recorder) -> set[int]:
 def test_rows_that_find_no_room_are_lost_at_every_position_that_they_may_have_had() -> None:
     ring = Ring(1 << 16, pinned=False)
     staging = Staging({"mlp_post": torch.zeros(1, 8, 4096)}, {"mlp_post": [0]})
-    recorder = Recorder(staging, ring, "float32", "drop", SideStream(torch.device("cpu")))
+    recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
     opened(recorder, 3)
     recorder.after_step(step(0, 3, 0))
     assert lost(recorder) == set()
@@ -89,7 +89,7 @@ def test_a_codec_that_does_not_fit_loses_its_own_rows_alone() -> None:
     ring = Ring(4 << 20, pinned=False)
     staging = Staging({"mlp_post": torch.ones(1, 8, 1 << 15), "router_logits": torch.ones(1, 8, 4)},
                       {"mlp_post": [0], "router_logits": [0]})
-    recorder = Recorder(staging, ring, "float32", "drop", SideStream(torch.device("cpu")))
+    recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
     spec = parse_spec({"codec": {"mlp_post": "rp8:k=16384", "router_logits": "sketch"}, "id": new_ulid()})
     resolved = resolve(spec, Armed({"mlp_post": [0], "router_logits": [0]}, 1))
     recorder.open("r", Ticket(str(spec.id), spec.to_json(), resolved, 0, 1, 1), [1, 2, 3], 0)

@@ -13,7 +13,7 @@ import torch
 
 from engine_side import worker
 from engine_side.config import EngineConfig
-from engine_side.device import SideStream
+from engine_side.device import Crossing
 from engine_side.events import Run
 from engine_side.recorder import End, Recorder, Step
 from engine_side.ring import Ring
@@ -42,7 +42,7 @@ class Tapped:
         self.info: EngineInfo = engine_info(width=width, n_layers=LAYERS)
         self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, width)}, ARMED.sites)
         self.ring = Ring(ring_bytes, pinned=False)
-        self.recorder = Recorder(self.staging, self.ring, "float32", on_full, SideStream(torch.device("cpu")))
+        self.recorder = Recorder(self.staging, "float32", on_full, Crossing(torch.device("cpu"), self.ring))
         self.sender = Sender(endpoint, self.info, self.ring, self.recorder.outbox, self.recorder.counters)
         self.sender.start()
         self._tickets: dict[str, Ticket] = {}
@@ -141,7 +141,7 @@ def test_a_ring_that_cannot_hold_a_row_ends_the_start() -> None:
     config = EngineConfig("ipc:///nowhere", ring_bytes=4 * MIB)
     with pytest.raises(StartError, match="VLLM_TAP_RING_BYTES=4194304: a row of all layers has 8388608 bytes"):
         worker.start(config, engine_info(width=1 << 19), torch.nn.Linear(1, 1), staging, None,
-                     SideStream(torch.device("cpu")), leads=True)
+                     None, torch.device("cpu"), leads=True)
 
 
 def test_an_event_that_cannot_be_taken_does_not_block_the_ring(writer: WriterProcess) -> None:
@@ -149,7 +149,7 @@ def test_an_event_that_cannot_be_taken_does_not_block_the_ring(writer: WriterPro
     offset, mark = tapped.ring.allocate(1000) or pytest.fail("an empty ring refused")
     nowhere = np.array([77])  # a slot that nobody opened
     tapped.recorder.outbox.append(
-        Run(Entry(SITE, "raw", (0,)), nowhere, nowhere, nowhere, {"x": (offset, 256)}, offset, offset, mark, None))
+        Run(Entry(SITE, "raw", (0,)), nowhere, nowhere, nowhere, {"x": (offset, 256)}, offset, offset, (mark, 0)))
     manifest = manifest_of(writer.store, tapped.whole(TOKENS))
     tapped.sender.close()
     assert (manifest.status, manifest.captured) == ("complete", manifest.expected)

@@ -17,7 +17,6 @@ from torch import nn
 from engine_side import worker
 from engine_side.architectures import SHARED_OUT, Point, find_entry, find_points
 from engine_side.config import TAP_VERSION, TESTED_VERSIONS, EngineConfig, from_environment, in_tested_range
-from engine_side.device import SideStream
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.seams.self_test import self_test
 from engine_side.staging import allocate
@@ -115,8 +114,7 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         meaning={point.site: f"raw weights; {point.meaning}" for point in points},
     )
     entry = find_entry(model, list(model_config.architectures), config.arm)
-    side = SideStream(device, scratch)
-    worker.start(config, info, model, staging, entry, side, leads=_tensor_parallel_rank() == 0)
+    worker.start(config, info, model, staging, entry, scratch, device, leads=_tensor_parallel_rank() == 0)
 
 
 def check_ids(points: list[Point], dtype: torch.dtype) -> None:

@@ -34,7 +34,6 @@ def connect() -> None:
 
     def first(module: types.ModuleType) -> None:
         wrap(module, "GPUModelRunner.execute_model", lambda original: _execute_model(original, _layout_v1))
-        wrap(module, "GPUModelRunner._dummy_run", _dummy_run)
 
     def second(module: types.ModuleType) -> None:
         wrap(module, "GPUModelRunner.execute_model", lambda original: _execute_model(original, _layout_v2))
@@ -63,7 +62,6 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
         current = worker.CURRENT
         if current is None or current.recorder is None:
             return original(self, scheduler_output, *args, **kwargs)
-        _guarded(_before, current.recorder)
         if kwargs.get("dummy_run"):
             return original(self, scheduler_output, *args, **kwargs)
         for end in getattr(scheduler_output, FINISHED, ()):
@@ -72,6 +70,7 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
             _guarded(_open, current.recorder, request)
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             _guarded(_resume, current.recorder, scheduler_output.scheduled_cached_reqs)
+        _guarded(_before, current.recorder, scheduler_output.total_num_scheduled_tokens)
         result = original(self, scheduler_output, *args, **kwargs)
         ran = scheduler_output.total_num_scheduled_tokens and current.recorder.captures
         if ran and not _guarded(_after, current.recorder, self, scheduler_output, layout):
@@ -79,18 +78,6 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
         return result
 
     return execute_model
-
-
-def _dummy_run(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An idle rank of a data-parallel group runs these between real steps; they overwrite staging too."""
-
-    def dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        current = worker.CURRENT
-        if current is not None and current.recorder is not None:
-            _guarded(_before, current.recorder)
-        return original(self, *args, **kwargs)
-
-    return dummy_run
 
 
 def _guarded(body: Callable[..., None], *args: Any) -> bool:
@@ -107,8 +94,8 @@ def _guarded(body: Callable[..., None], *args: Any) -> bool:
         return False
 
 
-def _before(recorder: Any) -> None:
-    recorder.before_step()
+def _before(recorder: Any, tokens: int) -> None:
+    recorder.before_step(tokens)
 
 
 def _finish(recorder: Any, end: End) -> None:
@@ -149,7 +136,7 @@ def _drafts(scheduler_output: Any, requests: list[str], starts: npt.NDArray[np.i
 
 
 def _layout_v1(runner: Any, scheduler_output: Any) -> Step:
-    batch, total = runner.input_batch, scheduler_output.total_num_scheduled_tokens
+    batch = runner.input_batch
     n = batch.num_reqs
     positions = getattr(runner.positions, "gpu", runner.positions)
     requests, starts = batch.req_ids[:n], runner.query_start_loc.np[: n + 1].astype(np.int64)
@@ -157,23 +144,23 @@ def _layout_v1(runner: Any, scheduler_output: Any) -> Step:
         requests=requests,
         starts=starts,
         first=batch.num_computed_tokens_cpu[:n].astype(np.int64),  # corrected for drafts when execute_model returns
-        positions=positions[:total],
-        token_ids=runner.input_ids.gpu[:total],
+        positions=positions,
+        token_ids=runner.input_ids.gpu,
         drafts=_drafts(scheduler_output, requests, starts),
     )
 
 
 def _layout_v2(runner: Any, scheduler_output: Any) -> Step:
     batch = runner.execute_model_state.input_batch
-    n, total = batch.num_reqs, batch.num_tokens
+    n = batch.num_reqs
     requests, starts = list(batch.req_ids[:n]), np.asarray(batch.query_start_loc_np[: n + 1], np.int64)
     guessing = runner.num_speculative_steps if runner.scheduler_config.async_scheduling else 0
     return Step(
         requests=requests,
         starts=starts,
         first=np.asarray(batch.num_computed_tokens_np[:n], np.int64),
-        positions=batch.positions[:total],
-        token_ids=batch.input_ids[:total],
+        positions=batch.positions,
+        token_ids=batch.input_ids,
         drafts=_drafts(scheduler_output, requests, starts),
         slack=guessing,
     )

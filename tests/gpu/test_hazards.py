@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine_side.device import Scratch, SideStream
+from engine_side.block import Burst
+from engine_side.device import Crossing, Scratch
 from engine_side.events import Run
 from engine_side.recorder import Recorder, Step
 from engine_side.ring import Ring, view
@@ -30,7 +31,7 @@ def recorder() -> Iterator[Recorder]:
     ring = Ring(256 << 20, pinned=True)
     staging = Staging({"resid_post": torch.zeros(LAYERS, TOKENS, WIDTH, dtype=torch.bfloat16, device=device)},
                       {"resid_post": list(range(LAYERS))})
-    found = Recorder(staging, ring, "bfloat16", "drop", SideStream(device, Scratch(32 << 20, device)))
+    found = Recorder(staging, "bfloat16", "drop", Crossing(device, ring, Scratch(32 << 20, device)))
     yield found
     torch.cuda.synchronize()
     ring.close()
@@ -45,7 +46,7 @@ def opened(recorder: Recorder) -> None:
 
 def step(recorder: Recorder, number: int, rows: int = TOKENS) -> None:
     """The model writes ``number`` into every row, as its graph does on the model's stream."""
-    recorder.before_step()
+    recorder.before_step(rows)
     recorder.staging.buffers["resid_post"].fill_(number)
     positions = torch.arange(number * TOKENS, number * TOKENS + rows, device="cuda")
     recorder.after_step(Step(["r"], np.array([0, rows]), np.array([number * TOKENS]), positions,
@@ -59,33 +60,41 @@ def runs(recorder: Recorder) -> list[Run]:
 def values(recorder: Recorder, run: Run) -> set[float]:
     """What lies in the ring now."""
     offset, size = run.extents["x"]
-    return set(view(recorder.ring.memory, offset, (size // 2,), torch.bfloat16).float().unique().tolist())
+    return set(view(recorder.crossing.ring.memory, offset, (size // 2,), torch.bfloat16).float().unique().tolist())
 
 
-def slowed(side: SideStream, monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
-    """Everything on a stream comes late."""
-    taken = side.room if stream == "_encoding" else side.deliver
+def late_copies(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bus is slow."""
+    move = Crossing.move
 
-    def late(*args: Any) -> Any:
-        with torch.cuda.stream(getattr(side, stream)):
+    def late(self: Crossing, budget: float) -> None:
+        with torch.cuda.stream(self._copying):
             torch.cuda._sleep(SLOW)
-        return taken(*args)
+        move(self, budget)
 
-    monkeypatch.setattr(SideStream, taken.__name__, lambda _self, *args: late(*args))
+    monkeypatch.setattr(Crossing, "move", late)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_staging_is_not_rewritten_while_it_is_encoded(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: bool
 ) -> None:
+    """What orders them is that encoding is on the model's stream; on another one the next step overwrites its rows."""
     opened(recorder)
     step(recorder, 1)  # compiles what there is to compile
     torch.cuda.synchronize()
-    slowed(recorder.side, monkeypatch, "_encoding")
-    if not ordered:
-        monkeypatch.setattr(SideStream, "block_main", lambda self: None)
+    encode, other = Burst.encode, torch.cuda.Stream()
+
+    def slow(self: Burst, *args: Any) -> None:
+        with torch.cuda.stream(torch.cuda.current_stream() if ordered else other):
+            torch.cuda._sleep(SLOW)
+            encode(self, *args)
+
+    monkeypatch.setattr(Burst, "encode", slow)
     step(recorder, 2)
     step(recorder, 3)
+    torch.cuda.synchronize()
+    recorder.flush()
     torch.cuda.synchronize()
     found = [values(recorder, run) for run in runs(recorder)]
     right = [{1.0}, {2.0}, {3.0}]
@@ -99,23 +108,16 @@ def test_scratch_is_not_used_again_before_it_was_copied(
     opened(recorder)
     step(recorder, 1)
     torch.cuda.synchronize()
-    slowed(recorder.side, monkeypatch, "_copying")
+    late_copies(recorder, monkeypatch)
     if not ordered:
-        monkeypatch.setattr(Scratch, "take", _careless)
-    for number in range(2, 8):  # 8 MiB a step through 32 MiB
+        monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: None)
+    for number in range(2, 12):  # 8 MiB a step through 32 MiB
         step(recorder, number)
+    recorder.flush()
     torch.cuda.synchronize()
     found = [values(recorder, run) for run in runs(recorder)]
-    right = [{float(number)} for number in range(1, 8)]
+    right = [{float(number)} for number in range(1, 12)]
     assert (found == right) is ordered, found
-
-
-def _careless(self: Scratch, nbytes: int, _stream: Any) -> int:
-    """As ``take``, without a wait."""
-    start = self._head % self.capacity
-    skip = self.capacity - start if start + nbytes > self.capacity else 0
-    self._head += skip + nbytes
-    return (start + skip) % self.capacity
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -124,10 +126,12 @@ def test_the_ring_is_not_read_before_it_was_written(
 ) -> None:
     opened(recorder)
     step(recorder, 1)
+    recorder.flush()
     torch.cuda.synchronize()
-    recorder.ring.memory.zero_()
-    slowed(recorder.side, monkeypatch, "_copying")
+    recorder.crossing.ring.memory.zero_()
+    late_copies(recorder, monkeypatch)
     step(recorder, 2)
+    recorder.flush()
     run = runs(recorder)[-1]
     assert not run.ready.query(), "the copy was over already: the test shows nothing"
     if ordered:  # as the sender does: what is not ready is left for later
@@ -136,19 +140,39 @@ def test_the_ring_is_not_read_before_it_was_written(
     assert (values(recorder, run) == {2.0}) is ordered
 
 
-def test_rows_that_do_not_follow_one_another_and_a_torch_encoder_arrive_too(recorder: Recorder) -> None:
-    capture = new_ulid()
-    spec = parse_spec({"codec": "raw16", "id": capture, "positions": [[0, 3], [7, 8], [1000, 1001]], "layers": [1, 3]})
-    resolved = resolve(spec, Armed({"resid_post": list(range(LAYERS))}, LAYERS))
-    recorder.open("r", Ticket(capture, spec.to_json(), resolved, 0, 1, 1), [1] * TOKENS, 0)
-    buffer = recorder.staging.buffers["resid_post"]
-    buffer.copy_(torch.arange(TOKENS, device="cuda")[None, :, None] + 0 * buffer)
-    positions = torch.arange(TOKENS, device="cuda")
-    recorder.after_step(Step(["r"], np.array([0, TOKENS]), np.array([0]), positions, positions.to(torch.int32)))
+def test_steps_of_decode_share_a_copy_and_every_row_is_its_own(recorder: Recorder) -> None:
+    """Bursts, an index of rows that do not follow one another, and a codec without a kernel, in one batch."""
+    wanted = {"a": {"codec": "raw16", "layers": [1, 3]}, "b": None, "c": {"codec": "raw16", "layers": [1, 3]},
+              "d": {"codec": "rp8:k=32", "layers": [0]}}
+    for name, asked in wanted.items():
+        if asked is not None:
+            capture = new_ulid()
+            spec = parse_spec({**asked, "id": capture})
+            resolved = resolve(spec, Armed({"resid_post": list(range(LAYERS))}, LAYERS))
+            recorder.open(name, Ticket(capture, spec.to_json(), resolved, 0, 1, 1), [1], 0)
+    names, buffer = list(wanted), recorder.staging.buffers["resid_post"]
+    for number in range(1, 60):
+        recorder.before_step(4)
+        buffer[:, :4] = (torch.arange(4, device="cuda") + 4 * number).to(torch.bfloat16)[None, :, None]
+        positions = torch.full((4,), number, device="cuda")
+        recorder.after_step(Step(names, np.arange(5), np.full(4, number), positions,
+                                 (torch.arange(4, device="cuda") + 4 * number).to(torch.int32)))
+    recorder.before_step(0)
     torch.cuda.synchronize()
-    (run,) = runs(recorder)
-    rows = torch.tensor([0, 1, 2, 7, 1000])
-    assert view(recorder.ring.memory, run.positions, (5,), torch.int64).tolist() == rows.tolist()
-    assert view(recorder.ring.memory, run.tokens, (5,), torch.int32).tolist() == rows.tolist()
-    found = view(recorder.ring.memory, run.extents["x"][0], (2, 5, WIDTH), torch.bfloat16)
-    assert torch.equal(found, rows.to(torch.bfloat16)[None, :, None].expand(2, 5, WIDTH))
+    seen: dict[tuple[str, int], int] = {}
+    for run in runs(recorder):
+        n = len(run.slot)
+        for k in range(run.steps):
+            at = {name: offset + k * run.stride for name, (offset, _) in run.extents.items()}
+            tokens = view(recorder.crossing.ring.memory, run.tokens + k * run.stride, (n,), torch.int32).tolist()
+            used = view(recorder.crossing.ring.memory, run.positions + k * run.stride, (n,), torch.int64).tolist()
+            assert used == (run.position + k).tolist()
+            assert tokens == [4 * p + (i * 2 if n == 2 else 3) for i, p in enumerate(used)]
+            if run.entry.codec == "raw16":
+                found = view(recorder.crossing.ring.memory, at["x"], (2, n, WIDTH), torch.bfloat16)
+                right = torch.tensor(tokens, dtype=torch.bfloat16)[None, :, None].expand(2, n, WIDTH)
+                assert torch.equal(found, right)
+            for i, p in enumerate(used):
+                seen[run.entry.codec, p * 4 + i] = seen.get((run.entry.codec, p * 4 + i), 0) + 1
+    assert set(seen.values()) == {1} and len(seen) == 59 * 3
+    assert max(run.steps for run in runs(recorder)) > 4
