@@ -64,14 +64,17 @@ class Layout:
         return Place(n, offsets, sizes, at)
 
 
-def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, on_device: bool) -> Layout:
-    """The layout of an entry in blocks of at most ``bytes_max``; SpecError where its codec cannot take such rows."""
+def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compiled: bool) -> Layout:
+    """The layout of an entry in blocks of at most ``bytes_max``; SpecError where its codec cannot take such rows.
+
+    ``compiled``: there is a kernel for it.
+    """
     buffer = staging.buffers[entry.site]
     width = buffer.shape[-1]
     declared = codecs.streams(entry.codec, width, dtype)
     row_bytes = sum(stream.nbytes for stream in declared) * len(entry.layers)
     kernel = None
-    if on_device and kernels.supported(entry.codec, width, buffer.dtype):
+    if compiled:
         kernel = partial(kernels.launch, entry.codec)
         rows_max = min(_KERNEL_BLOCK_BYTES, bytes_max) // (row_bytes + 12)
     else:

@@ -67,6 +67,8 @@ def announce(runner: str) -> None:
     """The engine stands, its steps run by ``runner`` (module.class): from now on the writer knows it."""
     assert CURRENT is not None
     CURRENT.info = msgspec.structs.replace(CURRENT.info, runner=runner)
+    if CURRENT.recorder is not None:
+        CURRENT.recorder.compile(CURRENT.info.armed)
     if CURRENT.sender is not None and not CURRENT.sender.is_alive():
         CURRENT.sender.info = CURRENT.info
         CURRENT.sender.start()

@@ -32,6 +32,8 @@ def recorder() -> Iterator[Recorder]:
     staging = Staging({"resid_post": torch.zeros(LAYERS, TOKENS, WIDTH, dtype=torch.bfloat16, device=device)},
                       {"resid_post": list(range(LAYERS))})
     found = Recorder(staging, "bfloat16", "drop", Crossing(device, ring, Scratch(32 << 20, device)))
+    found.compile(Armed({"resid_post": list(range(LAYERS))}, LAYERS))
+    assert found._compiled, "no kernel: this would test the reference encoders alone"
     yield found
     torch.cuda.synchronize()
     ring.close()
