@@ -73,6 +73,15 @@ versions: $(V:%=.versions/%/.installed)  ## a fast part of the engine tests on o
 bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, writer GB/s
 	$(PY) -m bench
 
+bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, and the whole table (make ENGINE=gpu …)
+	$(PY) -m pytest tests/gpu tests/test_kernels.py
+	$(PY) -m bench.kernels
+	$(PY) -m bench --shape 3b --engines base,tap,disk,sites,eager,builtin,hooks --rounds 1 --iterations 10
+	$(PY) -m bench --shape 3b --engines base,tap,sites --rounds 4 --iterations 10 --skip-writer
+	$(PY) -m bench --shape 3b --name 3b-loads --engines base,tap --loads decode1,decode32,decode256,prefill8k \
+	    --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer
+	$(PY) -m bench --shape 8b --engines base,tap --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer
+
 # ── setting up ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 $(UV):

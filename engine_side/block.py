@@ -176,9 +176,9 @@ class Burst:
 
     def encode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Enqueue the next step's rows."""
-        assert self.memory is not None
         begin = self.at + self.head + self.done * self.step_bytes
         for piece in self.pieces:
+            assert self.memory is not None
             layout, n = piece.layout, piece.place.n
             at = begin + piece.at
             offsets = [at + offset for offset in piece.place.offsets]

@@ -6,9 +6,7 @@ rows are reported as dropped.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,8 +16,8 @@ import msgspec
 import numpy as np
 import torch
 
-from engine_side import kernels
 from engine_side.block import Burst, Layout, Piece, layout_of
+from engine_side.compiled import Compiled
 from engine_side.device import Crossing
 from engine_side.events import I64, Event, Finished, Lost, Opened
 from engine_side.selection import CaptureTable, Entry, Plan, Selected, plan_of
@@ -27,7 +25,7 @@ from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas import codecs
 from schemas.errors import SpecError
-from schemas.spec import Armed, Resolved, parse_spec, resolve
+from schemas.spec import Resolved, parse_spec
 
 logger = logging.getLogger("vllm.tap")
 
@@ -90,6 +88,7 @@ class Recorder:
     dtype: str
     on_full: str
     crossing: Crossing
+    compiled: Compiled = field(init=False)
     captures: CaptureTable = field(default_factory=CaptureTable)
     counters: Counters = field(default_factory=Counters)
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
@@ -97,9 +96,15 @@ class Recorder:
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
     _burst: Burst | None = None
     _bytes_a_row: float = 0.0  # of the last step
-    _kernels: set[tuple[str, int]] = field(default_factory=set)  # compiled, or about to be: identity, width
-    _compiled: set[tuple[str, int]] = field(default_factory=set)
     _layouts: dict[Entry, Layout | None] = field(default_factory=dict)  # None: its codec does not fit the site
+
+    def __post_init__(self) -> None:
+        self.compiled = Compiled(self.staging, self.crossing.scratch is not None, self._forget_layouts)
+
+    def _forget_layouts(self, codec: str) -> None:
+        """A kernel came: the next use of a codec begins with it."""
+        for entry in [entry for entry in list(self._layouts) if entry.codec == codec]:
+            self._layouts.pop(entry, None)
 
     @property
     def outbox(self) -> deque[Event]:
@@ -356,47 +361,11 @@ class Recorder:
             return self.crossing.ring.capacity // 4
         return min(self.crossing.ring.capacity // 8, scratch.capacity // 4)
 
-    def compile(self, armed: Armed) -> None:
-        """Kernels of every codec with its usual parameters, before the first request: a step cannot wait for them."""
-        begin = time.monotonic()
-        for name in codecs.CODECS:
-            for site in self.staging.buffers:
-                with contextlib.suppress(SpecError):  # not for this site
-                    identity = resolve(parse_spec({"sites": [site], "codec": name}), armed).codec[site]
-                    if self._kernel_missing(identity, site):
-                        self._compile(identity, site)
-        if self._compiled:
-            logger.info("vllm-tap: %d kernels in %.1f s", len(self._compiled), time.monotonic() - begin)
-
-    def _width(self, site: str) -> int:
-        return int(self.staging.buffers[site].shape[-1])
-
-    def _kernel_missing(self, identity: str, site: str) -> bool:
-        """Whether there could be a kernel and nobody has begun to compile it."""
-        buffer = self.staging.buffers[site]
-        return ((identity, buffer.shape[-1]) not in self._kernels and self.crossing.scratch is not None
-                and kernels.supported(identity, buffer.shape[-1], buffer.dtype))
-
-    def _compile(self, identity: str, site: str) -> None:
-        buffer = self.staging.buffers[site]
-        kind = identity, buffer.shape[-1]
-        self._kernels.add(kind)
-        try:
-            kernels.warm(*kind, buffer.dtype, buffer.device)
-        except Exception:  # the reference encoder does the same, slower
-            logger.exception("vllm-tap: no kernel for %s of %s", identity, site)
-            return
-        self._compiled.add(kind)
-        for entry in [entry for entry in list(self._layouts) if entry.codec == identity]:
-            self._layouts.pop(entry, None)
-
     def _warm(self, plan: Plan) -> None:
         """What the first step needs is made before it: a projection, by encoding a row; a kernel, beside the steps."""
         for entry in plan:
             try:
-                if self._kernel_missing(entry.codec, entry.site):  # until it is there, the reference encoder serves
-                    self._kernels.add((entry.codec, self._width(entry.site)))
-                    threading.Thread(target=self._compile, args=(entry.codec, entry.site), daemon=True).start()
+                self.compiled.begin(entry.codec, entry.site)  # until it is there, the reference encoder serves
                 if codecs.identified(entry.codec).family.projected and (layout := self._layout(entry)) is not None:
                     with torch.inference_mode():
                         layout.encode(self.staging.buffers[entry.site][:1, :1])
@@ -410,7 +379,7 @@ class Recorder:
                 self._layouts.clear()
             try:
                 self._layouts[entry] = layout_of(entry, self.staging, self.dtype, self._bytes_max,
-                                                  (entry.codec, self._width(entry.site)) in self._compiled)
+                                                  self.compiled.has(entry.codec, entry.site))
             except SpecError:
                 self._layouts[entry] = None
                 logger.exception("vllm-tap: rows of %s cannot be %s; they are dropped", entry.site, entry.codec)

@@ -68,7 +68,7 @@ def announce(runner: str) -> None:
     assert CURRENT is not None
     CURRENT.info = msgspec.structs.replace(CURRENT.info, runner=runner)
     if CURRENT.recorder is not None:
-        CURRENT.recorder.compile(CURRENT.info.armed)
+        CURRENT.recorder.compiled.usual(CURRENT.info.armed)
     if CURRENT.sender is not None and not CURRENT.sender.is_alive():
         CURRENT.sender.info = CURRENT.info
         CURRENT.sender.start()

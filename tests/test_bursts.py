@@ -134,6 +134,7 @@ def test_every_row_once_or_lost(
     recorder.flush()
     collect()
     assert got == wanted
+    assert recorder.counters.failures == 0
 
 
 @pytest.mark.parametrize(("steps", "expected"), [

@@ -1,0 +1,69 @@
+"""Which kernels are compiled: the usual ones before the first request, others beside the steps, never in one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from engine_side import kernels
+from engine_side.staging import Staging
+from schemas import codecs
+from schemas.errors import SpecError
+from schemas.spec import Armed, parse_spec, resolve
+
+logger = logging.getLogger("vllm.tap")
+
+
+class Compiled:
+    """Kernels of a worker by codec identity and width; ``came`` is told of a codec whose kernel is there."""
+
+    def __init__(self, staging: Staging, on_device: bool, came: Callable[[str], None]) -> None:
+        self._staging, self._on_device, self._came = staging, on_device, came
+        self._begun: set[tuple[str, int]] = set()
+        self._there: set[tuple[str, int]] = set()
+
+    def usual(self, armed: Armed) -> None:
+        """Kernels of every codec with its usual parameters, at the start of the engine."""
+        begin = time.monotonic()
+        for name in codecs.CODECS:
+            for site in self._staging.buffers:
+                with contextlib.suppress(SpecError):  # not for this site
+                    identity = resolve(parse_spec({"sites": [site], "codec": name}), armed).codec[site]
+                    if self._missing(identity, site):
+                        self._compile(identity, site)
+        if self._there:
+            logger.info("vllm-tap: %d kernels in %.1f s", len(self._there), time.monotonic() - begin)
+
+    def has(self, codec: str, site: str) -> bool:
+        """Whether rows of a site in a codec have a kernel now."""
+        return self._kind(codec, site) in self._there
+
+    def begin(self, codec: str, site: str) -> None:
+        """Compile a kernel beside the steps, if there can be one."""
+        if self._missing(codec, site):
+            threading.Thread(target=self._compile, args=(codec, site), daemon=True).start()
+
+    def _kind(self, codec: str, site: str) -> tuple[str, int]:
+        return codec, int(self._staging.buffers[site].shape[-1])
+
+    def _missing(self, codec: str, site: str) -> bool:
+        """Whether there could be a kernel that nobody has begun to compile; it counts as begun from now on."""
+        kind = self._kind(codec, site)
+        if not self._on_device or kind in self._begun or not kernels.supported(
+                *kind, self._staging.buffers[site].dtype):
+            return False
+        self._begun.add(kind)
+        return True
+
+    def _compile(self, codec: str, site: str) -> None:
+        kind, buffer = self._kind(codec, site), self._staging.buffers[site]
+        try:
+            kernels.warm(*kind, buffer.dtype, buffer.device)
+        except Exception:  # the reference encoder does the same, slower
+            logger.exception("vllm-tap: no kernel for %s of %s", codec, site)
+            return
+        self._there.add(kind)
+        self._came(codec)
