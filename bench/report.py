@@ -1,8 +1,12 @@
-"""Figures of a measurement: ratios with their spread, as a Markdown table and as a chart."""
+"""Figures of a measurement: ratios with their spread, as a Markdown table and as a chart.
+
+``python -m bench.report`` puts the tables of bench/results into docs/performance.md, between their marks.
+"""
 
 from __future__ import annotations
 
 import random
+import re
 import statistics
 from collections.abc import Callable
 from itertools import pairwise
@@ -96,3 +100,17 @@ def chart(result: Result, path: Path, say: Callable[[str], None]) -> None:
     axes.set_xlabel(f"generate() over base with CUDA graphs, {load}")
     figure.savefig(path, dpi=120)
     say(f"written: {path}")
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+_MARKED = re.compile(r"(<!-- bench/results/([a-z0-9-]+)\.md -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def page(text: str) -> str:
+    """The page with every marked table as its result has it now."""
+    results = Path(__file__).parent / "results"
+    return _MARKED.sub(lambda mark: f"{mark[1]}\n{(results / f'{mark[2]}.md').read_text()}\n{mark[3]}", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

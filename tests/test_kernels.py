@@ -139,8 +139,10 @@ def assert_as_the_reference(codec: str, x: torch.Tensor, got: dict[str, torch.Te
 
 @kernel_test
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("codec", ALL)
+@pytest.mark.parametrize(("codec", "dtype"), [
+    (codec, dtype) for codec in ALL for dtype in DTYPES
+    if dtype != torch.float16 or codec not in ("int8b64", "nf4b64")  # which have no kernel
+])
 def test_hard_rows_as_the_reference(codec: str, dtype: torch.dtype, width: int) -> None:
     if codec.startswith(("kv8", "qk8")):
         width = -(-width // 20) * 20

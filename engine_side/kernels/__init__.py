@@ -71,8 +71,11 @@ def supported(identity: str, width: int, dtype: torch.dtype) -> bool:
         codec.streams(width, str(dtype).removeprefix("torch."))
     except SpecError:
         return False
-    return (codec.family.name in _MODULES and 0 < width <= _WIDTH_MAX and dtype in _DTYPES
-            and find_spec("triton") is not None)
+    module = _MODULES.get(codec.family.name)
+    # Compiled for float16, the search for outliers names a column twice in some rows (seen on an H200, not explained).
+    if module == "blocks" and dtype == torch.float16:
+        return False
+    return module is not None and 0 < width <= _WIDTH_MAX and dtype in _DTYPES and find_spec("triton") is not None
 
 
 def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int]) -> None:

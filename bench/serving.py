@@ -1,0 +1,175 @@
+"""The server under load: time to first token and between tokens, capture off and on in turns.
+
+    python -m bench.serving [--shape 3b] [--windows 3] [--seconds 12]
+
+One ``vllm serve`` with the plugin, asked as clients do: requests arrive at random (Poisson) at half the rate that it
+can serve, each a prompt of token ids and a streamed answer. Windows without and with capture alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.shapes import SHAPES, make_model
+from vllm_tap.tiny_model import tiny_model
+
+PROMPT, GENERATED = 256, 128
+
+
+def served_model(shape: str) -> Path:
+    """A shape's configuration with the small model's tokenizer and vocabulary: a server answers in text."""
+    folder, small = make_model(shape), tiny_model()
+    config = json.loads((folder / "config.json").read_text())
+    config["vocab_size"] = json.loads((small / "config.json").read_text())["vocab_size"]
+    for file in small.iterdir():
+        if file.suffix in (".json", ".jinja") and file.name != "config.json":
+            shutil.copy(file, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@contextmanager
+def server(shape: str) -> Iterator[str]:
+    """The URL of a server with a writer beside it, its store in shared memory."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="vllm-tap-bench-") as folder, \
+         tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir="/dev/shm") as store:
+        endpoint = f"ipc://{folder}/w.sock"
+        environment = {**os.environ, "VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": "resid_post",
+                       "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+        writer = subprocess.Popen([sys.executable, "-m", "writer_service", "--store", store, "--endpoint", endpoint],
+                                  stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        log = open(f"{folder}/serve.log", "w+")  # noqa: SIM115 - read after the process ended
+        engine = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(served_model(shape)),
+             "--served-model-name", "m", "--load-format", "dummy", "--dtype", "bfloat16", "--port", str(port),
+             "--max-model-len", str(PROMPT + GENERATED), "--no-enable-prefix-caching",
+             "--no-enable-log-requests", "--gpu-memory-utilization", "0.5"],
+            env=environment, stdout=log, stderr=log)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _wait(url, engine, log)
+            yield url
+        finally:
+            engine.terminate()
+            engine.wait(60)
+            writer.terminate()
+            writer.wait()
+
+
+def _wait(url: str, engine: subprocess.Popen[bytes], log: Any) -> None:
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline and engine.poll() is None:
+        try:
+            if httpx.get(f"{url}/health", timeout=2.0).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.5)
+    log.seek(0)
+    sys.exit("bench.serving: the server did not start:\n" + log.read()[-3000:])
+
+
+async def ask(client: httpx.AsyncClient, url: str, vocabulary: int, capture: bool, first: list[float],
+              between: list[float]) -> None:
+    """One streamed request; what it waited for its first token, and for each that followed, in seconds."""
+    body: dict[str, Any] = {
+        "model": "m", "prompt": [random.randrange(10, vocabulary - 10) for _ in range(PROMPT)], "temperature": 0,
+        "max_tokens": GENERATED, "stream": True, "ignore_eos": True,
+    }
+    if capture:
+        body["vllm_xargs"] = {"capture": json.dumps({"codec": "int8b64"})}
+    begin = last = time.perf_counter()
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        seen = 0
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                now = time.perf_counter()
+                (between if seen else first).append(now - (last if seen else begin))
+                last, seen = now, seen + 1
+
+
+async def window(url: str, vocabulary: int, rate: float, seconds: float, capture: bool
+                 ) -> tuple[list[float], list[float]]:
+    """Requests that arrive at random for a while, until the last has its answer."""
+    first: list[float] = []
+    between: list[float] = []
+    async with httpx.AsyncClient(timeout=120.0, limits=httpx.Limits(max_connections=2000)) as client:
+        tasks = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            tasks.append(asyncio.create_task(ask(client, url, vocabulary, capture, first, between)))
+            await asyncio.sleep(random.expovariate(rate))
+        await asyncio.gather(*tasks)
+    return first, between
+
+
+async def saturation(url: str, vocabulary: int, requests: int) -> float:
+    """Requests a second that the server answers when all come at once."""
+    async with httpx.AsyncClient(timeout=120.0, limits=httpx.Limits(max_connections=2000)) as client:
+        for _ in range(2):
+            begin = time.perf_counter()
+            await asyncio.gather(*(ask(client, url, vocabulary, False, [], []) for _ in range(requests)))
+            seconds = time.perf_counter() - begin
+    return requests / seconds
+
+
+def measure(shape: str, windows: int, seconds: float, load: float, requests: int) -> dict[str, Any]:
+    """Medians and 99th percentiles of each kind of window, and their ratios."""
+    vocabulary = json.loads((tiny_model() / "config.json").read_text())["vocab_size"]
+    with server(shape) as url:
+        rate = load * asyncio.run(saturation(url, vocabulary, requests))
+        print(f"{rate:.1f} requests a second: {load:.0%} of what it can serve", file=sys.stderr, flush=True)
+        asyncio.run(window(url, vocabulary, rate, 3.0, True))  # warm
+        found: dict[bool, tuple[list[float], list[float]]] = {False: ([], []), True: ([], [])}
+        for number in range(windows):
+            for capture in ((False, True), (True, False))[number % 2]:
+                for kept, new in zip(found[capture], asyncio.run(window(url, vocabulary, rate, seconds, capture)),
+                                     strict=True):
+                    kept.extend(new)
+    result: dict[str, Any] = {"shape": shape, "requests_a_second": rate, "requests": len(found[True][0])}
+    for at, name in enumerate(("first_token", "between_tokens")):
+        for share in (50, 99):
+            off, on = (statistics.quantiles(found[capture][at], n=100)[share - 1] for capture in (False, True))
+            result[f"{name}_p{share}"] = {"off_ms": 1000 * off, "on_ms": 1000 * on, "ratio": on / off}
+    return result
+
+
+def main() -> None:
+    """Print the figures as JSON; write them to bench/results/serving-SHAPE.json."""
+    parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="3b")
+    parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--load", type=float, default=0.5, help="share of what the server can serve (default: 0.5)")
+    parser.add_argument("--requests", type=int, default=256, help="at once, to find out what it can serve")
+    args = parser.parse_args()
+    result = measure(args.shape, args.windows, args.seconds, args.load, args.requests)
+    text = json.dumps(result, indent=1)
+    (Path(__file__).parent / "results" / f"serving-{args.shape}.json").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
