@@ -19,7 +19,7 @@ import torch
 from engine_side.events import Event, Run
 from engine_side.ring import Ring
 
-_AHEAD_BYTES: Final = 24 << 20  # of copies a step, beside what the step itself will make
+_AHEAD_BYTES: Final = 48 << 20  # of copies a step, beside what the step itself will make
 _COPIES_MAX: Final = 256  # events kept; older copies are waited for, which by then costs nothing
 
 
@@ -114,7 +114,7 @@ class Crossing:
     def before_step(self, tokens: int, bytes_a_token: float) -> None:
         """Send on what waits, as fast as the step of ``tokens`` will make more and a little faster; all where it is 0.
 
-        At the bus's speed the part beyond is half a millisecond; a step of decode takes some.
+        At the speed of the bus the part beyond takes a millisecond, a step of decode several.
         """
         if self._waiting:
             self.move(_AHEAD_BYTES + 1.5 * tokens * bytes_a_token if tokens else float("inf"))

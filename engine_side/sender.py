@@ -32,7 +32,7 @@ from schemas.ids import new_ulid
 logger = logging.getLogger("vllm.tap")
 
 _IDLE_POLL_MS = 10
-_BUSY_POLL_MS = 2
+_BUSY_POLL_MS = 4
 _STALL_S = 3.0
 
 
