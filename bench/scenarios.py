@@ -18,7 +18,7 @@ class Engine:
     eager: bool = False
     hooks: bool = False
     builtin: bool = False
-    warmups: int = 2
+    warmups: int = 1
     iterations_max: int = 1000
     loads: tuple[str, ...] = field(default=())  # () all
 
@@ -41,7 +41,7 @@ ENGINES: dict[str, Engine] = {
     "disk": Engine({"int8b64, disk": {"codec": "int8b64"}, "raw16, disk": {"codec": "raw16"}}, arm="resid_post",
                    store="disk"),
     "sites": Engine({"every site armed, idle": None}, arm=EVERY_SITE),
-    "eager": Engine({"base, eager": None}, eager=True, warmups=1, iterations_max=3),
-    "hooks": Engine({"eager, hooks and .cpu()": None}, eager=True, hooks=True, warmups=1, iterations_max=2),
-    "builtin": Engine({"vLLM extract_hidden_states": None}, builtin=True, warmups=1, iterations_max=3),
+    "eager": Engine({"base, eager": None}, eager=True, iterations_max=3),
+    "hooks": Engine({"eager, hooks and .cpu()": None}, eager=True, hooks=True, iterations_max=2),
+    "builtin": Engine({"vLLM extract_hidden_states": None}, builtin=True, iterations_max=3),
 }
