@@ -30,6 +30,7 @@ def options(engine: Engine, shape: str, loads: list[Load], on_gpu: bool) -> dict
     if on_gpu:
         # Fixed, not measured: engines that start side by side would take each other's memory for their own.
         chosen["kv_cache_memory_bytes"] = int(1.2 * tokens * SHAPES[shape].kv_bytes_a_token) + (1 << 28)
+        chosen["gpu_memory_utilization"] = 0.1  # what must be free at the start; the cache is given in bytes
         chosen["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
     if engine.eager:
         chosen |= {"enforce_eager": True}

@@ -61,12 +61,12 @@ def allocate(widths: dict[str, int], layers: dict[str, list[int]], tokens: int, 
     elif scratch == 0:
         scratch = scratch_bytes(max(sizes.values()))
     shown = " + ".join(f"{site} {len(layers[site])}×{tokens}×{width}" for site, width in widths.items())
-    shown = f"staging {staging / 2**30:.2f} GiB ({shown}, {dtype}), scratch {scratch / 2**30:.2f} GiB"
+    shown = f"{staging / 2**20:,.1f} MiB ({shown}, {dtype}), scratch {scratch / 2**20:,.1f} MiB"
     if staging + scratch > bytes_max:
-        raise StartError(f"vllm-tap: {shown}: the budget is {bytes_max / 2**30:.2f} GiB: arm fewer sites "
-                         "(VLLM_TAP_ARM), lower max_num_batched_tokens or VLLM_TAP_SCRATCH_BYTES, or raise "
+        raise StartError(f"vllm-tap: staging needs {shown}; the budget is {bytes_max / 2**20:,.1f} MiB: arm fewer "
+                         "sites (VLLM_TAP_ARM), lower max_num_batched_tokens or VLLM_TAP_SCRATCH_BYTES, or raise "
                          "VLLM_TAP_STAGING_BYTES_MAX")
-    logger.info("vllm-tap: %s", shown)
+    logger.info("vllm-tap: staging %s", shown)
     buffers = {
         site: torch.zeros(len(layers[site]), tokens, width, dtype=dtype, device=device)
         for site, width in widths.items()

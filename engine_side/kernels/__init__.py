@@ -72,7 +72,7 @@ def supported(identity: str, width: int, dtype: torch.dtype) -> bool:
     except SpecError:
         return False
     module = _MODULES.get(codec.family.name)
-    # Compiled for float16, the search for outliers names a column twice in some rows (seen on an H200, not explained).
+    # Compiled for float16, the search for outliers names a column twice in rows with a NaN (seen on an H200).
     if module == "blocks" and dtype == torch.float16:
         return False
     return module is not None and 0 < width <= _WIDTH_MAX and dtype in _DTYPES and find_spec("triton") is not None
