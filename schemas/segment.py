@@ -135,6 +135,7 @@ class FrameView:
     rows: int
     layout: Layout
     declared: tuple[Stream, ...]
+    digest: int  # of the head, as it was parsed
     _first: Index = field(init=False)  # by row: the first row of its run
     _count: Index = field(init=False)  # by row: how many rows its run has
     _sections: dict[int, Bytes] = field(init=False, default_factory=dict)
@@ -153,6 +154,11 @@ class FrameView:
     def end(self) -> int:
         """Offset of what follows the frame."""
         return self.offset + self.layout.total
+
+    @property
+    def stale(self) -> bool:
+        """Whether the head is another now: rows were erased since it was parsed. Heads are rewritten before rows go."""
+        return bool(PRELUDE.unpack_from(self.data, self.offset)[-1] != self.digest)
 
     def pieces(self, layers: npt.ArrayLike, rows: npt.ArrayLike) -> Index:
         """Index of the piece of each (layer, row) in any of the streams: int64 ``[len(layers), len(rows)]``.
@@ -206,7 +212,7 @@ def parse_frame(data: memoryview, offset: int, store: bytes, number: int, path: 
     layout = frame_layout(used, [part.nbytes for part in frame.streams])
     need(layout.total == total, f"frame of {total} bytes, its sections need {layout.total}")
     declared = codecs.streams(frame.codec, frame.width, frame.dtype)
-    return FrameView(data, offset, header, flags, table, rows, layout, declared)
+    return FrameView(data, offset, header, flags, table, rows, layout, declared, digest)
 
 
 def newer_frame(data: memoryview, offset: int, store: bytes) -> bool:

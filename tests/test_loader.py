@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,15 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from schemas import codecs  # noqa: E402
 from schemas.errors import CorruptError, NotFoundError, SpecError  # noqa: E402
+from schemas.frame import FLAG_ERASED  # noqa: E402
 from schemas.ids import new_ulid  # noqa: E402
 from schemas.reader import StoreReader  # noqa: E402
 from tests.store_helpers import Sender, WriterProcess, engine_info, expected_pieces, until  # noqa: E402
 from vllm_tap import open_store  # noqa: E402
-from vllm_tap.loader import RowDataset, activations, rows  # noqa: E402
+from vllm_tap.loader import RowDataset, _Frames, activations, rows  # noqa: E402
 from vllm_tap.row_decode import decode  # noqa: E402
 from vllm_tap.row_index import Kind  # noqa: E402
+from writer_service.erasing import erase  # noqa: E402
 
 WIDTH = 72  # not a multiple of int8b64's block
 LENGTHS = [3 + n * 7 % 90 for n in range(120)]  # tokens of each capture: neither all alike nor in step with frames
@@ -294,10 +297,47 @@ def test_fast_decoding_is_what_decoding_is(codec: str, model: str) -> None:
         assert torch.equal(decode(kind, stored, dtype), want.to(dtype)), dtype
 
 
+@pytest.fixture
+def sealed_copy(made: Made, tmp_path: Path) -> Path:
+    def all_sealed() -> bool:
+        with StoreReader(made.path) as reader:
+            return all(reader.segment(number).sealed for number in rows(made.path, "resid_post", 1,
+                                                                        codec="int8b64").index.segments)
+
+    assert until(all_sealed)
+    return Path(shutil.copytree(made.path, tmp_path / "store"))
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_dataset_of_before_hands_out_no_erased_row(made: Made, sealed_copy: Path, verify: bool) -> None:
+    """Whether heads were parsed before the erasure, after it or in the middle of a copy."""
+    gone = made.ids[4]
+    data = rows(sealed_copy, "resid_post", 1, where=lambda row: row.id in made.ids[3:6], codec="int8b64", batch=8,
+                window=8, shuffle=False, verify=verify)
+    frames = _Frames(data.index, verify)
+    number = int(data.index.frame[0][data.index.capture == data.captures.index(gone)][0])
+    segment = int(data.index.frames[number, 0])
+    erased_in_view = []
+    parsed = iter(data)
+    next(parsed)
+    for view in frames.until_settled(number):
+        if not erased_in_view:
+            assert erase(sealed_copy, data.index.uuid, segment, [gone])
+        erased_in_view.append(bool((view.table.flags & FLAG_ERASED).any()))
+    assert erased_in_view == [False, True]
+    for batches in (parsed, iter(data)):
+        with pytest.raises(NotFoundError, match=gone):
+            list(batches)
+    beside = rows(sealed_copy, "resid_post", 1, where=lambda row: row.id in (made.ids[3], made.ids[5]),
+                  codec="int8b64", verify=verify)
+    for batch in beside:
+        for row, capture, position in zip(batch["resid_post.1"], batch["capture"], batch["position"], strict=True):
+            want = truth(made.number(beside.captures[capture]), "resid_post", 1, [int(position)])[0]
+            assert row.numpy().tobytes() == want.tobytes()
+
+
 def test_a_damaged_row_is_noticed_where_it_is_asked_for(made: Made, tmp_path: Path) -> None:
     """Last in this module: with ``verify`` no damaged byte is trained on."""
-    import shutil
-
     shutil.copytree(made.path, tmp_path / "store")
     with StoreReader(made.path) as reader:
         place = reader.places(made.ids[0], "resid_post", [1])

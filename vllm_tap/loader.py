@@ -21,8 +21,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from schemas.errors import SpecError
+from schemas.errors import CorruptError, NotFoundError, SpecError
+from schemas.frame import FLAG_ERASED
 from schemas.mapping import SegmentMaps
+from schemas.segment import FrameView
 from vllm_tap.listing import Where
 from vllm_tap.progress import Report
 from vllm_tap.row_decode import decode, is_as_stored
@@ -50,7 +52,8 @@ def rows(store: str | Path | Store, site: str | Sequence[str], layer: int | Sequ
     only heads are.
 
     A batch is a dict: ``site.layer`` [batch, width] of ``dtype`` for each, ``position``, ``token_id`` and ``capture``
-    (a number in ``captures``), int64 [batch]. The last batch of a shard may be smaller.
+    (a number in ``captures``), int64 [batch]. The last batch of a shard may be smaller. Iterating raises NotFoundError
+    where a capture was deleted since: its rows are never handed out as the zeros that replace them.
     """
     path = store.path if isinstance(store, Store) else Path(store)
     if dtype not in _DTYPES:
@@ -233,9 +236,22 @@ class _Frames:
     def __init__(self, index: RowIndex, verify: bool) -> None:
         self._index, self._verify, self._maps = index, verify, SegmentMaps(index.store, index.uuid)
 
-    def __call__(self, number: int) -> Any:
+    def until_settled(self, number: int) -> Iterator[FrameView]:
+        """The frame, to be copied from; again where rows of it were erased meanwhile: the last copy is of one moment.
+
+        Its head is rewritten before rows are erased, so a head that is still the same after the copy vouches for it.
+        """
         segment, offset = self._index.frames[number].tolist()
-        return self._maps.frame(self._index.segments[segment], offset, self._verify)
+        while True:
+            try:
+                view = self._maps.frame(self._index.segments[segment], offset, self._verify)
+            except CorruptError:  # known from before an erasure, or damaged
+                self._maps.forget(segment)
+                view = self._maps.frame(self._index.segments[segment], offset, self._verify)
+            yield view
+            if not view.stale:
+                return
+            self._maps.forget(segment)
 
     def close(self) -> None:
         self._maps.close()
@@ -275,15 +291,20 @@ class _Window:
         streams = self._index.kinds[members[0]].streams
         for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             at = order[begin:end]
-            view = frames(int(frame[at[0]]))
             inside, where = row[at], slots[at]
-            pieces = view.pieces([view.frame.layers.index(layer) for layer in layers], inside)
-            for number, stream in enumerate(streams):
-                section = view.section(number)
-                for key, piece in zip(members, pieces, strict=True):
-                    self._stored[key][stream.name][where] = section[_run(piece)]
-            if members[0] == 0:
-                self._token_id[where] = view.table.token_id[inside]
+            for view in frames.until_settled(int(frame[at[0]])):
+                pieces = view.pieces([view.frame.layers.index(layer) for layer in layers], inside)
+                for number, stream in enumerate(streams):
+                    section = view.section(number)
+                    for key, piece in zip(members, pieces, strict=True):
+                        self._stored[key][stream.name][where] = section[_run(piece)]
+                if members[0] == 0:
+                    self._token_id[where] = view.table.token_id[inside]
+            erased = view.table.flags[inside] & FLAG_ERASED != 0
+            if erased.any():
+                gone = self._index.captures[self._index.capture[chosen[at[erased][0]]]]
+                raise NotFoundError(f"capture {gone} was deleted after the dataset was made; make the dataset again: "
+                                    "it is left out then")
 
     def batch(self, begin: int, end: int, copied: bool) -> Batch:
         """Rows at the slots ``[begin, end)``."""
