@@ -485,7 +485,8 @@ class StoreReader:
 
         CorruptError where the frame is not whole: one that is not durable may be so in a moment, or come again.
         """
-        view = self._maps.frame(frame.segment, frame.offset)
+        # What is not durable may be cut off at this moment, so it is not mapped; and other bytes may take its place.
+        view = self._maps.frame(frame.segment, frame.offset) if frame.durable else self._tail.read(frame)
         header = view.frame
         wanted = [layer for layer in layers if layer in header.layers]
         if capture not in header.captures or not wanted:

@@ -9,6 +9,7 @@ size and the hash before it is used, and the walk ends at the first frame that i
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,8 @@ from schemas.control import Frame, StreamPart, unpack
 from schemas.errors import CorruptError, ProtocolError, StoreError
 from schemas.frame import FLAG_ERASED, RowTable, check_frame, check_table
 
-__all__ = ["FrameHeader", "FrameView", "Layout", "encode_head", "frame_layout", "parse_frame", "redacted_head",
-           "verify_payload", "walk"]
+__all__ = ["FrameHeader", "FrameView", "Layout", "encode_head", "frame_layout", "parse_frame", "read_frame",
+           "redacted_head", "verify_payload", "walk"]
 
 MAGIC: Final = b"TAPFRM01"
 SEGMENT_VERSION: Final = 1
@@ -182,8 +183,14 @@ class FrameView:
         return made
 
 
-def parse_frame(data: memoryview, offset: int, store: bytes, number: int, path: object) -> FrameView:
-    """The frame at ``offset`` of a segment; CorruptError (naming ``path`` and the offset) if it is not whole."""
+def parse_frame(data: memoryview, offset: int, store: bytes, number: int, path: object, file_bytes: int = 0
+                ) -> FrameView:
+    """The frame at ``offset`` of a segment; CorruptError (naming ``path`` and the offset) if it is not whole.
+
+    ``data`` may end with the frame's head where ``file_bytes``, the size of the file that it is from, says how much
+    follows; then nothing of the payload can be had of the view.
+    """
+    size = max(len(data), file_bytes)
 
     def need(condition: bool, what: str) -> None:
         if not condition:
@@ -197,7 +204,7 @@ def parse_frame(data: memoryview, offset: int, store: bytes, number: int, path: 
     need(n_header <= limits.message_header_bytes_max, f"header of {n_header} bytes")
     need(n_table <= 16 * limits.frame_rows_max, f"row table of {n_table} bytes")
     used = PRELUDE.size + n_header + n_table
-    need(used <= total <= len(data) - offset, f"frame of {total} bytes, {len(data) - offset} left in the file")
+    need(used <= total <= size - offset, f"frame of {total} bytes, {size - offset} left in the file")
     head = bytearray(data[offset : offset + used])
     head[_HASH_AT : PRELUDE.size] = bytes(8)
     need(xxhash.xxh3_64_intdigest(head) == digest, "the head does not match its checksum")
@@ -213,6 +220,23 @@ def parse_frame(data: memoryview, offset: int, store: bytes, number: int, path: 
     need(layout.total == total, f"frame of {total} bytes, its sections need {layout.total}")
     declared = codecs.streams(frame.codec, frame.width, frame.dtype)
     return FrameView(data, offset, header, flags, table, rows, layout, declared, digest)
+
+
+def read_frame(fd: int, offset: int, store: bytes, number: int, path: object, payload: bool) -> FrameView:
+    """A copy of the frame at ``offset`` of an open file, of its head alone without ``payload``; CorruptError as above.
+
+    For files that may be cut at this moment: a map of one would end the process where a page of it is gone.
+    """
+    left = max(os.fstat(fd).st_size - offset, 0)
+    prelude = os.pread(fd, PRELUDE.size, offset)
+    if len(prelude) < PRELUDE.size:
+        raise CorruptError("read frame", f"{path} at byte {offset}", "the file ends before the frame's prelude")
+    *_, n_header, n_table, total, _ = PRELUDE.unpack(prelude)
+    wanted = min(total if payload else PRELUDE.size + n_header + n_table, left)
+    data = os.pread(fd, wanted, offset)
+    if len(data) < wanted:
+        raise CorruptError("read frame", f"{path} at byte {offset}", "the file was cut")
+    return parse_frame(memoryview(data), 0, store, number, f"{path} from byte {offset} on,", 0 if payload else left)
 
 
 def newer_frame(data: memoryview, offset: int, store: bytes) -> bool:

@@ -6,6 +6,7 @@ them, for who follows a capture while it is made.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,9 +16,8 @@ from typing import Final
 
 from schemas.catalog import Segment
 from schemas.errors import CorruptError
-from schemas.map_file import map_file
-from schemas.segment import parse_frame
-from schemas.zarr_layout import WRITER
+from schemas.segment import FrameView, read_frame, verify_payload
+from schemas.zarr_layout import WRITER, open_name
 
 __all__ = ["FrameAt", "JournalTail"]
 
@@ -50,7 +50,7 @@ class JournalTail:
     """
 
     def __init__(self, store: Path, uuid: bytes, durable_end: Callable[[int], int]) -> None:
-        self._folder = store / "writers" / WRITER / "journal"
+        self._store, self._folder = store, store / "writers" / WRITER / "journal"
         self._uuid, self._durable_end = uuid, durable_end
         self._lock = threading.Lock()
         self._files: dict[int, _File] = {}
@@ -76,24 +76,46 @@ class JournalTail:
         with self._lock:
             return [frame for file in self._files.values() for frame in file.frames.get((capture, site), ())]
 
+    def read(self, frame: FrameAt) -> FrameView:
+        """A copy of a frame; CorruptError where it is not whole, or is no longer there."""
+        path = self._store / open_name(frame.segment.number)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise CorruptError("read frame", path, "no such file: it was sealed, or given up") from None
+        try:
+            view = read_frame(fd, frame.offset, self._uuid, frame.segment.number, path, payload=True)
+        finally:
+            os.close(fd)
+        verify_payload(view, path)
+        if view.frame.seq != frame.seq:
+            raise CorruptError("read frame", f"{path} at byte {frame.offset}", "another took its place")
+        return view
+
     def _read(self, number: int, file: _File) -> set[str]:
         fresh: set[str] = set()
         try:
-            if file.path.stat().st_size <= file.offset:
+            size = file.path.stat().st_size
+            if size < file.offset:  # it was cut, and other frames may come in the place of those
+                file.frames.clear()
+                file.offset = self._durable_end(number)
+            if size <= file.offset:
                 return fresh
-            data = map_file(file.path)
+            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:  # sealed at this moment
             return fresh
-        while file.offset < len(data):
-            try:
-                view = parse_frame(data, file.offset, self._uuid, number, file.path)
-            except CorruptError:  # not whole yet
-                break
-            frame = view.frame
-            segment = Segment(number, False, frame.site, frame.codec, frame.dtype, frame.width, view.declared[0].name)
-            at = FrameAt(frame.seq, segment, file.offset, False)
-            for capture in frame.captures:
-                file.frames.setdefault((capture, frame.site), []).append(at)
-            fresh.update(frame.captures)
-            file.offset = view.end
-        return fresh
+        try:
+            while True:
+                view = read_frame(fd, file.offset, self._uuid, number, file.path, payload=False)
+                frame = view.frame
+                segment = Segment(number, False, frame.site, frame.codec, frame.dtype, frame.width,
+                                  view.declared[0].name)
+                at = FrameAt(frame.seq, segment, file.offset, False)
+                for capture in frame.captures:
+                    file.frames.setdefault((capture, frame.site), []).append(at)
+                fresh.update(frame.captures)
+                file.offset += view.layout.total
+        except CorruptError:  # there is no more, or not whole yet
+            return fresh
+        finally:
+            os.close(fd)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,3 +119,47 @@ def test_never_a_500(tmp_path: Path) -> None:
             with StoreReader(stack.store) as reader:
                 assert until(lambda: not reader.erasing(), 30)
         assert seen["200"] and seen["404"]
+
+
+FOLLOW = """
+import sys, time
+from pathlib import Path
+from schemas.errors import CorruptError
+from schemas.reader import StoreReader, read_store_uuid
+from schemas.tail import JournalTail
+
+store, capture, end = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+reader, tail = StoreReader(store), JournalTail(store, read_store_uuid(store), lambda _: end)
+seen, until = 0, time.monotonic() + 1.5
+while time.monotonic() < until:
+    tail.look()
+    for frame in tail.frames(capture, "resid_post"):
+        try:
+            seen += reader.live_rows(frame, capture, [0, 1, 2, 3]) is not None
+        except CorruptError:
+            pass
+print("seen", seen > 0)
+"""
+
+
+def test_who_follows_outlives_that_a_file_is_cut(tmp_path: Path) -> None:
+    """The writer takes back what it could not make durable: a map of it would end the follower with SIGBUS."""
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store) as writer, Sender(writer.endpoint, engine=engine_info(4096)) as engine:
+        engine.open(capture, prompt_len=64)
+        engine.frame([(capture, 0, range(64))], width=4096)
+        engine.wait()
+        with StoreReader(store) as reader:
+            until(lambda: reader.progress(capture).captured)
+        writer.kill()
+    journal, = store.glob("writers/*/journal/*.open")
+    durable = journal.read_bytes()
+    follower = subprocess.Popen([sys.executable, "-c", FOLLOW, str(store), capture, str(len(durable))],
+                                stdout=subprocess.PIPE, text=True)
+    with journal.open("r+b", buffering=0) as file:
+        while follower.poll() is None:
+            file.seek(len(durable))
+            file.write(durable)  # the same frame once more, of which the catalog does not know
+            time.sleep(0.004)
+            file.truncate(len(durable))
+    assert follower.communicate()[0] == "seen True\n" and follower.returncode == 0
