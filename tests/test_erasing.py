@@ -25,14 +25,17 @@ from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
+from schemas.zarr_layout import journal_folder
 from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.test_recovery import dump
 from writer_service import catalog, fs, sealing
 from writer_service.commits import Waker
+from writer_service.control_log import log_path
 from writer_service.fsck import fsck
 from writer_service.keeper import Keeper
 from writer_service.rebuild import rebuild
 from writer_service.recovery import recover
+from writer_service.scrubbing import scrub_log
 
 FIRST = 70_000  # where the positions of the deleted capture begin: token ids that nobody else has
 WIDTH = 4096
@@ -219,6 +222,51 @@ def test_a_block_of_nothing_else_goes_whole(sample: Sample, tmp_path: Path) -> N
     assert done.differences == {} and dump(store) == before
     with StoreReader(store) as reader:
         assert_rows(reader.slice(capture, SITE, [0, 3]), 3, range(3))
+
+
+def test_a_scrubbed_log_and_a_catalog_of_before(tmp_path: Path) -> None:
+    """Power is lost before the catalog is synced: it notes a place in a log that was written anew since."""
+    store, captures = tmp_path / "store", [new_ulid() for _ in range(6)]
+    with writing(store, "--keep-s", "1000") as (writer, engine):
+        for number, capture in enumerate(captures):
+            engine.open(capture, prompt_len=2000)
+            engine.frame([(capture, number, range(4))], width=WIDTH)
+            engine.finish(capture, end=4, output=500)
+            engine.wait()
+            if number == 3:
+                assert until(lambda: len(dump(store)["extents"]) == 4)
+                with sqlite3.connect(store / "catalog.sqlite") as db, sqlite3.connect(tmp_path / "before") as before:
+                    db.backup(before)
+        writer.stop()
+    with writing(store, "--keep-s", "1000") as (writer, engine):
+        engine.delete(captures[1])
+        engine.wait()
+        writer.stop()
+    look_after(store)
+    assert dump(store)["scrub"] == []
+    for path in store.glob("catalog.sqlite*"):
+        path.unlink()
+    shutil.copy(tmp_path / "before", store / "catalog.sqlite")
+    look_after(store)
+    with StoreReader(store) as reader:
+        assert {row.id for row in reader.captures()} == {*captures} - {captures[1]}
+        for number in (0, 2, 3, 4, 5):
+            assert_rows(reader.slice(captures[number], SITE, [0, 3], 0, 4), number, range(4))
+    recovered = dump(store)
+    done = rebuild(store)
+    fs.close(done.state.lock)
+    assert done.differences == {} and dump(store) == recovered
+
+
+def test_a_damaged_log_is_not_scrubbed(sample: Sample, tmp_path: Path) -> None:
+    store = copied(sample, tmp_path)
+    log = log_path(store / journal_folder(), 1)
+    data = bytearray(log.read_bytes())
+    data[len(data) // 2] ^= 1
+    log.write_bytes(data)
+    with pytest.raises(StoreError, match="damaged"):
+        scrub_log(store, read_store_uuid(store), 1, {sample.gone})
+    assert log.read_bytes() == data
 
 
 def test_rows_of_an_open_segment(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from writer_service import fs
 
 MAGIC: Final = b"TAPLOG01"
 LOG_VERSION: Final = 1
+FLAG_SCRUBBED: Final = 1  # written anew without what deleted captures said: its records lie elsewhere than before
 _HEAD: Final = struct.Struct("<8sII16s")
 _RECORD: Final = struct.Struct("<IIQ")
 log_end: Final = _HEAD.size  # of a log without a record
@@ -130,24 +131,25 @@ def _record(entry: Entry) -> bytes:
     return size + struct.pack("<Q", xxhash.xxh3_64_intdigest(size + body)) + body
 
 
-def log_bytes(store: bytes, entries: Iterable[Entry]) -> bytes:
-    """A whole log."""
-    return b"".join([_HEAD.pack(MAGIC, LOG_VERSION, 0, store), *map(_record, entries)])
+def scrubbed_log(store: bytes, entries: Iterable[Entry]) -> bytes:
+    """A whole log, to take the place of one with the same records that told more."""
+    return b"".join([_HEAD.pack(MAGIC, LOG_VERSION, FLAG_SCRUBBED, store), *map(_record, entries)])
 
 
 def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, Entry]]:
     """``(offset after it, entry)`` of the longest valid prefix from byte ``start`` on.
 
-    StoreError where the file is not a log of this store; a torn or damaged record ends the walk.
+    A scrubbed log is read from its beginning: an offset in it may be of before, where power was lost before the catalog
+    was synced. StoreError where the file is not a log of this store; a torn or damaged record ends the walk.
     """
     data = path.read_bytes()  # logs are rotated at a bounded size
     if len(data) < _HEAD.size:
         return
-    magic, version, _, uuid = _HEAD.unpack_from(data)
+    magic, version, flags, uuid = _HEAD.unpack_from(data)
     if magic != MAGIC or version != LOG_VERSION or uuid != store:
         raise StoreError("read control log", path, "not a control log of this store and version",
                          "move it out of the journal folder")
-    offset = max(start, _HEAD.size)
+    offset = _HEAD.size if flags & FLAG_SCRUBBED else max(start, _HEAD.size)
     while offset + _RECORD.size <= len(data):
         size, _, digest = _RECORD.unpack_from(data, offset)
         end = offset + _RECORD.size + size

@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 
 from schemas.control import ClientFinish, Finish, Open, Own
+from schemas.errors import StoreError
 from schemas.zarr_layout import journal_folder
 from writer_service import fs
-from writer_service.control_log import Entry, log_bytes, log_path, read_log
+from writer_service.control_log import Entry, log_end, log_path, read_log, scrubbed_log
 
 
 def content_of(entry: Entry) -> str | None:
@@ -30,10 +31,18 @@ def content_of(entry: Entry) -> str | None:
 
 
 def scrub_log(store: Path, uuid: bytes, number: int, captures: Collection[str]) -> None:
-    """Rewrite a log that nobody appends to; ``captures`` are ids, and ULIDs of which every sample is deleted."""
+    """Rewrite a log that nobody appends to; ``captures`` are ids, and ULIDs of which every sample is deleted.
+
+    StoreError where a record is damaged: what follows it cannot be read, and would be gone for good.
+    """
     path = log_path(store / journal_folder(), number)
-    entries = [_without(entry) if content_of(entry) in captures else entry for _, entry in read_log(path, uuid)]
-    fs.write_durable(path, log_bytes(uuid, entries))
+    read = list(read_log(path, uuid))
+    end = read[-1][0] if read else log_end
+    if end != path.stat().st_size:
+        raise StoreError("scrub control log", path, f"the record at byte {end} is damaged",
+                         "put a good copy of the log in its place, or cut it off there")
+    entries = [_without(entry) if content_of(entry) in captures else entry for _, entry in read]
+    fs.write_durable(path, scrubbed_log(uuid, entries))
 
 
 def _without(entry: Entry) -> Entry:
