@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from api.errors import ApiError, BadParam
 from api.service import is_alias
@@ -119,13 +122,22 @@ def check_inline(asked: Wish, resolved: Resolved, engine: EngineInfo) -> None:
     prompt = asked.body.get("prompt")
     prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else [prompt]
     lengths = [len(each) if isinstance(each, list) else 1 for each in prompts]  # tokens; of text at least one
-    rows = sum(min(stop, length) - start for length in lengths for start, stop in intervals(resolved.positions, length)
-               if start < min(stop, length)) * (asked.count // len(lengths))
+    rows = _prompt_rows(resolved.positions, lengths) * (asked.count // len(lengths))
     numbers = sum(len(layers) * identified(resolved.codec[site]).decoded_width(engine.widths[site])
                   for site, layers in resolved.layers.items())
     if rows * numbers * 4 > limits.inline_bytes_max:
         raise LimitError("bytes of arrays in the answer (capture.return = inline)", rows * numbers * 4,
                          limits.inline_bytes_max, 'ask for fewer layers or positions, or return: "reference"')
+
+
+def _prompt_rows(positions: str | list[tuple[int, int]], lengths: list[int]) -> int:
+    """How many rows prompts of so many tokens have; a caller may send thousands of prompts, and thousands of ranges."""
+    fixed = np.asarray(positions, np.int64).reshape(-1, 2) if isinstance(positions, list) else None
+    rows = 0
+    for length, prompts in Counter(lengths).items():
+        ranges = np.asarray(intervals(positions, length), np.int64) if fixed is None else fixed
+        rows += prompts * int((np.minimum(ranges[:, 1], length) - ranges[:, 0]).clip(0).sum())
+    return rows
 
 
 def _n(value: object) -> int:

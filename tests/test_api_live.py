@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from api.generation import plan, wish
 from schemas.control import Own
+from schemas.errors import LimitError
 from schemas.ids import new_ulid
 from schemas.spec import parse_spec
 from tests.api_stack import Stack, running
-from tests.engine_player import WIDTH, EnginePlayer, decoded
+from tests.engine_player import WIDTH, EnginePlayer, decoded, engine_info
 
 SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
 PROMPT = list(range(10, 16))
@@ -257,3 +259,18 @@ def test_too_much_for_an_answer(stack: Stack) -> None:
     field = answer.json()["capture"]
     assert answer.status_code == 200 and field["inline"]["error"]["code"] == "too_large"
     assert field["status"] == "complete" and stack.http.get(field["activations_url"]).status_code == 200
+
+
+@pytest.mark.parametrize("lengths", [[1] * 4096, [*range(1, 2049)]], ids=["alike", "all_different"])
+def test_many_prompts_and_ranges_are_soon_counted(lengths: list[int]) -> None:
+    """The service does nothing else meanwhile."""
+    spec = {**SPEC, "return": "inline", "positions": [[2 * at, 2 * at + 1] for at in range(4000)]}
+    asked = wish({"prompt": [[1] * length for length in lengths], "capture": spec}, False, None)
+    began_s = time.process_time()
+    if lengths[-1] == 1:
+        assert plan(asked, engine_info("bfloat16")).count == 4096
+    else:
+        rows = sum((length + 1) // 2 for length in lengths)
+        with pytest.raises(LimitError, match=f"{rows * 2 * WIDTH * 4} asked"):
+            plan(asked, engine_info("bfloat16"))
+    assert time.process_time() - began_s < 0.5
