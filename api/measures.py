@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from tokenize import TokenError
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -98,7 +100,7 @@ def read_direction(data: bytes) -> F64:
     """An uploaded direction, ``[width]`` or ``[layers, width]``, from npy or from safetensors with one tensor in it."""
     try:
         if data.startswith(b"\x93NUMPY"):
-            array: npt.NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
+            array: npt.NDArray[Any] = _load_npy(data)
         else:
             tensors = load_safetensors(data)
             if len(tensors) != 1:
@@ -113,6 +115,24 @@ def read_direction(data: bytes) -> F64:
     if not np.isfinite(numbers).all() or not np.linalg.norm(numbers, axis=-1).all():
         raise BadParam("body", f"{array.dtype} {list(array.shape)}", "finite numbers, of a length other than 0")
     return numbers
+
+
+def _load_npy(data: bytes) -> npt.NDArray[Any]:
+    """The array of an npy file; ValueError, before memory is taken, where its header tells of more than is there."""
+    file, npy = io.BytesIO(data), cast(Any, np.lib.format)  # it has no types
+    version = npy.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"npy version {version}, valid: (1, 0), (2, 0)")
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    try:
+        shape, _, dtype = read(file)
+    except (SyntaxError, TokenError, RecursionError, MemoryError) as error:  # the header is a Python literal
+        raise ValueError(f"its header cannot be parsed: {type(error).__name__}") from None
+    there = len(data) - file.tell()
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != there:
+        raise ValueError(f"{dtype} {list(shape)[:8]} does not fit in the {there} bytes that follow")
+    array: npt.NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
+    return array
 
 
 def _measured(measure: str, x: F64, other: F64 | None) -> F64:

@@ -148,12 +148,25 @@ def test_wrong_questions(stack: Stack, capture: str, query: str, status: int, sa
     assert (answer.status_code, said in answer.json()["error"]["message"]) == (status, True), answer.text
 
 
+def crafted(header: str) -> bytes:
+    """An npy file of nothing but this header."""
+    return b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header.encode()
+
+
+def shaped(shape: str, descr: str = "<f8") -> bytes:
+    return crafted(f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}}}\n")
+
+
 @pytest.mark.parametrize(("body", "said"), [
     (b"", "a direction as npy"), (b"\x93NUMPY broken", "a direction as npy"), (npy(np.zeros(WIDTH)), "other than 0"),
     (npy(np.full(WIDTH, np.nan)), "finite"), (npy(np.ones(WIDTH + 1)), f"rows of {WIDTH} numbers"),
     (npy(np.ones((3, WIDTH))), "each of the 4 layers"), (npy(np.array(["a"])), "numbers"),
     (npy(np.array([{}], object)), "a direction as npy"),
     (save({"a": np.ones(WIDTH), "b": np.ones(WIDTH)}), "one tensor"),
+    (shaped(f"({1 << 45},)"), "does not fit"), (shaped(f"({1 << 40}, {1 << 40})"), "does not fit"),
+    (shaped("(1,)", "|V2147483647"), "does not fit"), (shaped("(-1,)"), "does not fit"),
+    (shaped(f"({1 << 45},)", "|S0"), "numbers [width]"), (crafted("(" * 9000 + "\n"), "a direction as npy"),
+    (crafted("-" * 9000 + "1\n"), "a direction as npy"), (crafted("[1]" * 3000), "a direction as npy"),
 ])
 def test_wrong_directions(stack: Stack, capture: str, body: bytes, said: str) -> None:
     answer = stack.http.post(f"/v1/captures/{capture}/map", content=body)
