@@ -11,15 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas.control import Hold, Open
+from schemas.catalog import connect_write
+from schemas.control import Delete, Hold, Open
 from schemas.errors import NotFoundError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, engine_info, until
 from tests.test_recovery import dump
-from writer_service import fs
+from writer_service import catalog, fs
+from writer_service.commits import Waker
+from writer_service.control_log import Entry
 from writer_service.fsck import fsck
+from writer_service.keeper import Keeper
 from writer_service.rebuild import rebuild
 from writer_service.usage import disk_bytes
 
@@ -95,6 +99,46 @@ def test_the_oldest_go_when_there_is_too_much(tmp_path: Path) -> None:
     assert captures[1] in ids(store) and captures[0] not in ids(store)  # by age, not by when they came
     assert 2 <= len(ids(store)) <= 3, "more was deleted than had to be"
     assert fsck(store).bad == []
+
+
+def test_logs_do_not_count(tmp_path: Path) -> None:
+    """Deleting gives nothing of them back: what was asked to be kept is kept, and a quota stays open."""
+    store, captures = tmp_path / "store", [new_ulid() for _ in range(3)]
+    with WriterProcess(store, "--seal-idle-s", "0.1", "--keep-s", "0.05", "--retain-bytes", "2500000",
+                       "--quota-bytes", "2500000") as writer:
+        with Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:
+            for capture in captures[:2]:
+                store_one(engine, capture)
+            for _ in range(12):
+                engine.open(new_ulid(), prompt_len=100_000)
+            store_one(engine, captures[2])
+            assert disk_bytes(store / "writers") > 4_000_000
+            assert until(lambda: list((store / "blocks").glob("w0-*.zarr")))
+            time.sleep(0.3)
+        out = writer.stop()
+    assert set(captures) <= ids(store) and "expired=0" in out and "rows_over_quota=0" in out
+
+
+def test_what_gives_nothing_back_is_not_deleted_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, captures = tmp_path / "store", [new_ulid() for _ in range(8)]
+    with WriterProcess(store, "--keep-s", "1000") as writer, Sender(
+            writer.endpoint, engine=engine_info(WIDTH)) as engine:
+        for age, capture in enumerate(captures):
+            store_one(engine, capture, 8 - age)
+        writer.stop()
+    monkeypatch.setattr(fs, "punch", lambda *_: False)
+    keeper = Keeper(store, read_store_uuid(store), Waker(), retain_bytes=disk_bytes(store / "blocks") - 10_000)
+    db = connect_write(store / "catalog.sqlite")
+    deleted = []
+    for _ in range(12):
+        done = keeper.round()
+        deleted += done.expired
+        with catalog.transaction(db):
+            catalog.apply(db, done.changes)
+            catalog.apply(db, [Entry("", 0, 0, 1, Delete(0, capture)) for capture in done.expired])
+    keeper.close()
+    db.close()
+    assert 2 <= len(deleted) <= 3 and deleted == captures[:len(deleted)]
 
 
 def test_over_quota(tmp_path: Path) -> None:

@@ -16,16 +16,18 @@ from typing import Final
 
 from schemas.catalog import connect_read
 from schemas.errors import StoreError
+from schemas.zarr_layout import block_name
 from writer_service import removal, says
 from writer_service.catalog import Erased, Scrubbed, SegmentGone
 from writer_service.commits import Waker
 from writer_service.erasing import erase
 from writer_service.scrubbing import scrub_log
-from writer_service.usage import Usage, capture_bytes, oldest
+from writer_service.usage import Usage, capture_bytes, disk_bytes, oldest
 
 retire_rounds: Final = 2  # so that deletes one after the other do not make a block each
 failed_rounds: Final = 30
 expired_at_once: Final = 500
+owed_share: Final = 4  # retention by bytes stops where a fourth of them was deleted and did not come back
 KeeperChange = Erased | Scrubbed | SegmentGone
 
 
@@ -58,6 +60,9 @@ class Keeper:
         self._due = 0.0
         self._after_batch = 0
         self._seen: dict[int, float] = {}  # open segments with rows to erase, since when
+        self._asked: set[str] = set()  # captures that were one too many, as of the last time that some were
+        self._owed = 0  # about what deleting them should have given back and has not
+        self._in_vain = False
         self.failures = 0
 
     def step(self, now: float, applied: int) -> bool:
@@ -118,6 +123,8 @@ class Keeper:
             if number not in sealed:
                 done.retire.add(number)
                 continue
+            block = self._store / block_name(number)
+            before = disk_bytes(block)
             try:
                 if number in whole:
                     removal.remove_block(self._store, number)
@@ -127,6 +134,7 @@ class Keeper:
                     done.erased_rows += erase(self._store, self._uuid, number, captures)
                     self._usage.forget(number)
                     done.changes.append(Erased(number, captures))
+                self._owed = max(self._owed - max(before - disk_bytes(block), 0), 0)
             except (OSError, StoreError, ValueError, KeyError) as error:
                 done.failures += 1
                 self._complain(f"erase in segment {number}", error)
@@ -138,11 +146,23 @@ class Keeper:
         if self._retain_bytes is None or done.expired or done.changes or done.retire:
             return  # what is being erased comes back first
         excess = done.used_bytes - self._retain_bytes
+        in_vain = excess > 0 and self._owed > self._retain_bytes // owed_share
+        if in_vain and not self._in_vain:
+            says.warn("retention_in_vain", f"rows take {done.used_bytes} bytes, more than the {self._retain_bytes} to "
+                      f"be kept, but deleting gives too little back ({self._owed} bytes are missing): no more is deleted "
+                      "until it does", used_bytes=done.used_bytes, missing_bytes=self._owed)
+        self._in_vain = in_vain
+        if in_vain:
+            return
+        asked, self._asked = self._asked, set()
         for capture in islice(oldest(db, now_ms), expired_at_once):
             if excess <= 0:
                 return
             done.expired.append(capture)
-            excess -= capture_bytes(db, capture)
+            self._asked.add(capture)
+            nbytes = capture_bytes(db, capture)
+            excess -= nbytes
+            self._owed += 0 if capture in asked else nbytes
 
     def _scrub(self, db: sqlite3.Connection, done: Round) -> None:
         logs: dict[int, set[str]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from schemas import codecs
-from schemas.zarr_layout import WRITER
+from schemas.zarr_layout import WRITER, journal_folder
 
 BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
 
@@ -23,7 +23,10 @@ def disk_bytes(path: Path) -> int:
 
 
 class Usage:
-    """The bytes of a store's rows and logs; a sealed block is measured once, until something is erased in it."""
+    """The bytes of a store's rows; a sealed block is measured once, until something is erased in it.
+
+    Control logs do not count: they are kept, so that no deletion gives them back.
+    """
 
     def __init__(self, store: Path) -> None:
         self._store = store
@@ -34,12 +37,13 @@ class Usage:
         self._blocks.pop(f"{WRITER}-{number:08d}.zarr", None)
 
     def measure(self) -> int:
-        """Bytes of all blocks and of the journal."""
+        """Bytes of all blocks and of the open segments."""
         there = {path.name: path for path in (self._store / "blocks").glob(f"{WRITER}-*.zarr")}
         self._blocks = {name: self._blocks[name] if name in self._blocks else disk_bytes(path)
                         for name, path in there.items()}
         unnamed = sum(disk_bytes(path) for path in (self._store / "blocks").glob(".*"))  # being sealed, or taken away
-        return sum(self._blocks.values()) + unnamed + disk_bytes(self._store / "writers" / WRITER / "journal")
+        unsealed = sum(disk_bytes(path) for path in (self._store / journal_folder()).glob("[0-9]*.open"))
+        return sum(self._blocks.values()) + unnamed + unsealed
 
 
 def oldest(db: sqlite3.Connection, before_ms: int) -> Iterator[str]:
