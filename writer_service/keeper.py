@@ -149,8 +149,8 @@ class Keeper:
         in_vain = excess > 0 and self._owed > self._retain_bytes // owed_share
         if in_vain and not self._in_vain:
             says.warn("retention_in_vain", f"rows take {done.used_bytes} bytes, more than the {self._retain_bytes} to "
-                      f"be kept, but deleting gives too little back ({self._owed} bytes are missing): no more is deleted "
-                      "until it does", used_bytes=done.used_bytes, missing_bytes=self._owed)
+                      f"be kept, but deleting gives too little back ({self._owed} bytes are missing): no more is "
+                      "deleted until it does", used_bytes=done.used_bytes, missing_bytes=self._owed)
         self._in_vain = in_vain
         if in_vain:
             return
