@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -42,6 +43,7 @@ from schemas.frame import FLAG_ERASED
 from schemas.ids import split_capture_id
 from schemas.manifest import Manifest, Missing
 from schemas.mapping import SegmentMaps
+from schemas.segment import FrameView
 from schemas.sieve import Sieve
 from schemas.sites import SITES, parse_site
 from schemas.spec import Resolved
@@ -152,11 +154,13 @@ class LiveRows:
     """Rows of a capture out of one frame, as they came: ``values`` is float32 ``[layers, n, decoded width]``.
 
     ``seq`` grows from frame to frame. A position may come again, computed anew: the later one counts. ``durable`` says
-    that the rows survive a loss of power; ``flags`` are schemas.frame's, uint32 ``[n]``.
+    that the rows survive a loss of power, ``more`` that the frame has others after them; ``flags`` are schemas.frame's,
+    uint32 ``[n]``.
     """
 
     seq: int
     durable: bool
+    more: bool
     layers: list[int]
     positions: npt.NDArray[np.uint32]
     token_ids: npt.NDArray[np.uint32]
@@ -480,27 +484,23 @@ class StoreReader:
                 found.setdefault(frame.seq, frame)
         return [found[seq] for seq in sorted(found)]
 
-    def live_rows(self, frame: FrameAt, capture: str, layers: Sequence[int]) -> LiveRows | None:
+    def live_rows(self, frame: FrameAt, capture: str, layers: Sequence[int], first: int = 0) -> LiveRows | None:
         """The rows of a capture in a frame, of those of ``layers`` that it has; None where there are none.
 
-        CorruptError where the frame is not whole: one that is not durable may be so in a moment, or come again.
+        From the capture's row number ``first`` in it on, at most ``limits.live_event_bytes_max`` of them. CorruptError
+        where the frame is not whole: one that is not durable may be so in a moment, or come again.
         """
-        # What is not durable may be cut off at this moment, so it is not mapped; and other bytes may take its place.
-        view = self._maps.frame(frame.segment, frame.offset) if frame.durable else self._tail.read(frame)
-        header = view.frame
-        wanted = [layer for layer in layers if layer in header.layers]
-        if capture not in header.captures or not wanted:
-            return None
-        mine = view.table.capture == header.captures.index(capture)
-        rows = np.flatnonzero(mine & (view.table.flags & FLAG_ERASED == 0))
-        if not len(rows):
-            return None
-        source = view.pieces([header.layers.index(layer) for layer in wanted], rows)
-        pieces = {stream.name: view.section(number)[source].view(stream.dtype).reshape(
-            len(wanted), len(rows), *stream.shape) for number, stream in enumerate(view.declared)}
-        values = codecs.decode(header.codec, pieces, header.width, header.dtype)
-        return LiveRows(frame.seq, frame.durable, wanted, view.table.position[rows], view.table.token_id[rows],
-                        view.table.flags[rows], values)
+        return self._settled(lambda: self._live_rows(frame, capture, layers, first))
+
+    def _live_rows(self, frame: FrameAt, capture: str, layers: Sequence[int], first: int) -> LiveRows | None:
+        if not frame.durable:
+            # It may be cut off at this moment, so it is not mapped; and other bytes may take its place.
+            return _live_of(frame, self._tail.read(frame), capture, layers, first, lambda *_: None)
+        try:
+            view = self._maps.frame(frame.segment, frame.offset, verify=False)
+            return _live_of(frame, view, capture, layers, first, partial(self._maps.verify, frame.segment, view))
+        except StoreError as error:
+            raise _UnsettledError(frame.segment.number, error) from None
 
     def _durable_end(self, segment: int) -> int:
         """The offset up to which the catalog has the frames of a segment."""
@@ -619,6 +619,32 @@ class StoreReader:
             stop_reason=capture.stop_reason, cached=capture.cached, recomputed=capture.recomputed,
             sites=sites, rows=rows, hold=capture.hold,
         )
+
+
+Verify = Callable[[list[int], npt.NDArray[np.int64], list[npt.NDArray[np.uint8]]], None]
+
+
+def _live_of(frame: FrameAt, view: FrameView, capture: str, layers: Sequence[int], first: int, verify: Verify
+             ) -> LiveRows | None:
+    """``live_rows`` of a frame that was read; ``verify`` is given what was copied of it: layers, rows, pieces."""
+    header = view.frame
+    wanted = [layer for layer in layers if layer in header.layers]
+    if capture not in header.captures or not wanted:
+        return None
+    mine = view.table.capture == header.captures.index(capture)
+    there = np.flatnonzero(mine & (view.table.flags & FLAG_ERASED == 0))
+    row_bytes = 4 * len(wanted) * codecs.identified(header.codec).decoded_width(header.width)
+    rows = there[first : first + max(1, limits.live_event_bytes_max // row_bytes)]
+    if not len(rows):
+        return None
+    source = view.pieces([header.layers.index(layer) for layer in wanted], rows)
+    copied = [view.section(number)[source] for number in range(len(view.declared))]
+    verify(wanted, rows, copied)
+    pieces = {stream.name: found.view(stream.dtype).reshape(len(wanted), len(rows), *stream.shape)
+              for stream, found in zip(view.declared, copied, strict=True)}
+    values = codecs.decode(header.codec, pieces, header.width, header.dtype)
+    return LiveRows(frame.seq, frame.durable, first + len(rows) < len(there), wanted, view.table.position[rows],
+                    view.table.token_id[rows], view.table.flags[rows], values)
 
 
 def _declared(codec: codecs.Codec, width: int, dtype: str) -> list[dict[str, Any]]:

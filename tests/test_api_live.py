@@ -17,9 +17,11 @@ import pytest
 from safetensors.numpy import load
 
 from api.generation import plan, wish
+from schemas import limits
 from schemas.control import Own
 from schemas.errors import LimitError
 from schemas.ids import new_ulid
+from schemas.reader import StoreReader
 from schemas.spec import parse_spec
 from tests.api_stack import Stack, running
 from tests.engine_player import WIDTH, EnginePlayer, decoded, engine_info
@@ -179,6 +181,34 @@ def test_a_stream_goes_on_where_it_was_left(stack: Stack, engine: EnginePlayer) 
     same = Listener(stack, f"/v1/captures/{ulid}/live?after={ids[1]}")
     same.wait("finish")
     assert [event["positions"] for event in same.of("rows")] == [[7]]
+
+
+def test_a_large_frame_comes_in_pieces(stack: Stack, engine: EnginePlayer) -> None:
+    """None of which is larger than an event may be, in memory too: many may follow, and take what they get slowly."""
+    prompt = [token % 256 for token in range(3000)]
+    ulid = new_ulid()
+    engine.record(Own, capture=ulid, count=1, owner="", aliases=[], tags={}, created_ms=time.time_ns() // 1_000_000)
+    resolved = engine.open(ulid, parse_spec({**SPEC, "id": ulid}), prompt)
+    engine.send_rows(ulid, 0, resolved, len(prompt), prompt, list(range(len(prompt))))
+    with StoreReader(stack.store) as reader:
+        while not (frames := reader.frames(ulid, "resid_post", 0)):
+            time.sleep(0.01)
+        first, sizes = 0, []
+        while (rows := reader.live_rows(frames[0], ulid, [0, 2], first)) is not None:
+            sizes.append(rows.values.nbytes)
+            first += len(rows.positions)
+            assert rows.more == (first < len(prompt))
+    assert first == len(prompt) and max(sizes) <= limits.live_event_bytes_max and len(sizes) == 3
+    engine.finish(ulid, "stop", [], len(prompt))
+    listener = Listener(stack, f"/v1/captures/{ulid}/live")
+    listener.wait("finish")
+    pieces = listener.of("rows")
+    assert [array(event).nbytes for event in pieces] == sizes
+    assert [number is not None for name, _, number, _ in listener.events if name == "rows"] == [False, False, True]
+    got = np.concatenate([array(event) for event in pieces], axis=1)
+    for index, layer in enumerate((0, 2)):
+        want = decoded("int8b64", 0, "resid_post", layer, list(range(len(prompt))), "bfloat16")
+        assert np.array_equal(got[index], want)
 
 
 def test_what_the_store_has_is_what_was_live(stack: Stack) -> None:

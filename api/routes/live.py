@@ -22,7 +22,6 @@ from api.service import Service, check_ref, owner_of, service_of
 from api.slice_formats import cast
 from api.slice_query import SiteQuery, check_known, one_of, parse_site_query
 from api.waiting import FINAL, poll
-from schemas import limits
 from schemas.errors import CorruptError, NotFoundError, TapError
 from schemas.reader import LiveRows, Progress, StoreReader
 from schemas.tail import FrameAt
@@ -135,11 +134,14 @@ async def _rows(service: Service, capture: str, owner: str, query: SiteQuery, dt
             # Looked at before the rows: what is final then has all its rows in the store.
             status = (await service.read(partial(_look, capture=capture, owner=owner))).status
             for frame in await service.read(follower.frames):
-                pieces = await service.read(partial(follower.take, frame=frame))
-                for number, rows in enumerate(pieces, 1):
+                first, more = 0, True
+                while more:  # decoded as they are sent: who takes them slowly holds no more than one event
+                    rows = await service.read(partial(follower.take, frame=frame, first=first))
+                    if rows is None:
+                        break
+                    first, more = first + len(rows.positions), rows.more
                     # The id comes with a frame's last piece: who comes back with it has had all of the frame.
-                    yield _event("rows", _row_event(capture, follower.site, rows, dtype),
-                                 rows.seq if number == len(pieces) else None)
+                    yield _event("rows", _row_event(capture, follower.site, rows, dtype), None if more else rows.seq)
             if follower.newly_durable:
                 yield _event("durable", {"id": capture, "through": follower.durable})
                 follower.newly_durable = False
@@ -178,27 +180,21 @@ class _Follower:
                 self.newly_durable = True
         return [frame for frame in found if frame.seq > self.durable and frame.seq not in self._sent]
 
-    def take(self, reader: StoreReader, frame: FrameAt) -> list[LiveRows]:
-        """The rows of a frame in pieces of bounded size; none where it is not whole yet and comes again."""
+    def take(self, reader: StoreReader, frame: FrameAt, first: int) -> LiveRows | None:
+        """Rows of a frame from number ``first`` on; None where it has none, or is not whole yet and comes again."""
         try:
-            rows = reader.live_rows(frame, self.capture, self.layers)
+            rows = reader.live_rows(frame, self.capture, self.layers, first)
         except CorruptError:
             if frame.durable:
                 raise
-            return []
+            return None
+        if rows is not None and rows.more:
+            return rows
         if frame.durable:
             self.durable = max(self.durable, frame.seq)
         else:
             self._sent.add(frame.seq)
-        return [] if rows is None else _pieces(rows)
-
-
-def _pieces(rows: LiveRows) -> list[LiveRows]:
-    layers, n, width = rows.values.shape
-    step = max(1, limits.live_event_bytes_max // max(1, layers * width * rows.values.itemsize))
-    parts = [slice(at, at + step) for at in range(0, n, step)]
-    return [LiveRows(rows.seq, rows.durable, rows.layers, rows.positions[part], rows.token_ids[part], rows.flags[part],
-                     rows.values[:, part]) for part in parts]
+        return rows
 
 
 def _row_event(capture: str, site: str, rows: LiveRows, dtype: str) -> dict[str, Any]:
