@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import anyio
 
 from api.errors import ApiError
+from api.shares import fits, share
 from schemas import limits
 from schemas.errors import TapError
 from schemas.reader import StoreReader
@@ -29,24 +31,25 @@ class Feed:
         self._followers: dict[str, set[asyncio.Event]] = {}
         self._pump: asyncio.Task[None] | None = None
         self._version = 0
-        self._count = 0
+        self._open = Counter[str]()
 
     @contextlib.contextmanager
-    def follow(self, captures: Sequence[str]) -> Iterator[asyncio.Event]:
+    def follow(self, captures: Sequence[str], owner: str) -> Iterator[asyncio.Event]:
         """An event that is set whenever one of them may have moved; ApiError 429 where too many follow already."""
-        if self._count >= limits.followers_max:
-            raise ApiError(429, "too_many_followers", f"{self._count} streams of events are open, limit "
-                           f"{limits.followers_max}; ask again in a moment", headers={"Retry-After": "1"})
+        if not fits(self._open, owner, 1, limits.followers_max):
+            raise ApiError(429, "too_many_followers", f"{self._open.total()} streams of events are open, of yours "
+                           f"{self._open[owner]}; limit {limits.followers_max}, for one key "
+                           f"{share(limits.followers_max, owner)}; ask again in a moment", headers={"Retry-After": "1"})
         event = asyncio.Event()
         for capture in captures:
             self._followers.setdefault(capture, set()).add(event)
-        self._count += 1
+        self._open[owner] += 1
         if self._pump is None or self._pump.done():
             self._pump = asyncio.get_running_loop().create_task(self._run())
         try:
             yield event
         finally:
-            self._count -= 1
+            self._open[owner] -= 1
             for capture in captures:
                 self._followers[capture].discard(event)
                 if not self._followers[capture]:

@@ -32,7 +32,7 @@ async def inline(service: Service, ids: Sequence[str], owner: str) -> dict[str, 
     """
     try:
         chosen, numbers = await service.read(lambda reader: _choose(service, reader, ids, owner))
-        held = Held(service, numbers)
+        held = Held(service, owner, numbers)
         try:
             found = await service.read(lambda reader: {manifest.id: _read(reader, manifest, layers, owner)
                                                        for manifest, layers in chosen})

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import anyio
 import httpx
@@ -19,6 +19,7 @@ from api.config import Config
 from api.errors import ApiError
 from api.feed import Feed
 from api.metrics import Metrics
+from api.shares import share
 from schemas import limits
 from schemas.channel import ControlChannel
 from schemas.control import Abandon, Record
@@ -29,6 +30,8 @@ from schemas.reader import StoreReader
 __all__ = ["Service", "owner_of", "service_of"]
 
 T = TypeVar("T")
+
+_MAPS: Final = 2  # that are computed at a time, each by a core
 
 
 @dataclass(slots=True)
@@ -44,9 +47,10 @@ class Service:
     unsettled: dict[str, str] = field(default_factory=dict)  # captures that no engine began yet → why none may
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     feed: Feed = field(init=False)
-    slice_bytes: int = 0
+    slice_bytes: Counter[str] = field(default_factory=Counter)  # by owner
     token_texts: OrderedDict[int, str] = field(default_factory=OrderedDict)  # least used first
-    map_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))  # a map takes a core
+    map_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(_MAPS))
+    map_turns: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)  # by owner
     # Decoding is work for a core: more of it at a time than there are cores makes every answer as late as the last.
     slice_limit: anyio.CapacityLimiter = field(
         default_factory=lambda: anyio.CapacityLimiter(max(2, os.cpu_count() or 2)))
@@ -79,6 +83,12 @@ class Service:
     async def read(self, call: Callable[[StoreReader], T], limiter: anyio.CapacityLimiter | None = None) -> T:
         """``call(reader)`` in a thread, since reading blocks."""
         return await anyio.to_thread.run_sync(lambda: call(self.reader()), limiter=limiter)
+
+    async def read_map(self, call: Callable[[StoreReader], T], owner: str) -> T:
+        """``read``, for what takes a core for a while: an owner's calls take turns before they wait for a core."""
+        turns = self.map_turns.setdefault(owner, anyio.CapacityLimiter(share(_MAPS, owner)))
+        async with turns:
+            return await self.read(call, self.map_limit)
 
     async def submit(self, make: Callable[[int], Record]) -> None:
         """The record, durable with the writer; raises what ``ControlChannel.submit`` raises."""

@@ -19,6 +19,7 @@ import xxhash
 from api.config import Config
 from api.errors import ApiError, BadParam
 from api.service import Service
+from api.shares import fits, share
 from api.slice_formats import Arrays, cast, encode, itemsize
 from api.slice_query import SliceQuery
 from schemas import limits
@@ -60,25 +61,23 @@ def slice_bytes(config: Config, manifest: Manifest, chosen: dict[str, list[int]]
 class Held:
     """Memory that a slice takes until its last byte is sent; ApiError 429 where all together would be too much."""
 
-    def __init__(self, service: Service, nbytes: int) -> None:
-        if service.slice_bytes and service.slice_bytes + nbytes > service.config.slices_in_flight_bytes_max:
-            raise ApiError(429, "too_many_slices", f"{service.slice_bytes} bytes of slices are being sent, limit "
-                           f"{service.config.slices_in_flight_bytes_max}; ask again in a moment",
+    def __init__(self, service: Service, owner: str, nbytes: int) -> None:
+        held, limit = service.slice_bytes, service.config.slices_in_flight_bytes_max
+        if not fits(held, owner, nbytes, limit):
+            raise ApiError(429, "too_many_slices", f"{held.total()} bytes of slices are being sent, of yours "
+                           f"{held[owner]}; limit {limit}, for one key {share(limit, owner)}; ask again in a moment",
                            headers={"Retry-After": "1"})
-        self.service, self.nbytes = service, nbytes
-        self._add(nbytes)
+        self.service, self.owner, self.nbytes = service, owner, 0
+        self.only(nbytes)
 
     def only(self, nbytes: int) -> None:
         """What is left of it: the answer, once it is made."""
-        self._add(nbytes - self.nbytes)
+        self.service.slice_bytes[self.owner] += nbytes - self.nbytes
+        self.service.metrics.slices_in_flight.set(self.service.slice_bytes.total())
         self.nbytes = nbytes
 
     def release(self) -> None:
         self.only(0)
-
-    def _add(self, nbytes: int) -> None:
-        self.service.slice_bytes += nbytes
-        self.service.metrics.slices_in_flight.set(self.service.slice_bytes)
 
 
 @dataclass(frozen=True, slots=True)

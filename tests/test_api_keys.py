@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import stat
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,14 @@ from safetensors.numpy import save
 
 from api.app import create_app
 from api.config import Config
+from api.errors import ApiError
 from api.guard import OPEN
 from api.keys import KeyFile, make_key, read_keys, revoke_key
+from api.metrics import Metrics
+from api.service import Service
+from api.slice_reading import Held
+from schemas import limits
+from schemas.channel import ControlChannel
 from schemas.errors import NotFoundError, StartError, TapError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
@@ -164,6 +172,47 @@ def test_limits_are_each_keys_own(stack: Stack, others: dict[str, str]) -> None:
         thread.join()
     assert [answer.status_code for answer in answers] == [200, 200]
     assert stack.complete("x").status_code == 200  # what ended counts no more
+
+
+def test_no_key_takes_all_that_they_share(stack: Stack) -> None:
+    half = limits.followers_max // 2
+
+    def refused(take: Callable[[], object]) -> bool:
+        try:
+            take()
+        except ApiError as error:
+            assert error.status == 429 and "for one key" in error.message
+            return True
+        return False
+
+    async def check() -> None:
+        config = Config(stack.store, stack.endpoint, slices_in_flight_bytes_max=1000)
+        service = Service(config, Metrics(), ControlChannel(config.endpoint, "api"), httpx.AsyncClient())
+        with ExitStack() as streams:
+            def follow(owner: str) -> object:
+                return streams.enter_context(service.feed.follow([new_ulid()], owner))
+
+            assert [refused(lambda: follow("alice")) for _ in range(half + 1)] == [False] * half + [True]
+            assert [refused(lambda: follow("bob")) for _ in range(half)] == [False] * half
+            assert refused(lambda: follow("carol"))
+        held = [Held(service, "alice", 300)]
+        assert refused(lambda: Held(service, "alice", 300))
+        held += [Held(service, "bob", 600), Held(service, "carol", 100)]
+        assert refused(lambda: Held(service, "carol", 200))
+        for each in held:
+            each.release()
+        huge = Held(service, "alice", 5000)  # it would never be served otherwise
+        assert refused(lambda: Held(service, "alice", 1)) and not refused(lambda: Held(service, "bob", 400))
+        huge.release()
+        done = threading.Event()
+        slow = [asyncio.create_task(service.read_map(lambda _: done.wait(10), "alice")) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        assert await asyncio.wait_for(service.read_map(lambda _: "his", "bob"), 5) == "his"
+        done.set()
+        assert all(await asyncio.gather(*slow))
+        await service.close()
+
+    asyncio.run(check())
 
 
 def test_keys_stay_here(stack: Stack, others: dict[str, str]) -> None:

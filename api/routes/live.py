@@ -87,7 +87,7 @@ def _after(params: QueryParams, header: str | None) -> int:
 
 async def _progress(service: Service, captures: list[str], owner: str) -> AsyncIterator[bytes]:
     told: dict[str, Progress] = {}
-    with service.feed.follow(captures) as moved:
+    with service.feed.follow(captures, owner) as moved:
         while True:
             moved.clear()
             for capture in captures:
@@ -128,7 +128,7 @@ def _choose(reader: StoreReader, capture: str, owner: str, query: SiteQuery) -> 
 async def _rows(service: Service, capture: str, owner: str, query: SiteQuery, dtype: str, after: int
                 ) -> AsyncIterator[bytes]:
     follower = _Follower(service, capture, owner, query, after)
-    with service.feed.follow([capture]) as moved:
+    with service.feed.follow([capture], owner) as moved:
         while True:
             moved.clear()
             # Looked at before the rows: what is final then has all its rows in the store.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import anyio
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Query, Request
@@ -110,7 +109,7 @@ async def _answer(request: Request, ref: str, data: bytes | None) -> Json:
                       direction)
         return _json(shown, against, site, layers, query, found, start, stop)
 
-    return Json(await anyio.to_thread.run_sync(lambda: read(service.reader()), limiter=service.map_limit))
+    return Json(await service.read_map(read, owner))
 
 
 def _query(params: QueryParams, uploaded: bool) -> _MapQuery:

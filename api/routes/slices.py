@@ -66,7 +66,7 @@ async def activations(
     tag = _tag(manifest, chosen, query)
     if tag and tag in [each.strip() for each in request.headers.get("if-none-match", "").split(",")]:
         return Response(status_code=304, headers={"ETag": tag, "Vary": "Accept"})
-    held = Held(service, slice_bytes(service.config, manifest, chosen, query))
+    held = Held(service, owner, slice_bytes(service.config, manifest, chosen, query))
     wants_sha = "sha-256" in request.headers.get("want-repr-digest", "")
     try:
         answer, headers = await service.read(lambda reader: _read(reader, manifest, chosen, query, owner, wants_sha),
