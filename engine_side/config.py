@@ -12,7 +12,7 @@ from schemas import legacy
 from schemas.errors import SpecError, StartError
 from schemas.sites import parse_site
 
-TAP_VERSION: Final = "1"  # part of the compile-cache salt: change it when traced code changes
+TAP_VERSION: Final = "2"  # part of the compile-cache salt: change it when traced code changes
 
 VARIABLES: Final = (
     "VLLM_TAP_ENDPOINT", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES", "VLLM_TAP_ON_FULL",

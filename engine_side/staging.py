@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from engine_side.device import Scratch
 from schemas.errors import StartError
+
+JOINT: Final = ("q", "k", "v")
 
 logger = logging.getLogger("vllm.tap")
 
@@ -19,10 +22,15 @@ _POISON = -0.0123456789
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The buffers by site; row r of layer l of the current step is ``buffers[site][index(site, l), r]``."""
+    """The buffers by site; row r of layer l of the current step is ``buffers[site][index(site, l), r]``.
+
+    ``joint``: where q, k and v of the same layers are armed, the one buffer that theirs are parts of: a projection
+    makes them side by side, and one copy a layer takes all three.
+    """
 
     buffers: dict[str, torch.Tensor]
     layers: dict[str, list[int]]
+    joint: torch.Tensor | None = None
 
     def index(self, site: str, layer: int) -> int:
         """Where a layer lies in its site's buffer."""
@@ -67,11 +75,18 @@ def allocate(widths: dict[str, int], layers: dict[str, list[int]], tokens: int, 
                          "sites (VLLM_TAP_ARM), lower max_num_batched_tokens or VLLM_TAP_SCRATCH_BYTES, or raise "
                          "VLLM_TAP_STAGING_BYTES_MAX")
     logger.info("vllm-tap: staging %s", shown)
+    joint = None
+    if set(JOINT) <= set(widths) and all(layers[site] == layers[JOINT[0]] for site in JOINT):
+        joint = torch.zeros(len(layers[JOINT[0]]), tokens, sum(widths[site] for site in JOINT), dtype=dtype,
+                            device=device)
+    parts = {} if joint is None else dict(zip(JOINT, joint.split([widths[site] for site in JOINT], dim=-1),
+                                              strict=True))
     buffers = {
-        site: torch.zeros(len(layers[site]), tokens, width, dtype=dtype, device=device)
+        site: parts[site] if site in parts
+        else torch.zeros(len(layers[site]), tokens, width, dtype=dtype, device=device)
         for site, width in widths.items()
     }
-    return Staging(buffers, layers), Scratch(scratch, device) if scratch else None
+    return Staging(buffers, layers, joint), Scratch(scratch, device) if scratch else None
 
 
 def scratch_bytes(site: int) -> int:

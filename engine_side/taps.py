@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from engine_side.architectures import Point
-from engine_side.staging import Staging
+from engine_side.staging import JOINT, Staging
 
 Forward = Callable[..., Any]
 
@@ -82,6 +82,12 @@ def _projected(number: int) -> Callable[[Any, Any], torch.Tensor]:
     return rows
 
 
+def _joint(module: Any, result: Any) -> torch.Tensor:
+    """q, k and v side by side."""
+    joint = result[0] if isinstance(result, tuple) else result
+    return joint[..., : (module.num_heads + 2 * module.num_kv_heads) * module.head_size]
+
+
 def _choice(_router: Any, result: Any) -> torch.Tensor:
     """Chosen ids by falling weight: kernels return them in any order."""
     weights, ids = result
@@ -104,6 +110,7 @@ RULES: Final[dict[str, Rule]] = {
     "q": Rule(False, _projected(0)),
     "k": Rule(False, _projected(1)),
     "v": Rule(False, _projected(2)),
+    "qkv": Rule(False, _joint),
     "choice": Rule(False, _choice, "_compute_routing"),
     "largest": Rule(False, _largest),
 }
@@ -112,17 +119,20 @@ RULES: Final[dict[str, Rule]] = {
 def install(points: Iterable[Point], staging: Staging) -> int:
     """Wrap every point's module once; returns how many taps there are."""
     ordered = sorted(points, key=lambda point: id(point.module))
-    for _, group in groupby(ordered, key=lambda point: id(point.module)):
-        taps = list(group)
+    for _, points_of in groupby(ordered, key=lambda point: id(point.module)):
+        taps = list(points_of)
         module = taps[0].module
-        for tap in taps:
-            buffer = staging.buffers[tap.site][staging.index(tap.site, tap.layer)]
+        copies = [(tap.site, tap.rule, staging.buffers[tap.site][staging.index(tap.site, tap.layer)]) for tap in taps]
+        if staging.joint is not None and {tap.rule for tap in taps} >= set(JOINT):
+            copies = [copy for copy in copies if copy[1] not in JOINT]
+            copies.append(("qkv", "qkv", staging.joint[staging.index(JOINT[0], taps[0].layer)]))
+        for site, _, buffer in copies:
             if isinstance(module, nn.Module):
-                module.register_buffer(_name(tap.site), buffer, persistent=False)
+                module.register_buffer(_name(site), buffer, persistent=False)
             else:
-                setattr(module, _name(tap.site), buffer)
-        for method, rules in groupby(taps, key=lambda tap: RULES[tap.rule].method):
-            _wrap(module, method, [(_name(tap.site), RULES[tap.rule]) for tap in rules])
+                setattr(module, _name(site), buffer)
+        for method, group in groupby(copies, key=lambda copy: RULES[copy[1]].method):
+            _wrap(module, method, [(_name(site), RULES[rule]) for site, rule, _ in group])
     return len(ordered)
 
 
