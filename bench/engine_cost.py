@@ -30,7 +30,7 @@ class Series:
     seconds: list[list[float]] = field(default_factory=list)
     durable: list[list[float]] = field(default_factory=list)
     ratio: list[list[float]] = field(default_factory=list)  # over the base that ran just before
-    tokens: list[str] = field(default_factory=list)  # digest of each round's answer
+    tokens: list[str] = field(default_factory=list)  # digests of all answers that differ
 
 
 @dataclass(slots=True)
@@ -134,6 +134,8 @@ def standing(names: Sequence[str], shape: str, loads: Sequence[str], result: Res
 
         def close(name: str, process: Process) -> None:
             last = process.close()
+            if not last and name not in result.failed and ENGINES[name].arm:
+                result.bad.append(f"{name}: its engine did not end well: what it dropped is not known")
             result.dropped += last.get("dropped", 0)
             result.bad += last.get("bad", [])
 
@@ -183,20 +185,21 @@ def _load(processes: dict[str, Process], load: str, iterations: int, scenarios: 
         series.seconds.append([])
         series.durable.append([])
         series.ratio.append([])
-        series.tokens.append("")
     for process, name in (*((base, "base") for _ in range(2)), *chosen):
         for _ in range(process.engine.warmups):
             process.ask(do="generate", scenario=name, load=load)
         if process.engine.arm:
             process.ask(do="discard")
     for iteration in range(iterations):
-        for at, (process, name) in enumerate(chosen):
+        since = 2  # scenarios since the base was asked
+        for process, name in chosen:
             if iteration >= process.engine.iterations_max:
                 continue
-            if at % 2 == 0:
-                before = _ask(base, "base", load, result)
+            if since == 2:
+                before, since = _ask(base, "base", load, result), 0
             seconds = _ask(process, name, load, result)
             result.of(load, name).ratio[-1].append(seconds / before)
+            since += 1
         for process in processes.values():
             if process.engine.arm:
                 process.ask(do="discard")
@@ -207,7 +210,8 @@ def _ask(process: Process, scenario: str, load: str, result: Result) -> float:
     series.seconds[-1].append(answer["seconds"])
     if answer["durable"] is not None:
         series.durable[-1].append(answer["durable"])
-    series.tokens[-1] = answer["tokens"]
+    if answer["tokens"] not in series.tokens:
+        series.tokens.append(answer["tokens"])
     result.memory.setdefault(process.name, []).append(answer["memory"])
     return float(answer["seconds"])
 

@@ -135,7 +135,7 @@ class Run:
     def _verify(self, scenario: str, ids: list[str], outputs: Any) -> None:
         """Everything that was asked is there or named as missing; the tokens beside the rows are the request's."""
         with self._reader() as reader:
-            for capture in ids:
+            for capture, output in zip(ids, outputs, strict=True):
                 manifest = reader.manifest(capture)
                 missing = sum(part.rows for entry in manifest.rows for part in entry.missing)
                 captured = sum(entry.captured for entry in manifest.rows)
@@ -143,11 +143,11 @@ class Run:
                 self.dropped += missing
                 if captured + missing != expected or not expected:
                     self.bad.append(f"{scenario}: {capture}: {captured} + {missing} of {expected}")
-            output, entry = outputs[-1], manifest.rows[-1]
-            found = reader.slice(capture, entry.site, [entry.layer])
-            whole = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-            if [whole[p] for p in found.positions.tolist()] != found.token_ids.tolist():
-                self.bad.append(f"{scenario}: {capture}: the rows' tokens are not the request's")
+                entry = manifest.rows[-1]
+                found = reader.slice(capture, entry.site, [entry.layer])
+                whole = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+                if [whole[p] for p in found.positions.tolist()] != found.token_ids.tolist():
+                    self.bad.append(f"{scenario}: {capture}: the rows' tokens are not the request's")
 
     def discard(self) -> None:
         """Throw sealed blocks away, so that a store in shared memory stays small. Nobody reads them again."""

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
+
+import torch
 
 from engine_side import kernels
 from engine_side.staging import Staging
 from schemas import codecs
 from schemas.errors import SpecError
 from schemas.spec import Armed, parse_spec, resolve
+
+_KERNELS_MAX: Final = 256  # more identities than that are served by the reference encoders
 
 logger = logging.getLogger("vllm.tap")
 
@@ -24,6 +30,8 @@ class Compiled:
         self._staging, self._on_device, self._came = staging, on_device, came
         self._begun: set[tuple[str, int]] = set()
         self._there: set[tuple[str, int]] = set()
+        self._wanted: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def usual(self, armed: Armed) -> None:
         """Kernels of every codec with its usual parameters, at the start of the engine."""
@@ -43,8 +51,16 @@ class Compiled:
 
     def begin(self, codec: str, site: str) -> None:
         """Compile a kernel beside the steps, if there can be one."""
-        if self._missing(codec, site):
-            threading.Thread(target=self._compile, args=(codec, site), daemon=True).start()
+        if len(self._begun) < _KERNELS_MAX and self._missing(codec, site):
+            self._wanted.put((codec, site))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="vllm-tap-compiler", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        """One after the other: compiling takes the interpreter's lock that the steps need too."""
+        while True:
+            self._compile(*self._wanted.get())
 
     def _kind(self, codec: str, site: str) -> tuple[str, int]:
         return codec, int(self._staging.buffers[site].shape[-1])
@@ -61,7 +77,9 @@ class Compiled:
     def _compile(self, codec: str, site: str) -> None:
         kind, buffer = self._kind(codec, site), self._staging.buffers[site]
         try:
-            kernels.warm(*kind, buffer.dtype, buffer.device)
+            # A thread begins on the first device, whichever is the worker's.
+            with torch.cuda.device(buffer.device) if buffer.is_cuda else contextlib.nullcontext():
+                kernels.warm(*kind, buffer.dtype, buffer.device)
         except Exception:  # the reference encoder does the same, slower
             logger.exception("vllm-tap: no kernel for %s of %s", codec, site)
             return

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from engine_side.events import Event, Run
+from engine_side.events import Event, Freed, Run
 from engine_side.ring import Ring
 
 _AHEAD_BYTES: Final = 48 << 20  # of copies a step, beside what the step itself will make
@@ -93,6 +93,14 @@ class Crossing:
         self.ring.give_back(nbytes)
         if self.scratch is not None:
             self.scratch.give_back(nbytes)
+
+    def free(self) -> None:
+        """The region taken last, up to the ring's head, will hold no rows; what reads it now may finish."""
+        ready = None
+        if self.scratch is not None:
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(self._device))
+        self.say(Freed((self.ring.head, 0), ready))
 
     def say(self, event: Event) -> None:
         """An event without bytes, after everything before it."""

@@ -55,6 +55,14 @@ class Run:
 
 
 @dataclass(slots=True)
+class Freed:
+    """A region of the ring that holds no rows after all; free once ``ready`` has happened."""
+
+    mark: Mark
+    ready: Any = None
+
+
+@dataclass(slots=True)
 class Lost:
     """Rows that were selected and could not be kept, or that are never computed: the prefix cache has them."""
 
@@ -77,4 +85,4 @@ class Finished:
     recomputed: int
 
 
-Event = Opened | Run | Lost | Finished
+Event = Opened | Run | Freed | Lost | Finished

@@ -95,7 +95,9 @@ class Recorder:
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
     _burst: Burst | None = None
-    _bytes_a_row: float = 0.0  # of the last step
+    _bytes_a_token: float = 0.0  # of the last step that was chosen anew, all its rows counted
+    _step_bytes: int = 0
+    _stale: bool = False  # a burst goes on in a layout that there is a better one for
     _layouts: dict[Entry, Layout | None] = field(default_factory=dict)  # None: its codec does not fit the site
 
     def __post_init__(self) -> None:
@@ -105,6 +107,7 @@ class Recorder:
         """A kernel came: the next use of a codec begins with it."""
         for entry in [entry for entry in list(self._layouts) if entry.codec == codec]:
             self._layouts.pop(entry, None)
+        self._stale = True
 
     @property
     def outbox(self) -> deque[Event]:
@@ -180,7 +183,7 @@ class Recorder:
         """A step of ``tokens`` comes (none: the engine will rest), and behind it goes what waits for the host."""
         if tokens == 0:
             self._end_burst()
-        self.crossing.before_step(tokens, self._bytes_a_row)
+        self.crossing.before_step(tokens, self._bytes_a_token)
 
     def flush(self) -> None:
         """Nothing stays behind."""
@@ -194,7 +197,8 @@ class Recorder:
         burst = self._burst
         if burst is not None:
             if burst.goes_on(step.requests, step.first, int(step.starts[-1]), step.drafts is not None) and (
-                    not burst.brought or self._begin_burst(burst.renewed(time.monotonic()))):
+                    not burst.brought or (not self._stale and self._begin_burst(burst.renewed(time.monotonic())))):
+                self.counters.steps += 1
                 self._go_on(step)
                 return
             self._end_burst()
@@ -204,13 +208,17 @@ class Recorder:
         selected = self.captures.select(step.requests, step.starts, step.first, step.drafts, step.slack)
         if selected is None:
             return
+        self._stale = False
         self.counters.steps += 1
+        self._step_bytes = 0
         parts = self._parts(selected)
         if selected.steady > 1 and (burst := self._burst_of(step, selected, parts)) and self._begin_burst(burst):
+            self._bytes_a_token = burst.step_bytes / burst.rows
             self._go_on(step)
             return
         for entry, part in parts:
             self._take(step, entry, part)
+        self._bytes_a_token = self._step_bytes / max(1, int(step.starts[-1]))
         self._before = None
 
     def _parts(self, selected: Selected) -> list[tuple[Entry, Selected]]:
@@ -225,6 +233,7 @@ class Recorder:
 
     def miss_step(self) -> None:
         """A step could not be looked at, so its rows are missing; drafts of the step before must not stand for them."""
+        self._end_burst()
         if not self._guesses:
             return
         computed, self._before = self.captures.computed if self._before is None else self._before, None
@@ -244,10 +253,13 @@ class Recorder:
             piece = Piece(layout, selected.row[rows], selected.slot[rows], selected.position[rows],
                           selected.flags[rows])
             burst = Burst([piece], 1, 1, [], step.first, 0, 0.0, selected.live)
-            if self._settle(burst, wait=True) and self._encode(step, burst):
+            if self._settle(burst, wait=True):
+                if not self._encode(step, burst):
+                    self._lose(entry, selected, rows)
                 self._bring(burst)
             else:
                 self._lose(entry, selected, rows)
+            self._step_bytes += burst.step_bytes
 
     # ── bursts ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -295,15 +307,16 @@ class Recorder:
 
     def _settle(self, burst: Burst, wait: bool) -> bool:
         """Take the burst's region; False where there is none."""
+        region = self._allocate(burst.nbytes, wait)
+        if region is None:
+            return False
         try:
-            region = self._allocate(burst.nbytes, wait)
-            if region is None:
-                return False
             memory, at = self.crossing.room(region[0], burst.nbytes)
             burst.settle(self.crossing.ring.memory, region[0], memory, at)
             return True
         except Exception:
             self._failed(burst)
+            self.crossing.free()
             return False
 
     def _encode(self, step: Step, burst: Burst) -> bool:
@@ -322,11 +335,11 @@ class Recorder:
         used = burst.head + burst.done * burst.step_bytes
         self.crossing.give_back(burst.nbytes - used)
         if not burst.done:
+            if burst.head:  # the indexes may be on their way to the device
+                self.crossing.free()
             return
         self.crossing.bring(burst.runs(self.crossing.ring.head), burst.at + burst.head, burst.base + burst.head,
                             used - burst.head)
-        rows = sum(piece.place.n for piece in burst.pieces)
-        self._bytes_a_row = burst.step_bytes / rows
         self.counters.rows += burst.done * sum(piece.place.n * len(piece.layout.layers) for piece in burst.pieces)
         self.counters.bytes += burst.done * sum(sum(piece.place.sizes) for piece in burst.pieces)
 
@@ -374,16 +387,22 @@ class Recorder:
 
     def _layout(self, entry: Entry) -> Layout | None:
         """None where the codec cannot take this site's rows: its parameters do not fit their width."""
-        if entry not in self._layouts:
-            if len(self._layouts) >= _LAYOUTS_MAX:
-                self._layouts.clear()
-            try:
-                self._layouts[entry] = layout_of(entry, self.staging, self.dtype, self._bytes_max,
-                                                  self.compiled.has(entry.codec, entry.site))
-            except SpecError:
-                self._layouts[entry] = None
-                logger.exception("vllm-tap: rows of %s cannot be %s; they are dropped", entry.site, entry.codec)
-        return self._layouts[entry]
+        try:
+            return self._layouts[entry]
+        except KeyError:
+            pass
+        if len(self._layouts) >= _LAYOUTS_MAX:
+            self._layouts.clear()
+        compiled = self.compiled.has(entry.codec, entry.site)
+        layout: Layout | None = None
+        try:
+            layout = layout_of(entry, self.staging, self.dtype, self._bytes_max, compiled)
+        except SpecError:
+            logger.exception("vllm-tap: rows of %s cannot be %s; they are dropped", entry.site, entry.codec)
+        self._layouts[entry] = layout
+        if compiled != self.compiled.has(entry.codec, entry.site):  # its kernel came in between: look again next time
+            self._layouts.pop(entry, None)
+        return layout
 
 
 def _only(selected: Selected, plan: int) -> Selected:

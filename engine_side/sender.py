@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 import zmq
 
-from engine_side.events import Event, Finished, Lost, Mark, Opened, Run
+from engine_side.events import Event, Finished, Freed, Lost, Mark, Opened, Run
 from engine_side.recorder import Counters
 from engine_side.ring import Ring
 from engine_side.selection import Entry
@@ -140,12 +140,15 @@ class Sender(threading.Thread):
         taken = False
         while self._outbox:
             event = self._outbox[0]
-            if isinstance(event, Run) and event.ready is not None and not event.ready.query():
+            if isinstance(event, Run | Freed) and event.ready is not None and not event.ready.query():
                 break
             self._outbox.popleft()
             taken = True
             if isinstance(event, Run):
                 self._add_run(event)
+            elif isinstance(event, Freed):
+                self._marks.append(event.mark)
+                self._release([event.mark])
             elif isinstance(event, Lost):
                 self._add_lost(event)
             elif isinstance(event, Opened):

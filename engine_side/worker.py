@@ -49,7 +49,12 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, stagin
     for name, value in (("RING", config.ring_bytes), ("SCRATCH", config.scratch_bytes)):
         if 0 < value < 4 * row:
             raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row} bytes; at least {4 * row}")
-    ring = Ring(config.ring_bytes or ring_bytes(scratch), pinned=scratch is not None)
+    size = config.ring_bytes or ring_bytes(scratch)
+    try:
+        ring = Ring(size, pinned=scratch is not None)
+    except OSError as error:
+        raise StartError(f"vllm-tap: no ring of {size / 2**20:,.0f} MiB in shared memory ({error}): lower "
+                         "VLLM_TAP_RING_BYTES, or give /dev/shm more (containers: --shm-size)") from None
     recorder = Recorder(staging, info.model_dtype, config.on_full, Crossing(device, ring, scratch))
     sender = Sender(config.endpoint, info, ring, recorder.outbox, recorder.counters)
     CURRENT = Worker(info, model, staging, entry, recorder, sender)
@@ -79,6 +84,9 @@ def stop() -> None:
     global CURRENT
     current, CURRENT = CURRENT, None
     if current is not None and current.sender is not None and current.recorder is not None:
-        current.recorder.flush()
+        try:
+            current.recorder.flush()
+        except Exception:  # of the device: what lies in the ring can still go, and vLLM has to end too
+            logger.exception("vllm-tap: rows on the device were not brought to the host at the end")
         current.sender.close()
         logger.info("vllm-tap: stopped; %s", current.recorder.counters)

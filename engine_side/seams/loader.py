@@ -146,6 +146,19 @@ def _wrap_worker(module: types.ModuleType, name: str) -> None:
         inherited = cls.shutdown
         cls.shutdown = lambda self: inherited(self)
 
+    def sleep(original: Callable[..., Any]) -> Callable[..., Any]:
+        def slept(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if worker.CURRENT is not None and worker.CURRENT.recorder is not None:
+                worker.CURRENT.recorder.flush()  # scratch is memory that a deep sleep gives away
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()
+            return original(self, *args, **kwargs)
+
+        return slept
+
+    if "sleep" in cls.__dict__:
+        wrap(cls, "sleep", sleep)
+
     def shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
         def stopped(self: Any, *args: Any, **kwargs: Any) -> Any:
             worker.stop()
