@@ -167,7 +167,7 @@ def test_layers_and_rows_that_are_chosen(layers: list[int], rows: list[int] | tu
 @pytest.mark.parametrize("codec", ALL)
 def test_rows_of_a_buffer_with_gaps(codec: str) -> None:
     """A site's rows may be part of wider ones, and lie on no boundary of a vector."""
-    wider = torch.randn(9, 3, 203).to(torch.float16)
+    wider = torch.randn(9, 3, 203).to(torch.bfloat16)
     source = source_of(wider.to(DEVICE).transpose(0, 1)[..., 1:101], [2, 0], [1, 4, 8])
     rows = wider.transpose(0, 1)[..., 1:101][[2, 0]][:, [1, 4, 8]]
     assert_as_the_reference(codec, rows, taken(codec, source))

@@ -99,7 +99,6 @@ SEAMS = [
     "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
     "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
     "vllm.v1.core.sched.scheduler:Scheduler._free_request",
     "vllm.v1.core.sched.scheduler:Scheduler.schedule",
     "vllm.v1.request:Request.get_skip_reading_prefix_cache",

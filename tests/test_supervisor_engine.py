@@ -88,7 +88,8 @@ def run_the_readme(run: Serve) -> None:
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     folder = run.store.parent
-    (folder / "captures").symlink_to(run.store)  # the default folder of a reader
+    for name in ("captures", "dataset"):  # the default folder of a reader, and the one that prompts were captured into
+        (folder / name).symlink_to(run.store)
     typed = [command for command in commands()
              if command.startswith(("curl ", "vllm-tap ls", "vllm-tap show", "vllm-tap export"))]
     assert len(typed) >= 6
