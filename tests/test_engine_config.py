@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from engine_side.config import from_environment, in_tested_range
+from engine_side.staging import allocate
 from schemas.errors import StartError
 
 ENDPOINT = {"VLLM_TAP_ENDPOINT": "ipc:///tmp/t/writer.sock"}
@@ -49,3 +51,22 @@ def test_refusals(settings: dict[str, str], says: str) -> None:
 )
 def test_the_range_of_tested_versions(version: str, is_tested: bool) -> None:
     assert in_tested_range(version) is is_tested
+
+
+def test_staging_over_its_budget_is_refused_before_memory_is_taken() -> None:
+    widths = {"resid_post": 1 << 12, "q": 512, "k": 64, "v": 64}
+    layers = {site: [0, 1] for site in widths}
+    with pytest.raises(StartError, match=r"staging needs 9,033,203\.1 MiB \(resid_post 2×500000000×4096") as refused:
+        allocate(widths, layers, 500_000_000, torch.bfloat16, torch.device("cpu"), 8 << 30)
+    assert "VLLM_TAP_STAGING_BYTES_MAX" in str(refused.value)
+
+
+def test_q_k_and_v_of_the_same_layers_are_parts_of_one_buffer() -> None:
+    widths = {"q": 8, "k": 4, "v": 4}
+    staging, _ = allocate(widths, {site: [0, 1] for site in widths}, 3, torch.float32, torch.device("cpu"), 1 << 20)
+    assert staging.joint is not None
+    staging.joint.copy_(torch.arange(16.0).expand(2, 3, 16))
+    assert [staging.buffers[site][1, 2].tolist() for site in "qkv"] == [
+        list(map(float, range(8))), [8.0, 9.0, 10.0, 11.0], [12.0, 13.0, 14.0, 15.0]]
+    apart, _ = allocate(widths, {"q": [0, 1], "k": [0], "v": [0, 1]}, 3, torch.float32, torch.device("cpu"), 1 << 20)
+    assert apart.joint is None

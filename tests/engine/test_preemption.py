@@ -13,7 +13,8 @@ from tests.engine.reference import Reference
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.versions), "llama"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.versions),
+                                        pytest.param("llama", marks=pytest.mark.soak)])
 def engine(request: pytest.FixtureRequest, reader: StoreReader,
            reference_of: Callable[[str], Reference]) -> Iterator[Engine]:
     """Ten blocks of 32 tokens for six requests that want twice as many."""

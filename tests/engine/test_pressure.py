@@ -15,7 +15,7 @@ from tests.engine.conftest import Store
 from tests.engine.engines import ALL_ROWS, Engine, prompt, start
 from tests.engine.reference import Reference
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from tests.engine.conftest import Store
 from tests.engine.engines import ALL_ROWS, ON_GPU, prompt, start
 from tests.engine.reference import Reference
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(ON_GPU, reason="one GPU cannot hold two ranks")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.soak,
+              pytest.mark.skipif(ON_GPU, reason="one GPU cannot hold two ranks")]
 
 
 def test_rows_of_two_ranks_arrive_once(
