@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from schemas.errors import LimitError
 from schemas.ids import new_ulid, sample_id, split_capture_id
 from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
 
-__all__ = ["Plan", "Wish", "parse_body", "plan", "wish"]
+__all__ = ["Plan", "Wish", "parse_body", "plan", "salt", "wish"]
 
 _OURS = ("capture", "capture_count")  # the keys of vllm_xargs that carry a spec to the engine
 
@@ -56,6 +57,21 @@ def parse_body(data: bytes) -> dict[str, Any]:
                 # It would reach the engine unchecked, and with an owner of nobody's choosing.
                 raise BadParam(f"vllm_xargs.{key}", xargs[key], 'reserved; put the spec into the field "capture"')
     return body
+
+
+def salt(body: dict[str, Any], owner: str, secret: bytes) -> bool:
+    """Gives a generation a prefix cache of its owner's own; whether that changed the body, as it does with keys alone.
+
+    Else how much of a prompt was cached, as manifest, usage and time tell it, tells what others have asked. A caller's
+    own ``cache_salt`` divides its cache further. ``secret`` keeps the salt from who can reach the model server.
+    """
+    if not owner:
+        return False
+    own = body.get("cache_salt")
+    if own is not None and not (isinstance(own, str) and own):
+        raise BadParam("cache_salt", own, "valid: a string, not empty")
+    body["cache_salt"] = hashlib.blake2b(json.dumps([owner, own]).encode(), key=secret, digest_size=32).hexdigest()
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
@@ -47,6 +48,7 @@ class Service:
     unsettled: dict[str, str] = field(default_factory=dict)  # captures that no engine began yet → why none may
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     feed: Feed = field(init=False)
+    salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     slice_bytes: Counter[str] = field(default_factory=Counter)  # by owner
     token_texts: OrderedDict[int, str] = field(default_factory=OrderedDict)  # least used first
     map_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(_MAPS))

@@ -215,6 +215,30 @@ def test_no_key_takes_all_that_they_share(stack: Stack) -> None:
     asyncio.run(check())
 
 
+def test_a_prefix_cache_is_its_owners(stack: Stack, others: dict[str, str]) -> None:
+    """How much of a prompt was cached tells nobody what others have asked: that is salted, whoever asks and however."""
+
+    def salt(key: str, path: str = "completions", **fields: object) -> object:
+        body = {"model": "played", "prompt": "hello", "messages": [{"role": "user", "content": "hello"}], **fields}
+        body.pop("messages" if path == "completions" else "prompt")
+        answer = httpx.post(f"{stack.url}/v1/{path}", json=body, headers={"x-api-key": key})
+        assert answer.status_code == 200, answer.text
+        sent = stack.seen()[-1]
+        assert sent["path"] == f"/v1/{path}"
+        return sent["body"]["cache_salt"]  # type: ignore[index]
+
+    hers, his = stack.key, others["bob"]
+    mine = {salt(hers), salt(hers, capture=SPEC), salt(hers, capture=None), salt(hers, "chat/completions"),
+            salt(hers, "chat/completions", capture=SPEC), salt(hers, "responses"), salt(hers, cache_salt=None)}
+    own = {salt(hers, cache_salt="s"), salt(hers, cache_salt="s", capture=SPEC)}
+    assert len(mine) == len(own) == 1
+    assert len({*mine, *own, salt(his), salt(his, cache_salt="s"), salt(his, cache_salt=str(*mine))}) == 5
+    assert all(isinstance(text, str) and len(text) == 64 for text in (*mine, *own))
+    for wrong in ("", 1, ["s"]):
+        refused = stack.complete("hello", cache_salt=wrong)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "cache_salt"
+
+
 def test_keys_stay_here(stack: Stack, others: dict[str, str]) -> None:
     for name in ("authorization", "x-api-key"):
         value = f"Bearer {stack.key}" if name == "authorization" else stack.key

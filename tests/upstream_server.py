@@ -236,6 +236,7 @@ def main() -> None:
         Route("/detokenize", upstream.detokenize, methods=["POST"]),
         Route("/v1/completions", upstream.generate, methods=["POST"]),
         Route("/v1/chat/completions", upstream.generate, methods=["POST"]),
+        Route("/v1/responses", upstream.generate, methods=["POST"]),
     ], exception_handlers={HTTPException: as_json})
     listening = socket.create_server(("127.0.0.1", args.port))
     print(f"upstream ready http://127.0.0.1:{listening.getsockname()[1]}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anyio
@@ -13,8 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from api.errors import BadParam, Json
-from api.generation import parse_body
-from api.service import Service, service_of
+from api.generation import parse_body, salt
+from api.guard import GENERATIONS
+from api.service import Service, owner_of, service_of
 from api.slice_formats import DTYPES, available_formats
 from api.upstream import ClientGone, passed, read_body
 from schemas import limits
@@ -140,6 +142,8 @@ async def others(request: Request) -> Response:
             body = parse_body(data)
             if body.get("capture") is not None:
                 raise BadParam("capture", body["capture"], "taken by /v1/completions and /v1/chat/completions only")
+            if request.url.path in GENERATIONS and salt(body, owner_of(request), service.salt_secret):
+                data = json.dumps(body).encode()
         return await passed(service, request, data)
     except ClientGone:
         return Response(status_code=499)

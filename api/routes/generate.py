@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import ApiError, BadParam, Json
-from api.generation import Plan, parse_body, plan, wish
+from api.generation import Plan, parse_body, plan, salt, wish
 from api.inline import inline
 from api.service import Service, owner_of, service_of
 from api.sse import DoneFinder, last_event
@@ -59,15 +59,15 @@ async def generate(request: Request, chat: bool) -> Response:
     try:
         data = await read_body(request, service.config.body_bytes_max)
         body = parse_body(data)
-        if body.get("capture") is None:
-            if "capture" in body:
-                del body["capture"]
-                data = json.dumps(body).encode()
-            if not service.config.capture_all:
-                return await passed(service, request, data)
-        planned = await _plan(service, body, chat, request.headers.get("x-request-id"))
+        changed = salt(body, owner_of(request), service.salt_secret)
+        planned = None
+        if "capture" in body and body["capture"] is None:
+            del body["capture"]
+            changed = True
+        if "capture" in body or service.config.capture_all:
+            planned = await _plan(service, body, chat, request.headers.get("x-request-id"))
         if planned is None:
-            return await passed(service, request, data)
+            return await passed(service, request, json.dumps(body).encode() if changed else data)
         _check_content_type(request)
         return await _captured(service, request, planned)
     except ClientGone:
@@ -76,7 +76,7 @@ async def generate(request: Request, chat: bool) -> Response:
 
 async def _plan(service: Service, body: dict[str, Any], chat: bool, request_id: str | None) -> Plan | None:
     """What is to be captured; None where all requests are, and this one, which did not ask for it, cannot be."""
-    if body.get("capture") is not None:
+    if "capture" in body:
         asked = wish(body, chat, request_id)
         return plan(asked, await service.read(StoreReader.engine))
     engine = await service.read(StoreReader.engine)
