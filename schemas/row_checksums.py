@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from schemas.errors import CorruptError
 from schemas.map_file import map_file
 
 __all__ = ["BlockChecksums", "piece_digests"]
@@ -52,7 +53,10 @@ class BlockChecksums:
                    np.fromfile(first, "<u8"), checksum)
 
     def of(self, offset: int, layers: list[int], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Of rows of the frame at ``offset``: ``[layers, rows]``."""
-        start = int(self.first[np.searchsorted(self.frames, offset)])
+        """Of rows of the frame at ``offset``: ``[layers, rows]``; CorruptError where the block left the frame out."""
+        at = int(np.searchsorted(self.frames, offset))
+        if at == len(self.frames) or self.frames[at] != offset:
+            raise CorruptError("read rows", f"frame at byte {offset}", "it was damaged when its segment was sealed")
+        start = int(self.first[at])
         found: npt.NDArray[np.uint64] = self.checksum[start + rows, np.searchsorted(self.layers, layers)[:, None]]
         return found

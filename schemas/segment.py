@@ -27,7 +27,7 @@ from schemas.errors import CorruptError, ProtocolError, StoreError
 from schemas.frame import FLAG_ERASED, RowTable, check_frame, check_table
 
 __all__ = ["FrameHeader", "FrameView", "Layout", "encode_head", "frame_layout", "parse_frame", "read_frame",
-           "redacted_head", "verify_payload", "walk"]
+           "redacted_head", "verify_payload", "walk", "whole_frames"]
 
 MAGIC: Final = b"TAPFRM01"
 SEGMENT_VERSION: Final = 1
@@ -256,9 +256,11 @@ def verify_payload(view: FrameView, path: object) -> None:
                                "its checksum", "the rows of this frame are lost; others are not affected")
 
 
-def walk(data: memoryview, store: bytes, number: int, path: object, verify: bool) -> Iterator[FrameView]:
-    """The frames of a segment up to the first that is not whole; with ``verify``, payload included."""
-    offset = 0
+def walk(
+    data: memoryview, store: bytes, number: int, path: object, verify: bool, start: int = 0
+) -> Iterator[FrameView]:
+    """The frames of a segment from ``start`` up to the first that is not whole; with ``verify``, payload included."""
+    offset = start
     while offset < len(data):
         try:
             view = parse_frame(data, offset, store, number, path)
@@ -268,3 +270,25 @@ def walk(data: memoryview, store: bytes, number: int, path: object, verify: bool
             return
         yield view
         offset = view.end
+
+
+def whole_frames(
+    data: memoryview, store: bytes, number: int, path: object, known: Sequence[tuple[int, int]]
+) -> tuple[list[FrameView], list[CorruptError], int]:
+    """The frames of a journal file that are whole, what is wrong with others, and where the last one ends.
+
+    ``known`` are (offset, bytes) of frames that were acknowledged, in order: a damaged one costs no other. What follows
+    them ends at the first that is not whole.
+    """
+    views, bad, end = [], [], 0
+    for offset, nbytes in known:
+        end = offset + nbytes
+        try:
+            view = parse_frame(data, offset, store, number, path)
+            verify_payload(view, path)
+        except CorruptError as error:
+            bad.append(error)
+        else:
+            views.append(view)
+    views += walk(data, store, number, path, verify=True, start=end)
+    return views, bad, max(end, views[-1].end if views else 0)

@@ -92,7 +92,7 @@ EDITS: dict[str, tuple[str, Callable[[bytearray], object], Rows, str]] = {
     "metadata": (f"{BLOCK}/zarr.json", cut(5), {(0, "one", ALL, (0, 1, 2, 3, 4)), (12288, "one", ALL, (5, 6, 7, 8)),
                                                 (12288, "two", ALL, (5, 6, 7, 8))}, "cannot be read"),
     "open_payload": (OPEN, flip(8192), {(0, "two", ALL, (0, 1, 2))}, "checksum"),
-    "open_torn": (OPEN, cut(100), {(12288, "two", ALL, (3, 4))}, "cuts the file here"),
+    "open_torn": (OPEN, cut(100), {(12288, "two", ALL, (3, 4))}, "its rows are lost"),
     "open_gone": (OPEN, lambda data: data.clear(), {(0, "two", ALL, (0, 1, 2)), (12288, "two", ALL, (3, 4))}, ""),
     "a_log": ("writers/w0/journal/control-00000001.log", flip(-1), set(), "not whole"),
 }

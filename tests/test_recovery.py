@@ -16,6 +16,8 @@ from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
 from writer_service import fs, recovery
+from writer_service.erasing import erase
+from writer_service.fsck import fsck
 from writer_service.rebuild import rebuild
 
 FAULTY = ROOT / "tests" / "faulty_writer.py"
@@ -158,6 +160,58 @@ def test_torn_tails(tmp_path: Path, name: str, catalog: str) -> None:
         # A fourth frame after it: the store goes on wherever it stands.
         assert writer.process.poll() is None
     engine.close()
+
+
+@pytest.mark.parametrize("where", ["head", "payload"])
+@pytest.mark.parametrize("sealed", ["at_the_start", "while_it_runs"])
+def test_a_damaged_frame_costs_no_other(tmp_path: Path, where: str, sealed: str) -> None:
+    """What was acknowledged behind it stays, and is read; fsck names the one; its bytes go with its captures."""
+    store, (capture, other) = tmp_path / "store", (new_ulid(), new_ulid())
+    writer = WriterProcess(store, "--seal-idle-s", "60", "--keep-s", "0.05")
+    with writer:
+        engine = Sender(writer.endpoint)
+        engine.hello()
+        for name in (capture, other):
+            engine.open(name, prompt_len=9)
+        for start in (0, 3, 6):
+            engine.frame([(capture, 1, range(start, start + 3)), (other, 2, range(start, start + 3))])
+        engine.wait()
+        assert until(lambda: len(dump(store)["frames"]) == 3)
+        offset = sorted(row[4] for row in dump(store)["frames"])[1]
+        (path,) = (store / "writers/w0/journal").glob("*.open")
+        size = path.stat().st_size
+        with open(path, "r+b") as file:
+            at = offset + (20 if where == "head" else 8192 + 100)
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+        assert [bad.offset for bad in fsck(store).bad if not bad.capture or where == "payload"][:1] == [offset]
+        if sealed == "at_the_start":
+            writer.kill()
+            writer.start()
+        writer.stop()
+        (block,) = (store / "blocks").glob("w0-*.zarr")
+        assert (block / "q/c/0/0/0").stat().st_size > size
+        assert {bad.offset for bad in fsck(store).bad} == {offset}
+        with StoreReader(store) as reader:
+            for name, content in ((capture, 1), (other, 2)):
+                for positions in (range(3), range(6, 9)):
+                    got = reader.slice(name, SITE, [0, 1, 2, 3], positions.start, positions.stop)
+                    assert_rows(got, content, positions)
+            if sealed == "at_the_start":
+                assert list(reader.slice(capture, SITE, [0], 0, 9).positions) == [0, 1, 2, 6, 7, 8]
+            else:
+                with pytest.raises(StoreError):
+                    reader.slice(capture, SITE, [0], 0, 9)
+        engine.close()
+    rebuilt(store)
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(other, SITE, [0, 3], 0, 9), 2, [0, 1, 2, 6, 7, 8])
+    assert fsck(store).bad == []
+    erase(store, read_store_uuid(store), 1, [capture])
+    after = int.from_bytes((block / "frame/c/0").read_bytes()[8:16], "little")
+    assert not any((block / "q/c/0/0/0").read_bytes()[offset:after])
 
 
 def test_a_damaged_catalog_is_rebuilt(tmp_path: Path) -> None:

@@ -78,12 +78,10 @@ def plan(store: Path, uuid: bytes, number: int, captures: Sequence[str]) -> Redo
     block = open_block(store / block_name(number))
     wanted = [index for index, name in enumerate(block.captures) if name in set(captures)]
     gone = np.isin(block.row["capture"], wanted) & (block.row["flags"] & FLAG_ERASED == 0)
-    if not gone.any():
-        return None
     redo = Redo(number, [], [], np.flatnonzero(gone).astype("<u4").tobytes())
     for frame, rows in _frames(block, uuid, number):
         which = np.flatnonzero(gone[rows])
-        if not len(which):
+        if not len(which) and len(rows):
             continue
         if isinstance(frame, FrameView):
             ranges, digests = _cut(frame, which)
@@ -91,14 +89,17 @@ def plan(store: Path, uuid: bytes, number: int, captures: Sequence[str]) -> Redo
             redo.ranges.extend(ranges)
         else:  # nobody can read anything of it any more: all of it goes
             redo.ranges.append(frame)
-    return redo
+    return redo if redo.ranges else None
 
 
 def _frames(block: Block, uuid: bytes, number: int) -> Iterator[tuple[FrameView | tuple[int, int], I64]]:
-    """Each frame with its rows in the block; (offset, bytes) of one whose head cannot be read."""
+    """Each frame with its rows in the block; (offset, bytes) of one whose head cannot be read, and of what lies between
+    frames: damaged ones without a row in the block, whose they are is not known any more."""
     data = map_file(block.main)
     ends = [*block.frames.tolist()[1:], block.attributes["frames_end"]]
     row = 0
+    if block.frames[0]:
+        yield (0, int(block.frames[0])), np.zeros(0, np.int64)
     for offset, end in zip(block.frames.tolist(), ends, strict=True):
         try:
             view = parse_frame(data, offset, uuid, number, block.main)
@@ -109,6 +110,8 @@ def _frames(block: Block, uuid: bytes, number: int) -> Iterator[tuple[FrameView 
         else:
             yield view, np.arange(row, row + view.rows)
             row += view.rows
+            if view.end < end:
+                yield (view.end, end - view.end), np.zeros(0, np.int64)
     if row != len(block.present):
         raise StoreError("erase", block.main, f"{row} rows in its frames, {len(block.present)} in its arrays",
                          "vllm-tap fsck names what is damaged")

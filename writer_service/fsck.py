@@ -146,7 +146,7 @@ def _check_segment(store: Path, uuid: bytes, db: sqlite3.Connection, number: int
     good: dict[int, FrameView] = {}
     try:
         if place.is_dir():
-            yield from _check_block(store, uuid, place, segment, good)
+            yield from _check_block(store, uuid, place, segment, db, good)
         else:
             yield from _check_open(store, uuid, place, segment, db, good)
     except (OSError, StoreError, ValueError, KeyError, TypeError) as error:
@@ -161,19 +161,23 @@ def _check_segment(store: Path, uuid: bytes, db: sqlite3.Connection, number: int
 def _check_open(
     store: Path, uuid: bytes, path: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, FrameView]
 ) -> Iterator[Bad]:
-    """A journal file: frames up to the first that has no valid head; what the catalog knows past it is lost."""
-    query = "SELECT max(offset + bytes) FROM frames WHERE segment = ?"
-    known = db.execute(query, (segment.number,)).fetchone()[0] or 0  # before the file: it may grow meanwhile
-    data, offset = map_file(path), 0
+    """A journal file: frames that the catalog has, and those that follow up to the first that is not whole."""
+    query = "SELECT offset, bytes FROM frames WHERE segment = ? ORDER BY offset"
+    known = {row["offset"]: row["offset"] + row["bytes"] for row in db.execute(query, (segment.number,))}
+    data, offset = map_file(path), 0  # after the catalog was asked: it may grow meanwhile
     file = _below(store, path)
-    while offset < max(len(data), known):
+    while offset < max(len(data), *known.values(), 0):
         try:
             view = parse_frame(data, offset, uuid, segment.number, path)
         except CorruptError as error:
-            if offset < known:
-                yield Bad(f"{error.reason}; the next start cuts the file here", file, offset, segment.site)
-                yield from _lost_extents(db, segment, file, offset)
-            return
+            following = min((at for at in known if at > offset), default=None)
+            if offset in known:
+                yield Bad(f"{error.reason}; its rows are lost", file, offset, segment.site)
+                yield from _lost_extents(db, segment, file, offset, known[offset])
+            if following is None:
+                return
+            offset = following
+            continue
         try:
             verify_payload(view, path)
             good[offset] = view
@@ -183,7 +187,7 @@ def _check_open(
 
 
 def _check_block(
-    store: Path, uuid: bytes, folder: Path, segment: Segment, good: dict[int, FrameView]
+    store: Path, uuid: bytes, folder: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, FrameView]
 ) -> Iterator[Bad]:
     block = open_block(folder)
     path = folder / main_chunk(block.declared[0].name)
@@ -214,6 +218,12 @@ def _check_block(
             wrong = np.zeros((len(rows), len(block.layers)), bool)
             wrong[:, at] = found != block.checksum[np.ix_(rows, at)]
             yield from _block_rows_bad(str(error.reason), file, offset, block, rows, wrong & block.present[rows])
+    there = set(block.frames.tolist())
+    query = "SELECT offset, bytes FROM frames WHERE segment = ? ORDER BY offset"
+    for frame in db.execute(query, (segment.number,)):
+        if frame["offset"] not in there:  # left out when the segment was sealed
+            yield Bad("the frame was damaged before its segment was sealed", file, frame["offset"], segment.site)
+            yield from _lost_extents(db, segment, file, frame["offset"], frame["offset"] + frame["bytes"])
     yield from _check_arrays(store, block, index, [(view, starts[at]) for at, view in good.items()])
 
 
@@ -281,10 +291,12 @@ def _check_extents(db: sqlite3.Connection, segment: Segment, good: dict[int, Fra
                       row["capture"], unpack_layers(row["layers"]), tuple(columns[:, 0].tolist()))
 
 
-def _lost_extents(db: sqlite3.Connection, segment: Segment, file: str, start: int = 0) -> Iterator[Bad]:
-    """What the catalog has at and past byte ``start`` of a segment that ends there."""
-    query = "SELECT * FROM extents WHERE segment = ? AND offset >= ? ORDER BY offset"
-    for row in db.execute(query, (segment.number, start)):
+def _lost_extents(
+    db: sqlite3.Connection, segment: Segment, file: str, start: int = 0, stop: int = 2**63 - 1
+) -> Iterator[Bad]:
+    """What the catalog has at bytes ``[start, stop)`` of a segment where no frame can be read."""
+    query = "SELECT * FROM extents WHERE segment = ? AND offset >= ? AND offset < ? ORDER BY offset"
+    for row in db.execute(query, (segment.number, start, stop)):
         positions = np.frombuffer(row["rows"], "<u4").reshape(-1, 4)[:, 0]
         yield Bad("the rows are not there", file, row["offset"], segment.site, row["capture"],
                   unpack_layers(row["layers"]), tuple(positions.tolist()))

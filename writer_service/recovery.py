@@ -1,7 +1,7 @@
 """What a writer does before it receives anything: take the lock, mend the journal, make the catalog true.
 
-Policy: the longest valid prefix of every journal file is kept and what follows it is cut; no other file is touched
-for it. A damaged frame inside a sealed block costs that frame alone.
+Policy: of every journal file the frames that the catalog has are kept, and the longest valid prefix of what follows
+them; the rest is cut. A damaged frame among those, or inside a sealed block, costs that frame alone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from schemas.control import Bye, Hello
 from schemas.errors import CorruptError, StartError, StoreError
 from schemas.map_file import map_file
 from schemas.reader import read_store_uuid
-from schemas.segment import FrameView, newer_frame, parse_frame, walk
+from schemas.segment import FrameView, newer_frame, parse_frame, whole_frames
 from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk
-from writer_service import catalog, erasing, fs, removal, sealing
+from writer_service import catalog, erasing, fs, removal, says, sealing
 from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
 from writer_service.control_log import log_numbers, log_path, read_log
 
@@ -371,19 +371,18 @@ def _scan_open(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str
         number = int(path.stem)
         state.next_segment = max(state.next_segment, number + 1)
         data = map_file(path)
-        views = list(walk(data, state.uuid, number, path, verify=True))
-        end = views[-1].end if views else 0
-        if newer_frame(data, end, state.uuid):
-            raise StoreError("read segment", path, f"a frame at byte {end} is of a newer version",
-                             "use the newer program: this one would cut it off")
-        with catalog.transaction(db):
-            gone = [row["capture"] for row in db.execute(
-                "SELECT DISTINCT capture FROM extents WHERE segment = ? AND offset >= ?", (number, end))]
-            db.execute("DELETE FROM extents WHERE segment = ? AND offset >= ?", (number, end))
-            db.execute("DELETE FROM frames WHERE segment = ? AND offset >= ?", (number, end))
-            db.executemany("UPDATE captures SET total_len = coalesce((SELECT max(pos_max) + 1 FROM extents "
-                           "WHERE capture = captures.id), 0) WHERE id = ?", [(capture,) for capture in gone])
-        touched |= set(gone) | _note_all(db, state, number, views)
+        known = [(row["offset"], row["bytes"]) for row in db.execute(
+            "SELECT offset, bytes FROM frames WHERE segment = ? AND offset + bytes <= ? ORDER BY offset",
+            (number, len(data)))]
+        views, bad, end = whole_frames(data, state.uuid, number, path, known)
+        for error in bad:
+            says.warn("frame_damaged", f"the rows of a frame are lost: {error}", segment=number, error=str(error))
+        for at in (*(offset for offset, _ in known), end):
+            if newer_frame(data, at, state.uuid):
+                raise StoreError("read segment", path, f"a frame at byte {at} is of a newer version",
+                                 "use the newer program: this one would cut it off")
+        gone = _forget_rows(db, number, {view.offset for view in views}, end)
+        touched |= gone | _note_all(db, state, number, views)
         del data
         if views:
             del views
@@ -392,12 +391,26 @@ def _scan_open(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str
             fs.datasync(fd)
             fs.close(fd)
             state.to_seal.append(number)
-        else:
+        elif not known:  # acknowledged frames stay, however damaged
             state.cut_bytes += path.stat().st_size
             fs.remove(path)
             with catalog.transaction(db):
                 catalog.apply(db, [SegmentGone(number)])
     return touched
+
+
+def _forget_rows(db: sqlite3.Connection, number: int, whole: set[int], end: int) -> set[str]:
+    """Take rows out of the index whose frames are not whole; their captures. Those below ``end`` stay in the file, to
+    be erased with their captures."""
+    lost = [(row["capture"], number, row["offset"]) for row in db.execute(
+        "SELECT capture, offset FROM extents WHERE segment = ?", (number,)) if row["offset"] not in whole]
+    with catalog.transaction(db):
+        db.executemany("INSERT OR IGNORE INTO strays VALUES (?, ?, ?)", [place for place in lost if place[2] < end])
+        db.executemany("DELETE FROM extents WHERE capture = ? AND segment = ? AND offset = ?", lost)
+        db.execute("DELETE FROM frames WHERE segment = ? AND offset + bytes > ?", (number, end))
+        db.executemany("UPDATE captures SET total_len = coalesce((SELECT max(pos_max) + 1 FROM extents "
+                       "WHERE capture = captures.id), 0) WHERE id = ?", [(capture,) for capture, *_ in lost])
+    return {capture for capture, *_ in lost}
 
 
 __all__ = ["Recovered", "Sequence", "block_name", "recover"]

@@ -10,7 +10,7 @@ import json
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -69,7 +69,7 @@ class Sealer:
             self._waiting.append(number)
         if self._running is None and self._waiting and (not busy or len(self._waiting) > patience_max):
             number = self._waiting.popleft()
-            self._running = self._pool.submit(self._seal, number, self._engines()), number
+            self._running = self._pool.submit(self._seal, number, self._engines(), self._known(number)), number
             self._running[0].add_done_callback(lambda _: self._waker.wake())
         return change
 
@@ -77,14 +77,21 @@ class Sealer:
         """End the thread."""
         self._pool.shutdown()
 
-    def _seal(self, number: int, engines: Mapping[str, Mapping[str, Any]]) -> bool:
+    def _seal(
+        self, number: int, engines: Mapping[str, Mapping[str, Any]], known: Sequence[tuple[int, int]]
+    ) -> bool:
         if finish_cut(self._store, number):
             return True
         fd = fs.open_existing(self._store / open_name(number))
         try:
-            return seal(self._store, self._uuid, number, fd, self._epoch, engines)
+            return seal(self._store, self._uuid, number, fd, self._epoch, engines, known)
         finally:
             fs.close(fd)
+
+    def _known(self, number: int) -> list[tuple[int, int]]:
+        """Where the catalog has frames of a segment, and how many bytes each."""
+        query = "SELECT offset, bytes FROM frames WHERE segment = ? ORDER BY offset"
+        return [(row["offset"], row["bytes"]) for row in self._db.execute(query, (number,))]
 
     def _engines(self) -> dict[str, dict[str, Any]]:
         """The newest engines, by stream, as blocks name them."""

@@ -9,7 +9,7 @@ Steps, each of which can be done again after a crash:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,10 +19,11 @@ import numpy.typing as npt
 
 from schemas import codecs, limits
 from schemas.codecs import Stream
+from schemas.errors import StoreError
 from schemas.frame import FLAG_ERASED
 from schemas.map_file import map_file
 from schemas.row_checksums import piece_digests
-from schemas.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, walk
+from schemas.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, whole_frames
 from schemas.zarr_layout import (
     WRITER,
     array_metadata,
@@ -32,7 +33,7 @@ from schemas.zarr_layout import (
     main_chunk,
     open_name,
 )
-from writer_service import fs
+from writer_service import fs, says
 from writer_service.crc32c import crc32c
 
 MISSING: Final = np.uint64(2**64 - 1)
@@ -112,20 +113,25 @@ def piece_checksums(view: FrameView) -> npt.NDArray[np.uint64]:
 
 
 def seal(
-    store: Path, uuid: bytes, number: int, fd: int, epoch: int, engines: Mapping[str, Mapping[str, Any]]
+    store: Path, uuid: bytes, number: int, fd: int, epoch: int, engines: Mapping[str, Mapping[str, Any]],
+    known: Sequence[tuple[int, int]] = (),
 ) -> bool:
     """Make a block of journal file ``number``, open as ``fd`` and wholly on the disk; False where it has no frame.
 
-    ``epoch`` is the writer's; ``engines`` maps streams to what is known of them. OSError leaves the journal file
-    readable; sealing can be tried again.
+    ``epoch`` is the writer's; ``engines`` maps streams to what is known of them; ``known``: (offset, bytes) of frames
+    that the catalog has. A damaged one is left out of the arrays and stays in the file. OSError leaves the journal file
+    readable; sealing can be tried again. StoreError where no frame is whole: nothing is touched.
     """
     path = store / open_name(number)
     data = map_file(path)
-    frames = list(walk(data, uuid, number, path, verify=False))
+    frames, bad, end = whole_frames(data, uuid, number, path, known)
+    for error in bad:
+        says.warn("frame_damaged", f"sealing leaves out a frame: {error}", segment=number, error=str(error))
+    if not frames and known:
+        raise StoreError("seal", path, f"none of its {len(known)} frames is whole", "put a good copy in its place")
     if not frames:
         fs.remove(path)
         return False
-    end = frames[-1].end
     first = frames[0].frame
     declared = frames[0].declared
     columns = gather(frames, declared)
@@ -133,7 +139,7 @@ def seal(
     if building.exists():
         fs.remove_tree(building)
     fs.make_dirs(building)
-    attributes = _attributes(number, frames, columns, uuid, epoch, engines)
+    attributes = _attributes(number, frames, end, columns, uuid, epoch, engines)
     _write_arrays(building, declared, columns)
     (building / main_chunk(declared[0].name)).parent.mkdir(parents=True)
     shape = (*columns.present.shape, *declared[0].shape)
@@ -229,7 +235,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _attributes(
-    number: int, frames: list[FrameView], columns: Columns, uuid: bytes, epoch: int,
+    number: int, frames: list[FrameView], end: int, columns: Columns, uuid: bytes, epoch: int,
     engines: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """What a stranger needs to read the block without this project's code."""
@@ -264,5 +270,5 @@ def _attributes(
             ],
         },
         "axes": "row r, layer l: layers[l] is the model's layer, captures[capture[r]] the capture",
-        "frames_end": frames[-1].end,
+        "frames_end": end,
     }
