@@ -288,12 +288,28 @@ class StoreReader:
             return [capture.id for capture in self._under(ulid, owner)]
 
     def target(self, ref: str, owner: str | None = None) -> tuple[str, str]:
-        """What a record calls ``ref``, be it one capture or all samples of a request, and the last of these."""
+        """What a record calls ``ref``, be it one capture or all samples of a request, and the last of these.
+
+        Without an ``owner`` NotFoundError where several owners have captures of that name: the newest may be another's
+        than the one that is meant.
+        """
+        if owner is None:
+            self._refuse_shared(ref)
         samples = self.samples(ref, owner)
         if len(samples) == 1:
             return samples[0], samples[0]
         ulid, _ = split_capture_id(samples[0]) or ("", None)
         return ulid, samples[-1]
+
+    def _refuse_shared(self, alias: str) -> None:
+        match = _INDEXED.fullmatch(alias)
+        query = ("SELECT DISTINCT ulid, owner FROM aliases JOIN captures USING (ulid, owner) WHERE alias IN (?, ?) "
+                 "AND deleted = 0 ORDER BY n")
+        with self._lock:
+            found = self._db.execute(query, (alias, match[1] if match else alias)).fetchall()
+        if len({row["owner"] for row in found}) > 1:
+            ids = ", ".join(f"{row['ulid']} (of {row['owner'] or 'nobody'})" for row in found)
+            raise NotFoundError(f"{alias} names captures of several owners; ask for one by its id: {ids}")
 
     def engine(self) -> EngineInfo | None:
         """The newest engine that the store knows."""

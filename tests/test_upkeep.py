@@ -19,6 +19,7 @@ from schemas.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, engine_info, until
 from tests.test_recovery import dump
+from vllm_tap.store_control import delete, hold
 from writer_service import catalog, fs
 from writer_service.commits import Waker
 from writer_service.control_log import Entry
@@ -207,3 +208,26 @@ def test_the_commands_with_a_writer_and_without(tmp_path: Path) -> None:
     assert not list((store / "blocks").iterdir()) and settled(store)
     missing = tap("rm", one, "--store", store)
     assert missing.returncode == 2 and "no capture" in missing.stderr
+
+
+def test_a_name_of_several_owners_is_refused(tmp_path: Path) -> None:
+    """An X-Request-Id is its caller's own: the newest that has it may be another's capture."""
+    store, (hers, his, her_second) = tmp_path / "store", [new_ulid() for _ in range(3)]
+    with WriterProcess(store, "--keep-s", "0.1") as writer, Sender(writer.endpoint, role="api") as api:
+        api.own(hers, owner="alice", aliases=["theirs", "hers"])
+        api.own(his, owner="bob", aliases=["theirs"], count=2)
+        api.own(her_second, owner="alice", aliases=["hers"])
+        api.wait()
+        for name in ("theirs", "theirs.1"):
+            said = rf"{hers} \(of alice\), {his} \(of bob\)"
+            with pytest.raises(NotFoundError, match=said):
+                delete(store, [hers, name])
+            with pytest.raises(NotFoundError, match=said):
+                hold(store, name, True)
+        assert delete(store, ["hers"]) == [her_second]  # the newest of one owner, as ever
+        assert delete(store, [his]) == [his]
+        with StoreReader(store) as reader:
+            assert until(lambda: not list(reader.captures(owner="bob"))) and reader.captures(owner="alice")
+        with pytest.raises(NotFoundError, match="no capture"):
+            hold(store, "theirs", True)  # his was the newest of that name
+        assert hold(store, hers, True) == hers
