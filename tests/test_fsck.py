@@ -16,10 +16,12 @@ import pytest
 
 from schemas.errors import StartError
 from schemas.ids import new_ulid
-from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, until
+from schemas.reader import StoreReader
+from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, until
 from writer_service import fs
 from writer_service.fsck import Bad, fsck, ranges
 from writer_service.rebuild import rebuild
+from writer_service.recovery import recover
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,40 @@ def test_the_commands(sample: Sample, store: Path) -> None:
     assert not report["ok"] and report["bad"][0]["capture"] == sample.two and report["bad"][0]["positions"] == [6]
     nothing = tap("fsck", store / "blocks")
     assert nothing.returncode == 2 and "no store.json" in nothing.stderr
+
+
+def lose(name: str) -> Callable[[Path], object]:
+    return lambda block: (block / name).unlink()
+
+
+BLOCKS: dict[str, tuple[Callable[[Path], object], bool]] = {  # what happens to block 1, whether it is skipped
+    "no_attributes": (lose("zarr.json"), True),
+    "unknown_codec": (lambda block: (block / "zarr.json").write_text(
+        (block / "zarr.json").read_text().replace("int8b64", "int7b64")), True),
+    "no_rows": (lose("q/c/0/0/0"), True),
+    "no_offsets": (lose("frame/c/0"), False),
+    "zeros_for_offsets": (lambda block: (block / "frame/c/0").write_bytes(bytes(16)), False),
+    "half_an_offset": (lambda block: (block / "frame/c/0").write_bytes(bytes(12)), False),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_bad_block_stops_nothing(sample: Sample, store: Path, name: str) -> None:
+    change, is_skipped = BLOCKS[name]
+    with sqlite3.connect(store / "catalog.sqlite") as db:
+        extents = db.execute("SELECT * FROM extents WHERE segment = 1").fetchall()
+    change(store / "blocks/w0-00000001.zarr")
+    done = rebuild(store)
+    fs.close(done.state.lock)
+    assert done.state.skipped == (["w0-00000001.zarr"] if is_skipped else []) and done.state.next_segment == 3
+    with sqlite3.connect(store / "catalog.sqlite") as db:
+        assert db.execute("SELECT * FROM extents WHERE segment = 1").fetchall() == ([] if is_skipped else extents)
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(sample.two, SITE, [0, 3], 0, 5), 2, range(5))
+    if is_skipped:
+        state = recover(store)  # and every start after it
+        fs.close(state.lock)
+        assert state.skipped == ["w0-00000001.zarr"]
 
 
 def test_no_rebuild_beside_a_writer(store: Path) -> None:

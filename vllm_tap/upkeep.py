@@ -43,7 +43,9 @@ def rebuild_catalog(store: Path) -> int:
         else "the same as before" if not done.differences
         else "differs from the one before: " + ", ".join(
             f"{table} {gone:,} rows gone, {come:,} new" for table, (gone, come) in done.differences.items())))
-    return 0
+    for name in done.state.skipped:
+        print(f"blocks/{name} cannot be read and is left out")
+    return 1 if done.state.skipped else 0
 
 
 def _line(bad: Bad) -> str:

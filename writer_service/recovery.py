@@ -20,7 +20,7 @@ from schemas.control import Bye, Hello
 from schemas.errors import CorruptError, StartError, StoreError
 from schemas.map_file import map_file
 from schemas.reader import read_store_uuid
-from schemas.segment import FrameView, newer_frame, parse_frame, whole_frames
+from schemas.segment import FrameView, newer_frame, verify_payload, walk, whole_frames
 from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk
 from writer_service import catalog, erasing, fs, removal, says, sealing
 from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
@@ -73,6 +73,7 @@ class Recovered:
     to_seal: list[int]
     cut_bytes: int = 0
     rebuilt: bool = False
+    skipped: list[str] = field(default_factory=list)  # blocks that cannot be read
     log_read: str = ""  # how far the control logs were read, as the catalog notes it
 
 
@@ -333,7 +334,13 @@ def _index_blocks(db: sqlite3.Connection, store: Path, state: Recovered) -> set[
         state.next_segment = max(state.next_segment, number + 1)
         if number in known:
             continue
-        views = list(_block_frames(block, number, state.uuid))
+        try:
+            views = _block_frames(block, number, state.uuid)
+        except (StoreError, OSError) as error:  # it costs its own rows; the next start tries again
+            says.warn("block_skipped", f"a block cannot be read and is left out: {error}", segment=number,
+                      error=str(error))
+            state.skipped.append(block.name)
+            continue
         touched |= _note_all(db, state, number, views)
         with catalog.transaction(db):
             catalog.apply(db, [SegmentSealed(number)])
@@ -345,22 +352,35 @@ def _index_blocks(db: sqlite3.Connection, store: Path, state: Recovered) -> set[
 
 
 def _block_frames(block: Path, number: int, uuid: bytes) -> list[FrameView]:
-    """The whole frames of a block: its list of offsets leads past a damaged one."""
+    """The whole frames of a block: its list of offsets leads past a damaged one, and is not needed where none is.
+
+    StoreError or OSError where the block does not say what it holds, or has no rows.
+    """
     try:
         attributes = json.loads((block / "zarr.json").read_text())["attributes"]
         main = codecs.streams(attributes["codec"]["name"], attributes["width"], attributes["model_dtype"])[0].name
-        offsets = memoryview((block / "frame" / "c" / "0").read_bytes()).cast("Q").tolist()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError("read block", block, repr(error), "move the block out of the store and start again") from None
+        raise StoreError("read block", block, repr(error), "put a good copy of it in its place") from None
+    try:
+        listed = set(memoryview((block / "frame" / "c" / "0").read_bytes()).cast("Q").tolist())
+    except (OSError, TypeError):
+        listed = set()
     path = block / main_chunk(main)
     data = map_file(path)
-    views = []
-    for offset in offsets:
-        try:
-            views.append(parse_frame(data, offset, uuid, number, path))
-        except CorruptError:
-            continue
-    return views
+    views: dict[int, FrameView] = {}
+    for start in sorted({0, *listed}):
+        if start not in views:
+            views.update((view.offset, view) for view in walk(data, uuid, number, path, verify=False, start=start))
+    return [view for view in views.values() if view.offset in listed or _is_whole(view, path)]
+
+
+def _is_whole(view: FrameView, path: Path) -> bool:
+    """Whether a frame that the block does not list was left out for no damage of its own."""
+    try:
+        verify_payload(view, path)
+    except CorruptError:
+        return False
+    return True
 
 
 def _scan_open(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str]:
