@@ -25,12 +25,13 @@ from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
-from schemas.zarr_layout import journal_folder
+from schemas.zarr_layout import journal_folder, redo_name
 from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.test_recovery import dump
-from writer_service import catalog, fs, sealing
+from writer_service import catalog, fs, removal, sealing
 from writer_service.commits import Waker
 from writer_service.control_log import log_path
+from writer_service.erasing import plan, write_redo
 from writer_service.fsck import fsck
 from writer_service.keeper import Keeper
 from writer_service.rebuild import rebuild
@@ -222,6 +223,22 @@ def test_a_block_of_nothing_else_goes_whole(sample: Sample, tmp_path: Path) -> N
     assert done.differences == {} and dump(store) == before
     with StoreReader(store) as reader:
         assert_rows(reader.slice(capture, SITE, [0, 3]), 3, range(3))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_failed_erasure_in_a_block_that_is_taken_away(sample: Sample, tmp_path: Path, cut: bool) -> None:
+    """Its redo record goes with the block; one that a crash left behind stops no start."""
+    store = copied(sample, tmp_path)
+    redo = plan(store, read_store_uuid(store), 1, [sample.gone])
+    assert redo is not None
+    write_redo(store, redo)
+    if cut:
+        (store / "blocks/w0-00000001.zarr").rename(removal.removed_name(store, 1))
+    else:
+        removal.remove_block(store, 1)
+        assert not (store / redo_name(1)).exists()
+    fs.close(recover(store).lock)
+    assert not (store / redo_name(1)).exists() and not list((store / "blocks").iterdir())
 
 
 def test_a_scrubbed_log_and_a_catalog_of_before(tmp_path: Path) -> None:

@@ -54,12 +54,18 @@ def erase(store: Path, uuid: bytes, number: int, captures: Sequence[str]) -> int
     redo = plan(store, uuid, number, captures)
     if redo is None:
         return 0
-    path = store / redo_name(number)
-    body = _encoder.encode(redo)
-    fs.write_durable(path, MAGIC + xxhash.xxh3_64_digest(body) + body)
+    path = write_redo(store, redo)
     apply(store, redo)
     fs.remove(path)
     return len(redo.rows) // 4
+
+
+def write_redo(store: Path, redo: Redo) -> Path:
+    """Write down what is to be done; where."""
+    path = store / redo_name(redo.segment)
+    body = _encoder.encode(redo)
+    fs.write_durable(path, MAGIC + xxhash.xxh3_64_digest(body) + body)
+    return path
 
 
 def redo_all(store: Path) -> None:
@@ -69,7 +75,9 @@ def redo_all(store: Path) -> None:
         if data[:8] != MAGIC or xxhash.xxh3_64_digest(data[16:]) != data[8:16]:
             raise StoreError("read redo record", path, "it does not match its checksum",
                              "the block that it names is half erased: move block and record out of the store")
-        apply(store, _decoder.decode(data[16:]))
+        redo = _decoder.decode(data[16:])
+        if (store / block_name(redo.segment)).exists():  # not where all of it was taken away since
+            apply(store, redo)
         fs.remove(path)
 
 

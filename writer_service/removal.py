@@ -11,7 +11,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from schemas.zarr_layout import WRITER, block_name, journal_folder
+from schemas.zarr_layout import WRITER, block_name, journal_folder, redo_name
 from writer_service import fs
 
 _COVERED = "covered.json"
@@ -51,6 +51,8 @@ def remove_block(store: Path, number: int) -> None:
     source, target = store / block_name(number), removed_name(store, number)
     if source.exists():
         fs.rename(source, target)
+    if (redo := store / redo_name(number)).exists():  # of an erasure that failed: there is nothing to erase in any more
+        fs.remove(redo)
     if target.exists():
         fs.remove_tree(target)
         fs.sync_dir(target.parent)
