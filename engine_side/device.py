@@ -129,7 +129,7 @@ class Crossing:
 
     def move(self, budget: float) -> None:
         """Enqueue copies of at most ``budget`` bytes, but one, behind everything on the model's stream so far."""
-        if self.scratch is None:
+        if self.scratch is None or not self._waiting:
             return
         self._copying.wait_stream(torch.cuda.current_stream(self._device))
         ready = torch.cuda.Event()

@@ -17,6 +17,7 @@ from engine_side.device import Crossing
 from engine_side.events import Freed, Lost, Run
 from engine_side.recorder import Recorder, Step
 from engine_side.ring import Ring
+from engine_side.seams import scheduler
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas.ids import new_ulid
@@ -100,6 +101,18 @@ def test_the_end_reaches_the_sender_whatever_the_device_says(ring: Ring, monkeyp
                                                            recorder=recorder_on(ring)))
     worker.stop()
     assert closed
+
+
+def test_an_engine_that_rests_in_mid_request_keeps_nothing_back(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorder_on(ring)
+    opened(recorder, "a", sites=["mlp_out"])
+    monkeypatch.setattr(worker, "CURRENT", SimpleNamespace(recorder=recorder))
+    for position in range(10):
+        step(recorder, [("a", position, 1)])
+    assert scheduler._has_work(lambda self: True)(None)
+    assert sum(event.steps for event in recorder.outbox if isinstance(event, Run)) < 10, "no burst: this shows nothing"
+    assert not scheduler._has_work(lambda self: False)(None)
+    assert sum(event.steps for event in recorder.outbox if isinstance(event, Run)) == 10
 
 
 def test_one_kernel_is_compiled_at_a_time(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:

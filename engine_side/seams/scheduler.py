@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Final
 
+from engine_side import worker
 from engine_side.recorder import End
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.ticket import find
@@ -37,6 +38,7 @@ def connect() -> None:
 
     def core(module: types.ModuleType) -> None:
         wrap(module, "EngineCoreProc.run_busy_loop", _run_busy_loop)
+        wrap(module, "EngineCoreProc.has_work", _has_work)
 
     def client(module: types.ModuleType) -> None:
         wrap(module, "InprocClient.get_output", _delivering)
@@ -97,6 +99,22 @@ def _run_busy_loop(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return run_busy_loop
+
+
+def _has_work(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Before an engine rests (it may be paused in mid-request) everything that its worker here has taken goes out."""
+
+    def has_work(self: Any, *args: Any, **kwargs: Any) -> bool:
+        found = original(self, *args, **kwargs)
+        current = worker.CURRENT
+        if not found and current is not None and current.recorder is not None:
+            try:
+                current.recorder.flush()
+            except Exception:
+                logger.exception("vllm-tap: rows wait for the next step")
+        return found
+
+    return has_work
 
 
 def _die_with_parent() -> None:
