@@ -226,7 +226,7 @@ def test_a_damaged_catalog_is_rebuilt(tmp_path: Path) -> None:
         writer.start()
         with StoreReader(store) as reader:
             assert_rows(reader.slice(capture, SITE, [0], 0, 9), 1, range(9))
-        assert (store / "catalog.damaged").exists()
+        assert not list(store.glob("catalog.damaged*"))  # it may tell what was deleted
         # A reader that was open all the time sees the new one.
         assert_rows(before.slice(capture, SITE, [0], 0, 9), 1, range(9))
         assert before.capture(capture).status == "running"

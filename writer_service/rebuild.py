@@ -9,9 +9,16 @@ from pathlib import Path
 from schemas.catalog import CATALOG_VERSION
 from schemas.reader import read_store_uuid
 from writer_service import fs
-from writer_service.recovery import Recovered, mend, new_catalog, set_aside, take_lock
-
-_NEW, _OLD = "catalog.rebuilding", "catalog.replaced"
+from writer_service.recovery import (
+    REBUILDING,
+    REPLACED,
+    Recovered,
+    mend,
+    new_catalog,
+    remove_catalog,
+    set_aside,
+    take_lock,
+)
 
 
 @dataclass(slots=True)
@@ -39,17 +46,17 @@ def rebuild(store: Path) -> Rebuilt:
 
 
 def _rebuild(store: Path, uuid: bytes, lock: int, epoch: int) -> Rebuilt:
-    for name in (_NEW, _OLD):
-        _remove(store, name)
-    state = mend(store, uuid, lock, epoch, new_catalog(store / _NEW, uuid), True)
-    db = sqlite3.connect(store / _NEW)
+    for name in (REBUILDING, REPLACED):
+        remove_catalog(store, name)
+    state = mend(store, uuid, lock, epoch, new_catalog(store / REBUILDING, uuid), True)
+    db = sqlite3.connect(store / REBUILDING)
     db.execute("PRAGMA journal_mode=DELETE")  # one file: what SQLite keeps beside it goes by the file's name
     captures = db.execute("SELECT count(*) FROM captures").fetchone()[0]
     db.close()
-    differences = compare(store / "catalog.sqlite", store / _NEW)
-    set_aside(store, _OLD)
-    fs.rename(store / _NEW, store / "catalog.sqlite")
-    _remove(store, _OLD)
+    differences = compare(store / "catalog.sqlite", store / REBUILDING)
+    set_aside(store, REPLACED)
+    fs.rename(store / REBUILDING, store / "catalog.sqlite")
+    remove_catalog(store, REPLACED)
     return Rebuilt(state, differences is not None, captures, differences or {})
 
 
@@ -79,9 +86,3 @@ def compare(old: Path, new: Path) -> dict[str, tuple[int, int]] | None:
         return None
     finally:
         db.close()
-
-
-def _remove(store: Path, name: str) -> None:
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        if (store / f"{name}{suffix}").exists():
-            fs.remove(store / f"{name}{suffix}")

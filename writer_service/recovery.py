@@ -27,6 +27,7 @@ from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, Se
 from writer_service.control_log import log_numbers, log_path, read_log
 
 apply_at_once = 512
+DAMAGED, REBUILDING, REPLACED = "catalog.damaged", "catalog.rebuilding", "catalog.replaced"
 MADE_FIRST = ("writers", "blocks", ".store.json.tmp", KEYS_FILE)  # what may be there without a store.json
 
 
@@ -147,7 +148,10 @@ def recover(store: Path) -> Recovered:
     lock, epoch = take_lock(store)
     uuid = make_store(store)  # under the lock: two writers that start at once must not both name the store
     db, rebuilt = open_catalog(store, uuid)
-    return mend(store, uuid, lock, epoch, db, rebuilt)
+    state = mend(store, uuid, lock, epoch, db, rebuilt)
+    for name in (DAMAGED, REBUILDING, REPLACED):  # they tell what was deleted since
+        remove_catalog(store, name)
+    return state
 
 
 def mend(store: Path, uuid: bytes, lock: int, epoch: int, db: sqlite3.Connection, rebuilt: bool) -> Recovered:
@@ -188,7 +192,7 @@ def open_catalog(store: Path, uuid: bytes) -> tuple[sqlite3.Connection, bool]:
             db.close()
         except sqlite3.DatabaseError:
             pass
-        set_aside(store, "catalog.damaged")
+        set_aside(store, DAMAGED)
     return new_catalog(path, uuid), True
 
 
@@ -206,6 +210,13 @@ def set_aside(store: Path, name: str) -> None:
         path = store / f"catalog.sqlite{suffix}"
         if path.exists():
             fs.rename(path, store / f"{name}{suffix}")
+
+
+def remove_catalog(store: Path, name: str) -> None:
+    """A catalog that is not in use any more goes, with what SQLite keeps beside it."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        if (store / f"{name}{suffix}").exists():
+            fs.remove(store / f"{name}{suffix}")
 
 
 def finish_seals(store: Path) -> None:
