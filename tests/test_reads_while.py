@@ -121,6 +121,30 @@ def test_never_a_500(tmp_path: Path) -> None:
         assert seen["200"] and seen["404"]
 
 
+def test_who_follows_outlives_that_a_neighbour_is_erased(tmp_path: Path) -> None:
+    """A frame holds rows of several captures: its checksums are others once those of one are gone."""
+    store, (one, other) = tmp_path / "store", [new_ulid() for _ in range(2)]
+    with WriterProcess(store, "--keep-s", "0.05") as writer, Sender(writer.endpoint, engine=engine_info()) as engine:
+        engine.open(one)
+        engine.open(other)
+        engine.frame([(one, 0, range(8)), (other, 1, range(8))])
+        engine.wait()
+        with StoreReader(store) as reader:
+            frame, = until(lambda: reader.frames(one, SITE, 0))
+            before = reader.live_rows(frame, one, [0, 1, 2, 3])
+            engine.delete(other)
+            engine.wait()
+
+            def erased() -> bool:
+                with StoreReader(store) as fresh:
+                    return fresh.live_rows(frame, other, [0]) is None
+
+            assert until(erased)
+            after = reader.live_rows(frame, one, [0, 1, 2, 3])
+            assert before is not None and after is not None and after.values.tobytes() == before.values.tobytes()
+            assert reader.live_rows(frame, other, [0, 1, 2, 3]) is None
+
+
 FOLLOW = """
 import sys, time
 from pathlib import Path
