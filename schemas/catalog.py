@@ -16,6 +16,7 @@ from schemas.errors import StoreError
 # control logs tell something of a capture (log_refs) or are to forget it (scrub).
 __all__ = ["CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json", "find_capture"]
 
+_UNWRITABLE: Final = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)  # primary codes
 CATALOG_VERSION: Final = 4
 DDL: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -92,7 +93,13 @@ def connect_write(path: Path) -> sqlite3.Connection:
     return db
 
 
-def connect_read(path: Path) -> sqlite3.Connection:
+class ReadConnection(sqlite3.Connection):
+    """A reader's connection; one that is ``immutable`` shows the catalog as it was when it was opened, for ever."""
+
+    immutable: bool = False
+
+
+def connect_read(path: Path) -> ReadConnection:
     """A reader's connection; it changes nothing in the catalog and works where nothing can be written."""
     if not path.exists():
         raise StoreError("open catalog", path, "no such file", "a writer makes the catalog at its start")
@@ -102,14 +109,18 @@ def connect_read(path: Path) -> sqlite3.Connection:
     for mode in ("mode=ro", "immutable=1"):
         quoted = str(path.resolve()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
         uri = f"file:{quoted}?{mode}"
-        db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10)
+        db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=10,
+                             factory=ReadConnection)
         db.row_factory = sqlite3.Row
+        db.immutable = mode == "immutable=1"
         try:
             row = db.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
         except sqlite3.Error as caught:
             error = caught
             db.close()
-            continue
+            if getattr(caught, "sqlite_errorcode", 0) & 0xFF in _UNWRITABLE:
+                continue
+            break
         if row is None or row["value"] != str(CATALOG_VERSION):
             found = None if row is None else row["value"]
             db.close()

@@ -27,6 +27,7 @@ from schemas import codecs, limits
 from schemas import manifest as manifests
 from schemas.catalog import (
     Capture,
+    ReadConnection,
     Segment,
     capture_of,
     connect_read,
@@ -199,20 +200,41 @@ class StoreReader:
         self._tail = JournalTail(self.path, uuid, self._durable_end)
         self._lock = threading.RLock()
         self._catalog = self.path / "catalog.sqlite"
-        self._connection = connect_read(self._catalog)
-        self._inode = self._catalog.stat().st_ino
+        self._connection, self._seen = self._open()
+        self._reopened = 0
+
+    def _open(self) -> tuple[ReadConnection, tuple[int, ...]]:
+        """A connection, and what it stands for until that changes."""
+        # Before it is opened: what changes meanwhile is a change. Where there is none, opening says so.
+        seen = self._look(everything=True) if self._catalog.exists() else ()
+        connection = connect_read(self._catalog)
+        return connection, seen if connection.immutable else seen[:1]
+
+    def _look(self, everything: bool) -> tuple[int, ...]:
+        """What tells one catalog from another; with ``everything``, one that was written to from what it was."""
+        stat = self._catalog.stat()
+        if not everything:
+            return (stat.st_ino,)
+        log = self._catalog.with_name(f"{self._catalog.name}-wal")
+        try:
+            beside = log.stat()
+        except FileNotFoundError:
+            return (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        return (stat.st_ino, stat.st_mtime_ns, stat.st_size, beside.st_mtime_ns, beside.st_size)
 
     @property
     def _db(self) -> sqlite3.Connection:
-        """The catalog as it lies there now: a writer that found it damaged has put another in its place."""
+        """The catalog as it lies there now: a writer that found it damaged has put another in its place, and one that
+        nobody wrote to, on media that are read-only from here, has a writer again."""
         try:
-            inode = self._catalog.stat().st_ino
+            seen = self._look(self._connection.immutable)
         except FileNotFoundError:
             return self._connection
-        if inode != self._inode and not self._connection.in_transaction:
-            fresh = connect_read(self._catalog)
-            self._connection.close()
-            self._connection, self._inode = fresh, inode
+        if seen != self._seen and not self._connection.in_transaction:
+            (fresh, self._seen), stale = self._open(), self._connection
+            self._connection = fresh
+            stale.close()
+            self._reopened += 1
         return self._connection
 
     def close(self) -> None:
@@ -481,7 +503,8 @@ class StoreReader:
     def version(self) -> int:
         """A number that changes with the catalog."""
         with self._lock:
-            return int(self._db.execute("PRAGMA data_version").fetchone()[0])
+            counted = int(self._db.execute("PRAGMA data_version").fetchone()[0])  # by this connection
+            return self._reopened << 32 | counted
 
     def frames(self, capture: str, site: str, after: int) -> list[FrameAt]:
         """The frames with rows of a capture at a site whose number is above ``after``, in order.

@@ -417,6 +417,29 @@ def test_a_reader_needs_no_writer(tmp_path: Path) -> None:
         assert_rows(reader.slice(capture, SITE, [0], 0, 9), 1, range(9))
 
 
+def test_a_reader_where_nothing_can_be_written_sees_what_comes(tmp_path: Path) -> None:
+    """The store is left clean, and a writer comes: its reader looked at a file that nobody wrote to."""
+    store, capture, engine, writer = running_store(tmp_path)
+    with writer:
+        writer.start()
+        writer.stop()
+        shared = store / "catalog.sqlite-shm"
+        shared.unlink(missing_ok=True)
+        shared.symlink_to(tmp_path / "nowhere" / "shm")  # as on a read-only mount: what SQLite needs cannot be made
+        with StoreReader(store) as reader:
+            assert reader.capture(capture).status == "running"
+            version = reader.version()
+            shared.unlink()
+            writer.start()
+            engine.hello()
+            engine.finish(capture, end=9)
+            engine.wait()
+            assert until(lambda: reader.capture(capture).status == "complete")
+            assert reader.version() != version
+        writer.stop()
+    engine.close()
+
+
 def test_a_power_loss_that_keeps_rows_but_not_their_open(tmp_path: Path) -> None:
     """Segment and log are synced side by side: rows whose Open was lost are taken again, and then found."""
     store, capture = tmp_path / "store", new_ulid()
