@@ -17,7 +17,7 @@ from schemas.errors import StoreError
 __all__ = ["CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json", "find_capture"]
 
 _UNWRITABLE: Final = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)  # primary codes
-CATALOG_VERSION: Final = 4
+CATALOG_VERSION: Final = 5
 DDL: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE streams (
@@ -42,8 +42,8 @@ CREATE TABLE captures (
     quota INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX captures_ulid ON captures (ulid);
-CREATE INDEX captures_created ON captures (created_ms, id);
-CREATE INDEX captures_owner ON captures (owner, created_ms, id);
+CREATE INDEX captures_created ON captures (created_ms, id) WHERE deleted = 0;
+CREATE INDEX captures_owner ON captures (owner, created_ms, id) WHERE deleted = 0;
 CREATE INDEX captures_status ON captures (status, created_ms, id);
 CREATE INDEX captures_owner_status ON captures (owner, status, created_ms, id);
 CREATE INDEX captures_may_expire ON captures (created_ms) WHERE deleted = 0 AND hold = 0;

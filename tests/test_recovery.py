@@ -440,6 +440,31 @@ def test_a_reader_where_nothing_can_be_written_sees_what_comes(tmp_path: Path) -
     engine.close()
 
 
+@pytest.mark.parametrize("owner", [None, "o"])
+def test_lists_do_not_walk_tombstones(tmp_path: Path, owner: str | None) -> None:
+    state = recovery.recover(tmp_path)
+    fs.close(state.lock)
+    with sqlite3.connect(tmp_path / "catalog.sqlite") as db:
+        insert = ("INSERT INTO captures (id, ulid, sample, owner, status, created_ms, deleted) "
+                  "VALUES (?, ?, 0, 'o', ?, ?, ?)")
+        kept = [new_ulid() for _ in range(3)]
+        db.executemany(insert, [(name, name, "complete", number, 0) for number, name in enumerate(kept)])
+        db.executemany(insert, [(str(n), str(n), "deleted", 100 + n, 1) for n in range(20_000)])
+    steps = 0
+
+    def step() -> int:
+        nonlocal steps
+        steps += 1000
+        return 0
+
+    with StoreReader(tmp_path) as reader:
+        reader._db.set_progress_handler(step, 1000)
+        assert [row.id for row in reader.captures(owner)] == kept[::-1]
+        assert [row.id for row in reader.captures(owner, before=kept[1])] == kept[:1]
+        assert len(reader.captures(owner, status="deleted", limit=5)) == 5
+    assert steps < 20_000
+
+
 def test_a_power_loss_that_keeps_rows_but_not_their_open(tmp_path: Path) -> None:
     """Segment and log are synced side by side: rows whose Open was lost are taken again, and then found."""
     store, capture = tmp_path / "store", new_ulid()
