@@ -17,7 +17,7 @@ from schemas.errors import StoreError
 __all__ = ["CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json", "find_capture"]
 
 _UNWRITABLE: Final = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)  # primary codes
-CATALOG_VERSION: Final = 5
+CATALOG_VERSION: Final = 6
 DDL: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE streams (
@@ -55,7 +55,7 @@ CREATE INDEX aliases_alias ON aliases (alias, n);
 CREATE INDEX aliases_ulid ON aliases (ulid);
 CREATE TABLE segments (
     number INTEGER PRIMARY KEY, sealed INTEGER NOT NULL, site TEXT NOT NULL, codec TEXT NOT NULL, dtype TEXT NOT NULL,
-    width INTEGER NOT NULL, fingerprint TEXT NOT NULL, main TEXT NOT NULL
+    width INTEGER NOT NULL, fingerprint TEXT NOT NULL, main TEXT NOT NULL, cold INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE frames (
     stream TEXT NOT NULL, epoch INTEGER NOT NULL, seq INTEGER NOT NULL, segment INTEGER NOT NULL,
@@ -156,7 +156,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where a segment lies and what is in it; ``main`` names the codec's main stream."""
+    """Where a segment lies and what is in it; ``main`` names the codec's main stream, ``cold`` a compacted block."""
 
     number: int
     sealed: bool
@@ -165,6 +165,7 @@ class Segment:
     dtype: str
     width: int
     main: str
+    cold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,8 @@ def load_segment(db: sqlite3.Connection, number: int) -> Segment | None:
     r = db.execute("SELECT * FROM segments WHERE number = ?", (number,)).fetchone()
     if r is None:
         return None
-    return Segment(r["number"], bool(r["sealed"]), r["site"], r["codec"], r["dtype"], r["width"], r["main"])
+    return Segment(r["number"], bool(r["sealed"]), r["site"], r["codec"], r["dtype"], r["width"], r["main"],
+                   bool(r["cold"]))
 
 
 def engine_json(db: sqlite3.Connection, stream: str | None) -> dict[str, Any]:

@@ -11,16 +11,28 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.catalog import Segment
+from schemas.cold import ColdBlock, ColdFrame
 from schemas.errors import CorruptError, StoreError
 from schemas.map_file import map_file
 from schemas.row_checksums import BlockChecksums, piece_digests
 from schemas.segment import FrameView, parse_frame, verify_payload
 from schemas.zarr_layout import block_name, segment_places
 
-__all__ = ["SegmentMaps", "map_file"]
+__all__ = ["SegmentMaps", "View", "map_file"]
 
 maps_max: Final = 64
 frames_max: Final = 4096
+View = FrameView | ColdFrame
+_GONE: Final = ("the block was compacted or taken away since (a dataset is then made again), or the store is not "
+                "complete")
+
+
+def _verify(view: View, path: Path) -> None:
+    """CorruptError where a frame's bytes do not match their checksums."""
+    if isinstance(view, ColdFrame):
+        view.verify()
+    else:
+        verify_payload(view, path)
 
 
 class SegmentMaps:
@@ -35,10 +47,11 @@ class SegmentMaps:
         self._store, self._uuid = store, uuid
         self._lock = threading.Lock()
         self._maps: OrderedDict[int, tuple[Path, memoryview]] = OrderedDict()
-        self._frames: OrderedDict[tuple[int, int], tuple[Path, FrameView]] = OrderedDict()
+        self._frames: OrderedDict[tuple[int, int], tuple[Path, View]] = OrderedDict()
         self._blocks: OrderedDict[int, BlockChecksums | None] = OrderedDict()
+        self._cold: OrderedDict[int, ColdBlock] = OrderedDict()
 
-    def frame(self, segment: Segment, offset: int, verify: bool = True) -> FrameView:
+    def frame(self, segment: Segment, offset: int, verify: bool = True) -> View:
         """The frame at ``offset``; CorruptError names the block and the offset where bytes do not match.
 
         Without ``verify`` only its head is held against its hash: who reads one layer of many touches no other.
@@ -50,25 +63,34 @@ class SegmentMaps:
                 self._frames.move_to_end(key)
         if known is not None:
             if verify:
-                verify_payload(known[1], known[0])
+                _verify(known[1], known[0])
             return known[1]
-        path, data = self._map(segment, fresh=False)
-        try:
-            view = parse_frame(data, offset, self._uuid, segment.number, path)
-        except CorruptError:
-            # The map may be older than the frame: the file has grown since.
-            path, data = self._map(segment, fresh=True)
-            view = parse_frame(data, offset, self._uuid, segment.number, path)
+        path: Path
+        view: View
+        if segment.cold:
+            block = self.cold(segment.number)
+            path, view = block.main, block.frame(offset)
+        else:
+            path, view = self._parse(segment, offset)
         if verify:
-            verify_payload(view, path)
+            _verify(view, path)
         with self._lock:
             self._frames[key] = path, view
             while len(self._frames) > frames_max:
                 self._frames.popitem(last=False)
         return view
 
+    def _parse(self, segment: Segment, offset: int) -> tuple[Path, FrameView]:
+        path, data = self._map(segment, fresh=False)
+        try:
+            return path, parse_frame(data, offset, self._uuid, segment.number, path)
+        except CorruptError:
+            # The map may be older than the frame: the file has grown since.
+            path, data = self._map(segment, fresh=True)
+            return path, parse_frame(data, offset, self._uuid, segment.number, path)
+
     def verify(
-        self, segment: Segment, view: FrameView, layers: list[int], rows: npt.NDArray[np.int64],
+        self, segment: Segment, view: View, layers: list[int], rows: npt.NDArray[np.int64],
         copied: list[npt.NDArray[np.uint8]],
     ) -> None:
         """CorruptError where what was copied of a frame from ``frame`` is not what was stored.
@@ -79,9 +101,9 @@ class SegmentMaps:
         with self._lock:
             known = self._frames.get((segment.number, view.offset))
         path = known[0] if known else segment_places(self._store, segment.number, segment.main)[0]
-        checksums = self._checksums(segment)
+        checksums = self.checksums(segment)
         if checksums is None:
-            verify_payload(view, path)
+            _verify(view, path)
             return
         flat = [array.reshape(-1, array.shape[2]) for array in copied]
         try:
@@ -92,9 +114,12 @@ class SegmentMaps:
             raise CorruptError("read rows", f"{path} at byte {view.offset}", "a row does not match its checksum",
                                "vllm-tap fsck names all that do not")
 
-    def _checksums(self, segment: Segment) -> BlockChecksums | None:
+    def checksums(self, segment: Segment) -> BlockChecksums | None:
+        """Those of a block's rows; None where a segment has none, because it is not sealed or of an early version."""
         if not segment.sealed:
             return None
+        if segment.cold:
+            return self.cold(segment.number).checksums
         with self._lock:
             if segment.number in self._blocks:
                 return self._blocks[segment.number]
@@ -108,11 +133,29 @@ class SegmentMaps:
                 self._blocks.popitem(last=False)
         return found
 
+    def cold(self, number: int) -> ColdBlock:
+        """A cold block; StoreError where it is not there or not whole."""
+        with self._lock:
+            if number in self._cold:
+                self._cold.move_to_end(number)
+                return self._cold[number]
+        folder = self._store / block_name(number)
+        try:
+            found = ColdBlock.open(folder)
+        except FileNotFoundError as error:
+            raise StoreError("open segment", error.filename, "no such file", _GONE) from None
+        with self._lock:
+            self._cold[number] = found
+            while len(self._cold) > maps_max:
+                self._cold.popitem(last=False)
+        return found
+
     def forget(self, number: int) -> None:
         """Look at a segment's files anew: they were erased from, or moved."""
         with self._lock:
             self._maps.pop(number, None)
             self._blocks.pop(number, None)
+            self._cold.pop(number, None)
             for key in [key for key in self._frames if key[0] == number]:
                 del self._frames[key]
 
@@ -121,6 +164,7 @@ class SegmentMaps:
         with self._lock:
             self._frames.clear()
             self._blocks.clear()
+            self._cold.clear()
             self._maps.clear()
 
     def _map(self, segment: Segment, fresh: bool) -> tuple[Path, memoryview]:
@@ -141,4 +185,4 @@ class SegmentMaps:
                 while len(self._maps) > maps_max:
                     self._maps.popitem(last=False)
             return mapped
-        raise StoreError("open segment", places[0], "no such file", "the store was changed by hand, or is not complete")
+        raise StoreError("open segment", places[0], "no such file", _GONE)

@@ -43,8 +43,7 @@ from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError, S
 from schemas.frame import FLAG_ERASED
 from schemas.ids import split_capture_id
 from schemas.manifest import Manifest, Missing
-from schemas.mapping import SegmentMaps
-from schemas.segment import FrameView
+from schemas.mapping import SegmentMaps, View
 from schemas.sieve import Sieve
 from schemas.sites import SITES, parse_site
 from schemas.spec import Resolved
@@ -663,7 +662,7 @@ class StoreReader:
 Verify = Callable[[list[int], npt.NDArray[np.int64], list[npt.NDArray[np.uint8]]], None]
 
 
-def _live_of(frame: FrameAt, view: FrameView, capture: str, layers: Sequence[int], first: int, verify: Verify
+def _live_of(frame: FrameAt, view: View, capture: str, layers: Sequence[int], first: int, verify: Verify
              ) -> LiveRows | None:
     """``live_rows`` of a frame that was read; ``verify`` is given what was copied of it: layers, rows, pieces."""
     header = view.frame

@@ -45,6 +45,11 @@ def building_name(number: int) -> str:
     return f"blocks/.building-{WRITER}-{number:08d}"
 
 
+def compacting_name(number: int) -> str:
+    """Path below the store of a cold block that is being made."""
+    return f"blocks/.compacting-{WRITER}-{number:08d}"
+
+
 def main_chunk(main: str) -> str:
     """Path below a block of the file that was the journal."""
     return f"{main}/c/0/0/0"
@@ -59,8 +64,12 @@ def segment_places(store: Path, number: int, main: str) -> tuple[Path, Path, Pat
 def array_metadata(
     shape: Sequence[int], dtype: str, fill: Any, inner: Sequence[int] | None = None,
     attributes: Mapping[str, Any] | None = None, names: Sequence[str] | None = None,
+    chunk: Sequence[int] | None = None,
 ) -> bytes:
-    """``zarr.json`` of an array of one chunk; with ``inner``, a shard of such chunks with its index at the end."""
+    """``zarr.json`` of an array of one chunk; with ``inner``, a shard of such chunks with its index at the end.
+
+    ``chunk`` is the chunk's shape where it is larger than the array's: a shard holds whole inner chunks.
+    """
     codecs: list[dict[str, Any]] = [BYTES]
     if inner is not None:
         codecs = [{
@@ -77,7 +86,7 @@ def array_metadata(
         "node_type": "array",
         "shape": list(shape),
         "data_type": dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shape)}},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk or shape)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill,
         "codecs": codecs,

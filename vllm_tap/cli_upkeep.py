@@ -16,6 +16,7 @@ def add(app: typer.Typer) -> None:
     """Put them into ``app``."""
     app.command("fsck")(check)
     app.command("rebuild")(rebuild)
+    app.command("compact")(compact)
     app.command("rm")(remove)
     app.command("hold")(hold)
     app.command("release")(release)
@@ -36,6 +37,17 @@ def rebuild(store: StorePath = Path("captures")) -> None:
     from vllm_tap.upkeep import rebuild_catalog
 
     raise typer.Exit(rebuild_catalog(store))
+
+
+def compact(
+    store: StorePath = Path("captures"),
+    older_than: Annotated[float | None, typer.Option(
+        "--older-than", metavar="DAYS", min=0.0, help="Only blocks of captures made longer ago; default: all.")] = None,
+) -> None:
+    """Sort sealed blocks by capture and layer, joining small ones; no writer may run."""
+    from vllm_tap.upkeep import compact_store
+
+    raise typer.Exit(compact_store(store, older_than))
 
 
 Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",

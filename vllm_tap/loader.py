@@ -23,8 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from schemas.errors import CorruptError, NotFoundError, SpecError
 from schemas.frame import FLAG_ERASED
-from schemas.mapping import SegmentMaps
-from schemas.segment import FrameView
+from schemas.mapping import SegmentMaps, View
 from vllm_tap.listing import Where
 from vllm_tap.progress import Report
 from vllm_tap.row_decode import decode, is_as_stored
@@ -236,7 +235,7 @@ class _Frames:
     def __init__(self, index: RowIndex, verify: bool) -> None:
         self._index, self._verify, self._maps = index, verify, SegmentMaps(index.store, index.uuid)
 
-    def until_settled(self, number: int) -> Iterator[FrameView]:
+    def until_settled(self, number: int) -> Iterator[View]:
         """The frame, to be copied from; again where rows of it were erased meanwhile: the last copy is of one moment.
 
         Its head is rewritten before rows are erased, so a head that is still the same after the copy vouches for it.

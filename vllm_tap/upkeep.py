@@ -1,4 +1,4 @@
-"""``fsck`` and ``rebuild``: what an operator does to a store as a whole."""
+"""``fsck``, ``rebuild`` and ``compact``: what an operator does to a store as a whole."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from writer_service import fs
+from writer_service.compaction import compact
 from writer_service.fsck import Bad, Report, fsck, ranges
 from writer_service.rebuild import rebuild
 
-__all__ = ["check_store", "rebuild_catalog"]
+__all__ = ["check_store", "compact_store", "rebuild_catalog"]
 
 
 def check_store(store: Path, as_json: bool) -> int:
     """Look at every byte of a store; 1 where something is bad, else 0."""
-    bar = Progress(TextColumn("checking"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
-                   console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    with bar:
+    with _bar("checking") as bar:
         task = bar.add_task("")
         report = fsck(store, lambda done, total: bar.update(task, completed=done, total=total))
     if as_json:
@@ -46,6 +45,23 @@ def rebuild_catalog(store: Path) -> int:
     for name in done.state.skipped:
         print(f"blocks/{name} cannot be read and is left out")
     return 1 if done.state.skipped else 0
+
+
+def compact_store(store: Path, older_days: float | None) -> int:
+    """Make cold blocks of sealed ones; 1 where a block had to be left as it is."""
+    with _bar("compacting") as bar:
+        task = bar.add_task("")
+        done = compact(store, older_days, lambda done, total: bar.update(task, completed=done, total=total))
+    print(f"{done.blocks:,} blocks became {done.cold:,}: {done.bytes_before / 1e9:.3f} GB, now "
+          f"{done.bytes_after / 1e9:.3f} GB")
+    for line in done.failed:
+        print(f"left as it is: {line}", file=sys.stderr)
+    return 1 if done.failed else 0
+
+
+def _bar(what: str) -> Progress:
+    return Progress(TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
+                    console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 def _line(bad: Bad) -> str:

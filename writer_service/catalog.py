@@ -92,7 +92,16 @@ class Scrubbed:
     captures: list[str]
 
 
-Change = Entry | Indexed | SegmentMade | SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """A cold block that has taken over the rows of other blocks; these still lie there, and are taken away next."""
+
+    made: SegmentMade
+    replaces: list[int]
+    frames: list[Indexed]
+
+
+Change = Entry | Indexed | SegmentMade | SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed | Compacted
 
 
 def create(db: sqlite3.Connection, uuid: str) -> None:
@@ -148,10 +157,9 @@ def apply(db: sqlite3.Connection, changes: Iterable[Change], log: int | None = N
             case Indexed():
                 touched |= _index(db, change)
             case SegmentMade():
-                main = codecs.streams(change.codec, change.width, change.dtype)[0].name
-                db.execute("INSERT OR IGNORE INTO segments VALUES (?, 0, ?, ?, ?, ?, ?, ?)",
-                           (change.number, change.site, change.codec, change.dtype, change.width,
-                            change.fingerprint, main))
+                _make_segment(db, change, sealed=False, cold=False)
+            case Compacted():
+                touched |= _compact(db, change)
             case SegmentSealed():
                 db.execute("UPDATE segments SET sealed = 1 WHERE number = ?", (change.number,))
             case SegmentGone():
@@ -349,10 +357,35 @@ def _note_log(db: sqlite3.Connection, entry: Entry, log: int) -> None:
 # ── frames ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _make_segment(db: sqlite3.Connection, made: SegmentMade, sealed: bool, cold: bool) -> None:
+    main = codecs.streams(made.codec, made.width, made.dtype)[0].name
+    db.execute("INSERT OR IGNORE INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+               (made.number, int(sealed), made.site, made.codec, made.dtype, made.width, made.fingerprint, main,
+                int(cold)))
+
+
+def _compact(db: sqlite3.Connection, change: Compacted) -> set[str]:
+    """Rows of the block are where the catalog looks for them from now on; of what it replaces, nothing is left but
+    what is doomed there.
+    """
+    _make_segment(db, change.made, sealed=True, cold=True)
+    for number in change.replaces:
+        for table in ("extents", "strays"):
+            db.execute(f"DELETE FROM {table} WHERE segment = ?", (number,))
+    touched = set()
+    for item in change.frames:  # frames of a cold block prove nothing of a stream: covered.json does
+        touched |= _index_rows(db, item)
+    return touched
+
+
 def _index(db: sqlite3.Connection, item: Indexed) -> set[str]:
-    frame, table = item.frame, item.table
     db.execute("INSERT OR REPLACE INTO frames VALUES (?, ?, ?, ?, ?, ?, ?)", (
-        item.stream, item.epoch, frame.seq, item.segment, item.offset, item.nbytes, item.covered))
+        item.stream, item.epoch, item.frame.seq, item.segment, item.offset, item.nbytes, item.covered))
+    return _index_rows(db, item)
+
+
+def _index_rows(db: sqlite3.Connection, item: Indexed) -> set[str]:
+    frame, table = item.frame, item.table
     touched = set()
     layers = pack_layers(frame.layers)
     order = np.argsort(table.capture, kind="stable")

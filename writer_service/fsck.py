@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.catalog import Segment, connect_read, load_segment, unpack_layers
+from schemas.cold import CHUNK_ROWS, ColdBlock, ColdFrame
 from schemas.errors import CorruptError, StoreError
 from schemas.map_file import map_file
 from schemas.reader import read_store_uuid
@@ -24,13 +25,15 @@ from schemas.segment import FrameView, parse_frame, verify_payload
 from schemas.zarr_layout import WRITER, block_name, building_name, main_chunk, open_name
 from writer_service.block import Block, open_block
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
+from writer_service.crc32c import crc32c
 from writer_service.recovery import is_free
 from writer_service.removal import removable
-from writer_service.sealing import ROW_COLUMNS, gather, piece_checksums
+from writer_service.sealing import MISSING, ROW_COLUMNS, gather, piece_checksums
 
 recheck_s: Final = 0.5  # a writer may be moving or erasing what is being read
 
 I64 = npt.NDArray[np.int64]
+View = FrameView | ColdFrame
 Index = npt.NDArray[np.uint64]
 
 
@@ -143,9 +146,11 @@ def _check_segment(store: Path, uuid: bytes, db: sqlite3.Connection, number: int
         yield from _lost_extents(db, segment, block_name(number))
         return
     report.segments += 1
-    good: dict[int, FrameView] = {}
+    good: dict[int, View] = {}
     try:
-        if place.is_dir():
+        if segment.cold:
+            yield from _check_cold(store, place, segment, db, good)
+        elif place.is_dir():
             yield from _check_block(store, uuid, place, segment, db, good)
         else:
             yield from _check_open(store, uuid, place, segment, db, good)
@@ -159,7 +164,7 @@ def _check_segment(store: Path, uuid: bytes, db: sqlite3.Connection, number: int
 
 
 def _check_open(
-    store: Path, uuid: bytes, path: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, FrameView]
+    store: Path, uuid: bytes, path: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, View]
 ) -> Iterator[Bad]:
     """A journal file: frames that the catalog has, and those that follow up to the first that is not whole."""
     query = "SELECT offset, bytes FROM frames WHERE segment = ? ORDER BY offset"
@@ -187,9 +192,9 @@ def _check_open(
 
 
 def _check_block(
-    store: Path, uuid: bytes, folder: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, FrameView]
+    store: Path, uuid: bytes, folder: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, View]
 ) -> Iterator[Bad]:
-    block = open_block(folder)
+    block, whole = open_block(folder), list[tuple[FrameView, int]]()
     path = folder / main_chunk(block.declared[0].name)
     data, file = map_file(path), _below(store, path)
     try:
@@ -211,6 +216,7 @@ def _check_block(
         try:
             verify_payload(view, path)
             good[offset] = view
+            whole.append((view, starts[offset]))
         except CorruptError as error:
             rows = np.arange(starts[offset], row)
             at = np.searchsorted(block.layers, view.frame.layers)
@@ -224,7 +230,41 @@ def _check_block(
         if frame["offset"] not in there:  # left out when the segment was sealed
             yield Bad("the frame was damaged before its segment was sealed", file, frame["offset"], segment.site)
             yield from _lost_extents(db, segment, file, frame["offset"], frame["offset"] + frame["bytes"])
-    yield from _check_arrays(store, block, index, [(view, starts[at]) for at, view in good.items()])
+    yield from _check_arrays(store, block, index, whole)
+
+
+def _check_cold(
+    store: Path, folder: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, View]
+) -> Iterator[Bad]:
+    """A cold block: its arrays by frame, its rows by their checksums, its shard indexes against each other."""
+    block = ColdBlock.open(folder)
+    for stream in block.declared:
+        path = folder / main_chunk(stream.name)
+        nbytes = CHUNK_ROWS * stream.nbytes
+        footer = path.read_bytes()[-(block.chunk.size * 16 + 4):]
+        index = np.frombuffer(footer[:-4], "<u8").reshape(*block.chunk.shape, 2)
+        there = block.chunk >= 0
+        fits = ((index == MISSING).all(-1) == ~there).all() and (index[there][:, 1] == nbytes).all() and (
+            index[there][:, 0] == block.chunk[there].astype(np.uint64) * np.uint64(nbytes)).all()
+        if crc32c(footer[:-4]) != int.from_bytes(footer[-4:], "little") or not fits:
+            yield Bad("the shard index does not match its checksum or the main stream's", _below(store, path), None,
+                      segment.site)
+    file = _below(store, block.main)
+    for offset in block.first.tolist():
+        try:
+            view = block.frame(offset)
+        except CorruptError as error:
+            query = "SELECT * FROM extents WHERE segment = ? AND offset = ?"
+            lost = db.execute(query, (segment.number, offset)).fetchall()
+            yield from _extents_bad(str(error.reason), lost, segment, _below(store, folder))
+            if not lost:
+                yield Bad(str(error.reason), _below(store, folder), offset, segment.site)
+            continue
+        wrong = view.wrong()
+        if wrong.any():
+            yield from _rows_bad("the row does not match its checksum", file, view, wrong.T)
+        else:
+            good[offset] = view
 
 
 def _rows_between(block: Block, index: Index | None, offset: int) -> I64:
@@ -272,7 +312,7 @@ def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(*array.shape[:2], -1).view(np.uint8)
 
 
-def _check_extents(db: sqlite3.Connection, segment: Segment, good: dict[int, FrameView], file: str) -> Iterator[Bad]:
+def _check_extents(db: sqlite3.Connection, segment: Segment, good: Mapping[int, View], file: str) -> Iterator[Bad]:
     """The catalog's rows against the frames that are whole."""
     for row in db.execute("SELECT * FROM extents WHERE segment = ? ORDER BY offset", (segment.number,)):
         view = good.get(row["offset"])
@@ -296,13 +336,17 @@ def _lost_extents(
 ) -> Iterator[Bad]:
     """What the catalog has at bytes ``[start, stop)`` of a segment where no frame can be read."""
     query = "SELECT * FROM extents WHERE segment = ? AND offset >= ? AND offset < ? ORDER BY offset"
-    for row in db.execute(query, (segment.number, start, stop)):
+    yield from _extents_bad("the rows are not there", db.execute(query, (segment.number, start, stop)), segment, file)
+
+
+def _extents_bad(what: str, extents: Iterable[sqlite3.Row], segment: Segment, file: str) -> Iterator[Bad]:
+    for row in extents:
         positions = np.frombuffer(row["rows"], "<u4").reshape(-1, 4)[:, 0]
-        yield Bad("the rows are not there", file, row["offset"], segment.site, row["capture"],
-                  unpack_layers(row["layers"]), tuple(positions.tolist()))
+        yield Bad(what, file, row["offset"], segment.site, row["capture"], unpack_layers(row["layers"]),
+                  tuple(positions.tolist()))
 
 
-def _rows_bad(what: str, file: str, view: FrameView, wrong: npt.NDArray[np.bool_]) -> Iterator[Bad]:
+def _rows_bad(what: str, file: str, view: View, wrong: npt.NDArray[np.bool_]) -> Iterator[Bad]:
     names = [view.frame.captures[index] for index in view.table.capture.tolist()]
     yield from _named(what, file, view.offset, view.frame.site, names, view.table.position, view.frame.layers, wrong)
 

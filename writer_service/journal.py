@@ -14,7 +14,7 @@ from schemas.errors import ProtocolError
 from schemas.segment import FrameHeader
 from schemas.zarr_layout import WRITER
 from writer_service import fs, says
-from writer_service.catalog import Change, Erased, Indexed, LogBegun, Scrubbed, SegmentGone, SegmentSealed
+from writer_service.catalog import Change, Compacted, Erased, Indexed, LogBegun, Scrubbed, SegmentGone, SegmentSealed
 from writer_service.commits import Batch, CatalogThread, Syncer, SyncResult, Waker
 from writer_service.config import Config
 from writer_service.control_log import ControlLog, Entry, Message
@@ -216,7 +216,7 @@ class Journal:
         self._batch = Batch(self._batch.number + 1)
         for change in lost:
             # True whatever was synced:
-            if isinstance(change, SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed):
+            if isinstance(change, SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed | Compacted):
                 self.change(change)
 
     def close(self) -> None:

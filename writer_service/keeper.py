@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from schemas.catalog import connect_read
+from schemas.cold import ColdBlock
 from schemas.errors import StoreError
 from schemas.zarr_layout import block_name
-from writer_service import removal, says
-from writer_service.catalog import Erased, Scrubbed, SegmentGone
+from writer_service import cold_blocks, removal, says
+from writer_service.catalog import Compacted, Erased, Scrubbed, SegmentGone
 from writer_service.commits import Waker
 from writer_service.erasing import erase
 from writer_service.scrubbing import scrub_log
@@ -26,9 +28,10 @@ from writer_service.usage import Usage, capture_bytes, disk_bytes, oldest
 
 retire_rounds: Final = 2  # so that deletes one after the other do not make a block each
 failed_rounds: Final = 30
+rewrite_rest: Final = 9  # times as long as making a cold block anew took, before the next
 expired_at_once: Final = 500
 owed_share: Final = 4  # retention by bytes stops where a fourth of them was deleted and did not come back
-KeeperChange = Erased | Scrubbed | SegmentGone
+KeeperChange = Erased | Scrubbed | SegmentGone | Compacted
 
 
 @dataclass(slots=True)
@@ -39,6 +42,7 @@ class Round:
     retire: set[int] = field(default_factory=set)  # open segments that hold rows to erase
     expired: list[str] = field(default_factory=list)  # captures to delete: too old, or one too many
     used_bytes: int = 0  # what the store takes
+    put_off: bool = False  # something that is doomed waits for a later round
     rotate_log: bool = False  # the log being written has something to scrub
     erased_rows: int = 0
     removed_blocks: int = 0
@@ -50,14 +54,16 @@ class Keeper:
 
     def __init__(
         self, store: Path, uuid: bytes, waker: Waker, round_s: float = 1.0, retain_days: float | None = None,
-        retain_bytes: int | None = None,
+        retain_bytes: int | None = None, take_number: Callable[[], int] | None = None,
     ) -> None:
         self._store, self._uuid, self._waker, self._round_s = store, uuid, waker, round_s
         self._retain_days, self._retain_bytes = retain_days, retain_bytes
+        self._take_number = take_number or (lambda: cold_blocks.free_number(store))
         self._usage = Usage(store)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keep")
         self._running: Future[Round] | None = None
         self._due = 0.0
+        self._rest_until = 0.0
         self._after_batch = 0
         self._seen: dict[int, float] = {}  # open segments with rows to erase, since when
         self._asked: set[str] = set()  # captures that were one too many, as of the last time that some were
@@ -115,7 +121,8 @@ class Keeper:
         doomed: dict[int, list[str]] = {}
         for row in db.execute("SELECT DISTINCT segment, capture FROM doomed"):
             doomed.setdefault(row["segment"], []).append(row["capture"])
-        sealed = {row["number"] for row in db.execute("SELECT number FROM segments WHERE sealed = 1")} if doomed else {}
+        sealed = {row["number"]: bool(row["cold"]) for row in db.execute(
+            "SELECT number, cold FROM segments WHERE sealed = 1")} if doomed else {}
         whole = [number for number in doomed if number in sealed and removal.removable(db, number)]
         if whole:
             removal.remember_streams(self._store, db)
@@ -130,6 +137,8 @@ class Keeper:
                     removal.remove_block(self._store, number)
                     done.changes.append(SegmentGone(number))
                     done.removed_blocks += 1
+                elif sealed[number]:
+                    self._rewrite(db, number, done)
                 else:
                     done.erased_rows += erase(self._store, self._uuid, number, captures)
                     self._usage.forget(number)
@@ -139,11 +148,27 @@ class Keeper:
                 done.failures += 1
                 self._complain(f"erase in segment {number}", error)
 
+    def _rewrite(self, db: sqlite3.Connection, number: int, done: Round) -> None:
+        """A cold block without its doomed rows takes its place; the next round takes the old one away whole.
+
+        That is a whole block written for however few rows, so between two of them is time for everything else.
+        """
+        began = time.monotonic()
+        if began < self._rest_until:
+            done.put_off = True
+            return
+        before = len(ColdBlock.open(self._store / block_name(number)).present)
+        change = cold_blocks.build(self._store, self._uuid, db, self._take_number(), [number], strict=False)
+        done.erased_rows += before - sum(len(frame.table.position) for frame in change.frames)
+        done.changes.append(change)
+        self._owed += disk_bytes(self._store / block_name(change.made.number))  # what the old one gives back too much
+        self._rest_until = time.monotonic() + rewrite_rest * (time.monotonic() - began)
+
     def _expire(self, db: sqlite3.Connection, done: Round) -> None:
         now_ms = time.time_ns() // 1_000_000
         if self._retain_days is not None:
             done.expired += islice(oldest(db, now_ms - int(self._retain_days * 86_400_000)), expired_at_once)
-        if self._retain_bytes is None or done.expired or done.changes or done.retire:
+        if self._retain_bytes is None or done.expired or done.changes or done.retire or done.put_off:
             return  # what is being erased comes back first
         excess = done.used_bytes - self._retain_bytes
         in_vain = excess > 0 and self._owed > self._retain_bytes // owed_share

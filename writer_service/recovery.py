@@ -16,13 +16,14 @@ from pathlib import Path
 
 from schemas import codecs, limits
 from schemas.catalog import CATALOG_VERSION, connect_write
+from schemas.cold import ColdBlock, cold_attributes
 from schemas.control import Bye, Hello
 from schemas.errors import CorruptError, StartError, StoreError
 from schemas.map_file import map_file
 from schemas.reader import read_store_uuid
 from schemas.segment import FrameView, newer_frame, verify_payload, walk, whole_frames
 from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk
-from writer_service import catalog, erasing, fs, removal, says, sealing
+from writer_service import catalog, cold_blocks, erasing, fs, removal, says, sealing
 from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
 from writer_service.control_log import log_numbers, log_path, read_log
 
@@ -161,6 +162,7 @@ def mend(store: Path, uuid: bytes, lock: int, epoch: int, db: sqlite3.Connection
         _load_streams(db, state)
         finish_seals(store)
         removal.finish_removals(store)
+        cold_blocks.finish_cut(store)
         erasing.redo_all(store)
         _note_removed(store, state)
         touched = replay_logs(db, store, state)
@@ -174,6 +176,7 @@ def mend(store: Path, uuid: bytes, lock: int, epoch: int, db: sqlite3.Connection
             catalog.note_streams(db, [(name, s.epoch, s.role, s.covered) for name, s in state.streams.items()])
             if state.log_read:  # with the numbers that were read there: a start cut short before this reads it again
                 catalog.set_meta(db, "log", state.log_read)
+        cold_blocks.finish_replacing(store, db)
         return state
     finally:
         db.close()
@@ -346,6 +349,11 @@ def _index_blocks(db: sqlite3.Connection, store: Path, state: Recovered) -> set[
         if number in known:
             continue
         try:
+            if _is_cold(block):
+                change = cold_blocks.compacted(ColdBlock.open(block), number)
+                with catalog.transaction(db):
+                    touched |= catalog.apply(db, [change])
+                continue
             views = _block_frames(block, number, state.uuid)
         except (StoreError, OSError) as error:  # it costs its own rows; the next start tries again
             says.warn("block_skipped", f"a block cannot be read and is left out: {error}", segment=number,
@@ -360,6 +368,14 @@ def _index_blocks(db: sqlite3.Connection, store: Path, state: Recovered) -> set[
             with catalog.transaction(db):
                 catalog.apply(db, [SegmentGone(number)])
     return touched
+
+
+def _is_cold(block: Path) -> bool:
+    """StoreError where the block does not say what it holds."""
+    try:
+        return cold_attributes(block) is not None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError("read block", block, repr(error), "put a good copy of it in its place") from None
 
 
 def _block_frames(block: Path, number: int, uuid: bytes) -> list[FrameView]:

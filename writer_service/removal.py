@@ -21,6 +21,11 @@ def removable(db: sqlite3.Connection, number: int) -> bool:
     """Whether no live capture has a row in a sealed segment, and every frame in it is covered."""
     if db.execute("SELECT 1 FROM extents WHERE segment = ? LIMIT 1", (number,)).fetchone():
         return False
+    return is_covered(db, number)
+
+
+def is_covered(db: sqlite3.Connection, number: int) -> bool:
+    """Whether every frame in a segment is among what its stream is covered to: what comes next comes after it."""
     query = ("SELECT 1 FROM frames f LEFT JOIN streams s ON s.stream = f.stream WHERE f.segment = ? AND "
              "(s.stream IS NULL OR (s.epoch = f.epoch AND f.seq > s.covered)) LIMIT 1")
     return db.execute(query, (number,)).fetchone() is None

@@ -145,10 +145,10 @@ def seal(
     shape = (*columns.present.shape, *declared[0].shape)
     inner = (1, 1, *declared[0].shape)
     fs.write_new(building / declared[0].name / "zarr.json",
-                 array_metadata(shape, declared[0].dtype, declared[0].fill, inner, _stream_attributes(declared[0]),
+                 array_metadata(shape, declared[0].dtype, declared[0].fill, inner, stream_attributes(declared[0]),
                                 ("row", "layer", "dim")))
     fs.write_new(building / "zarr.json", group_metadata(attributes))
-    _sync_tree(building)
+    sync_tree(building)
     del frames, data, first
     footer = _little(columns.index)
     fs.truncate(fd, end)
@@ -174,12 +174,12 @@ def finish_cut(store: Path, number: int) -> bool:
         return True
     if not any(building.glob(main_chunk("*"))):
         return False
-    _sync_tree(building)
+    sync_tree(building)
     finish(store, number)
     return True
 
 
-def _stream_attributes(stream: Stream) -> dict[str, Any]:
+def stream_attributes(stream: Stream) -> dict[str, Any]:
     return {"view": stream.view} if stream.view else {}
 
 
@@ -187,14 +187,14 @@ def _write_arrays(building: Path, declared: tuple[Stream, ...], columns: Columns
     for side in declared[1:]:
         _write_layered(building / side.name, columns.sides[side.name], side)
     for name in ROW_COLUMNS:
-        _write_whole(building / name, columns.row[name], ("row",))
-    _write_whole(building / "present", columns.present, ("row", "layer"))
-    _write_whole(building / "checksum", columns.checksum, ("row", "layer"))
-    _write_whole(building / "frame", columns.frames, ("frame",))
-    _write_whole(building / "frame_row", columns.first_rows, ("frame",))
+        write_whole(building / name, columns.row[name], ("row",))
+    write_whole(building / "present", columns.present, ("row", "layer"))
+    write_whole(building / "checksum", columns.checksum, ("row", "layer"))
+    write_whole(building / "frame", columns.frames, ("frame",))
+    write_whole(building / "frame_row", columns.first_rows, ("frame",))
 
 
-def _write_whole(folder: Path, array: Array, names: tuple[str, ...]) -> None:
+def write_whole(folder: Path, array: Array, names: tuple[str, ...]) -> None:
     """An array in one chunk."""
     chunk = folder.joinpath("c", *["0"] * array.ndim)
     chunk.parent.mkdir(parents=True)
@@ -222,11 +222,11 @@ def _write_layered(folder: Path, array: Array, stream: Stream) -> None:
     inner = (rows, 1, *rest)
     names = ("row", "layer", "dim")
     fs.write_new(folder / "zarr.json",
-                 array_metadata((rows, layers, *rest), stream.dtype, stream.fill, inner, _stream_attributes(stream),
+                 array_metadata((rows, layers, *rest), stream.dtype, stream.fill, inner, stream_attributes(stream),
                                 names))
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     for below in folder.rglob("*"):
         if below.is_dir():
             fs.sync_dir(below)

@@ -7,6 +7,7 @@ them, a key has several files side by side, its lanes; at a low rate it has one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,13 +72,18 @@ class SegmentSet:
     """The segments that frames go to now, and those that wait to be sealed."""
 
     def __init__(self, store: Path, next_number: int, segment_bytes: int, lanes: int) -> None:
-        self._store, self._next, self._segment_bytes, self._lanes = store, next_number, segment_bytes, lanes
+        self._store, self._segment_bytes, self._lanes = store, segment_bytes, lanes
+        self._numbers = itertools.count(next_number)
         self._open: list[OpenSegment] = []
         self.retired: list[OpenSegment] = []
 
     def all(self) -> list[OpenSegment]:
         """Every segment that still has a descriptor here."""
         return [*self._open, *self.retired]
+
+    def take_number(self) -> int:
+        """A number that nothing else gets, also where the file then fails; any thread may ask."""
+        return next(self._numbers)
 
     def for_frame(self, frame: Frame, load: Mapping[int, int]) -> tuple[OpenSegment, bool]:
         """The segment of a frame and whether it was just made. OSError where none can be made.
@@ -95,9 +101,8 @@ class SegmentSet:
             oldest = min(self._open, key=lambda segment: segment.last_append)
             self._open.remove(oldest)
             self.retired.append(oldest)
-        made = SegmentMade(self._next, frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
+        made = SegmentMade(self.take_number(), frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
         path = self._store / open_name(made.number)
-        self._next += 1  # a number whose file failed is not used again
         fd = fs.open_new(path)
         try:
             fs.sync_dir(path.parent)

@@ -105,7 +105,7 @@ class Writer:
         self._burst_until = 0.0
         self._os_is_enough = config.durability == "os"
         self._keeper = Keeper(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
-                              config.retain_bytes)
+                              config.retain_bytes, self._journal.segments.take_number)
         self._quota = Quota(config.quota_bytes, disk_bytes(config.store / "blocks"))
         for number in state.to_seal:
             self._sealer.submit(number)

@@ -1,0 +1,418 @@
+"""Compaction: the same rows in fewer, sorted blocks, whatever is cut short, damaged or deleted on the way."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from schemas import codecs
+from schemas import reader as reader_module
+from schemas.catalog import connect_write
+from schemas.cold import CHUNK_ROWS, ColdBlock
+from schemas.errors import NotFoundError, StartError, StoreError
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader, read_store_uuid
+from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
+from tests.test_erasing import Killed, cut_short, look_after
+from tests.test_fsck import edit, flip
+from tests.test_recovery import dump
+from vllm_tap.loader import rows as training_rows
+from writer_service import cold_blocks, fs
+from writer_service.commits import Waker
+from writer_service.compaction import compact
+from writer_service.fsck import fsck
+from writer_service.keeper import Keeper
+from writer_service.rebuild import rebuild
+from writer_service.recovery import recover
+
+WIDTH = 192
+ROWS = 150  # of a long capture: more than two chunks
+Answers = dict[tuple[str, bool], dict[int, Any]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A store of several blocks of a kind. ``long`` and ``other`` come in turns, a row or a few a frame; ``guessed``
+    has drafts, ``dropped`` a drop between its frames, ``again`` positions computed twice, ``few`` two layers alone,
+    ``plain`` is raw16, ``late`` is another engine's, whose last message its frame is, and ``gone`` is deleted but not
+    erased.
+    """
+
+    store: Path
+    captures: dict[str, str]
+
+
+def fill(engine: Sender, second: Sender, names: dict[str, str], store: Path) -> None:
+    args: dict[str, Any] = {"width": WIDTH}
+    sealed = 0
+
+    def seal() -> None:
+        nonlocal sealed
+        engine.wait()
+        sealed += 1
+        assert until(lambda: len(list((store / "blocks").glob("w0-*.zarr"))) >= sealed)
+
+    for name, capture in names.items():
+        sender = second if name == "late" else engine
+        sender.open(capture, prompt_len=8, codec="raw16" if name == "plain" else "int8b64",
+                    layers={SITE: [1, 3]} if name == "few" else None)
+    long, other, gone = names["long"], names["other"], names["gone"]
+    engine.frame([(long, 1, range(40)), (other, 2, range(30)), (gone, 7, range(9000, 9050))], runs=[50, 70], **args)
+    for at in range(40, 100):
+        engine.frame([(long, 1, [at]), (other, 2, [at - 10])], **args)
+    engine.frame([(names["plain"], 3, range(70))], codec="raw16", **args)
+    engine.frame([(names["dropped"], 6, range(10))], **args)
+    engine.dropped(names["dropped"], 4, 12)
+    seal()
+    engine.frame([(names["dropped"], 6, range(10, 20))], **args)
+    engine.frame([(names["guessed"], 5, range(8))], **args)
+    engine.frame([(names["guessed"], 5, [8, 9, 10])], drafts={9: 1001, 10: 77}, **args)
+    engine.frame([(names["guessed"], 5, [10, 11])], drafts={11: 5}, version=1, **args)
+    engine.frame([(names["again"], 4, range(12))], **args)
+    engine.frame([(names["again"], 4, range(6, 14))], version=1, **args)
+    engine.frame([(names["few"], 8, range(5))], layers=[1, 3], **args)
+    for at in range(100, ROWS):
+        engine.frame([(long, 1, [at]), (other, 2, [at - 10]), (gone, 7, [at + 9000])], **args)
+    engine.frame([(names["plain"], 3, range(70, 75))], codec="raw16", **args)
+    second.frame([(names["late"], 9, range(5))], **args)
+    second.wait()
+    seal()
+    for name, capture in names.items():
+        if name == "late":
+            continue
+        end = {"long": ROWS, "other": ROWS - 10, "gone": 9200, "plain": 75, "few": 5, "again": 14, "guessed": 11,
+               "dropped": 20}[name]
+        engine.finish(capture, end=end, output=max(end - 8, 0) % 3000)
+    engine.wait()
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
+    store = tmp_path_factory.mktemp("compaction") / "store"
+    names = {name: new_ulid() for name in
+             ("long", "other", "guessed", "dropped", "again", "few", "plain", "late", "gone")}
+    with WriterProcess(store, "--seal-idle-s", "0.3", "--keep-s", "1000") as writer:
+        info = engine_info(WIDTH)
+        with Sender(writer.endpoint, engine=info) as engine, Sender(writer.endpoint, engine=info) as second:
+            fill(engine, second, names, store)
+            engine.delete(names["gone"])
+            engine.wait()
+            assert until(lambda: dump(store)["doomed"])
+        writer.stop()
+    assert len(list((store / "blocks").glob("w0-*.zarr"))) == 4
+    return Sample(store, {name: capture for name, capture in names.items() if name != "gone"})
+
+
+@pytest.fixture
+def store(sample: Sample, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sample.store, tmp_path / "store"))
+
+
+def answers(store: Path, captures: dict[str, str]) -> Answers:
+    """Everything that can be asked of captures, but where it lies."""
+    found: Answers = {}
+    with StoreReader(store) as reader:
+        for name, capture in captures.items():
+            manifest = msgspec.to_builtins(reader.manifest(capture))
+            for site in manifest["sites"]:
+                del site["extents"]
+            layers = [1, 3] if name == "few" else [0, 1, 2, 3]
+            for rejected in (False, True):
+                got = reader.slice(capture, SITE, layers, rejected=rejected)
+                found[name, rejected] = {"manifest": manifest, "positions": got.positions.tolist(),
+                                         "tokens": got.token_ids.tolist(), "flags": got.flags.tolist(),
+                                         "missing": got.missing,
+                                         "pieces": {name: array.tobytes() for name, array in got.pieces.items()}}
+    return found
+
+
+def assert_consistent(store: Path) -> None:
+    report = fsck(store)
+    assert report.bad == []
+    before = dump(store)
+    done = rebuild(store)
+    fs.close(done.state.lock)
+    assert done.differences == {} and dump(store) == before
+
+
+def cold_blocks_of(store: Path) -> list[ColdBlock]:
+    return [ColdBlock.open(path) for path in sorted((store / "blocks").glob("w0-*.zarr"))]
+
+
+def test_the_same_answers_from_fewer_blocks(sample: Sample, store: Path) -> None:
+    before, extents = answers(store, sample.captures), dump(store)["extents"]
+    assert before["guessed", True]["positions"] and before["dropped", False]["missing"]
+    assert before["long", False]["positions"] == list(range(ROWS))
+    with StoreReader(store) as early:  # its maps are of the old blocks
+        early.slice(sample.captures["other"], SITE, [2])
+        told: list[tuple[int, int]] = []
+        done = compact(store, progress=lambda *now: told.append(now))
+        assert (done.blocks, done.cold, done.failed) == (4, 2, []) and told[-1][0] == told[-1][1] > 0
+        assert_rows(early.slice(sample.captures["long"], SITE, [1, 2]), 1, range(ROWS))
+    assert answers(store, sample.captures) == before
+    tables = dump(store)
+    assert not tables["frames"] and not tables["doomed"] and len(tables["extents"]) < len(extents) / 5
+    assert sorted(path.name for path in (store / "blocks").iterdir()) == ["w0-00000005.zarr", "w0-00000006.zarr"]
+    gone = np.arange(14_000, 14_008, dtype="<u4").tobytes()  # token ids of what was deleted and not erased yet
+    for path, there in ((sample.store, True), (store, False)):
+        assert any(gone in file.read_bytes() for file in path.rglob("*") if file.is_file()) is there
+    assert_consistent(store)
+    assert compact(store).blocks == 0
+
+
+def test_rows_of_a_capture_lie_together(sample: Sample, store: Path) -> None:
+    compact(store)
+    block = next(block for block in cold_blocks_of(store) if block.attributes["codec"]["name"] == "int8b64")
+    owner = block.row["capture"]
+    assert 1 + int((np.diff(owner) != 0).sum()) == len(set(owner.tolist()))
+    assert block.attributes["replaces"] == [1, 3]
+    # All chunks of a layer, then those of the next; where nobody asked for a layer there is none.
+    there = block.chunk.T[block.chunk.T >= 0]
+    assert there.tolist() == list(range(len(there))) and len(block.chunk) > 4
+
+
+def test_strangers_read_it(sample: Sample, store: Path) -> None:
+    import tensorstore as ts
+    import zarr
+
+    compact(store)
+    for block in cold_blocks_of(store):
+        group = zarr.open_group(str(block.folder), mode="r")
+        present = np.asarray(group["present"][...])
+        position, owner = np.asarray(group["position"][...]), np.asarray(group["capture"][...])
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(block.folder / block.declared[0].name)}}
+        main = np.asarray(group[block.declared[0].name][...])
+        assert np.array_equal(np.asarray(ts.open(spec, open=True).result().read().result()), main)
+        fill = np.asarray(block.declared[0].fill, block.declared[0].dtype)
+        assert (main[~present] == fill).all() and present.any()
+        with StoreReader(store) as reader:
+            for index, capture in enumerate(block.attributes["captures"]):
+                layers = [1, 3] if capture == sample.captures["few"] else [0, 1, 2, 3]
+                got = reader.slice(capture, SITE, layers)
+                for stream in block.declared:
+                    array = np.asarray(group[stream.name][...])
+                    for number, at in enumerate(got.positions.tolist()):
+                        mine = np.flatnonzero((owner == index) & (position == at))
+                        wanted = got.pieces[stream.name][:, number].tobytes()
+                        assert any(array[row, layers].tobytes() == wanted for row in mine.tolist())
+
+
+def test_the_loader(sample: Sample, store: Path) -> None:
+    def seen() -> dict[tuple[str, int], bytes]:
+        data = training_rows(store, SITE, [1, 3], codec="int8b64", batch=32, verify=True)
+        return {(data.captures[capture], position): x.numpy().tobytes() + y.numpy().tobytes()
+                for batch in data for capture, position, x, y in zip(
+                    batch["capture"].tolist(), batch["position"].tolist(), batch[f"{SITE}.1"], batch[f"{SITE}.3"],
+                    strict=True)}
+
+    before = seen()
+    compact(store)
+    assert seen() == before and len(before) > 2 * ROWS
+
+
+def test_windows_of_any_size(sample: Sample, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = answers(store, sample.captures)
+    monkeypatch.setattr(cold_blocks, "gather_bytes", CHUNK_ROWS * WIDTH)  # a chunk at a time
+    assert compact(store).cold == 2
+    assert answers(store, sample.captures) == before
+    assert fsck(store).bad == []
+
+
+def changes_of_the_disk(store: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a compaction does to the disk, one after the other."""
+    made: list[str] = []
+    with monkeypatch.context() as patch:
+        for name in ("open_new", "write_at", "rename", "write_new", "datasync", "sync_dir", "remove"):
+            real = getattr(fs, name)
+            patch.setattr(fs, name, lambda *args, name=name, real=real: (made.append(name), real(*args))[1])
+        compact(store)
+    return made
+
+
+@pytest.mark.parametrize("every", [60, pytest.param(1, marks=pytest.mark.soak)])
+def test_cut_at_every_change_of_the_disk(
+    sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """At the renames, at what follows them, and at every ``every``-th of all; left undone, and writes half done."""
+    monkeypatch.setattr(reader_module, "settle_s_max", 0.02)
+    before = answers(sample.store, sample.captures)
+    made = changes_of_the_disk(Path(shutil.copytree(sample.store, tmp_path / "whole")), monkeypatch)
+    chosen = [at for at in range(1, len(made) + 1) if "rename" in made[max(at - 2, 0) : at] or at % every == 0]
+    left = set[int]()
+    for turn, at in enumerate(chosen):
+        store = Path(shutil.copytree(sample.store, tmp_path / "cut"))
+        with monkeypatch.context() as patch:
+            calls = cut_short(patch, at, torn=turn % 2 == 0)
+            with pytest.raises(Killed):
+                compact(store)
+            assert calls() == at, "nothing may go on after the process is gone"
+        assert answers(store, sample.captures) == before  # also for who reads before the next start
+        store = Path(shutil.copytree(store, tmp_path / "after"))  # the lock is still held in this process
+        if turn % 3 == 0:
+            (store / "catalog.sqlite").unlink()
+        fs.close(recover(store).lock)
+        assert answers(store, sample.captures) == before
+        assert fsck(store).bad == [] and not list((store / "blocks").glob(".*"))
+        left.add(len(dump(store)["segments"]))
+        shutil.rmtree(store)
+        shutil.rmtree(tmp_path / "cut")
+    assert left == {4, 3, 2} and len(chosen) > 15
+
+
+@pytest.mark.parametrize("victim", ["long", "few"])
+def test_deletes_make_the_block_anew(sample: Sample, store: Path, victim: str) -> None:
+    before = answers(store, sample.captures)
+    compact(store)
+    old = {path.name for path in (store / "blocks").iterdir()}
+    with WriterProcess(store, "--keep-s", "0.05") as writer, StoreReader(store) as reader:
+        with Sender(writer.endpoint, role="api") as api:
+            api.delete(sample.captures[victim])
+            api.wait()
+            assert_rows(reader.slice(sample.captures["other"], SITE, [0, 2]), 2, range(ROWS - 10))
+            assert until(lambda: not reader.erasing())
+            assert_rows(reader.slice(sample.captures["other"], SITE, [0, 2]), 2, range(ROWS - 10))
+            with pytest.raises(NotFoundError):
+                reader.slice(sample.captures[victim], SITE, [1])
+        with Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:  # numbers go on
+            more = new_ulid()
+            engine.open(more, prompt_len=3)
+            engine.frame([(more, 9, range(3))], width=WIDTH)
+            engine.finish(more, end=3)
+            engine.wait()
+        writer.stop()
+    left = {name: capture for name, capture in sample.captures.items() if name != victim}
+    assert answers(store, left) == {key: value for key, value in before.items() if key[0] != victim}
+    new = {path.name for path in (store / "blocks").iterdir()}
+    assert len(old - new) == 1 and len(new - old) == 2
+    assert not any(sample.captures[victim].encode() in path.read_bytes() for path in (store / "blocks").rglob("*.json"))
+    assert_consistent(store)
+
+
+def test_a_delete_cut_short(sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "settle_s_max", 0.02)
+    template = Path(shutil.copytree(sample.store, tmp_path / "template"))
+    compact(template)
+    with WriterProcess(template, "--keep-s", "1000") as writer, Sender(writer.endpoint, role="api") as api:
+        api.delete(sample.captures["again"])
+        api.wait()
+        assert until(lambda: dump(template)["doomed"])
+        writer.stop()
+    left = {name: capture for name, capture in sample.captures.items() if name != "again"}
+    before, at, finished = answers(template, left), 1, False
+    while not finished:
+        store = Path(shutil.copytree(template, tmp_path / "cut"))
+        with monkeypatch.context() as patch:
+            keeper = Keeper(store, read_store_uuid(store), Waker())
+            cut_short(patch, at, False)
+            try:
+                keeper.round()
+                finished = True
+            except Killed:
+                pass
+            keeper.close()
+        assert answers(store, left) == before
+        look_after(store)
+        assert answers(store, left) == before and not dump(store)["doomed"]
+        assert fsck(store).bad == [] and len(list((store / "blocks").iterdir())) == 2
+        shutil.rmtree(store)
+        at += 20
+    assert at > 40
+
+
+def test_what_is_damaged_is_named_and_costs_nothing_else(sample: Sample, store: Path) -> None:
+    compact(store)
+    block = next(block for block in cold_blocks_of(store) if block.attributes["codec"]["name"] == "int8b64")
+    number = block.attributes["captures"].index(sample.captures["other"])
+    row = int(np.flatnonzero(block.row["capture"] == number)[0])
+    piece = int(block.chunk[row // CHUNK_ROWS, 2]) * CHUNK_ROWS + row % CHUNK_ROWS
+    edit(block.main, flip(piece * WIDTH + 5))
+    (bad,) = fsck(store).bad
+    assert (bad.capture, bad.layers, bad.positions) == (sample.captures["other"], (2,), (0,))
+    with StoreReader(store) as reader:
+        with pytest.raises(StoreError, match="checksum"):
+            reader.slice(sample.captures["other"], SITE, [2])
+        assert_rows(reader.slice(sample.captures["other"], SITE, [0, 1]), 2, range(ROWS - 10))
+    edit(block.main, flip(piece * WIDTH + 5))
+    edit(block.folder / "token_id" / "c" / "0", flip(4 * row))
+    found = fsck(store).bad
+    assert {one.capture for one in found} == {sample.captures["other"]} and 0 in found[0].positions
+    with StoreReader(store) as reader:
+        with pytest.raises(StoreError, match="what the block says"):
+            reader.slice(sample.captures["other"], SITE, [1], 0, 1)
+        assert_rows(reader.slice(sample.captures["long"], SITE, [0, 1]), 1, range(ROWS))
+    edit(block.folder / "token_id" / "c" / "0", flip(4 * row))
+    edit(block.folder / "scale" / "c" / "0" / "0" / "0", flip(-20))
+    assert any("index" in one.what and "scale" in one.file for one in fsck(store).bad)
+
+
+def test_damage_does_not_keep_a_delete_from_the_disk(sample: Sample, store: Path) -> None:
+    compact(store)
+    block = next(block for block in cold_blocks_of(store) if block.attributes["codec"]["name"] == "int8b64")
+    owner = [block.attributes["captures"][index] for index in block.row["capture"].tolist()]
+    row = owner.index(sample.captures["other"])
+    piece = int(block.chunk[row // CHUNK_ROWS, 2]) * CHUNK_ROWS + row % CHUNK_ROWS
+    edit(block.main, flip(piece * WIDTH + 5))
+    edit(block.folder / "token_id" / "c" / "0", flip(4 * owner.index(sample.captures["few"])))
+    with WriterProcess(store, "--keep-s", "0.05") as writer, Sender(writer.endpoint, role="api") as api:
+        api.delete(sample.captures["long"])
+        api.wait()
+        with StoreReader(store) as reader:
+            assert until(lambda: not reader.erasing())
+            with pytest.raises(StoreError, match="checksum"):
+                reader.slice(sample.captures["other"], SITE, [2])
+            assert_rows(reader.slice(sample.captures["other"], SITE, [0, 1]), 2, range(ROWS - 10))
+            assert not len(reader.slice(sample.captures["few"], SITE, [1]).positions)
+        writer.stop()
+    assert not block.folder.exists()
+    (bad,) = fsck(store).bad
+    assert (bad.capture, bad.layers, bad.positions) == (sample.captures["other"], (2,), (0,))
+
+
+def test_a_damaged_block_is_left_as_it_is(sample: Sample, store: Path) -> None:
+    main = store / "blocks/w0-00000001.zarr/q/c/0/0/0"
+    before = answers(store, {"again": sample.captures["again"]})
+    view_at = 4096 * 2 + 40 * WIDTH  # in the main stream of the first frame
+    edit(main, flip(view_at))
+    done = compact(store)
+    assert done.cold == 2 and len(done.failed) == 1 and "checksum" in done.failed[0]
+    names = sorted(path.name for path in (store / "blocks").iterdir())
+    assert names == ["w0-00000001.zarr", "w0-00000005.zarr", "w0-00000006.zarr"]
+    assert answers(store, {"again": sample.captures["again"]}) == before
+
+
+def tap(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, args)], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_command(sample: Sample, store: Path) -> None:
+    young = tap("compact", store, "--older-than", "1")
+    assert (young.returncode, young.stderr) == (0, "") and young.stdout.startswith("0 blocks became 0: "), young
+    with WriterProcess(store):
+        refused = tap("compact", store)
+        assert refused.returncode == 2 and "another writer has it" in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+        with pytest.raises(StartError):
+            compact(store)
+    done = tap("compact", store)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("4 blocks became 2: "), done
+    assert tap("fsck", store).returncode == 0
+
+
+def test_a_reader_meets_it(sample: Sample, store: Path) -> None:
+    """Between the catalog's commit and the removal, and after it, with maps of before."""
+    uuid = recover(store)
+    fs.close(uuid.lock)
+    db = connect_write(store / "catalog.sqlite")
+    change = cold_blocks.build(store, uuid.uuid, db, cold_blocks.free_number(store), [1, 3])
+    db.close()
+    assert fsck(store).bad[0].what.startswith("not in the catalog")
+    assert_rows(StoreReader(store).slice(sample.captures["long"], SITE, [3]), 1, range(ROWS))
+    assert len(change.frames) < 15 and codecs.is_identity(change.made.codec)
