@@ -387,6 +387,7 @@ def test_serve_on_a_store_that_another_writer_has_is_refused(tmp_path: Path, soc
 # ── the whole of it, on vLLM ────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.soak  # three engines: half a minute
 @pytest.mark.timeout(420)
 def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path) -> None:
     """kill -9 in the middle: what was complete stays as it is, the rest is done, and nothing is there twice."""

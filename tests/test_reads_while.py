@@ -99,6 +99,7 @@ def test_rows_are_whole_or_gone(tmp_path: Path, cold: bool) -> None:
         assert {row.id for row in reader.captures()} == {captures[number] for number in order[25:]}
 
 
+@pytest.mark.soak
 def test_never_a_500(tmp_path: Path) -> None:
     with running(tmp_path) as stack:
         spec = {"sites": ["resid_post"], "codec": "raw16"}

@@ -15,7 +15,7 @@ from schemas.reader import StoreReader
 from tests.engine.engines import ALL_ROWS, Engine, model, prompt, start
 from tests.engine.reference import Reference
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.soak]
 
 RANK, ALPHA = 8, 16
 

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.timeout(300)
                      marks=pytest.mark.versions),
         ("changed", {"VLLM_TAP_ARM": "resid_pre,embed"}, [
             "the rows of resid_pre.0 are not those of the embedding table for the tokens ["]),
-        ("unknown", {}, ["no tap is known for the architecture GPT2LMHeadModel", "Qwen3ForCausalLM"]),
+        pytest.param("unknown", {}, ["no tap is known for the architecture GPT2LMHeadModel", "Qwen3ForCausalLM"],
+                     marks=pytest.mark.soak),
         # Refused by checks that have quick tests of their own: here as a whole engine says it.
         pytest.param("tiny", {"VLLM_TAP_STAGING_BYTES_MAX": "100000"}, ["staging needs", "VLLM_TAP_STAGING_BYTES_MAX"],
                      marks=pytest.mark.soak),

@@ -242,6 +242,7 @@ def test_rows_of_another_request_or_layer_are_seen(pair: list[Played], reader: S
                     tell(tokens, site, (layer + 1) % LAYERS, "raw", at, rows)
 
 
+@pytest.mark.soak  # test_speculation.py has the short form
 def test_drafts(reader: StoreReader) -> None:
     """Accepted and rejected drafts, with preemption, stops and clients that leave; then random requests."""
     with engine(DRAFTING) as llm:
