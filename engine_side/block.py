@@ -114,7 +114,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Burst:
-    """A region of ``steps_max`` steps in the ring and the room before it; ``first`` is what the next step must have."""
+    """A region of ``steps_max`` steps in the ring and the room before it; ``first`` [requests]: where it begins."""
 
     pieces: list[Piece]
     steps_max: int
@@ -147,15 +147,15 @@ class Burst:
     def goes_on(self, requests: list[str], first: I64, rows: int, drafts: bool) -> bool:
         """Whether a step is the next of this burst: the same requests, each one token further."""
         return (rows == self.rows and not drafts and requests == self.requests
-                and bool((first == self.first).all()))
+                and bool((first - self.done == self.first).all()))
 
     def renewed(self, began: float) -> Burst:
         """A burst of the same rows from the next step on."""
         pieces = [Piece(piece.layout, piece.row, piece.slot, piece.position + self.done, piece.flags)
                   for piece in self.pieces]
         slots, first = self.live
-        return Burst(pieces, self.steps_max, self.steady - self.done, self.requests, self.first, self.rows, began,
-                     (slots, first + self.done))
+        return Burst(pieces, self.steps_max, self.steady - self.done, self.requests, self.first + self.done, self.rows,
+                     began, (slots, first + self.done))
 
     def settle(self, ring: torch.Tensor, base: int, memory: torch.Tensor, at: int) -> None:
         """The region was taken; the indexes of rows go to the device through the ring, which is pinned."""
@@ -188,7 +188,6 @@ class Burst:
             else:
                 _encode(piece, self.memory, offsets, token_ids, positions)
         self.done += 1
-        self.first += 1
 
     def runs(self, end: int) -> list[Run]:
         """What was encoded; ``end`` is the ring's head after the region, which is free when all are released."""

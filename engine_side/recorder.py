@@ -20,7 +20,7 @@ from engine_side.block import Burst, Layout, Piece, layout_of
 from engine_side.compiled import Compiled
 from engine_side.device import Crossing
 from engine_side.events import I64, Event, Finished, Lost, Opened
-from engine_side.selection import CaptureTable, Entry, Plan, Selected, plan_of
+from engine_side.selection import CaptureTable, Entry, Plan, Selected
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas import codecs
@@ -132,7 +132,7 @@ class Recorder:
         now = time.time_ns() // 1_000_000
         self.crossing.say(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached,
                                   now, ticket.adapter))
-        self._warm(plan_of(taken))
+        self._warm(self.captures.plan(slot))
 
     def resume(self, request: str, cached: int) -> None:
         """A preempted request goes on after ``cached`` positions.
@@ -196,7 +196,7 @@ class Recorder:
             return
         burst = self._burst
         if burst is not None:
-            if burst.goes_on(step.requests, step.first, int(step.starts[-1]), step.drafts is not None) and (
+            if burst.goes_on(step.requests, step.first.copy(), int(step.starts[-1]), step.drafts is not None) and (
                     not burst.brought or (not self._stale and self._begin_burst(burst.renewed(time.monotonic())))):
                 self.counters.steps += 1
                 self._go_on(step)
