@@ -18,7 +18,6 @@ from typing import Any
 import httpx
 
 from schemas import limits
-from schemas.errors import TapError
 from schemas.manifest import Manifest
 from schemas.reader import CaptureRow
 from vllm_tap import wire
@@ -74,9 +73,7 @@ class AsyncGeneration(Answer):
     @property
     def capture(self) -> AsyncCapture:
         """The one capture; TapError where there is none or there are several."""
-        if self.capture_id and len(self.captures) > 1:
-            raise TapError(f"this generation has {len(self.captures)} captures; use .captures[i]")
-        return self.captures[0]
+        return self._only(self.captures)
 
 
 class AsyncClient:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -30,6 +30,8 @@ from vllm_tap.listing import FINAL, Filters
 from vllm_tap.progress import Report, reporting
 
 __all__ = ["Answer", "Client", "Generation"]
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,12 @@ class Answer:
             raise TapError("this generation was asked for without a capture; pass capture={…} to generate()")
         return str(self.response["capture"]["id"])
 
+    def _only(self, captures: Sequence[C]) -> C:
+        """The one capture; TapError where there is none or there are several."""
+        if self.capture_id and len(captures) > 1:
+            raise TapError(f"this generation has {len(captures)} captures; use .captures[i]")
+        return captures[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Generation(Answer):
@@ -76,9 +84,7 @@ class Generation(Answer):
     @property
     def capture(self) -> Capture:
         """The one capture; TapError where there is none or there are several."""
-        if self.capture_id and len(self.captures) > 1:
-            raise TapError(f"this generation has {len(self.captures)} captures; use .captures[i]")
-        return self.captures[0]
+        return self._only(self.captures)
 
     def manifest(self) -> Manifest:
         """``Capture.manifest`` of the one capture."""

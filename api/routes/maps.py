@@ -24,6 +24,11 @@ from schemas.reader import StoreReader
 
 router = APIRouter()
 
+_Site = Annotated[str | None, Query(description="Site or TransformerLens name; default the first captured.")]
+_Layer = Annotated[list[str] | None, Query(description='"3", "0,2", "a:b:c" or "all"; repeatable.')]
+_Start = Annotated[str | None, Query(description="First position.")]
+_Stop = Annotated[str | None, Query(description="Position past the last one.")]
+
 _PARAMS = ("site", "layer", "start", "stop", "measure", "position", "against")
 
 
@@ -39,10 +44,10 @@ class _MapQuery:
 async def map_of(
     request: Request,
     ref: str,
-    site: Annotated[str | None, Query(description="Site or TransformerLens name; default the first captured.")] = None,
-    layer: Annotated[list[str] | None, Query(description='"3", "0,2", "a:b:c" or "all"; repeatable.')] = None,
-    start: Annotated[str | None, Query(description="First position.")] = None,
-    stop: Annotated[str | None, Query(description="Position past the last one.")] = None,
+    site: _Site = None,
+    layer: _Layer = None,
+    start: _Start = None,
+    stop: _Stop = None,
     measure: Annotated[str | None, Query(description="norm (default), cosine, distance")] = None,
     position: Annotated[str | None, Query(description="Of cosine: the position to compare with.")] = None,
     against: Annotated[str | None, Query(description="Of cosine and distance: another capture.")] = None,
@@ -55,10 +60,10 @@ async def map_of(
 async def projection(
     request: Request,
     ref: str,
-    site: Annotated[str | None, Query(description="Site or TransformerLens name; default the first captured.")] = None,
-    layer: Annotated[list[str] | None, Query(description='"3", "0,2", "a:b:c" or "all"; repeatable.')] = None,
-    start: Annotated[str | None, Query(description="First position.")] = None,
-    stop: Annotated[str | None, Query(description="Position past the last one.")] = None,
+    site: _Site = None,
+    layer: _Layer = None,
+    start: _Start = None,
+    stop: _Stop = None,
     measure: Annotated[str | None, Query(description="projection")] = None,
 ) -> Response:
     """The same for the projection on a direction: the body is npy or safetensors, [width] or [layers, width]."""
@@ -73,8 +78,8 @@ async def projection(
 async def tokens(
     request: Request,
     ref: str,
-    start: Annotated[str | None, Query(description="First position.")] = None,
-    stop: Annotated[str | None, Query(description="Position past the last one.")] = None,
+    start: _Start = None,
+    stop: _Stop = None,
 ) -> Json:
     """Token ids and, where the model that made them still serves, each token's text (else null)."""
     query = parse_slice_query(_only(request.query_params, ("start", "stop")), None)
