@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios import ENGINES
+from vllm_tap.writer_process import WriterProcess
 
 START_S = 400.0
 
@@ -57,20 +58,16 @@ class Process:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
         environment |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "2"}
         self.name, self.engine, self._log = name, engine, (folder / f"{name}.log").open("w+")
-        self._writer: subprocess.Popen[str] | None = None
+        self._beside = ExitStack()  # the writer and its store
         if engine.arm:
             shared = Path("/dev/shm") if engine.store == "shm" and Path("/dev/shm").is_dir() else None
-            self._store = tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir=shared)
-            endpoint, store = f"ipc://{folder}/{name}.sock", f"{self._store.name}/store"
+            place = self._beside.enter_context(tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir=shared))
+            endpoint, store = f"ipc://{folder}/{name}.sock", f"{place}/store"
             environment |= {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": engine.arm, "BENCH_STORE": store,
                             "VLLM_TAP_STAGING_BYTES_MAX": str(64 << 30)}
             environment |= {key: value for key, value in os.environ.items() if key in (
                 "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES", "VLLM_TAP_ON_FULL")}
-            self._writer = subprocess.Popen(
-                [sys.executable, "-m", "writer_service", "--store", store, "--endpoint", endpoint],
-                stdout=subprocess.PIPE, stderr=self._log, text=True)
-            assert self._writer.stdout is not None
-            self._writer.stdout.readline()
+            self._beside.enter_context(WriterProcess(Path(store), endpoint))
         else:
             environment["VLLM_PLUGINS"] = ""
         self._engine = subprocess.Popen(
@@ -119,10 +116,7 @@ class Process:
                 self._engine.wait(30.0)
             except subprocess.TimeoutExpired:
                 self._engine.kill()
-            if self._writer is not None:
-                self._writer.terminate()
-                self._writer.wait()
-                self._store.cleanup()
+            self._beside.close()
 
 
 @contextmanager
@@ -162,7 +156,7 @@ def standing(names: Sequence[str], shape: str, loads: Sequence[str], result: Res
 
 def measure(shape: str, names: Sequence[str], loads: Sequence[str], rounds: int, iterations: int,
             scenarios: Sequence[str], result: Result, say: Callable[[str], None], save: Callable[[], None]) -> None:
-    """``rounds`` of fresh processes, "base" first; iterations of all scenarios in turns, each after one of the base."""
+    """``rounds`` of fresh processes, "base" first; iterations in turns: the base, then two scenarios."""
     on_gpu = _on_gpu()
     for number in range(rounds):
         say(f"round {number + 1}/{rounds}")

@@ -42,7 +42,7 @@ def markdown(result: Result) -> str:
     for load, scenarios in result.series.items():
         base = scenarios["base"]
         base_s = statistics.median([s for values in base.seconds for s in values])
-        same = {digest for digest in base.tokens if digest}
+        same = set(base.tokens)
         text += [f"**{load}** (base {base_s:.4f} s)", "",
                  "| | over base | 95 % | until durable | last over second | answers |", "|---|---|---|---|---|---|"]
         for name, series in scenarios.items():
@@ -52,7 +52,7 @@ def markdown(result: Result) -> str:
             durable = [s for values in series.durable for s in values]
             shown = f"{statistics.median(durable) / base_s:.3f}" if durable else ""
             moved = drift(series)
-            answers = "as base" if set(filter(None, series.tokens)) <= same else "differ"
+            answers = "as base" if set(series.tokens) <= same else "differ"
             text.append(f"| {name} | {middle:.4f} | {low:.4f} – {high:.4f} | {shown} | "
                         f"{'' if moved is None else f'{moved:.3f}'} | {answers} |")
         text.append(f"| base, against itself | {statistics.median(_against_itself(base)):.4f} | | | | "

@@ -29,6 +29,7 @@ import httpx
 
 from bench.shapes import SHAPES, make_model
 from vllm_tap.tiny_model import tiny_model
+from vllm_tap.writer_process import WriterProcess
 
 PROMPT, GENERATED = 256, 128
 
@@ -52,14 +53,10 @@ def server(shape: str) -> Iterator[str]:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="vllm-tap-bench-") as folder, \
-         tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir="/dev/shm") as store:
-        endpoint = f"ipc://{folder}/w.sock"
+         tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir="/dev/shm") as store, \
+         WriterProcess(Path(store), endpoint := f"ipc://{folder}/w.sock"):
         environment = {**os.environ, "VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": "resid_post",
                        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-        writer = subprocess.Popen([sys.executable, "-m", "writer_service", "--store", store, "--endpoint", endpoint],
-                                  stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        writer.stdout.readline()
         log = open(f"{folder}/serve.log", "w+")  # noqa: SIM115 - read after the process ended
         engine = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(served_model(shape)),
@@ -74,8 +71,6 @@ def server(shape: str) -> Iterator[str]:
         finally:
             engine.terminate()
             engine.wait(60)
-            writer.terminate()
-            writer.wait()
 
 
 def _wait(url: str, engine: subprocess.Popen[bytes], log: Any) -> None:

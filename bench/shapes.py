@@ -34,11 +34,6 @@ class Load:
     prompt: int
     generated: int
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that the model computes: the last sampled one is never forwarded."""
-        return self.batch * (self.prompt + self.generated - 1)
-
 
 SHAPES = {
     "small": Shape(1024, 12, 8, 4, 3072, 8192),

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: ``python -m bench.step_profile --shape 3b --codec int8b64`` (needs a GPU).
+"""Where the time of a decode step goes: ``python -m bench.step_profile --shape 3b --codecs int8b64`` (needs a GPU).
 
 The engine runs in this process, so that one trace shows the host, the model's stream, and ours beside it.
 """
@@ -10,8 +10,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -23,6 +21,7 @@ from bench.engine_run import options
 from bench.scenarios import ENGINES
 from bench.shapes import LOADS, make_model
 from schemas.ids import new_ulid
+from vllm_tap.writer_process import WriterProcess
 
 
 def main() -> None:
@@ -38,15 +37,8 @@ def main() -> None:
          tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir="/dev/shm") as store:
         endpoint = f"ipc://{folder}/w.sock"
         os.environ |= {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": "resid_post"}
-        writer = subprocess.Popen([sys.executable, "-m", "writer_service", "--store", store, "--endpoint", endpoint],
-                                  stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        writer.stdout.readline()
-        try:
+        with WriterProcess(Path(store), endpoint):
             _measure(args.shape, args.load, args.codecs.split(","), args.trace)
-        finally:
-            writer.terminate()
-            writer.wait()
 
 
 def _measure(shape: str, load_name: str, codecs: list[str], trace: Path | None) -> None:
@@ -87,12 +79,10 @@ def _measure(shape: str, load_name: str, codecs: list[str], trace: Path | None) 
                                                 torch.profiler.ProfilerActivity.CUDA]) as profile:
             generate(codec)
             torch.cuda.synchronize()
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            profile.export_chrome_trace(file.name)
-            print(json.dumps(_device(json.loads(Path(file.name).read_text())["traceEvents"]), ensure_ascii=False),
-                  flush=True)
-        if trace is not None:
-            profile.export_chrome_trace(str(trace))
+        with tempfile.TemporaryDirectory() as folder:
+            written = trace or Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(written))
+            print(json.dumps(_device(json.loads(written.read_text())["traceEvents"]), ensure_ascii=False), flush=True)
 
 
 def _timed() -> dict[str, list[float]]:
