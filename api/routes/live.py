@@ -7,6 +7,7 @@ import base64
 import json
 import logging
 import sqlite3
+from collections import deque
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any, Final
@@ -22,6 +23,7 @@ from api.service import Service, check_ref, owner_of, service_of
 from api.slice_formats import cast
 from api.slice_query import SiteQuery, check_known, one_of, parse_site_query
 from api.waiting import FINAL, poll
+from schemas import limits
 from schemas.errors import CorruptError, NotFoundError, TapError
 from schemas.reader import LiveRows, Progress, StoreReader
 from schemas.tail import FrameAt
@@ -127,21 +129,14 @@ def _choose(reader: StoreReader, capture: str, owner: str, query: SiteQuery) -> 
 
 async def _rows(service: Service, capture: str, owner: str, query: SiteQuery, dtype: str, after: int
                 ) -> AsyncIterator[bytes]:
-    follower = _Follower(service, capture, owner, query, after)
+    follower = _Follower(capture, owner, query, dtype, after)
     with service.feed.follow([capture], owner) as moved:
         while True:
             moved.clear()
-            # Looked at before the rows: what is final then has all its rows in the store.
-            status = (await service.read(partial(_look, capture=capture, owner=owner))).status
-            for frame in await service.read(follower.frames):
-                first, more = 0, True
-                while more:  # decoded as they are sent: who takes them slowly holds no more than one event
-                    rows = await service.read(partial(follower.take, frame=frame, first=first))
-                    if rows is None:
-                        break
-                    first, more = first + len(rows.positions), rows.more
-                    # The id comes with a frame's last piece: who comes back with it has had all of the frame.
-                    yield _event("rows", _row_event(capture, follower.site, rows, dtype), None if more else rows.seq)
+            status = await service.read(follower.look)
+            while follower.todo:
+                if taken := await service.read(follower.take):
+                    yield taken
             if follower.newly_durable:
                 yield _event("durable", {"id": capture, "through": follower.durable})
                 follower.newly_durable = False
@@ -155,46 +150,64 @@ async def _rows(service: Service, capture: str, owner: str, query: SiteQuery, dt
 class _Follower:
     """What one stream of rows has sent. Frames are sent once; what was sent before it was durable is made up for."""
 
-    def __init__(self, service: Service, capture: str, owner: str, query: SiteQuery, after: int) -> None:
-        self.service, self.capture, self.owner, self.query = service, capture, owner, query
+    def __init__(self, capture: str, owner: str, query: SiteQuery, dtype: str, after: int) -> None:
+        self.capture, self.owner, self.query, self.dtype = capture, owner, query, dtype
         self.site, self.layers = "", list[int]()
         self.durable = after  # every frame up to this number is durable, and sent
         self.newly_durable = False
-        self._sent: set[int] = set()  # numbers above that were sent before they were durable
+        self.todo = deque[FrameAt]()  # what the last look found to send
+        self._first = 0  # so many of the capture's rows in the first of them were sent
+        self._sent: set[int] = set()  # numbers above ``durable`` that were sent before they were durable
 
-    def frames(self, reader: StoreReader) -> list[FrameAt]:
-        """What there is to send."""
-        if not self.site:
-            try:
-                chosen = _choose(reader, self.capture, self.owner, self.query)
-            except NotFoundError:
-                chosen = None  # deleted; the status says so
-            if chosen is None:
-                return []
+    def look(self, reader: StoreReader) -> str:
+        """The capture's status; finds what there is to send."""
+        try:
+            # Looked at before the rows: what is final then has all its rows in the store.
+            status = reader.capture(self.capture, self.owner).status
+            chosen = None if self.site else _choose(reader, self.capture, self.owner, self.query)
+        except NotFoundError:  # it was there when the stream began
+            return "deleted"
+        if chosen is not None:
             self.site, self.layers = chosen
-        found = reader.frames(self.capture, self.site, self.durable)
-        for frame in found:
-            if frame.durable and frame.seq in self._sent:
+        for frame in reader.frames(self.capture, self.site, self.durable) if self.site else ():
+            if frame.seq not in self._sent:
+                self.todo.append(frame)
+            elif frame.durable:
                 self._sent.discard(frame.seq)
                 self.durable = max(self.durable, frame.seq)
                 self.newly_durable = True
-        return [frame for frame in found if frame.seq > self.durable and frame.seq not in self._sent]
+        return status
 
-    def take(self, reader: StoreReader, frame: FrameAt, first: int) -> LiveRows | None:
-        """Rows of a frame from number ``first`` on; None where it has none, or is not whole yet and comes again."""
-        try:
-            rows = reader.live_rows(frame, self.capture, self.layers, first)
-        except CorruptError:
-            if frame.durable:
-                raise
-            return None
-        if rows is not None and rows.more:
-            return rows
-        if frame.durable:
-            self.durable = max(self.durable, frame.seq)
-        else:
-            self._sent.add(frame.seq)
-        return rows
+    def take(self, reader: StoreReader) -> bytes:
+        """The next events, of a megabyte or so: who takes them slowly holds no more, who is late catches up at once."""
+        events, size = list[bytes](), 0
+        while self.todo and size < limits.live_event_bytes_max:
+            frame = self.todo[0]
+            try:
+                rows = reader.live_rows(frame, self.capture, self.layers, self._first)
+            except CorruptError:
+                if frame.durable and not events:
+                    raise
+                if frame.durable:
+                    break  # what came before it is sent first
+                self.todo.popleft()  # it is not whole yet, and comes again
+                self._first = 0
+                continue
+            if rows is not None and rows.more:
+                self._first += len(rows.positions)
+            else:
+                self.todo.popleft()
+                self._first = 0
+                if frame.durable:
+                    self.durable = max(self.durable, frame.seq)
+                else:
+                    self._sent.add(frame.seq)
+            if rows is not None:
+                # The id comes with a frame's last piece: who comes back with it has had all of the frame.
+                events.append(_event("rows", _row_event(self.capture, self.site, rows, self.dtype),
+                                     None if rows.more else rows.seq))
+                size += len(events[-1])
+        return b"".join(events)
 
 
 def _row_event(capture: str, site: str, rows: LiveRows, dtype: str) -> dict[str, Any]:
