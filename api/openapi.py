@@ -29,6 +29,7 @@ _SUFFIXES: Final = sorted({re.escape(name.removeprefix("blocks.{l}.")) for site 
 _LAYERED: Final = "|".join(name for name, site in SITES.items() if site.per_layer)
 _ONCE: Final = sorted({*SITES, *(name for site in SITES.values() for name in site.lens if "{l}" not in name)})
 _SITE: Final[Schema] = {"anyOf": [
+    {"type": "string", "pattern": r"^probe\.[A-Za-z0-9][A-Za-z0-9_-]{0,63}(\.[0-9]{1,4})?$"},
     {"type": "string", "enum": _ONCE}, {"type": "string", "pattern": rf"^({_LAYERED})\.[0-9]{{1,4}}$"},
     {"type": "string", "pattern": rf"^blocks\.[0-9]{{1,4}}\.({'|'.join(_SUFFIXES)})$"}]}
 _POSITION: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": limits.position_max}

@@ -69,9 +69,10 @@ def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compil
 
     ``compiled``: there is a kernel for it.
     """
-    buffer = staging.buffers[entry.site]
+    buffer = staging.buffers[staging.source(entry.site)]
     width = buffer.shape[-1]
-    declared = codecs.streams(entry.codec, width, dtype)
+    probe = staging.probes.get(entry.site)
+    declared = codecs.streams(entry.codec, *((probe.count, "float32") if probe else (width, dtype)))
     row_bytes = sum(stream.nbytes for stream in declared) * len(entry.layers)
     kernel = None
     if compiled:
@@ -86,7 +87,7 @@ def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compil
         entry, buffer, layers, torch.tensor(layers, dtype=torch.int32).to(buffer.device),
         [stream.name for stream in declared], [stream.nbytes for stream in declared],
         [stream.shape for stream in declared], [encoders.TORCH_DTYPES[stream.dtype] for stream in declared],
-        encoders.encoder(entry.codec), kernel, max(1, rows_max),
+        probe.encode if probe else encoders.encoder(entry.codec), kernel, max(1, rows_max),
     )
 
 

@@ -47,11 +47,11 @@ class Compiled:
 
     def has(self, codec: str, site: str) -> bool:
         """Whether rows of a site in a codec have a kernel now."""
-        return self._kind(codec, site) in self._there
+        return site in self._staging.buffers and self._kind(codec, site) in self._there
 
     def begin(self, codec: str, site: str) -> None:
         """Compile a kernel beside the steps, if there can be one."""
-        if len(self._begun) < _KERNELS_MAX and self._missing(codec, site):
+        if site in self._staging.buffers and len(self._begun) < _KERNELS_MAX and self._missing(codec, site):
             self._wanted.put((codec, site))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="vllm-tap-compiler", daemon=True)

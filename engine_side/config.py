@@ -10,13 +10,14 @@ from typing import Final
 
 from schemas import legacy
 from schemas.errors import SpecError, StartError
-from schemas.sites import parse_site
+from schemas.probes import Registered, parse_probes, place_of
+from schemas.sites import is_probe, parse_site
 
 TAP_VERSION: Final = "2"  # part of the compile-cache salt: change it when traced code changes
 
 VARIABLES: Final = (
     "VLLM_TAP_ENDPOINT", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES", "VLLM_TAP_ON_FULL",
-    "VLLM_TAP_STAGING_BYTES_MAX",
+    "VLLM_TAP_STAGING_BYTES_MAX", "VLLM_TAP_PROBES",
 )
 
 TESTED_VERSIONS: Final = ((0, 26), (0, 32))  # of vLLM, first and last
@@ -36,6 +37,7 @@ class EngineConfig:
     on_full: str = "drop"  # "drop": generation never waits; "wait": nothing is lost
     staging_bytes_max: int = 8 << 30
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
+    probes: tuple[Registered, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.endpoint.startswith("ipc://"):
@@ -53,7 +55,8 @@ class EngineConfig:
 
     def salt(self) -> str:
         """What tells one traced graph from another in vLLM's compile caches."""
-        return f"vllm-tap {TAP_VERSION} {','.join(self.arm)}"
+        more = sorted({f"{site}.{layer}" for site, layer in map(place_of, self.probes) if site not in self.arm})
+        return " ".join(["vllm-tap", TAP_VERSION, ",".join(self.arm), *more])
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfig | None:
@@ -73,6 +76,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
         on_full=environment.get("VLLM_TAP_ON_FULL", "drop"),
         staging_bytes_max=_number(environment, "VLLM_TAP_STAGING_BYTES_MAX", 8 << 30),
         capture_all=capture_all or "",
+        probes=parse_probes(environment.get("VLLM_TAP_PROBES", "").split(","), "VLLM_TAP_PROBES"),
     )
 
 
@@ -92,6 +96,8 @@ def parse_arm(text: str) -> tuple[str, ...]:
             site, layer = parse_site(name)
         except SpecError as error:
             raise StartError(f"VLLM_TAP_ARM={text!r}: {name!r}: {error.reason}") from None
+        if is_probe(site):
+            raise StartError(f"VLLM_TAP_ARM={text!r}: {name!r}: a probe is registered by VLLM_TAP_PROBES, not armed")
         if layer is not None:
             raise StartError(f"VLLM_TAP_ARM={text!r}: {name!r} fixes a layer; name the site alone ({site})")
         if site not in sites:

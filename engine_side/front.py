@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -16,6 +16,7 @@ from schemas.control import ClientFinish
 from schemas.errors import LimitError, SpecError
 from schemas.ids import new_ulid
 from schemas.limits import capture_samples_max
+from schemas.probes import Probe
 from schemas.sites import SITES, has_heads
 from schemas.spec import Armed, CaptureSpec, Resolved, parse_spec, resolve
 
@@ -68,6 +69,7 @@ class Shape:
     n_layers: int
     head_size: int
     widths: dict[str, int]
+    probes: dict[str, Probe] = field(default_factory=dict)
 
 
 def resolved(value: object, shape: Shape) -> tuple[CaptureSpec, Resolved]:
@@ -79,7 +81,7 @@ def resolved(value: object, shape: Shape) -> tuple[CaptureSpec, Resolved]:
     # Which layers have a site only the worker knows; what its model lacks becomes `not_armed` in the manifest.
     armed = {site: list(range(shape.n_layers)) if SITES[site].per_layer else [0] for site in shape.arm}
     heads = dict.fromkeys(filter(has_heads, shape.arm), shape.head_size)
-    return spec, resolve(spec, Armed(armed, shape.n_layers, heads), shape.widths)
+    return spec, resolve(spec, Armed(armed, shape.n_layers, heads, shape.probes), shape.widths)
 
 
 def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Shape) -> str:

@@ -248,12 +248,12 @@ class Sender(threading.Thread):
             np.concatenate([np.tile(run.flags, run.steps) for run in pending.runs]).astype(np.uint32),
         ).to_bytes()
         return control.Frame(
-            seq=self._seq + 1, site=entry.site, codec=entry.codec, dtype=self.info.model_dtype,
+            seq=self._seq + 1, site=entry.site, codec=entry.codec, dtype=self.info.dtype_of(entry.site),
             width=self.info.widths[entry.site], layers=list(entry.layers), captures=captures,
             runs=[len(run.slot) for run in pending.runs for _ in range(run.steps)],
             table_xxh3=xxhash.xxh3_64_intdigest(table),
             streams=[self._stream_part(stream.name, pending.runs) for stream in
-                     codecs.streams(entry.codec, self.info.widths[entry.site], self.info.model_dtype)],
+                     codecs.streams(entry.codec, self.info.widths[entry.site], self.info.dtype_of(entry.site))],
             fingerprint=self.info.fingerprint, rank=self._rank, time_ns=time.time_ns(),
         ), table
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
 from engine_side.device import Scratch
+from engine_side.probes import Scorer
 from schemas.errors import StartError
 
 JOINT: Final = ("q", "k", "v")
@@ -25,16 +26,26 @@ class Staging:
     """The buffers by site; row r of layer l of the current step is ``buffers[site][index(site, l), r]``.
 
     ``joint``: where q, k and v of the same layers are armed, the one buffer that theirs are parts of: a projection
-    makes them side by side, and one copy a layer takes all three.
+    makes them side by side, and one copy a layer takes all three. ``probes`` are sites without a buffer of their own:
+    their scores are made of another's rows.
     """
 
     buffers: dict[str, torch.Tensor]
     layers: dict[str, list[int]]
     joint: torch.Tensor | None = None
+    probes: dict[str, Scorer] = field(default_factory=dict)
+
+    def source(self, site: str) -> str:
+        """The site whose buffer has the rows that a site's are made of."""
+        return self.probes[site].about.site if site in self.probes else site
 
     def index(self, site: str, layer: int) -> int:
-        """Where a layer lies in its site's buffer."""
-        return self.layers[site].index(layer)
+        """Where a layer lies in the buffer of its source."""
+        return self.layers[self.source(site)].index(layer)
+
+    def layers_of(self, site: str) -> list[int]:
+        """The layers that a site has."""
+        return [self.probes[site].about.layer] if site in self.probes else self.layers.get(site, [])
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from schemas.limits import PROTOCOL_VERSION
+from schemas.sites import is_probe
 from schemas.spec import Armed, Resolved
 
 
@@ -28,7 +29,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     tokenizer: str
     n_layers: int
     armed: Armed
-    widths: dict[str, int]  # numbers in a row, by armed site
+    widths: dict[str, int]  # numbers in a row, by armed site and by probe
     max_model_len: int
     vllm_version: str
     tap_version: str
@@ -37,6 +38,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     speculative: str = ""  # how drafts are made ("ngram, 3 tokens"), "" where none are
     world_size: int = 1
     meaning: dict[str, str] = {}  # by site: what exactly the value is on this model
+
+    def dtype_of(self, site: str) -> str:
+        """The dtype of a site's rows before their codec: the model's, and float32 of a probe's scores."""
+        return "float32" if is_probe(site) else self.model_dtype
 
 
 # ── from senders ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,7 +92,7 @@ class Frame(msgspec.Struct, tag="frame", forbid_unknown_fields=True):
     seq: int
     site: str
     codec: str
-    dtype: str  # the model's
+    dtype: str  # of the rows before their codec: the model's, float32 of a probe's scores
     width: int
     layers: list[int]
     captures: list[str]

@@ -11,7 +11,7 @@ from schemas import codecs, limits
 from schemas.control import Frame
 from schemas.errors import ProtocolError, SpecError
 from schemas.ids import split_capture_id
-from schemas.sites import SITES
+from schemas.sites import is_site
 
 U32 = npt.NDArray[np.uint32]
 
@@ -50,7 +50,7 @@ def check_frame(frame: Frame) -> int:
             raise ProtocolError(f"frame {frame.seq}: {what}")
 
     need(frame.seq > 0, "seq must be positive")
-    need(frame.site in SITES, f"unknown site {frame.site!r}")
+    need(is_site(frame.site), f"unknown site {frame.site!r}")
     need(codecs.is_identity(frame.codec), f"unknown codec {frame.codec[:64]!r}")
     need(frame.dtype in codecs.MODEL_DTYPES, f"unknown dtype {frame.dtype!r}")
     need(0 < frame.width <= limits.width_max, f"width {frame.width}")

@@ -15,6 +15,10 @@ tag_value_chars_max: Final = 512
 capture_samples_max: Final = 4096
 alias_chars_max: Final = 256
 position_max: Final = 2**31 - 1
+probes_max: Final = 64  # of one engine
+probe_scores_max: Final = 1024  # of one probe
+probe_name_chars_max: Final = 64
+probe_file_bytes_max: Final = 64 * 1024 * 1024
 layers_max: Final = 1024
 width_max: Final = 1 << 20
 

@@ -45,7 +45,7 @@ from schemas.ids import split_capture_id
 from schemas.manifest import Manifest, Missing
 from schemas.mapping import SegmentMaps, View
 from schemas.sieve import Sieve
-from schemas.sites import SITES, parse_site
+from schemas.sites import is_probe, parse_site, site_named
 from schemas.spec import Resolved
 from schemas.tail import FrameAt, JournalTail
 from schemas.zarr_layout import block_name, open_name, redo_name
@@ -612,7 +612,8 @@ class StoreReader:
             if segment is not None:
                 return segment.dtype, segment.width
         engine = engine_json(self._db, capture.stream)
-        return str(engine.get("model_dtype", "float32")), int(engine.get("widths", {}).get(site, 0))
+        dtype = "float32" if is_probe(site) else str(engine.get("model_dtype", "float32"))
+        return dtype, int(engine.get("widths", {}).get(site, 0))
 
     def _manifest(self, capture: Capture, coverage: Coverage) -> Manifest:
         resolved = json.loads(capture.resolved) if capture.resolved else {}
@@ -630,8 +631,8 @@ class StoreReader:
                 positions = extent.rows[:, 0]
                 extents.append(manifests.Extent(block, extent.offset, len(positions), int(positions.min()),
                                                 int(positions.max())))
-            meaning = engine.get("meaning", {}).get(site) or SITES[site].meaning
-            lens = SITES[site].lens[0] if SITES[site].lens else None
+            meaning = engine.get("meaning", {}).get(site) or site_named(site).meaning
+            lens = next(iter(site_named(site).lens), None)
             known = codecs.identified(codec)
             sites.append(manifests.SiteInfo(
                 site=site, width=width, decoded_width=known.decoded_width(width), codec=codec, family=known.family.name,

@@ -1,7 +1,8 @@
 """Sites: the named points of a decoder block, and their TransformerLens names in both spellings.
 
 The canonical names are ours (``resid_post``); wherever a site is accepted, so are ``resid_post.12``,
-``blocks.12.hook_resid_post`` and the newer ``blocks.12.hook_out``. A name with a layer fixes that layer.
+``blocks.12.hook_resid_post`` and the newer ``blocks.12.hook_out``. A name with a layer fixes that layer. Beside those
+of the model, every registered probe is a site (schemas.probes): ``probe.NAME``.
 TransformerLens names: https://transformerlensorg.github.io/TransformerLens/
 """
 
@@ -13,14 +14,15 @@ from typing import Final
 
 from schemas.errors import SpecError
 
-__all__ = ["SITES", "Site", "has_heads", "parse_site", "transformer_lens_name"]
+__all__ = ["PROBE", "SITES", "Site", "has_heads", "is_probe", "is_site", "parse_site", "site_named",
+           "transformer_lens_name"]
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
     """One named point of the model.
 
-    ``width`` says what a row's length follows: hidden, mlp, q_heads, kv_heads, experts, chosen_experts.
+    ``width`` says what a row's length follows: hidden, mlp, q_heads, kv_heads, experts, chosen_experts, scores.
     ``per_layer`` is False for points that exist once a model. ``meaning`` is shown in manifests and help.
     """
 
@@ -65,6 +67,8 @@ _FIXED: Final = {name: site for site in _TABLE for name in site.lens if "{l}" no
 _PER_LAYER: Final = {name.removeprefix("blocks.{l}."): site for site in _TABLE for name in site.lens if "{l}" in name}
 _BLOCK: Final = re.compile(r"blocks\.([0-9]{1,4})\.(.+)", re.ASCII)
 _SHORT: Final = re.compile(r"([a-z_]+)\.([0-9]{1,4})", re.ASCII)
+PROBE: Final = "probe."
+_PROBE: Final = re.compile(r"(probe\.[A-Za-z0-9][A-Za-z0-9_-]{0,63})(?:\.([0-9]{1,4}))?", re.ASCII)
 
 
 def parse_site(name: str, field: str = "sites") -> tuple[str, int | None]:
@@ -81,16 +85,33 @@ def parse_site(name: str, field: str = "sites") -> tuple[str, int | None]:
         return _PER_LAYER[match[2]].name, int(match[1])
     if (match := _SHORT.fullmatch(name)) and match[1] in SITES and SITES[match[1]].per_layer:
         return match[1], int(match[2])
+    if match := _PROBE.fullmatch(name):
+        return match[1], None if match[2] is None else int(match[2])
     raise SpecError(field, name, f"unknown site; valid: {', '.join(SITES)}, or a TransformerLens name "
                                  "such as blocks.12.hook_resid_post")
 
 
+def is_probe(site: str) -> bool:
+    """Whether a site is a probe's: its rows are float32 scores, whatever the model's dtype is."""
+    return site.startswith(PROBE)
+
+
+def is_site(name: str) -> bool:
+    """Whether the name is a site's canonical one."""
+    return name in SITES or ((match := _PROBE.fullmatch(name)) is not None and match[2] is None)
+
+
+def site_named(name: str) -> Site:
+    """What is known of a site by its canonical name."""
+    return SITES[name] if name in SITES else Site(name, "scores", True, "scores of a probe", ())
+
+
 def has_heads(site: str) -> bool:
     """Whether the rows of a site are one head after the other."""
-    return SITES[site].width in ("q_heads", "kv_heads")
+    return site_named(site).width in ("q_heads", "kv_heads")
 
 
 def transformer_lens_name(site: str, layer: int) -> str | None:
     """The TransformerLens name of a site, or None where it has none."""
-    names = SITES[site].lens
+    names = site_named(site).lens
     return names[0].format(l=layer) if names else None

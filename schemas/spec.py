@@ -18,7 +18,8 @@ from schemas import limits
 from schemas.codecs import DEFAULT_CODEC, parse_codec
 from schemas.errors import LimitError, NotArmedError, SpecError
 from schemas.ids import check_ulid
-from schemas.sites import SITES, parse_site
+from schemas.probes import Probe
+from schemas.sites import PROBE, SITES, is_probe, parse_site
 
 __all__ = ["Armed", "CaptureSpec", "Resolved", "intervals", "parse_spec", "resolve"]
 
@@ -44,7 +45,7 @@ class CaptureSpec(BaseModel):
     sites: list[StrictStr] | None = Field(
         None, max_length=limits.spec_sites_max,
         description="Sites or TransformerLens names; a name with a layer in it fixes that layer. "
-                    "Default: what is armed.",
+                    "Default: what is armed; with `probe` none.",
     )
     layers: Literal["all"] | list[_Natural] | StrictStr = Field(
         "all", description='"all", a list of 0-based layers, or a slice "start:stop:step".')
@@ -56,8 +57,8 @@ class CaptureSpec(BaseModel):
     prefix_cache: Literal["recompute", "allow"] | None = Field(
         None, description="Whether cached prompt rows are computed again; default: where they could be missing.")
     return_: Literal["reference", "inline"] = Field("reference", alias="return")
-    probe: list[StrictStr] = Field(default_factory=list, max_length=0,
-                                   description="Reserved; no probe can be named yet.")
+    probe: list[StrictStr] = Field(default_factory=list, max_length=limits.probes_max,
+                                   description="Names of registered probes, whose scores are taken at the positions.")
     id: StrictStr | None = Field(None, description="A ULID; made by the service where absent.")
     tags: dict[StrictStr, StrictStr] = Field(default_factory=dict, max_length=limits.spec_tags_max)
 
@@ -74,11 +75,15 @@ class CaptureSpec(BaseModel):
 
 
 class Armed(msgspec.Struct, frozen=True):
-    """The sites × layers that the engine has taps for; ``n_layers`` of the model, ``heads``: a head's columns."""
+    """The sites × layers that the engine has taps for; ``n_layers`` of the model, ``heads``: a head's columns.
+
+    ``probes`` by name; what a probe alone is fed from is not armed for anybody else.
+    """
 
     sites: dict[str, list[int]]
     n_layers: int
     heads: dict[str, int] = {}
+    probes: dict[str, Probe] = {}
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -102,7 +107,7 @@ _VALID: Final = {
     "codec": 'a codec such as "int8b64" or "rp8:k=256,seed=3", or a map from site to codec',
     "prefix_cache": '"recompute" or "allow"',
     "return": '"reference" or "inline"',
-    "probe": "an empty list: no probe is registered",
+    "probe": f"a list of at most {limits.probes_max} names of registered probes",
     "id": "a ULID",
     "tags": f"at most {limits.spec_tags_max} pairs of strings",
 }
@@ -110,7 +115,7 @@ _VALID: Final = {
 
 # Counted before anything is looked at: a list of millions takes seconds to check.
 _LONGEST: Final = {"positions": limits.spec_intervals_max, "layers": limits.layers_max, "sites": limits.spec_sites_max,
-                   "codec": limits.spec_sites_max}
+                   "codec": limits.spec_sites_max, "probe": limits.probes_max}
 
 
 def parse_spec(value: object) -> CaptureSpec:
@@ -141,7 +146,11 @@ def parse_spec(value: object) -> CaptureSpec:
 
 def _check_values(spec: CaptureSpec) -> None:
     for name in spec.sites or ():
-        parse_site(name)
+        if is_probe(parse_site(name)[0]):
+            raise SpecError("sites", name, f'a probe is named under probe, as in "probe": ["{name[len(PROBE):]}"]')
+    if spec.probe and spec.sites is None and spec.layers != "all":
+        raise SpecError("layers", spec.layers, "with probe and no sites only scores are taken, of the layer that each "
+                                               "probe has; name the sites whose layers are meant")
     if isinstance(spec.layers, str) and spec.layers != "all":
         match = _SLICE.fullmatch(spec.layers)
         if match is None or match[3] == "0" or (match[3] or "1").strip("0") == "":
@@ -177,7 +186,8 @@ def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = 
     """
     asked = _layers_asked(spec.layers, armed.n_layers)
     layers: dict[str, set[int]] = {}
-    for name in list(armed.sites) if spec.sites is None else spec.sites:
+    everything = [] if spec.probe else list(armed.sites)  # a probe alone takes no row off the device but its scores
+    for name in everything if spec.sites is None else spec.sites:
         site, fixed = parse_site(name)
         if site not in armed.sites:
             raise NotArmedError("sites", name, f"not armed; armed: {', '.join(armed.sites) or 'nothing'} "
@@ -195,13 +205,22 @@ def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = 
         if missing := sorted(wanted - set(armed.sites[site])):
             raise NotArmedError("layers", missing, f"not armed for {site}; armed: {armed.sites[site]}")
         layers.setdefault(site, set()).update(wanted)
+    scores = _probes(spec.probe, armed.probes)
     return Resolved(
-        layers={site: sorted(chosen) for site, chosen in layers.items()},
-        codec={site: _identity(codec, site, armed, (widths or {}).get(site))
-               for site, codec in _codecs(spec, layers).items()},
+        layers={**{site: sorted(chosen) for site, chosen in layers.items()}, **scores},
+        codec={**{site: _identity(codec, site, armed, (widths or {}).get(site))
+                  for site, codec in _codecs(spec, layers).items()}, **dict.fromkeys(scores, "raw")},
         positions=_positions(spec.positions),
         prefix_cache=spec.prefix_cache or ("recompute" if _could_be_cached(spec.positions) else "allow"),
     )
+
+
+def _probes(names: list[str], registered: Mapping[str, Probe]) -> dict[str, list[int]]:
+    """The sites of the probes asked for, each with the layer that it has."""
+    if unknown := [name for name in names if name not in registered]:
+        raise SpecError("probe", unknown[0], f"no such probe; registered: {', '.join(registered) or 'none'} (start the "
+                                             "engine with --probe NAME=FILE to add one)")
+    return {f"{PROBE}{name}": [registered[name].layer] for name in names}
 
 
 def _layers_asked(layers: str | list[int], n_layers: int) -> set[int] | None:

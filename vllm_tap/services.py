@@ -17,7 +17,7 @@ from api.config import is_loopback
 from api.keys import KeyFile
 from schemas.errors import SpecError, StartError
 from schemas.legacy import SITE
-from schemas.sites import parse_site
+from schemas.sites import is_probe, parse_site
 from schemas.zarr_layout import KEYS_FILE
 from vllm_tap.child import Service
 from writer_service.recovery import check_free
@@ -116,6 +116,8 @@ def check_arm(arm: str) -> str:
             site, layer = parse_site(name.strip(), "arm")
         except SpecError as error:
             raise StartError(f"--arm {name.strip()!r}: {error.reason}") from None
+        if is_probe(site):
+            raise StartError(f"--arm {name.strip()!r}: a probe is registered by --probe NAME=FILE, not armed")
         if layer is not None:
             raise StartError(f"--arm {name.strip()!r}: taps go to every layer; name the site alone ({site})")
     return arm

@@ -13,7 +13,7 @@ from schemas import codecs, limits
 from schemas.control import Abandon, ClientFinish, Delete, Dropped, Finish, Hold, Open, Own, Record
 from schemas.ids import is_ulid, sample_id, split_capture_id
 from schemas.manifest import REASONS
-from schemas.sites import SITES
+from schemas.sites import is_site
 from schemas.spec import NAMED_POSITIONS
 
 remembered_max = 20_000
@@ -204,7 +204,7 @@ class Ledger:
         if standing.finish_seq is not None and standing.finish_seq != record.seq:
             raise RefusedError("stale", f"capture {record.capture} is already finished")
         if isinstance(record, Dropped):
-            _need(record.site in SITES, "site", "a known site")
+            _need(is_site(record.site), "site", "a known site")
             _need(_layers(record.layers), "layers", "ascending layers")
             _need(0 <= record.start < record.stop <= limits.position_max + 1, "start", "a range [start, stop)")
             _need(record.reason in REASONS, "reason", f"one of {', '.join(REASONS)}")
@@ -269,7 +269,7 @@ def _check_open(opened: Open) -> None:
     _need(split_capture_id(opened.capture) is not None, "capture", "a capture id")
     _need(len(opened.request) <= limits.alias_chars_max, "request", f"at most {limits.alias_chars_max} characters")
     _need(len(opened.asked) <= limits.spec_json_bytes_max, "asked", f"at most {limits.spec_json_bytes_max} characters")
-    _need(set(resolved.layers) <= set(SITES), "resolved.layers", "known sites")
+    _need(all(map(is_site, resolved.layers)), "resolved.layers", "known sites")
     _need(all(not layers or _layers(layers) for layers in resolved.layers.values()), "resolved.layers", "ascending")
     _need(set(resolved.codec) == set(resolved.layers) and all(map(codecs.is_identity, resolved.codec.values())),
           "resolved.codec", "a known codec for every site")

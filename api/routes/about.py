@@ -42,6 +42,10 @@ async def capabilities(request: Request) -> Json:
     return Json({
         "engine": None if engine is None else msgspec.to_builtins(engine),
         "armed": {} if engine is None else {site: _armed(engine, site) for site in engine.armed.sites},
+        "probes": {} if engine is None else {
+            name: {"site": probe.site, "layer": probe.layer, "k": len(probe.names), "names": probe.names,
+                   "activation": probe.activation, "meaning": probe.meaning}
+            for name, probe in engine.armed.probes.items()},
         "codecs": {name: {"meaning": codec.meaning, "error": codec.error, "default": name == DEFAULT_CODEC,
                           "sites": list(codec.sites), "decoded": codec.decoded,
                           "parameters": {p.name: {"meaning": p.meaning, "min": p.low, "max": p.high,

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_side import front
-from engine_side.config import from_environment
+from engine_side.config import EngineConfig, from_environment
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.ticket import COUNT_KEY, KEY, LISTED_KEY, find
 from schemas.errors import SpecError, StartError
+from schemas.probes import load_probe
 from schemas.sites import SITES
 
 logger = logging.getLogger("vllm.tap")
@@ -59,7 +60,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         self.vllm_tap = from_environment()
         if self.vllm_tap is not None:
-            self.vllm_tap_shape = _shape(self.vllm_config.model_config, self.vllm_tap.arm)
+            self.vllm_tap_shape = _shape(self.vllm_config.model_config, self.vllm_tap)
             if self.vllm_tap.capture_all:
                 _check_capture_all(self.vllm_tap.capture_all, self.vllm_tap_shape)
             front.use(self.vllm_tap.endpoint)
@@ -67,16 +68,17 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _shape(model: Any, arm: tuple[str, ...]) -> front.Shape:
+def _shape(model: Any, config: EngineConfig) -> front.Shape:
     """The widths that the model's own configuration states; those of experts differ too much to be read off it."""
-    text, head = model.hf_text_config, model.get_head_size()
+    text, head, arm = model.hf_text_config, model.get_head_size(), config.arm
     dense = not any("expert" in name and not name.startswith("_") for name in vars(text))
     known = {"hidden": model.get_hidden_size(), "q_heads": getattr(text, "num_attention_heads", 0) * head,
              "kv_heads": model.get_total_num_kv_heads() * head,
              "mlp": getattr(text, "intermediate_size", None) if dense else None}
     widths = {site: known.get(SITES[site].width) for site in arm}
     return front.Shape(arm, model.get_total_num_hidden_layers(), head,
-                       {site: width for site, width in widths.items() if isinstance(width, int) and width > 0})
+                       {site: width for site, width in widths.items() if isinstance(width, int) and width > 0},
+                       {probe.name: load_probe(probe).about for probe in config.probes})
 
 
 def _check_capture_all(spec: str, shape: front.Shape) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,15 @@ from torch import nn
 from engine_side import worker
 from engine_side.architectures import SHARED_OUT, Point, find_entry, find_points
 from engine_side.config import TAP_VERSION, TESTED_VERSIONS, EngineConfig, from_environment, in_tested_range
+from engine_side.probes import scorer
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.seams.self_test import self_test
 from engine_side.staging import allocate
 from engine_side.taps import install
 from schemas.control import EngineInfo
 from schemas.errors import StartError
-from schemas.sites import SITES, has_heads
+from schemas.probes import LoadedProbe, Registered, load_probe
+from schemas.sites import PROBE, SITES, has_heads
 from schemas.spec import Armed
 
 logger = logging.getLogger("vllm.tap")
@@ -66,14 +69,16 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     if (ranks := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
         raise StartError(f"vllm-tap: prefill_context_parallel_size={ranks}: a rank has only its share of a prompt's "
                          "rows; valid: 1")
+    probes = {probe: load_probe(probe) for probe in config.probes}
+    tapped = tuple(dict.fromkeys([*config.arm, *(loaded.about.site for loaded in probes.values())]))
     drafter = getattr(vllm_config.speculative_config, "method", None)
-    if "embed" in config.arm and drafter not in (None, "ngram", "ngram_gpu", "suffix"):
+    if "embed" in tapped and drafter not in (None, "ngram", "ngram_gpu", "suffix"):
         raise StartError(f"vllm-tap: embed cannot be armed with drafts by {drafter}: its drafter may use the same "
                          "embedding module and overwrite the rows; resid_pre of layer 0 has them on most models")
     if parallel.use_ubatching:
         raise StartError("vllm-tap: dual-batch overlap (enable_dbo, ubatch_size) runs a step in parts that would "
                          "overwrite each other's rows: switch it off")
-    if parallel.tensor_parallel_size > 1 and (shared := [site for site in config.arm if site in SHARED_OUT]):
+    if parallel.tensor_parallel_size > 1 and (shared := [site for site in tapped if site in SHARED_OUT]):
         raise StartError(f"vllm-tap: tensor_parallel_size={parallel.tensor_parallel_size}: a rank has only its share "
                          f"of {', '.join(shared)}; arm other sites, or run on one device")
     if parallel.data_parallel_size > 1 and (ids := [site for site in config.arm if SITES[site].ids]):
@@ -85,15 +90,20 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     if config.capture_all:
         logger.warning("vllm-tap: every request that brings no spec is captured: %s", config.capture_all)
     n_layers = model_config.get_total_num_hidden_layers()
-    points = list(find_points(model, list(model_config.architectures), config.arm, n_layers,
-                              model_config.get_hidden_size()))
-    layers = {site: [point.layer for point in points if point.site == site] for site in config.arm}
+    find = partial(find_points, model, list(model_config.architectures), n_layers=n_layers,
+                   hidden=model_config.get_hidden_size())
+    points = list(find(config.arm))
+    points += probe_points(probes, points, find)
+    layers = {site: [point.layer for point in points if point.site == site] for site in tapped}
     widths = {point.site: point.width for point in points}
     parameter = next(model.parameters())
     dtype, device = model_config.dtype, parameter.device
     check_ids(points, dtype)
     staging, scratch = allocate(widths, layers, _tokens_max(vllm_config), dtype, device, config.staging_bytes_max,
                                 config.scratch_bytes)
+    for probe, loaded in probes.items():
+        staging.probes[f"{PROBE}{probe.name}"] = scorer(loaded, device)
+        logger.info("vllm-tap: probe %s: %d %s", probe, len(loaded.bias), loaded.about.meaning)
     install(points, staging)
     info = EngineInfo(
         model=str(model_config.served_model_name or model_config.model),
@@ -102,8 +112,11 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         revision=str(model_config.revision or ""),
         tokenizer=str(model_config.tokenizer or ""),
         n_layers=n_layers,
-        armed=Armed(layers, n_layers, dict.fromkeys(filter(has_heads, config.arm), model_config.get_head_size())),
-        widths=widths,
+        armed=Armed({site: layers[site] for site in config.arm}, n_layers,
+                    dict.fromkeys(filter(has_heads, config.arm), model_config.get_head_size()),
+                    {probe.name: loaded.about for probe, loaded in probes.items()}),
+        widths={**{site: widths[site] for site in config.arm},
+                **{site: made.count for site, made in staging.probes.items()}},
         max_model_len=model_config.max_model_len,
         vllm_version=_vllm_version(),
         tap_version=TAP_VERSION,
@@ -111,10 +124,34 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
         speculative=_speculative(vllm_config.speculative_config),
         world_size=parallel.world_size,
-        meaning={point.site: f"raw weights; {point.meaning}" for point in points},
+        meaning={**{point.site: f"raw weights; {point.meaning}" for point in points},
+                 **{site: made.about.meaning for site, made in staging.probes.items()}},
     )
     entry = find_entry(model, list(model_config.architectures), config.arm)
     worker.start(config, info, model, staging, entry, scratch, device, leads=_tensor_parallel_rank() == 0)
+
+
+def probe_points(probes: Mapping[Registered, LoadedProbe], armed: list[Point],
+                 find: Callable[[tuple[str, ...]], Iterable[Point]]) -> list[Point]:
+    """The points that probes read and nobody has armed; StartError where the model lacks one, or has other widths."""
+    more: dict[tuple[str, int], Point] = {}
+    for probe, loaded in probes.items():
+        site, layer, (k, width) = loaded.about.site, loaded.about.layer, loaded.directions.shape
+        which = f"vllm-tap: probe {probe.name!r}: {probe.path}:"
+        try:
+            there = [point for point in armed if point.site == site] or list(find((site,)))
+        except StartError as error:
+            raise StartError(f"{which} site = {site!r}: {error}") from None
+        point = next((point for point in there if point.layer == layer), None)
+        if point is None:
+            raise StartError(f"{which} layer = {layer}: this model has {site} in layers "
+                             f"{[point.layer for point in there]}")
+        if width != point.width:
+            raise StartError(f"{which} directions = [{k}, {width}]: rows of {site} have {point.width} numbers in this "
+                             "model")
+        if point not in armed:
+            more[site, layer] = point
+    return list(more.values())
 
 
 def check_ids(points: list[Point], dtype: torch.dtype) -> None:
