@@ -509,6 +509,26 @@ def test_a_power_loss_that_keeps_rows_but_not_their_open(tmp_path: Path) -> None
         assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 6), 1, range(6))
 
 
+def test_what_a_killed_writer_left_is_synced_before_senders_hear_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been killed before it synced; what is told to be safe must stand a power loss."""
+    store, _, engine, _ = running_store(tmp_path)
+    engine.close()
+    synced: dict[str, int] = {}
+    real = fs.datasync
+
+    def noting(fd: int) -> None:
+        real(fd)
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        synced[path.name] = path.stat().st_size
+
+    monkeypatch.setattr(fs, "datasync", noting)
+    fs.close(recovery.recover(store).lock)
+    for path in (store / "writers/w0/journal").iterdir():
+        assert synced.get(path.name) == path.stat().st_size, path.name
+
+
 def test_what_a_newer_version_wrote_is_not_cut_off(tmp_path: Path) -> None:
     store, _, engine, _ = running_store(tmp_path)
     engine.close()

@@ -291,20 +291,24 @@ def replay_logs(db: sqlite3.Connection, store: Path, state: Recovered) -> set[st
             touched |= catalog.apply(db, entries, number)
         state.log_read = f"{number}:{end}"
         if number == numbers[-1]:
-            state.cut_bytes += _cut(path, end)
+            state.cut_bytes += _keep(path, end)
     state.next_log = numbers[-1] + 1 if numbers else 1
     return touched
 
 
-def _cut(path: Path, end: int) -> int:
+def _keep(path: Path, end: int) -> int:
+    """Cut off what follows ``end``, and put what does not on the disk; how many bytes were cut.
+
+    A writer that was killed may not have synced it, and from now on senders are told that it is safe.
+    """
     extra = path.stat().st_size - end
-    if extra > 0:
-        fd = fs.open_existing(path)
-        try:
+    fd = fs.open_existing(path)
+    try:
+        if extra > 0:
             fs.truncate(fd, end)
-            fs.datasync(fd)
-        finally:
-            fs.close(fd)
+        fs.datasync(fd)
+    finally:
+        fs.close(fd)
     return max(extra, 0)
 
 
@@ -433,10 +437,7 @@ def _scan_open(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str
         del data
         if views:
             del views
-            state.cut_bytes += _cut(path, end)
-            fd = fs.open_existing(path)
-            fs.datasync(fd)
-            fs.close(fd)
+            state.cut_bytes += _keep(path, end)
             state.to_seal.append(number)
         elif not known:  # acknowledged frames stay, however damaged
             state.cut_bytes += path.stat().st_size
