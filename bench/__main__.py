@@ -59,7 +59,7 @@ def main() -> None:
                         list(filter(None, args.scenarios.split("+"))), found.engine, console.print, save)
     if not args.skip_writer:
         with tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir=".") as folder:
-            found.writer = writer_throughput.measure(0.5, 3, Path(folder))
+            found.writer = writer_throughput.measure(0.5, 6, Path(folder))
         console.print("writer: " + ", ".join(f"{key} {value:.3g}" for key, value in found.writer.items()))
     save()
     text = f"Shape {found.shape}, {found.machine}\n\n{report.markdown(found.engine)}"

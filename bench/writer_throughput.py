@@ -1,10 +1,12 @@
-"""Ingest of the writer against the disk: GB/s through a real socket and ring, over plain write() + fdatasync.
+"""The writer against the disk: frames through a real socket and ring, over plain write() + fdatasync of the same bytes.
 
-    python -m bench.writer_throughput [--gib 1] [--rounds 3] [--store DIR]
+    python -m bench.writer_throughput [--gib 1] [--rounds 8] [--long-gib 10] [--journal-gib 4] [--store DIR]
 
-The same bytes are written both ways, in turns, so that the ratio is of the same moment of the same disk. A round of
-the writer ends when the last frame is acknowledged as durable. Then it is stopped, which seals what it has (CPU seconds
-and bytes of the blocks by GB of payload), or, in the last round, killed, and the recovery of its store is timed (warm).
+One writer runs throughout. A round writes the same bytes plainly, then through the writer until the last frame is
+acknowledged as durable, then waits until everything is sealed and has the capture deleted; the ratio is thus of the
+same moment of the same disk. CPU seconds are the writer's (the system's part is mostly copying into new pages). A long
+run without a pause, sealing included, shows whether acknowledgements stall and memory stays. Last a writer with so much
+in its journal is killed, and recovery (warm) is timed beside hashing the same bytes once.
 On a store in shared memory (--store /dev/shm) no disk is in the way.
 """
 
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +33,30 @@ import xxhash
 import zmq
 
 from schemas import codecs, limits
-from schemas.control import Ack, EngineInfo, Frame, Hello, Open, Ping, StreamPart, Welcome, decode_from_writer, encode
+from schemas.channel import ControlChannel
+from schemas.control import (
+    Ack,
+    Delete,
+    EngineInfo,
+    Finish,
+    Frame,
+    Hello,
+    Open,
+    Ping,
+    StreamPart,
+    Welcome,
+    decode_from_writer,
+    encode,
+)
 from schemas.frame import RowTable
 from schemas.ids import new_ulid
+from schemas.map_file import map_file
 from schemas.spec import Armed, Resolved
 from writer_service.recovery import recover
 
 LAYERS, WIDTH, ROWS, SLOTS = 36, 4096, 56, 32  # 8 MiB frames of int8b64, as an 8B model makes them
 ROOT = Path(__file__).resolve().parent.parent
+chunk_bytes = 8 * 2**20
 
 
 def make_ring(path: Path, slot: int) -> None:
@@ -63,6 +82,12 @@ def describe(slot: int, ring: memoryview) -> list[Frame]:
     return frames
 
 
+def slot_bytes() -> int:
+    """What a frame takes of the ring."""
+    nbytes = sum(ROWS * LAYERS * stream.nbytes for stream in codecs.streams("int8b64", WIDTH, "bfloat16"))
+    return -(-nbytes // limits.section_align_bytes) * limits.section_align_bytes
+
+
 def plain(folder: Path, ring: memoryview, slot: int, count: int) -> float:
     """Seconds for the same bytes by write() and one fdatasync."""
     path = folder / "plain"
@@ -78,10 +103,10 @@ def plain(folder: Path, ring: memoryview, slot: int, count: int) -> float:
     return seconds
 
 
-def cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """User and system seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return np.array([int(fields[11]), int(fields[12])]) / os.sysconf("SC_CLK_TCK")
 
 
 def anonymous_mb(pid: int) -> float:
@@ -90,80 +115,190 @@ def anonymous_mb(pid: int) -> float:
     return int(status.partition("RssAnon:")[2].split()[0]) / 1000
 
 
-def through_writer(
-    folder: Path, ring_path: Path, frames: list[Frame], slot: int, count: int, kill: bool
-) -> dict[str, float]:
-    """Seconds until the last of ``count`` frames is durable, the writer's CPU seconds, and those of what follows: the
-    seals of a stop, or after a ``kill`` the recovery.
-    """
-    run = Path(tempfile.mkdtemp(prefix="tap-"))
-    endpoint = f"ipc://{run}/w"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "writer_service", "--store", str(folder / "store"), "--endpoint", endpoint],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.readline()
-    socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(endpoint)
-    armed = Armed({"resid_post": list(range(LAYERS))}, LAYERS)
-    info = EngineInfo("bench", "bfloat16", "f", "", "", LAYERS, armed, {"resid_post": WIDTH}, 1 << 20, "", "", "")
-    socket.send(encode(Hello(new_ulid(), "engine", 1, engine=info, ring_path=str(ring_path), ring_bytes=SLOTS * slot)))
-    welcome = decode_from_writer(socket.recv())
-    assert isinstance(welcome, Welcome) and welcome.ring, welcome
-    capture = new_ulid()
-    resolved = Resolved({"resid_post": list(range(LAYERS))}, {"resid_post": "int8b64"}, "all", "allow")
-    socket.send(encode(Open(1, capture, "r", "{}", resolved, 0, b"", 0, 1)))
-    durable, latencies = 0, []
-    sent_at: dict[int, float] = {}
-    cpu_before = cpu_seconds(process.pid)
-    start = time.perf_counter()
-    seq = 1
-    while durable < count + 1:
-        while seq < count + 1 and seq - durable < SLOTS:
-            seq += 1
-            position = np.arange((seq - 2) * ROWS, (seq - 1) * ROWS, dtype=np.uint32)
-            table = RowTable(position * 0, position, position, position * 0).to_bytes()
-            frame = msgspec.structs.replace(
-                frames[seq % SLOTS], seq=seq, captures=[capture], table_xxh3=xxhash.xxh3_64_intdigest(table))
-            sent_at[seq] = time.perf_counter()
-            socket.send_multipart([encode(frame), table])
-        if not socket.poll(1000):
-            socket.send(encode(Ping()))
-            continue
-        answer = decode_from_writer(socket.recv())
-        if isinstance(answer, Ack):
-            assert not answer.refused, answer.refused
+@dataclass(slots=True)
+class Piece:
+    """What a number of frames took, from the first sent to the last durable."""
+
+    capture: str
+    seconds: float
+    cpu: float
+    cpu_system: float
+    stall_ms: float  # the longest time between two advances of what is durable
+    ack_p50_ms: float
+    ack_p99_ms: float
+
+
+class Line:
+    """A writer with a store of its own, and an engine that sends frames out of a ring."""
+
+    def __init__(self, folder: Path, ring_path: Path, frames: list[Frame], slot: int, *flags: str) -> None:
+        self.store, self._frames = folder / "store", frames
+        self._run = Path(tempfile.mkdtemp(prefix="tap-"))
+        self.endpoint = f"ipc://{self._run}/w"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "writer_service", "--store", str(self.store), "--endpoint", self.endpoint, *flags],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+        self._socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(self.endpoint)
+        armed = Armed({"resid_post": list(range(LAYERS))}, LAYERS)
+        info = EngineInfo("bench", "bfloat16", "f", "", "", LAYERS, armed, {"resid_post": WIDTH}, 1 << 20, "", "", "")
+        self._socket.send(encode(Hello(new_ulid(), "engine", 1, engine=info, ring_path=str(ring_path),
+                                       ring_bytes=SLOTS * slot)))
+        welcome = decode_from_writer(self._socket.recv())
+        assert isinstance(welcome, Welcome) and welcome.ring, welcome
+        self._seq = self._durable = 0
+
+    @property
+    def pid(self) -> int:
+        """The writer's process."""
+        return self._process.pid
+
+    def cpu(self) -> float:
+        """The writer's CPU seconds so far."""
+        return float(cpu_seconds(self.pid).sum())
+
+    def piece(self, count: int) -> Piece:
+        """``count`` frames of a capture of their own, as fast as they are acknowledged."""
+        capture = new_ulid()
+        resolved = Resolved({"resid_post": list(range(LAYERS))}, {"resid_post": "int8b64"}, "all", "allow")
+        cpu, start = cpu_seconds(self.pid), time.perf_counter()
+        self._send(Open(self._seq + 1, capture, "r", "{}", resolved, 0, b"", 0, 1))
+        sent: dict[int, float] = {}
+        latencies: list[float] = []
+        advanced, stall = start, 0.0
+        first, last = self._seq + 1, self._seq + count
+        while self._durable < last:
+            while self._seq < last and self._seq - self._durable < SLOTS:
+                position = np.arange((self._seq + 1 - first) * ROWS, (self._seq + 2 - first) * ROWS, dtype=np.uint32)
+                table = RowTable(position * 0, position, position, position * 0).to_bytes()
+                frame = msgspec.structs.replace(self._frames[self._seq % SLOTS], seq=self._seq + 1, captures=[capture],
+                                                table_xxh3=xxhash.xxh3_64_intdigest(table))
+                sent[frame.seq] = time.perf_counter()
+                self._send(frame, table)
+            before = self._durable
+            self._take()
             now = time.perf_counter()
-            latencies += [now - sent_at[n] for n in range(max(durable + 1, 2), answer.durable + 1)]
-            durable = answer.durable
-    seconds = time.perf_counter() - start
-    cpu = cpu_seconds(process.pid) - cpu_before
-    result = {"seconds": seconds, "cpu": cpu, "memory_mb": anonymous_mb(process.pid),
-              "ack_p50_ms": 1000 * statistics.median(latencies),
-              "ack_p99_ms": 1000 * sorted(latencies)[int(len(latencies) * 0.99)]}
-    socket.close()
-    before, store = cpu_seconds(process.pid), folder / "store"
-    process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
-    _, process.returncode, used = os.wait4(process.pid, 0)
-    process.stdout.close()
-    if kill:
-        start = time.perf_counter()
-        os.close(recover(store).lock)
-        result["recovery_seconds"] = time.perf_counter() - start
-    else:
-        result["seal_cpu"] = used.ru_utime + used.ru_stime - before
-        result["stored_bytes"] = sum(path.stat().st_size for path in (store / "blocks").rglob("*") if path.is_file())
-    shutil.rmtree(store)
-    shutil.rmtree(run, ignore_errors=True)
+            if self._durable > before:
+                latencies += [now - sent.pop(seq) for seq in range(max(before + 1, first), self._durable + 1)]
+                stall, advanced = max(stall, now - advanced), now
+        user, system = cpu_seconds(self.pid) - cpu
+        seconds = time.perf_counter() - start
+        self._send(Finish(self._seq + 1, capture, "length", None, b"", count * ROWS))
+        latencies.sort()
+        return Piece(capture, seconds, float(user + system), float(system), 1000 * stall,
+                     1000 * latencies[len(latencies) // 2], 1000 * latencies[int(len(latencies) * 0.99)])
+
+    def _send(self, message: Open | Frame | Finish, *parts: bytes) -> None:
+        self._socket.send_multipart([encode(message), *parts])
+        self._seq = message.seq
+
+    def _take(self) -> None:
+        if not self._socket.poll(1000):
+            self._socket.send(encode(Ping()))
+        elif isinstance(answer := decode_from_writer(self._socket.recv()), Ack):
+            assert not answer.refused, answer.refused
+            self._durable = answer.durable
+
+    def settle(self) -> None:
+        """Until nothing is left to seal."""
+        journal, blocks = self.store / "writers" / "w0" / "journal", self.store / "blocks"
+        while self._durable < self._seq or any(journal.glob("*.open")) or any(blocks.glob(".building-*")):
+            self._socket.send(encode(Ping()))
+            self._take()
+            time.sleep(0.02)
+
+    def stored(self) -> int:
+        """Bytes of all files of the blocks."""
+        return sum(path.stat().st_size for path in (self.store / "blocks").rglob("*") if path.is_file())
+
+    def forget(self, capture: str) -> None:
+        """Delete a capture, and wait until its blocks are gone."""
+        channel = ControlChannel(self.endpoint, "cli")
+        channel.submit(lambda seq: Delete(seq, capture), timeout_s=30)
+        channel.close()
+        while any((self.store / "blocks").iterdir()):
+            self._socket.send(encode(Ping()))
+            self._take()
+            time.sleep(0.02)
+
+    def end(self, how: signal.Signals) -> None:
+        """Stop or kill the writer."""
+        self._socket.close()
+        self._process.send_signal(how)
+        self._process.communicate()
+        shutil.rmtree(self._run, ignore_errors=True)
+
+
+def in_turns(work: Path, line: Line, ring: memoryview, slot: int, count: int, rounds: int) -> list[dict[str, float]]:
+    """Rounds of plain writes and the writer; one warming round before them is thrown away."""
+    gigabytes, results = count * slot / 1e9, []
+    for number in range(rounds + 1):
+        base = plain(work, ring, slot, count)
+        got = line.piece(count)
+        before = line.cpu()
+        line.settle()
+        result = {"ratio": base / got.seconds, "writer_gb_s": gigabytes / got.seconds, "plain_gb_s": gigabytes / base,
+                  "cpu_s_per_gb": got.cpu / gigabytes, "cpu_system_s_per_gb": got.cpu_system / gigabytes,
+                  "seal_cpu_s_per_gb": (line.cpu() - before) / gigabytes, "ack_p50_ms": got.ack_p50_ms,
+                  "ack_p99_ms": got.ack_p99_ms, "bytes_stored_per_byte": line.stored() / (count * slot)}
+        line.forget(got.capture)
+        print(shown(result) + ("" if number else " (warming)"), file=sys.stderr)
+        if number:
+            results.append(result)
+    return results
+
+
+def at_length(line: Line, slot: int, count: int) -> dict[str, float]:
+    """A long run: sealing goes on beside it."""
+    before, cpu = anonymous_mb(line.pid), line.cpu()
+    got = line.piece(count)
+    after, gigabytes = anonymous_mb(line.pid), count * slot / 1e9
+    line.settle()
+    result = {"long_gb_s": gigabytes / got.seconds, "long_cpu_s_per_gb": (line.cpu() - cpu) / gigabytes,
+              "stall_ms": got.stall_ms, "memory_before_mb": before, "memory_mb": after}
+    line.forget(got.capture)
+    print(shown(result), file=sys.stderr)
     return result
 
 
-def measure(gib: float, rounds: int, folder: Path) -> dict[str, float]:
-    """Medians over the rounds; one warming round before them is thrown away."""
-    slot = sum(ROWS * LAYERS * stream.nbytes for stream in codecs.streams("int8b64", WIDTH, "bfloat16"))
-    slot = -(-slot // limits.section_align_bytes) * limits.section_align_bytes
-    count = max(1, int(gib * 2**30 / slot))
+def recovery(folder: Path, ring_path: Path, frames: list[Frame], slot: int, count: int) -> dict[str, float]:
+    """What a start takes after a kill, and what reading and hashing the same bytes once takes."""
+    line = Line(folder, ring_path, frames, slot, "--segment-bytes", str(1 << 50), "--seal-idle-s", "3600")
+    line.piece(count)
+    line.end(signal.SIGKILL)
+    gigabytes, result = count * slot / 1e9, {}
+    for name in ("hash_gb_s", "recovery_gb_s"):
+        cpu, start = time.process_time(), time.perf_counter()
+        if name == "recovery_gb_s":
+            os.close(recover(line.store).lock)
+            result["recovery_cpu_s_per_gb"] = (time.process_time() - cpu) / gigabytes
+        else:
+            for path in (line.store / "writers" / "w0" / "journal").glob("*.open"):
+                data = map_file(path)
+                for at in range(0, len(data), chunk_bytes):
+                    xxhash.xxh3_64_intdigest(data[at : at + chunk_bytes])
+        result[name] = gigabytes / (time.perf_counter() - start)
+    print(shown(result), file=sys.stderr)
+    return result
+
+
+def shown(result: dict[str, float]) -> str:
+    """Figures on one line."""
+    return " ".join(f"{key}={value:.3g}" for key, value in result.items())
+
+
+def measure(
+    gib: float, rounds: int, folder: Path, long_gib: float = 0.0, journal_gib: float = 1.0
+) -> dict[str, float]:
+    """Medians over the rounds, and the ratio's quartiles; what a long run and a start after a kill take."""
+    slot = slot_bytes()
+
+    def count(gib: float) -> int:
+        return max(1, int(gib * 2**30 / slot))
+
     shm = Path("/dev/shm") if Path("/dev/shm").is_dir() else folder
     with tempfile.TemporaryDirectory(dir=shm) as shared, tempfile.TemporaryDirectory(dir=folder) as work:
         ring_path = Path(shared) / "ring"
@@ -171,37 +306,34 @@ def measure(gib: float, rounds: int, folder: Path) -> dict[str, float]:
         with open(ring_path, "rb") as file:
             ring = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
         frames = describe(slot, ring)
-        results = []
-        for number in range(rounds + 1):
-            base = plain(Path(work), ring, slot, count)
-            last = number == rounds
-            got = through_writer(Path(work), ring_path, frames, slot, count, kill=last)
-            gigabytes = count * slot / 1e9
-            line = {"writer_gb_s": gigabytes / got["seconds"], "plain_gb_s": gigabytes / base,
-                    "ratio": base / got["seconds"], "cpu_s_per_gb": got["cpu"] / gigabytes,
-                    "ack_p50_ms": got["ack_p50_ms"], "ack_p99_ms": got["ack_p99_ms"], "memory_mb": got["memory_mb"]}
-            if last:
-                line["recovery_gb_s"] = gigabytes / got["recovery_seconds"]
-            else:
-                line["seal_cpu_s_per_gb"] = got["seal_cpu"] / gigabytes
-                line["bytes_stored_per_byte"] = got["stored_bytes"] / (count * slot)
-            if number:
-                results.append(line)
-            print(" ".join(f"{key}={value:.3g}" for key, value in line.items()) + ("" if number else " (warming)"),
-                  file=sys.stderr)
+        line = Line(Path(work), ring_path, frames, slot, "--seal-idle-s", "0.5", "--keep-s", "0.2")
+        try:
+            results = in_turns(Path(work), line, ring, slot, count(gib), rounds)
+            found = {key: statistics.median(result[key] for result in results) for key in results[0]}
+            ratios = np.array([result["ratio"] for result in results])
+            found["ratio_q1"], found["ratio_q3"] = (float(q) for q in np.quantile(ratios, (0.25, 0.75)))
+            found["memory_mb"] = anonymous_mb(line.pid)
+            if long_gib:
+                found |= at_length(line, slot, count(long_gib))
+        finally:
+            line.end(signal.SIGTERM)
+        shutil.rmtree(line.store)
+        found |= recovery(Path(work), ring_path, frames, slot, count(journal_gib))
         del ring
-    keys = dict.fromkeys(key for line in results for key in line)
-    return {key: statistics.median(line[key] for line in results if key in line) for key in keys}
+    return found
 
 
 def main() -> None:
-    """Print the medians as one line of JSON."""
+    """Print the figures as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gib", type=float, default=1.0, help="a round writes")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--long-gib", type=float, default=10.0, help="of the run without a pause; 0 for none")
+    parser.add_argument("--journal-gib", type=float, default=4.0, help="what is recovered")
     parser.add_argument("--store", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure")
     args = parser.parse_args()
-    print(json.dumps({key: round(value, 3) for key, value in measure(args.gib, args.rounds, args.store).items()}))
+    found = measure(args.gib, args.rounds, args.store, args.long_gib, args.journal_gib)
+    print(json.dumps({key: round(value, 3) for key, value in found.items()}))
 
 
 if __name__ == "__main__":

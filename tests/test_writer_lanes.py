@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from schemas import limits
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, engine_info, until
@@ -28,12 +29,13 @@ def greeted(writer: WriterProcess, ring: Path) -> Sender:
     return Sender(writer.endpoint, engine=engine_info(WIDTH), ring=ring, ring_bytes=COUNT * SLOT)
 
 
-def burst(writer: WriterProcess, engine: Sender, capture: str, spoil: int = -1) -> None:
+def burst(writer: WriterProcess, engine: Sender, capture: str, spoil: int = -1, times: int = 1) -> None:
     """Frames that lie in the socket together; frame ``spoil`` does not match its checksum."""
     writer.process.send_signal(signal.SIGSTOP)
-    for number in range(COUNT):
-        rows = [(capture, 1, range(number * ROWS, (number + 1) * ROWS))]
-        frame, (table,) = engine.frame(rows, codec="raw", width=WIDTH, send=False, ring_at=number * SLOT)
+    for number in range(COUNT * times):
+        at = number % COUNT
+        rows = [(capture, 1, range(at * ROWS, (at + 1) * ROWS))]
+        frame, (table,) = engine.frame(rows, codec="raw", width=WIDTH, send=False, ring_at=at * SLOT)
         if number == spoil:
             part = msgspec.structs.replace(frame.streams[0], xxh3=1)
             frame = msgspec.structs.replace(frame, streams=[part])
@@ -75,6 +77,19 @@ def test_a_burst_is_written_to_several_files_and_a_trickle_to_one(tmp_path: Path
         writer.stop()
     with StoreReader(store) as reader:
         assert_rows(reader.slice(capture, SITE, [0, 3], 0, COUNT * ROWS), 1, range(COUNT * ROWS))
+
+
+def test_a_burst_is_synced_while_it_is_received(tmp_path: Path, ring: Path) -> None:
+    """Not all of it first and then all of it at once: disk and processor would wait for each other in turns."""
+    with WriterProcess(tmp_path / "store") as writer, greeted(writer, ring) as engine:
+        capture = opened(engine)
+        before = engine.durable
+        burst(writer, engine, capture, times=3)
+        while engine.durable == before:
+            assert engine.receive() is not None
+        frames = engine.durable - before
+        assert frames * SLOT <= limits.commit_bytes_target + SLOT < 3 * COUNT * SLOT
+        assert finished(engine, writer.store, capture) == "complete"
 
 
 def test_a_disk_that_fills_in_the_midst_of_a_burst(tmp_path: Path, ring: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,7 @@ class Writer:
         self._want_ack: dict[str, SenderState] = {}
         self._waiting: list[Arrival] = []
         self._waiting_bytes = 0
+        self._written_bytes = 0  # by the reception that goes on
         self._burst_until = 0.0
         self._os_is_enough = config.durability == "os"
         self._keeper = Keeper(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
@@ -179,8 +180,14 @@ class Writer:
         return socket
 
     def _receive(self) -> bool:
-        """Take what is waiting, up to a bound; whether nothing was left."""
+        """Take what is waiting, up to a bound; whether nothing was left.
+
+        After as much as a commit takes it ends: syncing that goes on beside the next reception.
+        """
+        self._written_bytes = 0
         for _ in range(receive_at_once):
+            if self._written_bytes + self._waiting_bytes >= self.config.commit_bytes:
+                break
             try:
                 identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -375,6 +382,7 @@ class Writer:
         arrivals, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if not arrivals:
             return
+        self._written_bytes += sum(arrival.nbytes for arrival in arrivals)
         try:
             faults: list[ProtocolError | None] = self._journal.append_frames(arrivals)
         except OSError as error:
