@@ -241,6 +241,44 @@ def test_a_failed_erasure_in_a_block_that_is_taken_away(sample: Sample, tmp_path
     assert not (store / redo_name(1)).exists() and not list((store / "blocks").iterdir())
 
 
+UNDOABLE: dict[str, Callable[[Path], object]] = {  # what keeps an erasure from being ended
+    "the record is damaged": lambda store: edit(store / redo_name(1), lambda data: data[:-1] + b"?"),
+    "the record is cut": lambda store: edit(store / redo_name(1), lambda data: data[:20]),
+    "an array is cut": lambda store: edit(store / "blocks/w0-00000001.zarr/present/c/0/0", lambda data: data[:-1]),
+    "an array is gone": lambda store: (store / "blocks/w0-00000001.zarr/flags/c/0").unlink(),
+    "the block does not say what it is": lambda store: edit(store / "blocks/w0-00000001.zarr/zarr.json",
+                                                            lambda data: data[:50]),
+}
+
+
+def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", UNDOABLE)
+def test_an_erasure_that_cannot_be_ended_stops_no_start(sample: Sample, tmp_path: Path, name: str) -> None:
+    """It is named, nothing else is erased in that block, and once it can be it is."""
+    store = copied(sample, tmp_path)
+    redo = plan(store, read_store_uuid(store), 1, [sample.gone])
+    assert redo is not None
+    write_redo(store, redo)
+    shutil.copytree(store, whole := tmp_path / "whole")
+    UNDOABLE[name](store)
+    before = contents(store / "blocks")
+    state = recover(store)
+    keeper = Keeper(store, state.uuid, Waker())
+    done = keeper.round()
+    keeper.close()
+    fs.close(state.lock)
+    assert len(state.not_erased) == 1 and "erase-00000001.redo" in state.not_erased[0]
+    assert done.failures == 1 and not done.erased_rows and contents(store / "blocks") == before
+    assert redo_name(1) in {bad.file for bad in fsck(store).bad}
+    shutil.rmtree(store)
+    shutil.copytree(whole, store)
+    look_after(store)
+    assert_erased(store, sample)
+
+
 def test_a_scrubbed_log_and_a_catalog_of_before(tmp_path: Path) -> None:
     """Power is lost before the catalog is synced: it notes a place in a log that was written anew since."""
     store, captures = tmp_path / "store", [new_ulid() for _ in range(6)]

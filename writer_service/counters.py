@@ -25,5 +25,6 @@ class Counters:
     sealed: int = 0
     expired: int = 0
     rows_erased: int = 0
+    erasures_failed: int = 0
     blocks_removed: int = 0
     dropped: dict[str, int] = field(default_factory=dict)  # rows that engines did not keep, by reason

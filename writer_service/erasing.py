@@ -25,13 +25,14 @@ from schemas.frame import FLAG_ERASED
 from schemas.map_file import map_file
 from schemas.segment import FrameView, parse_frame, redacted_head
 from schemas.zarr_layout import block_name, redo_name
-from writer_service import fs
+from writer_service import fs, says
 from writer_service.block import Block, open_block, side_chunk
 from writer_service.crc32c import crc32c
 from writer_service.sealing import MISSING, fill_of
 
 page_bytes: Final = 4096
 MAGIC: Final = b"TAPREDO1"
+DAMAGED: Final = (OSError, StoreError, ValueError, KeyError, TypeError, IndexError)  # of what cannot be read
 
 I64 = npt.NDArray[np.int64]
 
@@ -51,6 +52,8 @@ _decoder = msgspec.msgpack.Decoder(Redo)
 
 def erase(store: Path, uuid: bytes, number: int, captures: Sequence[str]) -> int:
     """Erase every row of ``captures`` in a block; the number of rows. OSError or StoreError leave it to be redone."""
+    if (begun := store / redo_name(number)).exists():
+        redo_one(store, begun)  # a plan that is made of a half erased block would take the rows of others with it
     redo = plan(store, uuid, number, captures)
     if redo is None:
         return 0
@@ -68,17 +71,42 @@ def write_redo(store: Path, redo: Redo) -> Path:
     return path
 
 
-def redo_all(store: Path) -> None:
-    """What a crash left half done is done, before anything reads the blocks."""
-    for path in sorted((store / redo_name(0)).parent.glob("erase-[0-9]*.redo")):
-        data = path.read_bytes()
-        if data[:8] != MAGIC or xxhash.xxh3_64_digest(data[16:]) != data[8:16]:
-            raise StoreError("read redo record", path, "it does not match its checksum",
-                             "the block that it names is half erased: move block and record out of the store")
-        redo = _decoder.decode(data[16:])
-        if (store / block_name(redo.segment)).exists():  # not where all of it was taken away since
-            apply(store, redo)
-        fs.remove(path)
+def redo_all(store: Path) -> list[str]:
+    """What a crash left half done is done, before anything reads the blocks; why that was not possible, by record.
+
+    Such a record stays, and nothing else is erased in its block: the next start tries it again.
+    """
+    failed = []
+    for path in redo_paths(store):
+        try:
+            redo_one(store, path)
+        except DAMAGED as error:
+            says.warn("not_erased", f"rows of deleted captures may be left: {error!r}", file=path, error=str(error))
+            failed.append(f"{path.name}: {error}")
+    return failed
+
+
+def redo_paths(store: Path) -> list[Path]:
+    """The redo records that are there."""
+    return sorted((store / redo_name(0)).parent.glob("erase-[0-9]*.redo"))
+
+
+def redo_one(store: Path, path: Path) -> None:
+    """Do what a record says, and remove it; one of DAMAGED where it or its block cannot be read."""
+    number = int(path.stem.removeprefix("erase-"))
+    if (store / block_name(number)).exists():  # all of it may have been taken away since
+        apply(store, read_redo(path))
+    fs.remove(path)
+
+
+def read_redo(path: Path) -> Redo:
+    """A redo record; StoreError where it is not whole."""
+    data = path.read_bytes()
+    if data[:8] != MAGIC or xxhash.xxh3_64_digest(data[16:]) != data[8:16]:
+        raise StoreError("read redo record", path, "it does not match its checksum",
+                         "the block that it names may be half erased: vllm-tap fsck names the rows that are lost; "
+                         "remove the record, and the block is erased from what is left of it")
+    return _decoder.decode(data[16:])
 
 
 def plan(store: Path, uuid: bytes, number: int, captures: Sequence[str]) -> Redo | None:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,10 +27,12 @@ from schemas.zarr_layout import WRITER, block_name, building_name, main_chunk, o
 from writer_service.block import Block, open_block
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.crc32c import crc32c
+from writer_service.erasing import read_redo, redo_paths
 from writer_service.recovery import is_free
 from writer_service.removal import removable
 from writer_service.sealing import MISSING, ROW_COLUMNS, gather, piece_checksums
 
+erasing_s: Final = 60.0  # how long an erasure takes at most
 recheck_s: Final = 0.5  # a writer may be moving or erasing what is being read
 
 I64 = npt.NDArray[np.int64]
@@ -69,7 +72,7 @@ def fsck(store: Path, progress: Progress = lambda done, total: None) -> Report:
     """Look at everything; StoreError where ``store`` is no store or its catalog cannot be opened at all."""
     uuid = read_store_uuid(store)
     report = Report([])
-    report.bad += _check_logs(store, uuid)
+    report.bad += [*_check_logs(store, uuid), *_check_erasures(store)]
     db = connect_read(store / "catalog.sqlite")
     try:
         if (answer := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
@@ -107,6 +110,21 @@ def _check_logs(store: Path, uuid: bytes) -> Iterator[Bad]:
         if end < path.stat().st_size and not (number == numbers[-1] and not is_free(store)):
             yield Bad("a damaged record; it and all after it in this log are lost" if number != numbers[-1]
                       else "the last record is not whole; the next start cuts it off", _below(store, path), end)
+
+
+def _check_erasures(store: Path) -> Iterator[Bad]:
+    """Redo records: a writer that runs has one for a moment, and none is left where it stopped."""
+    for path in redo_paths(store):
+        try:
+            read_redo(path)
+            if not is_free(store) and time.time() - path.stat().st_mtime < erasing_s:
+                continue
+            yield Bad("rows of deleted captures are half erased; the next start of the writer ends it",
+                      _below(store, path))
+        except FileNotFoundError:
+            continue  # it is done
+        except (OSError, StoreError, msgspec.DecodeError) as error:
+            yield Bad(f"rows of deleted captures are half erased, and cannot be: {error}", _below(store, path))
 
 
 def _numbers_on_disk(store: Path) -> set[int]:

@@ -33,6 +33,7 @@ HELP: Final = {
     "sealed": "Segments that became blocks.",
     "expired": "Captures deleted by retention.",
     "rows_erased": "Rows of deleted captures that were erased inside blocks.",
+    "erasures_failed": "Erasures that could not be ended; they are tried again.",
     "blocks_removed": "Blocks taken away whole.",
     "dropped": "Rows (position x layer) that engines say they did not keep.",
 }

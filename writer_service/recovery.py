@@ -76,6 +76,7 @@ class Recovered:
     cut_bytes: int = 0
     rebuilt: bool = False
     skipped: list[str] = field(default_factory=list)  # blocks that cannot be read
+    not_erased: list[str] = field(default_factory=list)  # erasures that cannot be ended, and why
     log_read: str = ""  # how far the control logs were read, as the catalog notes it
 
 
@@ -163,7 +164,7 @@ def mend(store: Path, uuid: bytes, lock: int, epoch: int, db: sqlite3.Connection
         finish_seals(store)
         removal.finish_removals(store)
         cold_blocks.finish_cut(store)
-        erasing.redo_all(store)
+        state.not_erased = erasing.redo_all(store)
         _note_removed(store, state)
         touched = replay_logs(db, store, state)
         touched |= _index_blocks(db, store, state)

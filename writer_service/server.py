@@ -94,6 +94,7 @@ class Writer:
         self._waker = Waker()
         self._journal = Journal(config, state.uuid, state.next_log, state.next_segment, self._waker)
         self.counters = self._journal.counters
+        self.counters.erasures_failed = len(state.not_erased)
         self._db = connect_read(config.store / "catalog.sqlite")
         self._ledger = Ledger(self._db)
         self._sealer = Sealer(config.store, state.uuid, state.epoch, self._db, self._waker)
@@ -239,6 +240,7 @@ class Writer:
                 self._journal.rotate_log()
             self._quota.measured(done.used_bytes)
             self.counters.rows_erased += done.erased_rows
+            self.counters.erasures_failed += done.failures
             self.counters.blocks_removed += done.removed_blocks
             if done.changes or done.expired:
                 says.note("upkeep", "rows of deleted captures erased", rows=done.erased_rows,
