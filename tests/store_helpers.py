@@ -291,8 +291,10 @@ class Sender:
         owner: str = "",
         aliases: Sequence[str] = (),
         tags: dict[str, str] | None = None,
+        created_ms: int | None = None,
     ) -> int:
-        return self.send(Own(self.next(), capture, count, owner, list(aliases), tags or {}, time.time_ns() // 10**6))
+        created_ms = created_ms or time.time_ns() // 10**6
+        return self.send(Own(self.next(), capture, count, owner, list(aliases), tags or {}, created_ms))
 
     def open(
         self,
@@ -304,6 +306,7 @@ class Sender:
         prefix_cache: str = "recompute",
         cached: int = 0,
         request: str = "r",
+        created_ms: int | None = None,
     ) -> int:
         layers = layers or {SITE: [0, 1, 2, 3]}
         return self.send(
@@ -316,7 +319,7 @@ class Sender:
                 prompt_len,
                 np.arange(prompt_len, dtype="<u4").tobytes(),
                 cached,
-                time.time_ns() // 10**6,
+                created_ms or time.time_ns() // 10**6,
             )
         )
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.faulty_writer import break_as_asked, note_syncs
@@ -29,10 +30,10 @@ class Nursery:
             [sys.executable, "-m", "tests.faults.nursery"], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def fork(self, store: Path, endpoint: str, log: Path, environment: dict[str, str]) -> int:
+    def fork(self, store: Path, endpoint: str, log: Path, environment: dict[str, str], flags: Sequence[str]) -> int:
         """The id of a new writer; ``environment`` may name a FAULT."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        argv = ["--store", str(store), "--endpoint", endpoint, *FLAGS]
+        argv = ["--store", str(store), "--endpoint", endpoint, *flags]
         self.process.stdin.write(json.dumps([argv, str(log), environment]) + "\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
@@ -52,10 +53,10 @@ class Forked:
         self.log = self.folder / "log"
         self.pid = 0
 
-    def begin(self, **environment: str) -> None:
+    def begin(self, flags: Sequence[str] = FLAGS, **environment: str) -> None:
         """Start it; ``ready`` waits."""
         self.log.write_text("")
-        self.pid = self.nursery.fork(self.store, self.endpoint, self.log, environment)
+        self.pid = self.nursery.fork(self.store, self.endpoint, self.log, environment, flags)
 
     def ready(self, timeout_s: float = 60.0) -> bool:
         """Whether it can receive; False where it died before."""

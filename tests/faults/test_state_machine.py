@@ -1,0 +1,430 @@
+"""Anything in any order, against a small model: captures opened, filled, finished, deleted and held; messages twice,
+late and in disorder; writers killed, cut off from power and stopped; engines lost; blocks sealed, erased and compacted;
+catalogs made again. Whatever came before, readers get what the model says, and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from schemas.control import Hold
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from tests.faults.conftest import times
+from tests.faults.model import Capture, Drop, Finish, Rows, read
+from tests.faults.nursery import Forked, Nursery
+from tests.faults.test_power import lose
+from tests.faulty_writer import note_syncs
+from tests.store_helpers import SITE, Sender, until
+from writer_service import fs
+from writer_service.compaction import compact
+from writer_service.fsck import fsck
+from writer_service.rebuild import rebuild
+
+LAZY = ("--segment-bytes", "60000", "--seal-idle-s", "600", "--keep-s", "600", "--engine-lost-s", "600")
+EAGER = ("--segment-bytes", "60000", "--seal-idle-s", "0.02", "--keep-s", "0.02", "--engine-lost-s", "600")
+DAY_MS, VERSIONS = 86_400_000, 7
+some = st.integers(0, 1 << 16)
+
+
+class Player(Sender):
+    """A sender that can hold messages back, and remembers every word it said."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.said: list[list[bytes]] = []
+        self.held_back: list[list[bytes]] | None = None
+        super().__init__(*args, **kwargs)
+
+    def send(self, message: Any, *parts: bytes) -> int:
+        if self.held_back is None:
+            seq = super().send(message, *parts)
+        else:
+            socket, self.socket = self.socket, _Silent()  # type: ignore[assignment]
+            seq = super().send(message, *parts)
+            self.socket = socket
+            self.held_back.append(self.kept[seq])
+        self.said.append(self.kept[seq])
+        return seq
+
+    def let_go(self, rng: random.Random) -> None:
+        """Say what was held back, in any order."""
+        words, self.held_back = self.held_back or [], None
+        rng.shuffle(words)
+        for word in words:
+            self.socket.send_multipart(word)
+
+
+class _Silent:
+    def send_multipart(self, _: list[bytes]) -> None:
+        """Say nothing."""
+
+
+class Pipeline(RuleBasedStateMachine):
+    """One store from its first writer to its last reader."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="tap-store-"))
+        self.store = self.folder / "store"
+        self.writer = Forked(nursery, self.store)
+        self.captures: list[Capture] = []
+        self.strays: list[str] = []
+        self.unsettled_loss = False
+        self.start(LAZY)
+        self.engine, self.api = Player(self.writer.endpoint), Player(self.writer.endpoint, role="api")
+        self.connect()
+
+    # ── captures ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @rule(codec=st.sampled_from(["int8b64", "raw"]), layers=st.sampled_from([[0, 1, 2, 3], [1, 3]]),
+          prompt=st.integers(1, 6), positions=st.sampled_from(["all", "all", "generated", [(1, 3), (5, 90)]]),
+          old=st.booleans(), owned=st.booleans(), begun=st.sampled_from([True, True, True, False]))
+    def open(self, codec: str, layers: list[int], prompt: int, positions: Any, old: bool, owned: bool, begun: bool
+             ) -> None:
+        capture = Capture(new_ulid(), len(self.captures) + 1, codec, layers, prompt, positions, old)
+        if owned:
+            capture.owner = f"owner {capture.number}"
+            capture.owned = self.api.own(capture.id, owner=capture.owner, created_ms=_created_ms(old))
+            self.api.wait()
+        self.captures.append(capture)
+        if begun or not owned:
+            self._open(capture)
+
+    @rule(pick=some)
+    def begin(self, pick: int) -> None:
+        if capture := self.one(pick, lambda c: c.engine is None and not c.standing(self.api.seq)[1]):
+            self._open(capture)
+
+    def _open(self, capture: Capture) -> None:
+        capture.opened = self.engine.open(
+            capture.id, capture.prompt_len, {SITE: capture.layers}, capture.codec, capture.positions,
+            created_ms=_created_ms(capture.old))
+        capture.engine = self.engine
+
+    @rule(picks=st.lists(some, min_size=1, max_size=2), count=st.sampled_from([1, 1, 4, 20]),
+          where=st.sampled_from(["next", "next", "next", "again", "gap"]))
+    def frame(self, picks: list[int], count: int, where: str) -> None:
+        """Rows of one capture or two."""
+        first = self.one(picks[0], self.runs)
+        if first is None:
+            return
+        chosen = [first, *(c for c in [self.one(picks[-1], self.runs)] if c and c is not first
+                           and (c.codec, c.layers) == (first.codec, first.layers))]
+        seq, rows = self.engine.next(), []
+        for capture in chosen:
+            start = {"next": capture.reach, "again": capture.reach // 2, "gap": capture.reach + 2}[where]
+            capture.events.append(Rows(seq, start, start + count, seq % VERSIONS))
+            rows.append((capture.id, capture.number, range(start, start + count)))
+        self.engine.frame(rows, layers=first.layers, codec=first.codec, version=seq % VERSIONS)
+
+    @rule(pick=some, back=st.integers(0, 3), count=st.integers(1, 5))
+    def drop(self, pick: int, back: int, count: int) -> None:
+        if capture := self.one(pick, self.runs):
+            start = max(capture.reach - back, 0)
+            seq = self.engine.dropped(capture.id, start, start + count, capture.layers)
+            capture.events.append(Drop(seq, start, start + count))
+
+    @rule(pick=some, back=st.sampled_from([0, 0, 0, 2]), more=st.sampled_from([0, 0, 3]),
+          reason=st.sampled_from(["stop", "stop", "abort"]))
+    def finish(self, pick: int, back: int, more: int, reason: str) -> None:
+        if capture := self.one(pick, self.runs):
+            end = max(capture.reach - back, 0)
+            output = max(end + 1 + more - capture.prompt_len, 0)
+            seq = self.engine.finish(capture.id, end, output, reason)
+            capture.events.append(Finish(seq, end, output, reason))
+
+    @rule(pick=some, known=st.booleans())
+    def late(self, pick: int, known: bool) -> None:
+        """Rows that nobody may ever see: after the end, after a delete, of another engine, of nobody's capture."""
+        capture = self.one(pick, lambda c: not self.runs(c)) if known else None
+        if capture is not None and capture.engine is None:
+            return  # it may begin yet, and then these rows came before it; see the else
+        name = capture.id if capture else new_ulid()
+        if capture is None:
+            self.strays.append(name)
+        self.engine.frame([(name, 999, range(3))])
+
+    # ── the API ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @rule(pick=some, what=st.sampled_from(["delete", "delete", "hold", "release"]))
+    def ask(self, pick: int, what: str) -> None:
+        """The API and the engine do not wait for each other; who asks has heard that the capture is there."""
+        capture = self.one(pick, lambda c: not c.expired)
+        if capture is None:
+            return
+        if capture.engine is not None and capture.opened > capture.engine.durable:
+            self.settle()
+            if capture.opened > capture.engine.durable:
+                return  # its engine died before it was told
+        seq = self.api.delete(capture.id) if what == "delete" else self.api.send(
+            Hold(self.api.next(), capture.id, what == "hold"))
+        capture.asked.append((seq, what))
+        if capture.engine is None:
+            self.api.wait()  # before an engine hears of it
+
+    # ── the way ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @rule(seed=some)
+    def twice(self, seed: int) -> None:
+        """Old words again."""
+        rng = random.Random(seed)
+        sender = rng.choice([self.engine, self.api])
+        for word in rng.sample(sender.said, min(len(sender.said), 5)):
+            sender.socket.send_multipart(word)
+
+    @rule()
+    def hold_back(self) -> None:
+        if self.engine.held_back is None:
+            self.engine.held_back = []
+
+    @rule(seed=some)
+    def let_go(self, seed: int) -> None:
+        """In disorder: what comes too early is sent again when the engine wonders."""
+        self.engine.let_go(random.Random(seed))
+
+    # ── the writer ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @rule(eager=st.booleans(), heard=st.booleans(), pause_ms=st.sampled_from([0, 0, 20, 60]))
+    def kill(self, eager: bool, heard: bool, pause_ms: int) -> None:
+        """SIGKILL, anywhere."""
+        time.sleep(pause_ms / 1000)
+        if heard:
+            self.hear()
+        self.writer.end(signal.SIGKILL)
+        self.start(EAGER if eager else LAZY)
+        self.check_what_arrived()
+        self.connect()
+
+    @rule(pause_ms=st.sampled_from([0, 1, 5, 15]))
+    def kill_a_start(self, pause_ms: int) -> None:
+        self.writer.end(signal.SIGKILL)
+        self.writer.begin(EAGER, FAULT_SYNCED=str(self.folder / "synced"))
+        time.sleep(pause_ms / 1000)
+        self.kill(eager=False, heard=False, pause_ms=0)
+
+    @rule(seed=some)
+    def lose_power(self, seed: int) -> None:
+        """SIGKILL, and what was not synced is cut off, zeros or noise."""
+        if self.unsettled_loss:
+            self.settle()  # what a dead engine sent last is either there or not, but does not come again
+        time.sleep(seed % 3 * 0.02)
+        self.engine.sync()  # an Ack of this very moment
+        self.hear()
+        self.writer.end(signal.SIGKILL)
+        lose(self.store, self.folder / "synced", random.Random(seed))
+        self.start(LAZY)
+        self.connect()
+        self.check()
+
+    @rule(eager=st.booleans())
+    def stop(self, eager: bool) -> None:
+        """SIGTERM: everything is sealed."""
+        self.rest()
+        assert not list((self.store / "writers/w0/journal").glob("*.open"))
+        self.check_what_arrived()
+        self.start(EAGER if eager else LAZY)
+        self.connect()
+
+    @rule(stopped=st.booleans(), then=st.sampled_from(["compact", "rebuild", "no catalog"]))
+    def work_on_the_store(self, stopped: bool, then: str) -> None:
+        """What is done without a writer."""
+        self.rest(signal.SIGTERM if stopped else signal.SIGKILL)
+        if then == "compact":
+            with self.noting_syncs():
+                assert not compact(self.store).failed
+        elif then == "rebuild":
+            with self.noting_syncs():
+                fs.close(rebuild(self.store).state.lock)
+        else:
+            for path in self.store.glob("catalog.sqlite*"):
+                path.unlink()
+            self.start(LAZY)
+        self.check_what_arrived()
+        if then != "no catalog":
+            self.start(LAZY)
+        self.connect()
+
+    @rule(how=st.sampled_from(["begins again", "says goodbye", "falls silent"]))
+    def lose_the_engine(self, how: str) -> None:
+        """What it has not finished is incomplete; the next engine has a stream or an epoch of its own."""
+        before = self.engine
+        before.let_go(random.Random(0))
+        if how == "says goodbye":
+            self.settle()
+            before.bye()
+            before.sync()
+        elif how == "falls silent":
+            self.settle()
+            before.close()
+            self.writer.end(signal.SIGKILL)
+            self.start((*LAZY[:-1], "0.1"))
+            with StoreReader(self.store) as reader:
+                assert until(lambda: not reader.captures(status="running")), "an engine's silence is not noticed"
+            self.writer.end(signal.SIGKILL)
+            self.start(LAZY)
+            self.api.close()
+            self.api.connect()
+            self.api.hello()
+        before.close()
+        again = {"stream": before.stream, "epoch": before.epoch + 1} if how == "begins again" else {}
+        self.engine = Player(self.writer.endpoint, **again)
+        self.engine.hello()
+        for capture in self.captures:
+            capture.lost |= capture.engine is before and not capture.finished
+        self.unsettled_loss = how == "begins again"
+
+    @rule()
+    def grow_old(self) -> None:
+        """Retention takes what is old, but nothing that is held or still runs."""
+        self.settle()
+        doomed = [c for c in self.captures if c.old and not c.standing(self.api.seq)[0]
+                  and (c.engine is None or c.finished or c.lost)]
+        self.writer.end(signal.SIGKILL)
+        self.start((*EAGER, "--retain-days", "30"))
+        for capture in doomed:
+            capture.expired = True
+        with StoreReader(self.store) as reader:
+            assert until(lambda: all(read(reader, capture) is None for capture in doomed)), "kept for too long"
+        self.writer.end(signal.SIGKILL)
+        self.start(LAZY)
+        self.check_what_arrived()
+        self.connect()
+
+    # ── what must be true ───────────────────────────────────────────────────────────────────────────────────────
+
+    @rule()
+    def check(self) -> None:
+        """Once everything has arrived there is one right answer."""
+        self.settle()
+        self.check_what_arrived()
+        with StoreReader(self.store) as reader:
+            alive = {c.id for c in self.captures if c.answer(c.engine.durable if c.engine else 0, self.api.seq)}
+            listed = {row.id for row in reader.captures()}
+            doubtful = {c.id for c in self.captures if c.engine is not None and c.engine.seq > c.engine.durable}
+            assert alive - doubtful == listed - doubtful
+
+    def check_what_arrived(self) -> None:
+        """Of what was sent without an answer, any part may count, but nothing else, and nothing in part."""
+        told = sorted({self.api.durable, *(seq for c in self.captures for seq in (c.owned, *(s for s, _ in c.asked))
+                                           if seq > self.api.durable)})
+        with StoreReader(self.store) as reader:
+            for capture in self.captures:
+                got, right = read(reader, capture), capture.answers(told)
+                if got not in right:
+                    note(f"capture {capture}")
+                    assert [_told(got)] == [_told(answer) for answer in right]
+                    raise AssertionError(f"capture {capture.number}: rows have other bytes than were sent")
+            known = {capture.id for capture in self.captures}
+            assert {row.id for row in reader.captures(limit=1000)} <= known
+            for name in self.strays:
+                assert read(reader, Capture(name, 0, "", [], 1, "all", False)) is None
+
+    def teardown(self) -> None:
+        """The store is whole, and its journals and blocks alone say the same."""
+        try:
+            self.check()
+            self.rest()
+            self.check_what_arrived()
+            assert fsck(self.store).bad == []
+            done = rebuild(self.store)
+            fs.close(done.state.lock)
+            assert done.differences == {}
+            self.check_what_arrived()
+        finally:
+            note(f"the last writer said: {self.writer.log.read_text()}")
+            self.writer.end(signal.SIGKILL)
+            self.engine.close()
+            self.api.close()
+            shutil.rmtree(self.folder)
+            shutil.rmtree(self.writer.folder)
+
+    # ── doing it ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def one(self, pick: int, which: Any) -> Capture | None:
+        found = [capture for capture in self.captures if which(capture)]
+        return found[pick % len(found)] if found else None
+
+    def runs(self, capture: Capture) -> bool:
+        return capture.engine is self.engine and not capture.finished and not capture.standing(self.api.seq)[1]
+
+    def start(self, flags: tuple[str, ...]) -> None:
+        self.writer.begin(flags, FAULT_SYNCED=str(self.folder / "synced"))
+        assert self.writer.ready(), self.writer.log.read_text()
+
+    def connect(self) -> None:
+        """Greet a new life of the writer; what it lacks goes out again."""
+        for sender in (self.engine, self.api):
+            before = sender.durable
+            sender.held_back = None
+            sender.close()
+            sender.connect()
+            assert sender.hello().durable >= before, "what was acknowledged is forgotten"
+
+    @contextmanager
+    def noting_syncs(self) -> Iterator[None]:
+        """What is synced here counts as well when the power goes."""
+        real = fs.datasync
+        note_syncs(self.folder / "synced")
+        try:
+            yield
+        finally:
+            fs.datasync = real
+
+    def rest(self, number: int = signal.SIGTERM) -> None:
+        self.hear()
+        self.writer.end(number)
+        self.hear()
+
+    def hear(self) -> None:
+        for sender in (self.engine, self.api):
+            while sender.receive(0) is not None:
+                pass
+
+    def settle(self) -> None:
+        """Until all that was sent is safe, and readers know it."""
+        self.engine.let_go(random.Random(0))
+        self.engine.resend()
+        self.engine.wait()
+        # To an API an Ack means that the catalog knows, and commits follow one another.
+        self.api.send(Hold(self.api.next(), new_ulid(), True))
+        self.api.wait()
+        self.unsettled_loss = False
+
+
+def _created_ms(old: bool) -> int:
+    return time.time_ns() // 10**6 - (40 * DAY_MS if old else 0)
+
+
+def _told(answer: Any) -> Any:
+    """An answer without bytes."""
+    return answer and (answer.status, answer.total, answer.expected, [p for p, _ in answer.rows], answer.missing,
+                       answer.stored)
+
+
+def play(nursery: Nursery, examples: int, steps: int, *phases: Phase) -> None:
+    run_state_machine_as_test(lambda: Pipeline(nursery), settings=settings(  # type: ignore[no-untyped-call]
+        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate, *phases]))
+
+
+def test_anything_in_any_order(nursery: Nursery) -> None:
+    play(nursery, times(12, 150), 30)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_anything_in_any_order_for_long(nursery: Nursery) -> None:
+    play(nursery, 1000, 60, Phase.shrink)
