@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from schemas.codecs import identified
 from schemas.control import EngineInfo
 from schemas.errors import LimitError
 from schemas.ids import new_ulid, sample_id, split_capture_id
+from schemas.probes import Probe
 from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
 
 __all__ = ["Plan", "Wish", "parse_body", "plan", "salt", "wish"]
@@ -35,6 +36,7 @@ class Plan:
     tags: dict[str, str]
     body: bytes
     inline: bool = False  # whether the answer is to hold the rows too
+    probes: dict[str, Probe] = field(default_factory=dict)  # those asked for, by name
 
     @property
     def ids(self) -> list[str]:
@@ -130,7 +132,7 @@ def plan(asked: Wish, engine: EngineInfo | None) -> Plan:
         xargs["capture_count"] = asked.count
     body = json.dumps({**asked.body, "vllm_xargs": xargs}).encode()
     return Plan(ulid, asked.count, response_id, aliases, dict(asked.spec.tags), body,
-                asked.spec.return_ == "inline")
+                asked.spec.return_ == "inline", {name: engine.armed.probes[name] for name in asked.spec.probe})
 
 
 def check_inline(asked: Wish, resolved: Resolved, engine: EngineInfo) -> None:

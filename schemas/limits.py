@@ -62,6 +62,7 @@ filter_chars_max: Final = 256
 followers_max: Final = 512  # streams of events at a time
 live_event_bytes_max: Final = 1 << 20  # of rows in one event, where one row is not larger
 inline_bytes_max: Final = 16 << 20  # of arrays in the answer to a generation
+answer_scores_max: Final = 1 << 16  # numbers of probes in the answer to a generation
 
 # Who may ask, and how much at once; of each key.
 keys_max: Final = 1024

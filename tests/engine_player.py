@@ -34,28 +34,32 @@ from schemas.control import (
 )
 from schemas.frame import RowTable
 from schemas.ids import new_ulid
-from schemas.sites import SITES
+from schemas.probes import Probe
+from schemas.sites import SITES, is_probe
 from schemas.spec import Armed, CaptureSpec, Resolved, intervals, resolve
 
 F32 = npt.NDArray[np.float32]
 
 LAYERS = 4
 WIDTH = 96  # not a multiple of int8b64's block
-ARMED = Armed(sites={"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}, n_layers=LAYERS)
+TONE = Probe(site="resid_post", layer=2, names=["glad", "sad"], activation="none", fingerprint="p1")
+ARMED = Armed(sites={"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}, n_layers=LAYERS, probes={"tone": TONE})
 
 
 def engine_info(dtype: str) -> EngineInfo:
     """What the played engine says of itself."""
     return EngineInfo(model="played", model_dtype=dtype, fingerprint="f1", revision="", tokenizer="bytes",
-                      n_layers=LAYERS, armed=ARMED, widths=dict.fromkeys(ARMED.sites, WIDTH), max_model_len=4096,
-                      vllm_version="0", tap_version="0", runner="played")
+                      n_layers=LAYERS, armed=ARMED, max_model_len=4096,
+                      widths={**dict.fromkeys(ARMED.sites, WIDTH), "probe.tone": 2}, vllm_version="0",
+                      tap_version="0", runner="played")
 
 
 def rows(sample: int, site: str, layer: int, positions: list[int], dtype: str) -> F32:
-    """The true rows ``[n, WIDTH]``, rounded to the model's dtype."""
-    seed = list(SITES).index(site)
-    x = np.stack([np.random.default_rng([sample, seed, layer, p]).standard_normal(WIDTH).astype(np.float32) * 3
-                  for p in positions]) if positions else np.zeros((0, WIDTH), np.float32)
+    """The true rows ``[n, WIDTH]``, rounded to the model's dtype; a probe's are two numbers that are not."""
+    seed = 1000 if is_probe(site) else list(SITES).index(site)
+    width, dtype = (2, "float32") if is_probe(site) else (WIDTH, dtype)
+    x = np.stack([np.random.default_rng([sample, seed, layer, p]).standard_normal(width).astype(np.float32) * 3
+                  for p in positions]) if positions else np.zeros((0, width), np.float32)
     return from_bits(to_bits(x)) if dtype == "bfloat16" else x.astype(dtype).astype(np.float32)
 
 
@@ -162,15 +166,16 @@ class EnginePlayer:
             if not chosen or not layers:
                 continue
             codec = resolved.codec[site]
-            x = np.stack([rows(sample, site, layer, chosen, self.dtype) for layer in layers])
-            pieces = {name: array.tobytes() for name, array in encode_rows(codec, x, self.dtype).items()}
+            dtype = self._hello.engine.dtype_of(site) if self._hello.engine else self.dtype
+            x = np.stack([rows(sample, site, layer, chosen, dtype) for layer in layers])
+            pieces = {name: array.tobytes() for name, array in encode_rows(codec, x, dtype).items()}
             table = RowTable(*(np.array(column, np.uint32) for column in (
                 [0] * len(chosen), chosen, [tokens[p] for p in chosen], [int(p >= prompt_len) for p in chosen])))
             data = table.to_bytes()
             parts = [StreamPart(name, len(piece), xxhash.xxh3_64_intdigest(piece)) for name, piece in pieces.items()]
             with self._lock:
                 self.seq += 1
-                frame = Frame(seq=self.seq, site=site, codec=codec, dtype=self.dtype, width=WIDTH, layers=layers,
+                frame = Frame(seq=self.seq, site=site, codec=codec, dtype=dtype, width=x.shape[-1], layers=layers,
                               captures=[capture], runs=[len(chosen)], table_xxh3=xxhash.xxh3_64_intdigest(data),
                               streams=parts, fingerprint="f1", time_ns=time.time_ns())
                 refused = self._send(encode(frame), data, *pieces.values(), seq=self.seq)

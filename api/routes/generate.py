@@ -16,6 +16,7 @@ from starlette.responses import Response
 from api.errors import ApiError, BadParam, Json
 from api.generation import Plan, parse_body, plan, salt, wish
 from api.inline import inline
+from api.scores import ScoreEvents, answer_scores
 from api.service import Service, owner_of, service_of
 from api.sse import DoneFinder, last_event
 from api.upstream import (
@@ -168,6 +169,8 @@ async def _plain(service: Service, request: Request, planned: Plan, answer: http
     try:
         body = json.loads(content)
         body["capture"] = await _field(service, planned, owner_of(request))
+        if planned.probes:
+            body["capture"]["scores"] = await answer_scores(service, planned, owner_of(request))
     except (ValueError, TypeError):
         raise ApiError(502, "upstream_broken", "the model server's answer is not a JSON object") from None
     service.metrics.captures.labels("answered").inc()
@@ -189,20 +192,30 @@ async def _field(service: Service, planned: Plan, owner: str) -> dict[str, Any]:
 
 async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Response, owner: str
                               ) -> AsyncIterator[bytes]:
-    """Upstream's events byte by byte, and ours just before ``data: [DONE]``."""
-    finder, ended, tail = DoneFinder(), False, b""
+    """Upstream's events byte by byte; scores of probes between them as they come, and ours before ``data: [DONE]``."""
+    finder, ended, tail, more = DoneFinder(), False, b"", False
+    scores = ScoreEvents(service, planned, owner)
     try:
-        async for chunk in answer.aiter_bytes():
-            before, done = finder.feed(chunk)
-            if before:
-                tail = (tail + before)[-_TAIL_BYTES:]
-                yield before
-            if done:
-                yield await _event(service, planned, tail, owner)
-                ended = True
-                yield done
-        if rest := finder.rest():
-            yield rest
+        async with scores:
+            async for chunk in scores.beside(answer.aiter_bytes()):
+                more = more or not chunk
+                before, done = finder.feed(chunk)
+                if before:
+                    tail = (tail + before)[-_TAIL_BYTES:]
+                    yield before
+                if done:
+                    last = await _event(service, planned, tail, owner)  # the captures are final now: so are the scores
+                    async for event in scores.take(tail):
+                        yield event
+                    yield last
+                    ended = True
+                    yield done
+                elif more and tail.endswith(b"\n\n"):  # no event of upstream is half sent
+                    more = False
+                    async for event in scores.take(tail):
+                        yield event
+            if rest := finder.rest():
+                yield rest
     except (httpx.HTTPError, httpx.StreamError) as error:
         failure = broken(service, error)
         yield _sse({"error": {"message": failure.message, "type": "server_error", "param": None, "code": failure.code}})

@@ -7,7 +7,6 @@ import base64
 import json
 import logging
 import sqlite3
-from collections import deque
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any, Final
@@ -18,15 +17,14 @@ from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from api.errors import ApiError, BadParam, body, status_of
+from api.follower import Follower, choose
 from api.sending import Bounded
 from api.service import Service, check_ref, owner_of, service_of
 from api.slice_formats import cast
 from api.slice_query import SiteQuery, check_known, one_of, parse_site_query
 from api.waiting import FINAL, poll
-from schemas import limits
-from schemas.errors import CorruptError, NotFoundError, TapError
+from schemas.errors import NotFoundError, TapError
 from schemas.reader import LiveRows, Progress, StoreReader
-from schemas.tail import FrameAt
 
 router = APIRouter()
 log = logging.getLogger("vllm_tap.api")
@@ -71,7 +69,7 @@ async def live(
     if len(captures) > 1:
         raise ApiError(400, "several_captures", f"{ref!r} names {len(captures)} captures; ask for one: "
                        + ", ".join(captures[:8]), "ref")
-    await service.read(lambda reader: _choose(reader, captures[0], owner, query))  # what is wrong with it is a 4xx
+    await service.read(lambda reader: choose(reader, captures[0], owner, query))  # what is wrong with it is a 4xx
     return EventStream(service, _rows(service, captures[0], owner, query, kind, last))
 
 
@@ -116,20 +114,11 @@ def _look(reader: StoreReader, capture: str, owner: str) -> Progress:
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _choose(reader: StoreReader, capture: str, owner: str, query: SiteQuery) -> tuple[str, list[int]] | None:
-    """The site and the layers asked for; None while no engine has begun the capture."""
-    manifest = reader.manifest(capture, owner)
-    if not manifest.resolved:
-        return None
-    chosen = query.choose(manifest.resolved["layers"], int(manifest.engine.get("n_layers", 0)))
-    if len(chosen) > 1:
-        raise BadParam("site", None, f"this capture has several; name one of {', '.join(chosen)}")
-    return next(iter(chosen.items()))
-
-
 async def _rows(service: Service, capture: str, owner: str, query: SiteQuery, dtype: str, after: int
                 ) -> AsyncIterator[bytes]:
-    follower = _Follower(capture, owner, query, dtype, after)
+    # The id comes with a frame's last piece: who comes back with it has had all of the frame.
+    follower = Follower(capture, owner, query, after, lambda site, rows: _event(
+        "rows", _row_event(capture, site, rows, dtype), None if rows.more else rows.seq))
     with service.feed.follow([capture], owner) as moved:
         while True:
             moved.clear()
@@ -145,69 +134,6 @@ async def _rows(service: Service, capture: str, owner: str, query: SiteQuery, dt
                 return
             async for comment in _until(service, moved):
                 yield comment
-
-
-class _Follower:
-    """What one stream of rows has sent. Frames are sent once; what was sent before it was durable is made up for."""
-
-    def __init__(self, capture: str, owner: str, query: SiteQuery, dtype: str, after: int) -> None:
-        self.capture, self.owner, self.query, self.dtype = capture, owner, query, dtype
-        self.site, self.layers = "", list[int]()
-        self.durable = after  # every frame up to this number is durable, and sent
-        self.newly_durable = False
-        self.todo = deque[FrameAt]()  # what the last look found to send
-        self._first = 0  # so many of the capture's rows in the first of them were sent
-        self._sent: set[int] = set()  # numbers above ``durable`` that were sent before they were durable
-
-    def look(self, reader: StoreReader) -> str:
-        """The capture's status; finds what there is to send."""
-        try:
-            # Looked at before the rows: what is final then has all its rows in the store.
-            status = reader.capture(self.capture, self.owner).status
-            chosen = None if self.site else _choose(reader, self.capture, self.owner, self.query)
-        except NotFoundError:  # it was there when the stream began
-            return "deleted"
-        if chosen is not None:
-            self.site, self.layers = chosen
-        for frame in reader.frames(self.capture, self.site, self.durable) if self.site else ():
-            if frame.seq not in self._sent:
-                self.todo.append(frame)
-            elif frame.durable:
-                self._sent.discard(frame.seq)
-                self.durable = max(self.durable, frame.seq)
-                self.newly_durable = True
-        return status
-
-    def take(self, reader: StoreReader) -> bytes:
-        """The next events, of a megabyte or so: who takes them slowly holds no more, who is late catches up at once."""
-        events, size = list[bytes](), 0
-        while self.todo and size < limits.live_event_bytes_max:
-            frame = self.todo[0]
-            try:
-                rows = reader.live_rows(frame, self.capture, self.layers, self._first)
-            except CorruptError:
-                if frame.durable and not events:
-                    raise
-                if frame.durable:
-                    break  # what came before it is sent first
-                self.todo.popleft()  # it is not whole yet, and comes again
-                self._first = 0
-                continue
-            if rows is not None and rows.more:
-                self._first += len(rows.positions)
-            else:
-                self.todo.popleft()
-                self._first = 0
-                if frame.durable:
-                    self.durable = max(self.durable, frame.seq)
-                else:
-                    self._sent.add(frame.seq)
-            if rows is not None:
-                # The id comes with a frame's last piece: who comes back with it has had all of the frame.
-                events.append(_event("rows", _row_event(self.capture, self.site, rows, self.dtype),
-                                     None if rows.more else rows.seq))
-                size += len(events[-1])
-        return b"".join(events)
 
 
 def _row_event(capture: str, site: str, rows: LiveRows, dtype: str) -> dict[str, Any]:
