@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,14 +30,16 @@ class Nursery:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.nursery"], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._lock = threading.Lock()
 
     def fork(self, store: Path, endpoint: str, log: Path, environment: dict[str, str], flags: Sequence[str]) -> int:
         """The id of a new writer; ``environment`` may name a FAULT."""
         assert self.process.stdin is not None and self.process.stdout is not None
         argv = ["--store", str(store), "--endpoint", endpoint, *flags]
-        self.process.stdin.write(json.dumps([argv, str(log), environment]) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        with self._lock:
+            self.process.stdin.write(json.dumps([argv, str(log), environment]) + "\n")
+            self.process.stdin.flush()
+            return int(self.process.stdout.readline())
 
     def close(self) -> None:
         self.process.kill()

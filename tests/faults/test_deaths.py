@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -110,14 +112,23 @@ def scenario(writer: Forked, seed: int, **fault: str) -> tuple[int, bool]:
 def test_row_02_09_10_every_call(
     nursery: Nursery, tmp_path: Path, rng: random.Random, record_property: Record, what: str, op: str
 ) -> None:
-    """The Nth call of a file operation fails, or the process dies in it, for N = 1, 2, … until a run has no Nth."""
-    number = fired = rows = 0
-    while True:
-        number += 1 if times(0, 1) else rng.randrange(3, 30)
-        found, happened = scenario(
-            Forked(nursery, tmp_path / f"{number}"), rng.randrange(1 << 30), FAULT=f"{op}::{number}:1:{what}")
-        rows += found
-        fired += happened
-        if not happened or not times(0, 1):
-            break
+    """The Nth call of a file operation fails, or the process dies in it, for N = 1, 2, … until no run has an Nth."""
+
+    def attempt(number: int, seed: int) -> tuple[int, bool]:
+        store = tmp_path / f"{number}"
+        came = scenario(Forked(nursery, store), seed, FAULT=f"{op}::{number}:1:{what}")
+        shutil.rmtree(store)
+        return came
+
+    sweep, first, fired, rows = times(0, 1), 1, 0, 0
+    at_once = times(1, 4)  # they mostly wait
+    with ThreadPoolExecutor(at_once) as pool:
+        while True:
+            numbers = range(first, first + at_once) if sweep else [rng.randrange(3, 30)]
+            done = list(pool.map(attempt, numbers, [rng.randrange(1 << 30) for _ in numbers]))
+            rows += sum(found for found, _ in done)
+            fired += sum(happened for _, happened in done)
+            first += at_once
+            if not sweep or not any(happened for _, happened in done):
+                break
     record_property("times", f"{op}: {fired} × {what}, {rows} rows compared")

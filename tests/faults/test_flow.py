@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
+import shutil
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,7 @@ from tests.faults.conftest import times
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.traffic import Traffic
 from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, until
+from writer_service.fsck import fsck
 
 Record = Callable[[str, object], None]
 
@@ -54,6 +59,77 @@ def test_row_05_a_stop_under_load(writer: Forked, traffic: Traffic, store: Path,
     traffic.settle(store)
     record_property("times", f"{stops} stops, {rows + traffic.check(store)} rows compared")
     traffic.close()
+
+
+@contextmanager
+def small_disk(folder: Path, nbytes: int) -> Iterator[None]:
+    """A file system of its own, of so many bytes."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes},mode=700", "tmpfs", str(folder)],
+                             capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"NOT RUN: no tmpfs can be mounted here, which takes root: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(ballast: Path, spare: int) -> None:
+    """Take what is left of the file system but ``spare`` bytes."""
+    free = shutil.disk_usage(ballast.parent).free
+    with ballast.open("wb") as file, contextlib.suppress(OSError):
+        os.posix_fallocate(file.fileno(), 0, max(free - spare, 1))
+
+
+def test_row_06_a_disk_that_is_really_full(
+    nursery: Nursery, tmp_path: Path, rng: random.Random, record_property: Record
+) -> None:
+    """A tmpfs fills up under a writer that receives, seals, erases, or is killed and started then: nothing is
+    acknowledged that is not stored, reads live on, and when there is space again it goes on by itself."""
+    rounds, kills, rows = times(2, 20), 0, 0
+    disk = tmp_path / "disk"
+    with small_disk(disk, 64 << 20):
+        store, ballast = disk / "store", disk / "ballast"
+        writer = Forked(nursery, store)
+        writer.begin()
+        assert writer.ready()
+        traffic = Traffic(writer.endpoint, rng)
+        traffic.connect()
+        for number in range(rounds):
+            traffic.send(30)
+            traffic.engine.wait()
+            fill(ballast, rng.choice([0, 0, 4096, 60_000]))
+            sent = 0
+            while traffic.engine.durable == traffic.engine.seq or sent < 60:
+                traffic.send(20)
+                sent += 20
+                time.sleep(0.1)
+                traffic.receive()
+                assert sent < 5000, "the disk does not fill"
+            assert writer.alive, writer.log.read_text()
+            rows += traffic.check(store, some=4)
+            if number % 2:
+                kills += 1
+                writer.end(signal.SIGKILL)
+                writer.begin()
+                started = writer.ready()  # or it says that it cannot
+                assert started or "No space left" in writer.log.read_text(), writer.log.read_text()
+                ballast.unlink()
+                if not started:
+                    writer.begin()
+                    assert writer.ready(), writer.log.read_text()
+                rows += traffic.check(store, some=4)
+                traffic.connect()
+            else:
+                ballast.unlink()
+            traffic.engine.wait(timeout_s=60)
+        traffic.settle(store)
+        rows += traffic.check(store)
+        writer.end(signal.SIGTERM)
+        traffic.close()
+        assert fsck(store).bad == []
+    record_property("times", f"{rounds} times full, {kills} of them killed and started, {rows} rows compared")
 
 
 def test_row_08_a_limit_on_the_size_of_files(

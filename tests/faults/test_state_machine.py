@@ -114,8 +114,14 @@ class Pipeline(RuleBasedStateMachine):
             created_ms=_created_ms(capture.old))
         capture.engine = self.engine
 
-    @rule(picks=st.lists(some, min_size=1, max_size=2), count=st.sampled_from([1, 1, 4, 20]),
-          where=st.sampled_from(["next", "next", "next", "again", "gap"]))
+    @rule(pick=some, counts=st.lists(st.sampled_from([1, 3, 20]), min_size=1, max_size=5))
+    def frames(self, pick: int, counts: list[int]) -> None:
+        """A few steps of a capture."""
+        for count in counts:
+            self.frame([pick], count, "next")
+
+    @rule(picks=st.lists(some, min_size=1, max_size=2), count=st.sampled_from([1, 4, 20]),
+          where=st.sampled_from(["next", "next", "again", "gap"]))
     def frame(self, picks: list[int], count: int, where: str) -> None:
         """Rows of one capture or two."""
         first = self.one(picks[0], self.runs)
@@ -238,23 +244,28 @@ class Pipeline(RuleBasedStateMachine):
         self.start(EAGER if eager else LAZY)
         self.connect()
 
-    @rule(stopped=st.booleans(), then=st.sampled_from(["compact", "rebuild", "no catalog"]))
-    def work_on_the_store(self, stopped: bool, then: str) -> None:
-        """What is done without a writer."""
+    @rule(stopped=st.sampled_from([True, True, False]))
+    def make_cold(self, stopped: bool) -> None:
+        """Compaction; what is compacted was sealed by a stop."""
         self.rest(signal.SIGTERM if stopped else signal.SIGKILL)
-        if then == "compact":
-            with self.noting_syncs():
-                assert not compact(self.store).failed
-        elif then == "rebuild":
-            with self.noting_syncs():
-                fs.close(rebuild(self.store).state.lock)
-        else:
+        with self.noting_syncs():
+            assert not compact(self.store).failed
+        self.check_what_arrived()
+        self.start(LAZY)
+        self.connect()
+
+    @rule(stopped=st.booleans(), gone=st.booleans())
+    def make_the_catalog_again(self, stopped: bool, gone: bool) -> None:
+        """By the command, or because it is not there any more."""
+        self.rest(signal.SIGTERM if stopped else signal.SIGKILL)
+        if gone:
             for path in self.store.glob("catalog.sqlite*"):
                 path.unlink()
-            self.start(LAZY)
+        else:
+            with self.noting_syncs():
+                fs.close(rebuild(self.store).state.lock)
+        self.start(LAZY)
         self.check_what_arrived()
-        if then != "no catalog":
-            self.start(LAZY)
         self.connect()
 
     @rule(how=st.sampled_from(["begins again", "says goodbye", "falls silent"]))
