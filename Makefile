@@ -5,6 +5,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 UV     := .uv/bin/uv
 ENGINE ?= cpu
+# Tests wait more than they compute: a file at a time for each worker.
+WORKERS ?= 2
 V      ?= 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 LOCK   := requirements/$(ENGINE).lock
 STAMP  := $(VENV)/.installed-$(ENGINE)
@@ -38,8 +40,8 @@ check: $(STAMP)  ## lint, types, spelling
 	$(VENV)/bin/mypy
 	$(VENV)/bin/codespell
 
-test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest)
-	$(PY) -m pytest $(if $(K),-k "$(K)") $(ARGS)
+test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest, WORKERS=0 runs them one after the other)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(if $(K),-k "$(K)") $(ARGS)
 
 page-test: $(STAMP)  ## the page at / in a real browser (needs Chromium: apt-get install chromium, or TAP_CHROMIUM=…)
 	@$(VENV)/bin/python -c 'import playwright, axe_playwright_python' 2>/dev/null || \

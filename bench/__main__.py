@@ -38,6 +38,7 @@ def main() -> None:
                         help=f"of {', '.join(LOADS)} (default: small, or hook where the shape is larger)")
     parser.add_argument("--scenarios", default="", help="names with + between them (default: all)")
     parser.add_argument("--rounds", type=int, default=2, help="times that all processes are made anew (default: 2)")
+    parser.add_argument("--pairs", type=int, default=1, help="sets of processes that stand side by side (default: 1)")
     parser.add_argument("--iterations", type=int, default=5, help="measured iterations a round (default: 5)")
     parser.add_argument("--name", default="", help="of the result (default: the shape); what is there is added to")
     parser.add_argument("--skip-writer", action="store_true", help="leave out the writer's throughput")
@@ -55,7 +56,7 @@ def main() -> None:
     for load in loads:
         console.print(f"shape {args.shape}, {load}: batch {LOADS[load].batch}, prompt {LOADS[load].prompt}, generated "
                       f"{LOADS[load].generated}, greedy")
-    engine_cost.measure(args.shape, args.engines.split(","), loads, args.rounds, args.iterations,
+    engine_cost.measure(args.shape, args.engines.split(","), loads, args.rounds, args.pairs, args.iterations,
                         list(filter(None, args.scenarios.split("+"))), found.engine, console.print, save)
     if not args.skip_writer:
         with tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir=".") as folder:

@@ -53,7 +53,8 @@ class Result:
 class Process:
     """An engine that takes commands."""
 
-    def __init__(self, name: str, shape: str, loads: Sequence[str], folder: Path, on_gpu: bool) -> None:
+    def __init__(self, name: str, shape: str, loads: Sequence[str], folder: Path) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
         engine = ENGINES[name]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
         environment |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "2"}
@@ -120,11 +121,11 @@ class Process:
 
 
 @contextmanager
-def standing(names: Sequence[str], shape: str, loads: Sequence[str], result: Result, say: Callable[[str], None],
-             on_gpu: bool) -> Iterator[dict[str, Process]]:
-    """Engines that are ready; on a GPU they start side by side."""
+def standing(names: Sequence[str], pairs: int, shape: str, loads: Sequence[str], result: Result,
+             say: Callable[[str], None], on_gpu: bool) -> Iterator[list[dict[str, Process]]]:
+    """``pairs`` sets of engines that are ready, by name; on a GPU all start side by side."""
     with tempfile.TemporaryDirectory(prefix="vllm-tap-bench-") as folder, ExitStack() as stack:
-        processes: dict[str, Process] = {}
+        sets: list[dict[str, Process]] = [{} for _ in range(pairs)]
 
         def close(name: str, process: Process) -> None:
             last = process.close()
@@ -133,7 +134,7 @@ def standing(names: Sequence[str], shape: str, loads: Sequence[str], result: Res
             result.dropped += last.get("dropped", 0)
             result.bad += last.get("bad", [])
 
-        def wait(name: str) -> None:
+        def wait(processes: dict[str, Process], name: str) -> None:
             try:
                 processes[name].answer(START_S)
             except ChildProcessError as error:
@@ -142,72 +143,98 @@ def standing(names: Sequence[str], shape: str, loads: Sequence[str], result: Res
                 del processes[name]
 
         begin = time.monotonic()
-        for name in names:
-            processes[name] = Process(name, shape, loads, Path(folder), on_gpu)
-            stack.callback(close, name, processes[name])
-            if not on_gpu:
-                wait(name)
-        if on_gpu:
+        for number, processes in enumerate(sets):
             for name in names:
-                wait(name)
-        say(f"{', '.join(processes)} stand after {time.monotonic() - begin:.0f} s")
-        yield processes
+                processes[name] = Process(name, shape, loads, Path(folder) / str(number))
+                stack.callback(close, name, processes[name])
+                if not on_gpu:
+                    wait(processes, name)
+        if on_gpu:
+            for processes in sets:
+                for name in names:
+                    wait(processes, name)
+        for processes in sets:
+            say(f"{', '.join(processes)} stand after {time.monotonic() - begin:.0f} s")
+        yield [processes for processes in sets if len(processes) > 1 and "base" in processes]
 
 
-def measure(shape: str, names: Sequence[str], loads: Sequence[str], rounds: int, iterations: int,
+def measure(shape: str, names: Sequence[str], loads: Sequence[str], rounds: int, pairs: int, iterations: int,
             scenarios: Sequence[str], result: Result, say: Callable[[str], None], save: Callable[[], None]) -> None:
-    """``rounds`` of fresh processes, "base" first; iterations in turns: the base, then two scenarios."""
+    """``rounds`` of ``pairs`` sets of fresh processes, "base" first; iterations in turns: the base, two scenarios."""
     on_gpu = _on_gpu()
     for number in range(rounds):
         say(f"round {number + 1}/{rounds}")
-        with standing(names, shape, loads, result, say, on_gpu) as processes:
+        with standing(names, pairs, shape, loads, result, say, on_gpu) as sets:
             for load in loads:
-                _load(processes, load, iterations, scenarios, result)
-                for name, series in result.series[load].items():
-                    if series.ratio and series.ratio[-1]:
-                        say(f"    {load:10} {name:28} {statistics.median(series.ratio[-1]):6.3f} × base")
+                _load(sets, load, iterations, scenarios, result)
+                for name, series in result.series.get(load, {}).items():
+                    if found := [ratio for ratios in series.ratio[-len(sets):] for ratio in ratios]:
+                        say(f"    {load:10} {name:28} {statistics.median(found):6.3f} × base")
                 save()
-            _outputs(processes, loads[0], result)
+            for processes in sets:
+                _outputs(processes, loads[0], result)
         save()
 
 
-def _load(processes: dict[str, Process], load: str, iterations: int, scenarios: Sequence[str], result: Result) -> None:
-    chosen = [(process, name) for process in processes.values() for name in process.engine.scenarios
-              if process.name != "base" and (not scenarios or name in scenarios)]
-    base = processes["base"]
-    for series in (result.of(load, name) for name in ("base", *(name for _, name in chosen))):
-        series.seconds.append([])
-        series.durable.append([])
-        series.ratio.append([])
-    for process, name in (*((base, "base") for _ in range(2)), *chosen):
-        for _ in range(process.engine.warmups):
-            process.ask(do="generate", scenario=name, load=load)
-        if process.engine.arm:
-            process.ask(do="discard")
+def _load(sets: list[dict[str, Process]], load: str, iterations: int, scenarios: Sequence[str], result: Result) -> None:
+    turns = [_Turns(processes, load, scenarios, result) for processes in sets]
+    for turn in turns:
+        turn.warm()
     for iteration in range(iterations):
+        for turn in turns:
+            turn.go(iteration)
+
+
+class _Turns:
+    """One set of processes under one load: all its scenarios in turns, with the base between them."""
+
+    def __init__(self, processes: dict[str, Process], load: str, scenarios: Sequence[str], result: Result) -> None:
+        self.processes, self.load, self.result = processes, load, result
+        self.chosen = [(process, name) for process in processes.values() for name in process.engine.scenarios
+                       if process.name != "base" and (not scenarios or name in scenarios)]
+        self.at = {}
+        for name in ("base", *(name for _, name in self.chosen)):
+            series = result.of(load, name)
+            self.at[name] = len(series.seconds)
+            series.seconds.append([])
+            series.durable.append([])
+            series.ratio.append([])
+
+    def warm(self) -> None:
+        """What is not measured: the first of everything."""
+        for process, name in (*((self.processes["base"], "base") for _ in range(2)), *self.chosen):
+            for _ in range(process.engine.warmups):
+                process.ask(do="generate", scenario=name, load=self.load)
+        self._discard()
+
+    def go(self, iteration: int) -> None:
+        """Every scenario once."""
         since = 2  # scenarios since the base was asked
-        for process, name in chosen:
+        for process, name in self.chosen:
             if iteration >= process.engine.iterations_max:
                 continue
             if since == 2:
-                before, since = _ask(base, "base", load, result), 0
-            seconds = _ask(process, name, load, result)
-            result.of(load, name).ratio[-1].append(seconds / before)
+                before, since = self._ask(self.processes["base"], "base"), 0
+            seconds = self._ask(process, name)
+            self.result.of(self.load, name).ratio[self.at[name]].append(seconds / before)
             since += 1
-        for process in processes.values():
+        self._discard()
+
+    def _ask(self, process: Process, scenario: str) -> float:
+        answer = process.ask(do="generate", scenario=scenario, load=self.load)
+        series, at = self.result.of(self.load, scenario), self.at[scenario]
+        series.seconds[at].append(answer["seconds"])
+        if answer["durable"] is not None:
+            series.durable[at].append(answer["durable"])
+        if answer["tokens"] not in series.tokens:
+            series.tokens.append(answer["tokens"])
+        self.result.memory.setdefault(process.name, []).append(answer["memory"])
+        return float(answer["seconds"])
+
+    def _discard(self) -> None:
+        for process in self.processes.values():
             if process.engine.arm:
                 process.ask(do="discard")
-
-
-def _ask(process: Process, scenario: str, load: str, result: Result) -> float:
-    answer, series = process.ask(do="generate", scenario=scenario, load=load), result.of(load, scenario)
-    series.seconds[-1].append(answer["seconds"])
-    if answer["durable"] is not None:
-        series.durable[-1].append(answer["durable"])
-    if answer["tokens"] not in series.tokens:
-        series.tokens.append(answer["tokens"])
-    result.memory.setdefault(process.name, []).append(answer["memory"])
-    return float(answer["seconds"])
 
 
 def _outputs(processes: dict[str, Process], load: str, result: Result) -> None:

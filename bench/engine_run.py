@@ -28,6 +28,7 @@ def options(engine: Engine, shape: str, loads: list[Load], on_gpu: bool) -> dict
     tokens = max(load.batch * (load.prompt + load.generated + 16) for load in loads)
     chosen: dict[str, Any] = {"max_model_len": longest, "max_num_seqs": max(16, *(load.batch for load in loads))}
     if on_gpu:
+        chosen["max_num_batched_tokens"] = 8192  # what a server has; several engines fit on one device
         # Fixed, not measured: engines that start side by side would take each other's memory for their own.
         chosen["kv_cache_memory_bytes"] = int(1.2 * tokens * SHAPES[shape].kv_bytes_a_token) + (1 << 28)
         chosen["gpu_memory_utilization"] = 0.1  # what must be free at the start; the cache is given in bytes
