@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx
 from fastapi import FastAPI
 
 from api import errors
 from api.config import Config, is_loopback
-from api.guard import Guard
+from api.guard import Guard, Who, by_key
 from api.keys import KeyFile
 from api.metrics import CountRequests, Metrics
 from api.openapi import describe
@@ -21,18 +22,20 @@ from schemas.channel import ControlChannel
 __all__ = ["create_app"]
 
 
-def create_app(config: Config) -> FastAPI:
+def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBaseTransport | None = None) -> FastAPI:
     """The ASGI application; connects to the writer when it starts, and needs neither writer nor upstream to start.
 
-    StartError where it needs keys and has none.
+    ``who`` says whose a request is (default: by the keys of ``config``); ``transport`` leads to upstream where that is
+    no other process. StartError where it needs keys and has none.
     """
     metrics = Metrics()
-    keys = KeyFile(config.keys_file, needed=config.keys is not None or not is_loopback(config.host))
+    if who is None:
+        who = by_key(KeyFile(config.keys_file, needed=config.keys is not None or not is_loopback(config.host)))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.service = Service(config, metrics, ControlChannel(config.endpoint, "api"),
-                                    new_client(config.upstream, config.upstream_connect_s))
+                                    new_client(config.upstream, config.upstream_connect_s, transport))
         try:
             yield
         finally:
@@ -44,6 +47,6 @@ def create_app(config: Config) -> FastAPI:
     describe(app)
     for part in (generate, captures, holds, slices, live, maps, about, page):
         app.include_router(part.router)
-    app.add_middleware(Guard, config=config, keys=keys)
+    app.add_middleware(Guard, config=config, who=who)
     app.add_middleware(CountRequests, metrics=metrics)
     return app

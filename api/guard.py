@@ -7,6 +7,7 @@ point a name of its own at 127.0.0.1 and then read what "its" server answers; th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -18,7 +19,9 @@ from api.errors import ApiError, error_response
 from api.keys import KeyFile
 from api.routes.page import FILES
 
-__all__ = ["GENERATIONS", "OPEN", "Guard"]
+__all__ = ["GENERATIONS", "OPEN", "Guard", "Who", "by_address", "by_key"]
+
+Who = Callable[[Scope], str]  # whose a request is, "" where there is but one; ApiError where it may not ask
 
 # They say nothing but that the process lives, and what every installation has: the page, where a key is typed in.
 OPEN: Final = frozenset(("/healthz", *FILES))
@@ -26,13 +29,13 @@ GENERATIONS: Final = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/
 
 
 class Guard:
-    """ASGI middleware: 401 without a key in use, 403 on an open service for foreign hosts, 429 over a key's limits.
+    """ASGI middleware: refuses whom ``who`` does not know, and answers 429 over an owner's limits.
 
-    The name that the key stands for becomes ``request.state.owner``: "" on an open service.
+    What ``who`` says becomes ``request.state.owner``.
     """
 
-    def __init__(self, app: ASGIApp, config: Config, keys: KeyFile) -> None:
-        self.app, self.config, self.keys = app, config, keys
+    def __init__(self, app: ASGIApp, config: Config, who: Who) -> None:
+        self.app, self.config, self.who = app, config, who
         self._requests: Counter[str] = Counter()
         self._generations: Counter[str] = Counter()
 
@@ -41,7 +44,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         try:
-            owner = self._owner(Headers(scope=scope))
+            owner = self.who(scope)
             generation = scope["path"] in GENERATIONS
             self._check(owner, generation)
         except ApiError as error:
@@ -57,24 +60,6 @@ class Guard:
             self._requests[owner] -= 1
             self._generations[owner] -= generation
 
-    def _owner(self, headers: Headers) -> str:
-        if self.keys.open:
-            host = headers.get("host", "localhost")
-            if not _local(host):
-                raise ApiError(403, "foreign_host", f"Host = {host[:100]!r}: without keys the service answers to "
-                               "127.0.0.1, ::1 and localhost only", "Host")
-            return ""
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        # Either may be somebody else's: a proxy's, or what a client library always sends.
-        owners = [self.keys.owner(text.strip()) for text in (bearer if scheme.lower() == "bearer" else "",
-                                                             headers.get("x-api-key", ""))]
-        owner = owners[0] if owners[1] is None else owners[1]
-        if owner is None:
-            # The same words for no key, a wrong one and a revoked one.
-            raise ApiError(401, "invalid_key", "a key in use is needed: Authorization: Bearer KEY, or x-api-key: KEY",
-                           "Authorization", {"WWW-Authenticate": 'Bearer realm="vllm-tap"'})
-        return owner
-
     def _check(self, owner: str, generation: bool) -> None:
         whose = f"of {owner!r} " if owner else ""
         for counted, at_once, limit in (("requests", self._requests[owner], self.config.requests_in_flight_max),
@@ -83,6 +68,58 @@ class Guard:
             if at_once >= limit and (generation or counted == "requests"):
                 raise ApiError(429, f"too_many_{counted}", f"{at_once} {counted} {whose}are in flight, limit {limit}; "
                                "ask again in a moment", headers={"Retry-After": "1"})
+
+
+def by_key(keys: KeyFile) -> Who:
+    """The name that a request's key stands for: 401 without one in use. On an open service 403 for foreign hosts."""
+
+    def who(scope: Scope) -> str:
+        headers = Headers(scope=scope)
+        if keys.open:
+            _check_host(headers)
+            return ""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        # Either may be somebody else's: a proxy's, or what a client library always sends.
+        owners = [keys.owner(text.strip()) for text in (bearer if scheme.lower() == "bearer" else "",
+                                                        headers.get("x-api-key", ""))]
+        owner = owners[0] if owners[1] is None else owners[1]
+        if owner is None:
+            # The same words for no key, a wrong one and a revoked one.
+            raise ApiError(401, "invalid_key", "a key in use is needed: Authorization: Bearer KEY, or x-api-key: KEY",
+                           "Authorization", {"WWW-Authenticate": 'Bearer realm="vllm-tap"'})
+        return owner
+
+    return who
+
+
+def by_address(keyed: Callable[[], bool]) -> Who:
+    """Behind a server that may listen anywhere and lets any web page ask: all callers are one owner.
+
+    Where that server asks for a key (``keyed``) it has done so; where it does not, 403 for all but this machine.
+    """
+
+    def who(scope: Scope) -> str:
+        if keyed():
+            return ""
+        client, headers = scope.get("client"), Headers(scope=scope)
+        if client is not None and not is_loopback(client[0]):  # on a Unix socket there is no address
+            raise ApiError(403, "foreign_host", f"without a key captures are there for this machine alone, not for "
+                           f"{client[0]}; start the server with --api-key")
+        _check_host(headers)
+        origin = headers.get("origin")
+        if origin is not None and not _local(origin.partition("://")[2]):
+            raise ApiError(403, "foreign_host", f"Origin = {origin[:100]!r}: without keys captures are not there for "
+                           "web pages of others", "Origin")
+        return ""
+
+    return who
+
+
+def _check_host(headers: Headers) -> None:
+    host = headers.get("host", "localhost")
+    if not _local(host):
+        raise ApiError(403, "foreign_host", f"Host = {host[:100]!r}: without keys the service answers to "
+                       "127.0.0.1, ::1 and localhost only", "Host")
 
 
 def _local(host: str) -> bool:

@@ -39,14 +39,16 @@ class ClientGone(Exception):
     """The caller closed the connection before the answer."""
 
 
-def new_client(base_url: str, connect_s: float) -> httpx.AsyncClient:
-    """A client without a read time-out, since a generation may take long.
+def new_client(base_url: str, connect_s: float, transport: httpx.AsyncBaseTransport | None = None
+               ) -> httpx.AsyncClient:
+    """A client without a read time-out, since a generation may take long; through ``transport`` where that is given.
 
     Idle connections are dropped before the server (5 s in vLLM) does, so that no request is lost on a closing one.
     """
     return httpx.AsyncClient(
         base_url=base_url, timeout=httpx.Timeout(None, connect=connect_s, write=60.0),
         limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0), trust_env=False, follow_redirects=False,
+        transport=transport,
     )
 
 

@@ -88,8 +88,8 @@ class Stack:
         args = [program, "--store", str(self.store), "--endpoint", self.endpoint]
         self.processes["writer"] = Process(args, self.store.parent / "writer.log")
 
-    def start_upstream(self, dtype: str = "bfloat16") -> None:
-        args = ["tests.upstream_server", "--endpoint", self.endpoint, "--dtype", dtype]
+    def start_upstream(self, dtype: str = "bfloat16", *more: str) -> None:
+        args = ["tests.upstream_server", "--endpoint", self.endpoint, "--dtype", dtype, *more]
         self.processes["upstream"] = Process(args, self.store.parent / "upstream.log")
         self.upstream_url = self.processes["upstream"].wait_ready()
 

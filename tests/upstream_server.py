@@ -10,6 +10,7 @@ What a request wants of it beside text travels in the field ``play``, which a ga
     unopened      serve the text without any capture
     unfinished    leave the capture running
     live          of a stream: send each row when its token is there, not all at the end
+    fail          raise instead of answering
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -30,6 +32,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from api.config import Config
+from api.embedded import Embedded, embeddable
 from schemas.ids import sample_id
 from schemas.spec import parse_spec, resolve
 from tests.engine_player import ARMED, EnginePlayer
@@ -72,6 +76,8 @@ class Upstream:
                                 "ended": None}
         self.seen.append(seen)
         play = body.get("play", {})
+        if "fail" in play:
+            raise RuntimeError("as asked")
         if "status" in play:
             return JSONResponse({"error": {"message": "as asked", "type": "played", "param": None,
                                            "code": play["status"]}}, play["status"])
@@ -228,6 +234,8 @@ def main() -> None:
     parser.add_argument("--endpoint", default="")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--store", type=Path, help="the service of captures on this server's own port too")
+    parser.add_argument("--keyed", action="store_true", help="… which takes this server to have asked for a key")
     args = parser.parse_args()
     upstream = Upstream(args.endpoint, args.dtype)
     app = Starlette(routes=[
@@ -238,6 +246,9 @@ def main() -> None:
         Route("/v1/chat/completions", upstream.generate, methods=["POST"]),
         Route("/v1/responses", upstream.generate, methods=["POST"]),
     ], exception_handlers={HTTPException: as_json})
+    if args.store:
+        config = Config(args.store, args.endpoint, "http://vllm")
+        app.add_middleware(Embedded, **embeddable(config, lambda: args.keyed))
     listening = socket.create_server(("127.0.0.1", args.port))
     print(f"upstream ready http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listening])

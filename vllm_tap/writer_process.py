@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -28,11 +29,14 @@ class WriterProcess:
     """``python -m writer_service`` for the length of a ``with`` block.
 
     The writer gets a death signal when this program dies, however it dies. A writer that dies is started again (the
-    engine keeps what was not yet safe); where that fails, ``failed`` says why and the main thread is interrupted.
+    engine keeps what was not yet safe); where that fails, ``failed`` says why and ``give_up`` is called: by default the
+    main thread is interrupted, which may wait in an engine that waits for the writer.
     """
 
-    def __init__(self, store: Path, endpoint: str, durability: str = "fsync") -> None:
+    def __init__(self, store: Path, endpoint: str, durability: str = "fsync",
+                 give_up: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGINT)) -> None:
         self.endpoint, self._command = endpoint, writer_command(store, endpoint, durability)
+        self._give_up = give_up
         self._lines: deque[str] = deque(maxlen=20)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
@@ -84,7 +88,7 @@ class WriterProcess:
             print(f"the writer ended (status {status}); starting it again", file=sys.stderr)
             time.sleep(0.2 * 2**attempt)
         self.failed = f"it ended {_RESTARTS_MAX + 1} times; last: {self._lines[-1] if self._lines else '–'}"
-        os.kill(os.getpid(), signal.SIGINT)  # the main thread may wait in an engine that waits for the writer
+        self._give_up()
 
     def _stop(self) -> None:
         self._stopping.set()

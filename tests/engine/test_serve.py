@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import pytest
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from tests.engine.conftest import ENVIRONMENT
+from tests.engine.installed import ROOT, entry_points
 from tests.engine.reference import Reference
 from tests.processes import descendants, runs
 from tests.readme import blocks
@@ -98,6 +99,9 @@ def service(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[st
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
     environment |= {k: v for k, v in ENVIRONMENT.items() if not k.startswith("VLLM_TAP_")}
     environment |= {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "PYTHONUNBUFFERED": "1"}
+    # The service on vLLM's own port too, as for who runs no gateway.
+    environment |= {"VLLM_PLUGINS": "vllm_tap,vllm_tap_http", "VLLM_TAP_STORE": str(store),
+                    "PYTHONPATH": f"{entry_points(store.parent)}:{ROOT}"}
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm_tap", "serve", "--tiny", "--port", str(port), "--engine-port", str(engine_port),
          "--store", str(store), "--arm", ",".join(SITES), "--", "--dtype", "float32", "--max-num-batched-tokens", "48",
@@ -357,6 +361,25 @@ def test_vllm_asked_past_the_service(service: Service) -> None:
     assert service.check(f"{ulid}.1")["status"] == "complete"
     plain = {**body, "prompt": "hi", "use_beam_search": True, "n": 2, "vllm_xargs": None}
     assert httpx.post(f"{service.vllm_url}/v1/completions", timeout=30, json=plain).status_code == 200
+
+
+def test_the_service_on_vllms_own_port(service: Service) -> None:
+    """Without the gateway; tests/engine/test_endpoint_plugin.py has more of it."""
+    alone = replace(service, url=service.vllm_url)
+    answer = alone.openai.chat.completions.create(
+        model=service.model, messages=_chat("No gateway."), max_tokens=6, extra_body={"capture": {"codec": "raw"}})
+    assert alone.check(answer.model_extra["capture"]["id"])["status"] == "complete"  # type: ignore[index]
+    chunks = list(alone.openai.completions.create(
+        model=service.model, prompt="Stream me.", n=2, temperature=1.0, max_tokens=6, stream=True,
+        extra_body={"capture": {"codec": "raw"}, "ignore_eos": True}))
+    for capture in chunks[-1].model_extra["capture"]["ids"]:  # type: ignore[index]
+        assert len(alone.check(capture)["output_token_ids"]) == 6
+    refused = httpx.post(f"{alone.url}/v1/completions", json={"model": service.model, "prompt": "hi",
+                                                              "capture": {"sites": ["nope"]}})
+    assert refused.status_code == 400 and "unknown site" in refused.text
+    assert httpx.get(f"{alone.url}/v1/captures/{new_ulid()}").status_code == 404
+    plain = httpx.post(f"{alone.url}/v1/completions", json={"model": service.model, "prompt": "hi", "max_tokens": 2})
+    assert plain.status_code == 200 and "capture" not in plain.json()
 
 
 def test_an_id_is_used_once(service: Service) -> None:

@@ -1,0 +1,269 @@
+"""The service inside the model server's process: its routes are there, everything else is as without it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from api.errors import ApiError
+from api.guard import by_address
+from schemas.errors import StartError
+from schemas.ids import new_ulid
+from schemas.reader import StoreReader
+from tests.api_stack import ROOT, Stack
+from tests.processes import runs
+from tests.store_helpers import until
+from vllm_tap.endpoint_plugin import CaptureRoutes, config_of, writer_of
+
+SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
+
+
+@contextmanager
+def server(folder: Path, *more: str) -> Iterator[Stack]:
+    """The model server with the service in it, the writer beside it."""
+    sockets = tempfile.mkdtemp(prefix="tap-")
+    stack = Stack(folder / "store", f"ipc://{sockets}/writer.sock")
+    try:
+        stack.start_writer()
+        stack.processes["writer"].wait_ready()
+        stack.start_upstream("bfloat16", "--store", str(stack.store), *more)
+        stack.url = stack.upstream_url
+        stack.http = httpx.Client(base_url=stack.url, timeout=30)
+        assert until(lambda: stack.http.get("/v1/capabilities").json().get("engine"))
+        yield stack
+    finally:
+        stack.http.close()
+        for process in reversed(stack.processes.values()):
+            process.stop()
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with server(tmp_path_factory.mktemp("embedded")) as stack:
+        yield stack
+
+
+# ── with and without a capture ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_captured_request_is_owned_sent_and_answered(stack: Stack, chat: bool) -> None:
+    asked = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
+    answer = stack.http.post("/v1/chat/completions" if chat else "/v1/completions", json={
+        "model": "played", **asked, "seed": 7, "n": 2, "capture": SPEC}, headers={"X-Request-Id": f"mine-{chat}"})
+    body, seen = answer.json(), stack.seen()[-1]
+    ulid = body["capture"]["id"]
+    assert body["capture"]["status"] == "complete" and body["capture"]["ids"] == [f"{ulid}.0", f"{ulid}.1"]
+    assert seen["headers"]["x-request-id"] == ulid and "capture" not in seen["body"]  # type: ignore[index]
+    manifest = stack.http.get(f"/v1/captures/mine-{chat}.1").json()
+    assert manifest["expected"] == manifest["captured"] > 0
+    rows = stack.http.get(f"/v1/captures/{ulid}.0/activations?site=resid_post&format=json").json()
+    assert list(rows["arrays"]) == ["resid_post.0", "resid_post.2"]
+
+
+def test_a_stream_comes_as_it_is_made_and_ends_with_the_capture(stack: Stack) -> None:
+    arrived: list[float] = []
+    with stack.http.stream("POST", "/v1/completions", json={
+            "model": "played", "prompt": "x", "stream": True, "play": {"delay_s": 0.2}, "capture": SPEC}) as answer:
+        lines = []
+        for line in answer.iter_lines():
+            if line:
+                lines.append(line)
+                arrived.append(time.monotonic())
+    assert lines[-1] == "data: [DONE]" and json.loads(lines[-2][6:])["capture"]["status"] == "complete"
+    assert arrived[-1] - arrived[0] > 0.4, "the stream was held back until it was whole"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_caller_who_leaves_takes_the_request_along(stack: Stack, stream: bool) -> None:
+    ulid = new_ulid()
+    with contextlib.suppress(httpx.ReadTimeout):
+        stack.http.post("/v1/completions", timeout=0.5, json={
+            "model": "played", "prompt": "x", "max_tokens": 50, "stream": stream,
+            "play": {"delay_s": 10}, "capture": {**SPEC, "id": ulid}})
+    assert until(lambda: stack.seen()[-1]["ended"] == "abort")
+    assert until(lambda: stack.http.get(f"/v1/captures/{ulid}").json()["finish_reason"] == "abort")
+
+
+def test_without_a_capture_it_is_the_servers_own(stack: Stack) -> None:
+    """Whatever it is: no JSON, no object, the word in a prompt, no value."""
+    for content in (b"{capture", b'["capture"]', b'{"model": "played", "prompt": "a \\u0063apture"}',
+                    b'{"model": "played", "prompt": "capture", "capture": null}',
+                    json.dumps({"model": "played", "prompt": "x", "stream": True}).encode()):
+        before = len(stack.seen())
+        answer = stack.http.post("/v1/completions", content=content)
+        assert "x-tap-capture" not in answer.headers and b'"capture":' not in answer.content
+        assert len(stack.seen()) - before == (content != b"{capture")
+    assert stack.http.get("/v1/models").json()["data"][0]["id"] == "played"
+    assert stack.http.get("/healthz").json() == {"detail": "Not Found"}
+    assert stack.http.get("/metrics").status_code == 404
+
+
+def test_an_escaped_name_is_a_name(stack: Stack) -> None:
+    answer = stack.http.post("/v1/completions", headers={"content-type": "application/json"}, content=(
+        b'{"model": "played", "prompt": "x", "\\u0063apture": {"sites": ["resid_post"]}}'))
+    assert answer.json()["capture"]["status"] == "complete"
+
+
+# ── refusals and failures ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("fields", "status", "code"), [
+    ({"capture": {"sites": ["nope"]}}, 400, "invalid_capture"),
+    ({"capture": {"layers": [99]}}, 400, "invalid_capture"),
+    ({"capture": SPEC, "play": {"status": 418}}, 418, 418),
+    ({"capture": SPEC, "play": {"fail": True}}, 502, "upstream_broken"),
+    ({"capture": SPEC, "vllm_xargs": {"capture": "{}"}}, 400, "invalid_parameter"),
+])
+def test_errors(stack: Stack, fields: dict[str, Any], status: int, code: object) -> None:
+    ulid = new_ulid()
+    if fields["capture"] == SPEC:
+        fields = {**fields, "capture": {**SPEC, "id": ulid}}
+    answer = stack.complete("x", **fields)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
+    if status > 400:  # what was begun is closed
+        assert until(lambda: stack.http.get(f"/v1/captures/{ulid}").json()["status"] == "failed")
+
+
+def test_a_stream_that_breaks_off_says_so(stack: Stack) -> None:
+    answer = stack.complete("x", stream=True, max_tokens=5, play={"break_after": 2}, capture=SPEC)
+    last = [line for line in answer.text.splitlines() if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "upstream_broken"
+
+
+@pytest.mark.parametrize("headers", [{"host": "evil.invalid"}, {"origin": "null"},
+                                     {"origin": "https:" "//evil.invalid"}])
+def test_without_a_key_only_this_machine_is_answered(stack: Stack, headers: dict[str, str]) -> None:
+    """The server around it may let any page of the web ask, and read what is answered."""
+    for answer in (stack.http.get("/v1/captures", headers=headers),
+                   stack.http.post("/v1/completions", headers=headers,
+                                   json={"model": "played", "prompt": "x", "capture": SPEC})):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_host")
+    plain = stack.http.post("/v1/completions", headers=headers, json={"model": "played", "prompt": "x"})
+    assert plain.status_code == 200
+    for origin in ("http://localhost:3000", "http://127.0.0.1"):
+        assert stack.http.get("/v1/captures", headers={"origin": origin}).status_code == 200
+
+
+def test_an_address_of_another_machine_needs_a_key() -> None:
+    scope: dict[str, Any] = {"client": ("192.0.2.7", 5000), "headers": [(b"host", b"localhost")]}
+    with pytest.raises(ApiError, match=r"192\.0\.2\.7"):
+        by_address(lambda: False)(scope)
+    assert by_address(lambda: True)(scope) == by_address(lambda: False)({**scope, "client": None}) == ""
+
+
+def test_where_the_server_asked_for_a_key_all_its_callers_are_one(tmp_path: Path) -> None:
+    """And without a writer captures alone are refused."""
+    with server(tmp_path, "--keyed") as stack:
+        far = {"host": "models.invalid", "origin": "null"}
+        found = stack.complete("x", capture=SPEC).json()["capture"]["id"]
+        assert stack.http.get(f"/v1/captures/{found}", headers=far).status_code == 200
+        stack.processes["writer"].kill()
+        answer = stack.complete("x", capture=SPEC)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+        assert stack.complete("x").status_code == stack.http.get("/v1/captures").status_code == 200
+
+
+# ── the plugin ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def attached(monkeypatch: pytest.MonkeyPatch, **environment: str) -> FastAPI:
+    for name in [name for name in os.environ if name.startswith(("VLLM_TAP_", "VLLM_ACT_"))]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def completions() -> str:
+        return "vLLM's"
+
+    CaptureRoutes().attach_router(app)
+    return app
+
+
+async def asked(app: FastAPI, method: str, path: str, **arguments: Any) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        return await client.request(method, path, **arguments)
+
+
+def test_it_is_inert_where_nothing_is_armed(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = attached(monkeypatch, VLLM_TAP_STORE="captures")
+    assert app.user_middleware == [] and not Path("captures").exists()
+
+
+@pytest.mark.parametrize(("environment", "says"), [
+    ({"VLLM_TAP_ENDPOINT": "ipc:///nowhere"}, "VLLM_TAP_STORE is not set"),
+    ({"VLLM_TAP_ENDPOINT": "udp://x", "VLLM_TAP_STORE": "x"}, "udp://x"),
+    ({"VLLM_TAP_ENDPOINT": "ipc:///proc/none/x.sock", "VLLM_TAP_STORE": "/proc/none"}, "/proc/none"),
+    ({"VLLM_TAP_ENDPOINT": "ipc:///x", "VLLM_TAP_STORE": "x", "VLLM_ACT_CAPTURE": "7"}, "VLLM_ACT_CAPTURE"),
+])
+def test_a_failure_leaves_the_servers_own_routes_alone(
+        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, environment: dict[str, str], says: str
+) -> None:
+    app = attached(monkeypatch, **environment)
+    assert len([record for record in caplog.records if record.exc_info]) == 1 and says in caplog.text
+    assert asyncio.run(asked(app, "POST", "/v1/completions", json={"prompt": "capture"})).json() == "vLLM's"
+    for method, path, body in (("GET", "/v1/captures", None), ("GET", "/v1/capabilities", None),
+                               ("POST", "/v1/completions", {"capture": {}})):
+        answer = asyncio.run(asked(app, method, path, json=body))
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "captures_unavailable"
+        assert says in answer.json()["error"]["message"]
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from vllm_tap.endpoint_plugin import config_of, writer_of
+writer = writer_of(config_of({"VLLM_TAP_STORE": sys.argv[1], "VLLM_TAP_ENDPOINT": sys.argv[2]}))
+print(writer and writer.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_one_writer_for_all_front_ends_which_goes_with_the_first(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="tap-") as sockets:
+        store, endpoint = tmp_path / "store", f"ipc://{sockets}/writer.sock"
+
+        def front_end(endpoint: str) -> subprocess.Popen[str]:
+            return subprocess.Popen([sys.executable, "-c", PROGRAM, str(store), endpoint], cwd=ROOT, text=True,
+                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+        first = front_end(endpoint)
+        assert first.stdout is not None
+        pid = int(first.stdout.readline())
+        second = front_end(endpoint)
+        assert second.stdout is not None and second.stdout.readline() == "None\n"
+        with pytest.raises(StartError, match="listens at"):
+            writer_of(config_of({"VLLM_TAP_STORE": str(store), "VLLM_TAP_ENDPOINT": f"{endpoint}2"}), 0.2)
+        second.communicate("")
+        assert runs(pid)
+        first.kill()
+        first.communicate()
+        assert until(lambda: not runs(pid))
+        StoreReader(store).close()
+
+
+def test_the_key_that_vllm_was_given_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for environment, given, keyed in (("", None, False), ("", ["k"], True), ("k", None, True)):
+        monkeypatch.setenv("VLLM_API_KEY", environment)
+        plugin = CaptureRoutes()
+        asyncio.run(plugin.init_state(None, None, Namespace(api_key=given)))
+        assert plugin._keyed is keyed
