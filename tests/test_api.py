@@ -74,6 +74,26 @@ def test_without_a_capture_the_bytes_pass_through(stack: Stack) -> None:
     assert through.content == direct.content and through.headers["content-type"] == direct.headers["content-type"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_beside_the_capture_nothing_is_changed(stack: Stack, stream: bool) -> None:
+    """Either way: of what the caller asks, and of what upstream answers."""
+    asked = {"model": "played", "messages": [{"role": "user", "content": "hi"}], "stream": stream, "n": 2,
+             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+             "tool_choice": "none", "logprobs": True, "top_logprobs": 3, "stream_options": {"include_usage": True},
+             "response_format": {"type": "json_object"}, "not known": [1.5, None, {"ü": "雪"}]}
+    direct = httpx.post(f"{stack.upstream_url}/v1/chat/completions", json=asked)
+    through = stack.http.post("/v1/chat/completions", json={**asked, "capture": SPEC})
+    sent = stack.seen()[-1]["body"]
+    assert isinstance(sent, dict) and sent.pop("vllm_xargs").keys() == {"capture", "capture_count"} and sent == asked
+    text = through.text.replace(through.headers["x-tap-capture"], "none")  # upstream's name of a request without one
+    if stream:
+        lines = text.splitlines(keepends=True)
+        at = next(number for number, line in enumerate(lines) if '"object": "capture"' in line)
+        assert "".join(lines[:at] + lines[at + 2:]) == direct.text
+    else:
+        assert {**json.loads(text), "capture": None} == {**direct.json(), "capture": None}
+
+
 @pytest.mark.parametrize(("prompt", "n", "count"), [
     ("one", 1, 1), ("one", 3, 3), (["a", "b"], 1, 2), (["a", "b"], 2, 4), ([1, 2, 3], 1, 1), ([[1, 2], [3]], 1, 2),
 ])

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def service(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[st
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm_tap", "serve", "--tiny", "--port", str(port), "--engine-port", str(engine_port),
          "--store", str(store), "--arm", ",".join(SITES), "--", "--dtype", "float32", "--max-num-batched-tokens", "48",
-         "--max-num-seqs", "16", "--block-size", "32", "--max-model-len", "1024"],
+         "--max-num-seqs", "16", "--block-size", "32", "--max-model-len", "1024", "--enable-auto-tool-choice",
+         "--tool-call-parser", "hermes"],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     lines: list[str] = []
     ready = threading.Event()
@@ -238,6 +240,84 @@ def test_the_same_tokens_with_and_without_capture(service: Service) -> None:
     first, second = tokens(), tokens()
     assert first == second, "the engine does not equal itself: nothing to compare"
     assert tokens(capture={}) == first
+
+
+TOOLS = [{"type": "function", "function": {
+    "name": "ask", "description": "asks", "parameters": {"type": "object", "properties": {
+        "word": {"type": "string", "maxLength": 6}}, "required": ["word"], "additionalProperties": False}}}]
+SCHEMA = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"],
+          "additionalProperties": False}
+# What may be asked of vLLM beside a capture; only the likeliest token is drawn, so that two answers are the same.
+PASSED: dict[str, dict[str, Any]] = {
+    "tools, none to be called": {"tools": TOOLS, "tool_choice": "none"},
+    "tools, one to be called": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "ask"}}},
+    "tools, some to be called": {"tools": TOOLS, "tool_choice": "required"},
+    "logprobs": {"logprobs": True, "top_logprobs": 3},
+    "several answers": {"n": 3, "logprobs": True, "top_logprobs": 1},
+    "a JSON object": {"response_format": {"type": "json_object"}},
+    "a JSON schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
+    "usage": {"stream_options": {"include_usage": True}},
+}
+
+
+def _alike(one: Any, other: Any, where: str = "") -> None:
+    """Equal field by field, but for names and times of the making, and numbers to within a rounding."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one.keys() - {"id", "created"}:
+            _alike(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            _alike(mine, theirs, f"{where}[{number}]")
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, abs=1e-3), where
+    else:
+        assert one == other, where
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def _joined(one: Any, other: Any, key: str = "") -> Any:
+    """Two events as one: tokens come in events of their own or together, and those of several answers in any order."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, dict):
+        return {**one, **{name: _joined(one.get(name), value, name) for name, value in other.items()}}
+    if key in ("choices", "tool_calls"):
+        by_index = {each["index"]: each for each in one}
+        return [*(by_index | {each["index"]: _joined(by_index.get(each["index"]), each) for each in other}).values()]
+    return one + other if isinstance(one, list) or key in ("content", "arguments") else other
+
+
+@pytest.mark.parametrize(("asked", "stream"), [
+    (asked, stream) for asked in PASSED for stream in (False, True) if stream or asked != "usage"])
+def test_what_else_a_request_may_ask_passes_through(service: Service, asked: str, stream: bool) -> None:
+    """The answer with a capture is vLLM's own without one, and ``capture``."""
+    body = {"model": service.model, "messages": _chat("What then?"), "max_tokens": 24, "temperature": 1.0, "top_k": 1,
+            "stream": stream, **PASSED[asked]}
+    ours = httpx.post(f"{service.url}/v1/chat/completions", json={**body, "capture": {"codec": "raw"}}, timeout=60)
+    theirs = httpx.post(f"{service.vllm_url}/v1/chat/completions", json=body, timeout=60)
+    assert ours.status_code == theirs.status_code == 200, ours.text + theirs.text
+    if stream:
+        *events, last = _events(ours.text)
+        ours_joined, theirs_joined = reduce(_joined, events), reduce(_joined, _events(theirs.text))
+        for joined in (ours_joined, theirs_joined):
+            joined["choices"].sort(key=lambda choice: choice["index"])
+        _alike(ours_joined, theirs_joined)
+        assert ours.text.endswith("data: [DONE]\n\n") and theirs.text.endswith("data: [DONE]\n\n")
+        capture = last["capture"]
+        if asked == "usage":
+            assert last["usage"] == events[-1]["usage"] and events[-1]["choices"] == []
+    else:
+        answer = ours.json()
+        capture = answer.pop("capture")
+        _alike(answer, theirs.json())
+    assert len(capture["ids"]) == body.get("n", 1)
+    for name in capture["ids"]:
+        assert service.manifest(name)["status"] == "complete"
 
 
 def test_rows_are_live_while_tokens_are_generated(service: Service) -> None:
