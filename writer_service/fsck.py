@@ -23,13 +23,13 @@ from schemas.errors import CorruptError, StoreError
 from schemas.map_file import map_file
 from schemas.reader import read_store_uuid
 from schemas.segment import FrameView, parse_frame, verify_payload
-from schemas.zarr_layout import WRITER, block_name, building_name, main_chunk, open_name
+from schemas.zarr_layout import WRITER, block_name, building_name, journal_folder, main_chunk, open_name
 from writer_service.block import Block, open_block
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.crc32c import crc32c
 from writer_service.erasing import read_redo, redo_paths
 from writer_service.recovery import is_free
-from writer_service.removal import removable
+from writer_service.removal import COVERED, read_covered, removable
 from writer_service.sealing import MISSING, ROW_COLUMNS, gather, piece_checksums
 
 erasing_s: Final = 60.0  # how long an erasure takes at most
@@ -113,7 +113,12 @@ def _check_logs(store: Path, uuid: bytes) -> Iterator[Bad]:
 
 
 def _check_erasures(store: Path) -> Iterator[Bad]:
-    """Redo records: a writer that runs has one for a moment, and none is left where it stopped."""
+    """What erasing and removing leave beside the logs. A writer that runs has a redo record for a moment, and none is
+    left where it stopped."""
+    try:
+        read_covered(store)
+    except (OSError, StoreError) as error:
+        yield Bad(str(error), f"{journal_folder()}/{COVERED}")
     for path in redo_paths(store):
         try:
             read_redo(path)

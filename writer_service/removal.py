@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import sqlite3
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import xxhash
+
+from schemas.errors import StoreError
 from schemas.zarr_layout import WRITER, block_name, journal_folder, redo_name
 from writer_service import fs
 
-_COVERED = "covered.json"
+COVERED: Final = "covered.json"
 
 
 def removable(db: sqlite3.Connection, number: int) -> bool:
@@ -39,16 +42,31 @@ def remember_streams(store: Path, db: sqlite3.Connection) -> None:
         streams[row["stream"]] = [row["stream"], row["epoch"], row["role"], row["covered"]]
     highest = db.execute("SELECT coalesce(max(number), 0) FROM segments").fetchone()[0]
     document = {"streams": sorted(streams.values()), "next_segment": max(known["next_segment"], highest + 1)}
-    fs.write_durable(store / journal_folder() / _COVERED, json.dumps(document).encode())
+    document["xxh3"] = _digest(document)
+    fs.write_durable(store / journal_folder() / COVERED, json.dumps(document).encode())
 
 
 def read_covered(store: Path) -> dict[str, Any]:
-    """``streams``: [stream, epoch, role, covered]; ``next_segment``. Empty where no block was ever removed."""
-    path = store / journal_folder() / _COVERED
+    """``streams``: [stream, epoch, role, covered]; ``next_segment``. Empty where no block was ever removed.
+
+    StoreError where it is damaged: a wrong number there would drop rows that were never stored.
+    """
+    path = store / journal_folder() / COVERED
     if not path.exists():
         return {"streams": [], "next_segment": 1}
-    document: dict[str, Any] = json.loads(path.read_text())
+    try:
+        document: dict[str, Any] = json.loads(path.read_bytes())
+        whole = document.pop("xxh3") == _digest(document)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise StoreError("read how far streams have come", path, "it does not match its checksum",
+                         "put a good copy of it in its place")
     return document
+
+
+def _digest(document: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps([document["streams"], document["next_segment"]]).encode())
 
 
 def remove_block(store: Path, number: int) -> None:

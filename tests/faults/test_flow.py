@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from schemas.control import Finish, Open, encode
 from schemas.errors import TapError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
+from schemas.spec import Resolved
 from tests.faults.conftest import times
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.traffic import Traffic
@@ -207,6 +209,51 @@ def test_row_17_18_twice_and_out_of_order(
     traffic.close()
 
 
+def test_row_20_flipped_bits_in_messages(
+    writer: Forked, traffic: Traffic, store: Path, record_property: Record
+) -> None:
+    """Each has the number that is due: it is looked at to its end. Others are served meanwhile, memory stays."""
+    messages, rng, capture = times(300, 20_000), traffic.rng, new_ulid()
+    with Sender(writer.endpoint) as liar:
+        liar.open(capture, prompt_len=3)
+        liar.wait()
+        before = memory(writer)
+        for number in range(messages):
+            liar.seq = liar.sync().visible
+            liar.kept.clear()
+            kind = rng.randrange(4)
+            if kind == 0:
+                words = [encode(Open(liar.next(), new_ulid(), "r", "{}", Resolved({SITE: [0]}, {SITE: "raw"}, "all",
+                                                                                  "allow"), 2, bytes(8), 0, 1))]
+            elif kind == 1:
+                words = [encode(Finish(liar.next(), capture, "stop", None, bytes(8), 3))]
+            else:
+                frame, parts = liar.frame([(capture, 1, range(8))], send=False)
+                words = [encode(frame), *parts]
+            for _ in range(rng.randrange(1, 4)):
+                at = rng.randrange(len(words))
+                changed = bytearray(words[at])
+                changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+                words[at] = bytes(changed)
+            liar.socket.send_multipart(words)
+            if number % 100 == 0:
+                traffic.send(5)
+                traffic.receive()
+        refused = len(liar.refused)
+    assert writer.alive and "Traceback" not in writer.log.read_text()
+    traffic.settle(store)
+    rows = traffic.check(store)
+    assert memory(writer) < before + 64e6
+    record_property("times", f"{messages} messages with flipped bits, {refused} refused by number; {rows} rows of "
+                    "others compared")
+    traffic.close()
+
+
+def memory(writer: Forked) -> int:
+    """Resident bytes of the writer."""
+    return int(Path(f"/proc/{writer.pid}/statm").read_text().split()[1]) * 4096
+
+
 def test_row_34_missing_files_and_stray_ones(store: Path) -> None:
     """A block's main file is gone: its rows are an error that names it, others are served. What a crash left goes."""
     captures = [new_ulid(), new_ulid()]
@@ -246,15 +293,19 @@ def test_row_32_a_clock_that_jumps(writer: Forked, traffic: Traffic, store: Path
     traffic.close()
 
 
-@pytest.mark.faults
-def test_row_36_nothing_grows(writer: Forked, traffic: Traffic, store: Path, record_property: Record) -> None:
+@pytest.mark.parametrize("rounds", [
+    pytest.param(60, marks=pytest.mark.faults),
+    pytest.param(4000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+])
+def test_row_36_nothing_grows(
+    writer: Forked, traffic: Traffic, store: Path, record_property: Record, rounds: int
+) -> None:
     """Thousands of captures, a tenth given up in the middle: memory and descriptors stay where they were."""
 
     def used() -> tuple[int, int]:
-        rss = int(Path(f"/proc/{writer.pid}/statm").read_text().split()[1]) * 4096
-        return rss, len(list(Path(f"/proc/{writer.pid}/fd").iterdir()))
+        return memory(writer), len(list(Path(f"/proc/{writer.pid}/fd").iterdir()))
 
-    rounds, before = 60, (0, 0)
+    before = (0, 0)
     for number in range(rounds):
         for _ in range(25):
             capture = new_ulid()

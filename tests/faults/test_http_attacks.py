@@ -61,7 +61,7 @@ def ask(stack: Stack, request: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-@pytest.mark.soak
+@pytest.mark.faults
 def test_row_25_no_name_leads_out_of_the_store(stack: Stack, capture: str, opened: Path) -> None:
     assert stack.http.get(f"/v1/captures/{capture}/activations").status_code == 200  # everything is loaded by now
     before = opened.stat().st_size

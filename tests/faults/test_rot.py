@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -17,32 +18,38 @@ from schemas.reader import StoreReader
 from tests.faults.conftest import times
 from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, until
 from writer_service import fs, recovery
+from writer_service.compaction import compact
 
-LAYERS, COUNT, FRAME = [0, 1, 2, 3], 6, 8  # captures; rows of each, in two frames
+LAYERS, EACH, FRAME = [0, 1, 2, 3], 3, 8  # captures in each kind of place; rows of each, in two frames
+PLACES = ("cold block", "block", "open segment")
 
 
 def made(store: Path) -> list[str]:
-    """A store with a block and an open segment, each with half of the captures."""
-    captures = [new_ulid() for _ in range(COUNT)]
-    for half in (captures[: COUNT // 2], captures[COUNT // 2 :]):
+    """A store with a cold block, a sealed one and an open segment, each with some of the captures, in this order."""
+    captures = [new_ulid() for _ in range(EACH * len(PLACES))]
+    for place, first in zip(PLACES, range(0, len(captures), EACH), strict=True):
         with WriterProcess(store, "--seal-idle-s", "60") as writer, Sender(writer.endpoint) as engine:
-            for number, capture in enumerate(half, captures.index(half[0])):
+            own = captures[first : first + EACH]
+            for number, capture in enumerate(own, first):
                 engine.open(capture, prompt_len=2 * FRAME, codec="int8b64")
                 for start in (0, FRAME):
                     engine.frame([(capture, number, range(start, start + FRAME))])
                 engine.finish(capture, end=2 * FRAME)
             engine.wait()
             with StoreReader(store) as reader:
-                for capture in half:
+                for capture in own:
                     assert until(lambda name=capture: reader.capture(name).status == "complete")  # type: ignore[misc]
-            writer.stop() if half[0] == captures[0] else writer.kill()
+            writer.kill() if place == "open segment" else writer.stop()
+        if place == "cold block":
+            assert compact(store).cold == 1
     return captures
 
 
 def kind_of(path: Path, store: Path) -> str:
     parts = path.relative_to(store).parts
     if parts[0] == "blocks":
-        return "block: " + "/".join(part for part in parts[2:] if not part.isdigit())
+        what = "block" if (path.parents[len(parts) - 3] / "frame").exists() else "cold block"
+        return f"{what}: " + "/".join(part for part in parts[2:] if not part.isdigit())
     return "open segment" if path.suffix == ".open" else "control log" if path.suffix == ".log" else path.name
 
 
@@ -75,34 +82,38 @@ def test_row_33_a_flipped_bit_in_every_kind_of_file(
     by_kind: dict[str, list[Path]] = {}
     for path in files:
         by_kind.setdefault(kind_of(path, store), []).append(path)
-    flips = times(1, max(1, 1000 // len(by_kind) + 1)) * len(by_kind)
+    kinds = rng.sample(list(by_kind), len(by_kind))
+    flips = times(16, -(-1000 // len(kinds)) * len(kinds))
+    drawn = [(flip, kind := kinds[flip % len(kinds)], path := rng.choice(by_kind[kind]),
+              rng.randrange(8 * path.stat().st_size)) for flip in range(flips)]
     seen: Counter[str] = Counter()
-    for flip in range(flips):
-        kind = list(by_kind)[flip % len(by_kind)]
-        path = rng.choice(by_kind[kind])
-        copy = tmp_path / "copy"
-        shutil.copytree(store, copy)
-        target = copy / path.relative_to(store)
-        data = bytearray(target.read_bytes())
-        bit = rng.randrange(8 * len(data))
-        data[bit // 8] ^= 1 << bit % 8
-        target.write_bytes(data)
-        where = f"{kind} byte {bit // 8}"
-        for moment in ("at rest", "after a start"):
-            if moment == "after a start":
-                try:
-                    fs.close(recovery.recover(copy).lock)
-                except (TapError, sqlite3.DatabaseError) as error:
-                    seen[f"the start is refused ({type(error).__name__})"] += 1
-                    break
-            found = answers(copy, captures)
-            bad = [number for number, answer in enumerate(found) if answer != "right"]
-            if kind == "open segment":
-                assert all(number >= COUNT // 2 for number in bad), (where, moment, found)
-            if kind.startswith("block"):
-                assert all(number < COUNT // 2 for number in bad), (where, moment, found)
-            seen["no answer changes" if not bad else "named"] += 1
-        shutil.rmtree(copy)
-    record_property("times", f"{flips} flips in {len(by_kind)} kinds of file: "
+    with ThreadPoolExecutor(times(1, 4)) as pool:
+        for found in pool.map(lambda each: flipped(store, tmp_path / f"copy{each[0]}", captures, *each[1:]), drawn):
+            seen.update(found)
+    record_property("times", f"{flips} flips in {min(flips, len(kinds))} kinds of file, each read twice: "
                     + ", ".join(f"{what} {count}" for what, count in seen.most_common()))
     print(seen)
+
+
+def flipped(store: Path, copy: Path, captures: list[str], kind: str, path: Path, bit: int) -> list[str]:
+    """What comes of one flipped bit: as the store lies there, and after a start of the writer."""
+    shutil.copytree(store, copy)
+    target, outcomes = copy / path.relative_to(store), []
+    data = bytearray(target.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    target.write_bytes(data)
+    where = f"{kind} byte {bit // 8}"
+    for moment in ("at rest", "after a start"):
+        if moment == "after a start":
+            try:
+                fs.close(recovery.recover(copy).lock)
+            except (TapError, sqlite3.DatabaseError) as error:
+                outcomes.append(f"the start is refused ({type(error).__name__})")
+                break
+        found = answers(copy, captures)
+        bad = [number for number, answer in enumerate(found) if answer != "right"]
+        if (place := kind.partition(":")[0]) in PLACES:
+            assert all(number // EACH == PLACES.index(place) for number in bad), (where, moment, found)
+        outcomes.append("no answer changes" if not bad else "named")
+    shutil.rmtree(copy)
+    return outcomes
