@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios import ENGINES
+from bench.shapes import make_probe
 from vllm_tap.writer_process import WriterProcess
 
 START_S = 400.0
@@ -65,7 +66,7 @@ class Process:
             place = self._beside.enter_context(tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir=shared))
             endpoint, store = f"ipc://{folder}/{name}.sock", f"{place}/store"
             environment |= {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": engine.arm, "BENCH_STORE": store,
-                            "VLLM_TAP_STAGING_BYTES_MAX": str(64 << 30)}
+                            "VLLM_TAP_STAGING_BYTES_MAX": str(64 << 30), "VLLM_TAP_PROBES": make_probe(shape, folder)}
             environment |= {key: value for key, value in os.environ.items() if key in (
                 "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES", "VLLM_TAP_ON_FULL")}
             self._beside.enter_context(WriterProcess(Path(store), endpoint))

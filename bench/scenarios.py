@@ -28,6 +28,7 @@ ENGINES: dict[str, Engine] = {
     "tap": Engine({
         "idle": None,
         "zero layers": {"sites": []},
+        "one probe": {"probe": ["probe"]},
         "one layer": {"layers": [8], "codec": "int8b64"},
         "last prompt token": {"positions": "last", "codec": "int8b64"},
         "every 4th layer": {"layers": "::4", "codec": "int8b64"},

@@ -1,9 +1,10 @@
 """The server under load: time to first token and between tokens, capture off and on in turns.
 
-    python -m bench.serving [--shape 3b] [--windows 3] [--seconds 12]
+    python -m bench.serving [--shape 3b] [--windows 3] [--seconds 12] [--probe]
 
 One ``vllm serve`` with the plugin, asked as clients do: requests arrive at random (Poisson) at half the rate that it
-can serve, each a prompt of token ids and a streamed answer. Windows without and with capture alternate.
+can serve, each a prompt of token ids and a streamed answer. Windows without and with capture alternate; what is
+captured is every row of the residual stream, or, with --probe, the score of one probe at every token.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from typing import Any
 
 import httpx
 
-from bench.shapes import SHAPES, make_model
+from bench.shapes import SHAPES, make_model, make_probe
 from vllm_tap.tiny_model import tiny_model
 from vllm_tap.writer_process import WriterProcess
 
 PROMPT, GENERATED = 256, 128
+Spec = dict[str, Any]
 
 
 def served_model(shape: str) -> Path:
@@ -56,6 +58,7 @@ def server(shape: str) -> Iterator[str]:
          tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir="/dev/shm") as store, \
          WriterProcess(Path(store), endpoint := f"ipc://{folder}/w.sock"):
         environment = {**os.environ, "VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": "resid_post",
+                       "VLLM_TAP_PROBES": make_probe(shape, Path(folder)),
                        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
         log = open(f"{folder}/serve.log", "w+")  # noqa: SIM115 - read after the process ended
         engine = subprocess.Popen(
@@ -85,15 +88,15 @@ def _wait(url: str, engine: subprocess.Popen[bytes], log: Any) -> None:
     sys.exit("bench.serving: the server did not start:\n" + log.read()[-3000:])
 
 
-async def ask(client: httpx.AsyncClient, url: str, vocabulary: int, capture: bool, first: list[float],
+async def ask(client: httpx.AsyncClient, url: str, vocabulary: int, spec: Spec | None, first: list[float],
               between: list[float]) -> None:
     """One streamed request; what it waited for its first token, and for each that followed, in seconds."""
     body: dict[str, Any] = {
         "model": "m", "prompt": [random.randrange(10, vocabulary - 10) for _ in range(PROMPT)], "temperature": 0,
         "max_tokens": GENERATED, "stream": True, "ignore_eos": True,
     }
-    if capture:
-        body["vllm_xargs"] = {"capture": json.dumps({"codec": "int8b64"})}
+    if spec is not None:
+        body["vllm_xargs"] = {"capture": json.dumps(spec)}
     begin = last = time.perf_counter()
     async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
         answer.raise_for_status()
@@ -105,7 +108,7 @@ async def ask(client: httpx.AsyncClient, url: str, vocabulary: int, capture: boo
                 last, seen = now, seen + 1
 
 
-async def window(url: str, vocabulary: int, rate: float, seconds: float, capture: bool
+async def window(url: str, vocabulary: int, rate: float, seconds: float, spec: Spec | None
                  ) -> tuple[list[float], list[float]]:
     """Requests that arrive at random for a while, until the last has its answer."""
     first: list[float] = []
@@ -114,7 +117,7 @@ async def window(url: str, vocabulary: int, rate: float, seconds: float, capture
         tasks = []
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
-            tasks.append(asyncio.create_task(ask(client, url, vocabulary, capture, first, between)))
+            tasks.append(asyncio.create_task(ask(client, url, vocabulary, spec, first, between)))
             await asyncio.sleep(random.expovariate(rate))
         await asyncio.gather(*tasks)
     return first, between
@@ -125,25 +128,26 @@ async def saturation(url: str, vocabulary: int, requests: int) -> float:
     async with httpx.AsyncClient(timeout=120.0, limits=httpx.Limits(max_connections=2000)) as client:
         for _ in range(2):
             begin = time.perf_counter()
-            await asyncio.gather(*(ask(client, url, vocabulary, False, [], []) for _ in range(requests)))
+            await asyncio.gather(*(ask(client, url, vocabulary, None, [], []) for _ in range(requests)))
             seconds = time.perf_counter() - begin
     return requests / seconds
 
 
-def measure(shape: str, windows: int, seconds: float, load: float, requests: int) -> dict[str, Any]:
+def measure(shape: str, windows: int, seconds: float, load: float, requests: int, spec: Spec) -> dict[str, Any]:
     """Medians and 99th percentiles of each kind of window, and their ratios."""
     vocabulary = json.loads((tiny_model() / "config.json").read_text())["vocab_size"]
     with server(shape) as url:
         rate = load * asyncio.run(saturation(url, vocabulary, requests))
         print(f"{rate:.1f} requests a second: {load:.0%} of what it can serve", file=sys.stderr, flush=True)
-        asyncio.run(window(url, vocabulary, rate, 3.0, True))  # warm
+        asyncio.run(window(url, vocabulary, rate, 3.0, spec))  # warm
         found: dict[bool, tuple[list[float], list[float]]] = {False: ([], []), True: ([], [])}
         for number in range(windows):
             for capture in ((False, True), (True, False))[number % 2]:
-                for kept, new in zip(found[capture], asyncio.run(window(url, vocabulary, rate, seconds, capture)),
-                                     strict=True):
+                got = asyncio.run(window(url, vocabulary, rate, seconds, spec if capture else None))
+                for kept, new in zip(found[capture], got, strict=True):
                     kept.extend(new)
-    result: dict[str, Any] = {"shape": shape, "requests_a_second": rate, "requests": len(found[True][0])}
+    result: dict[str, Any] = {"shape": shape, "captured": spec, "requests_a_second": rate,
+                              "requests": len(found[True][0])}
     for at, name in enumerate(("first_token", "between_tokens")):
         for share in (50, 99):
             off, on = (statistics.quantiles(found[capture][at], n=100)[share - 1] for capture in (False, True))
@@ -159,11 +163,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--load", type=float, default=0.5, help="share of what the server can serve (default: 0.5)")
     parser.add_argument("--requests", type=int, default=256, help="at once, to find out what it can serve")
+    parser.add_argument("--probe", action="store_true", help="capture the scores of a probe, not rows")
     args = parser.parse_args()
-    result = measure(args.shape, args.windows, args.seconds, args.load, args.requests)
+    spec: Spec = {"probe": ["probe"]} if args.probe else {"codec": "int8b64"}
+    result = measure(args.shape, args.windows, args.seconds, args.load, args.requests, spec)
     text = json.dumps(result, indent=1)
-    (Path(__file__).parent / "results" / f"serving-{args.shape}.json").write_text(text + "\n")
+    results = Path(__file__).parent / "results"
+    results.mkdir(exist_ok=True)
+    (results / f"serving-{args.shape}{'-probe' if args.probe else ''}.json").write_text(text + "\n")
     print(text)
+    print(f"added time between tokens: p50 {result['between_tokens_p50']['ratio'] - 1:+.2%}, "
+          f"p99 {result['between_tokens_p99']['ratio'] - 1:+.2%}")
 
 
 if __name__ == "__main__":

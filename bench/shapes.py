@@ -7,6 +7,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save_file
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -48,6 +51,14 @@ LOADS = {
     "decode256": Load(256, 16, 128),
     "prefill8k": Load(4, 8192, 2),
 }
+
+
+def make_probe(name: str, folder: Path) -> str:
+    """What registers a probe of one direction, called probe, in the middle of a shape's layers."""
+    shape = SHAPES[name]
+    save_file({"directions": np.random.default_rng(0).standard_normal(shape.hidden, np.float32)},
+              folder / "probe.safetensors")
+    return f"probe={folder}/probe.safetensors@resid_post.{shape.layers // 2}"
 
 
 def make_model(name: str) -> Path:

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from schemas.control import Own
 from schemas.errors import SpecError, TapError
 from schemas.ids import new_ulid
+from schemas.probes import parse_probes
 from schemas.spec import parse_spec
 from tests.engine_player import WIDTH, EnginePlayer, decoded
 from tests.processes import runs
@@ -348,6 +349,22 @@ def test_what_is_asked_for_is_armed(sites: str | None, arm: str | None, armed: s
                      positions="last")
     assert job.armed == armed
     assert job.spec().layers == [0, 2] and job.spec().positions == "last_prompt"
+
+
+def test_probes_of_an_offline_run(tmp_path: Path) -> None:
+    """Without sites scores are all that is taken; other numbers under the same name make it another run."""
+    def job(number: float) -> CaptureJob:
+        save_file({"directions": np.full(256, number, np.float32)}, tmp_path / "p.safetensors")
+        return CaptureJob(PromptSource("p"), str(tiny_model()), tmp_path,
+                          probes=parse_probes([f"tone={tmp_path}/p.safetensors@resid_post.1"]))
+
+    first = job(1.0)
+    assert (first.spec().probe, first.spec().sites, first.armed) == (["tone"], None, "resid_post")
+    before = first.settings()
+    assert before == first.settings() != job(2.0).settings()
+    assert_refused(tap("capture", tmp_path / "p", "--tiny", "--probe", f"tone={tmp_path}/none"), "probe 'tone'", "none")
+    assert_refused(tap("serve", "--tiny", "--probe", "to.ne=x"), "--probe", "'to.ne'", "A-Z a-z 0-9")
+    assert_refused(tap("serve", "--tiny", "--arm", "probe.tone"), "--arm", "registered by --probe NAME=FILE")
 
 
 # ── the writer beside an offline run ────────────────────────────────────────────────────────────────────────────

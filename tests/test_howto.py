@@ -1,4 +1,4 @@
-"""The pages for researchers and SAE teams: every block of Python of theirs, run as it stands.
+"""The pages for researchers, SAE and safety teams: every block of Python of theirs, run as it stands.
 
 Blocks that need vLLM itself are run beside a real engine: tests/engine/test_recording.py and test_serve.py.
 """
@@ -6,19 +6,20 @@ Blocks that need vLLM itself are run beside a real engine: tests/engine/test_rec
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 
+from schemas.probes import Registered, load_probe
 from tests.api_stack import Stack, running
 from tests.engine_player import LAYERS, WIDTH
 from tests.readme import blocks
 from vllm_tap import Client
 
-for name in ("torch", "xarray", "datasets"):
-    pytest.importorskip(name)
-
+LACKING = [name for name in ("torch", "xarray", "datasets") if find_spec(name) is None]
+needs_more = pytest.mark.skipif(bool(LACKING), reason=f"not installed: {', '.join(LACKING)}")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 NEEDS_VLLM = ("from vllm import", "vllm_xargs")
 
@@ -46,6 +47,7 @@ def run(page: str, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
     return space
 
 
+@needs_more
 def test_the_page_for_sae_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     space = run("docs/howto_sae.md", stack, monkeypatch)
     assert space["losses"][-1] < space["losses"][0] and space["provider"].d_in == WIDTH
@@ -53,6 +55,7 @@ def test_the_page_for_sae_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch) -
     assert space["table"].column_names[-1] == "resid_post.2"
 
 
+@needs_more
 def test_the_page_for_researchers(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     space = run("docs/howto_research.md", stack, monkeypatch)
     assert space["part"].values.shape == (2, 6, WIDTH) and np.isfinite(space["norms"].values).all()
@@ -60,7 +63,20 @@ def test_the_page_for_researchers(stack: Stack, monkeypatch: pytest.MonkeyPatch)
     assert space["last"].shape == (1, WIDTH) and len(space["table"]) == len(space["rows"])
 
 
+def test_the_page_for_safety_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The played engine has a probe of that name, of which the page's own file is no part."""
+    space = run("docs/howto_probe.md", stack, monkeypatch)
+    found = load_probe(Registered("tone", stack.store.parent / "tone.safetensors"))
+    assert (found.about.site, found.about.layer, found.about.names) == ("resid_post", 2, ["glad", "sad"])
+    glad, sad = (found.directions @ space[name].mean(0) + found.bias for name in ("glad", "sad"))
+    assert glad[0] > 0 > glad[1] and sad[0] < 0 < sad[1]
+    assert sorted(space["scores"]) == list(range(len(space["scores"]))) and len(space["scores"]) > 12
+    assert space["part"]["values"] == space["tone"].tolist()
+    assert space["x"].shape == (7, WIDTH) and space["scored"].shape == (7, 2) and len(space["every"]) >= 2
+
+
 def test_no_block_is_left_out_by_accident() -> None:
-    left = [block for page in ("docs/howto_sae.md", "docs/howto_research.md") for block in blocks("python", page)
+    pages = ("docs/howto_sae.md", "docs/howto_research.md", "docs/howto_probe.md")
+    left = [block for page in pages for block in blocks("python", page)
             if any(word in block for word in NEEDS_VLLM)]
-    assert len(left) == 2
+    assert len(left) == 3

@@ -20,6 +20,7 @@ import httpx
 from schemas import limits
 from schemas.manifest import Manifest
 from schemas.reader import CaptureRow
+from schemas.sites import PROBE
 from vllm_tap import wire
 from vllm_tap.captures import F32, Key, Rows, only_layer, place, whole
 from vllm_tap.client import Answer
@@ -53,6 +54,10 @@ class AsyncCapture:
         name, layer = found if isinstance(found, tuple) else (found, None)
         values = (await self.slice(name, layer)).values
         return values if isinstance(layer, Sequence) else values[0]
+
+    async def probe(self, name: str) -> F32:
+        """``Capture.probe``: all scores of a registered probe, float32 ``[rows, k]``."""
+        return await self.get(f"{PROBE}{name}")
 
     async def slice(self, site: str, layer: int | Sequence[int] | None = None, start: int = 0,
                     stop: int | None = None, allow_missing: bool = False) -> Rows:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from schemas.errors import NotFoundError, SpecError
 from schemas.manifest import Manifest, Missing
-from schemas.sites import parse_site
+from schemas.sites import PROBE, parse_site
 from vllm_tap.errors import MissingRows, NotComplete
 from vllm_tap.listing import FINAL
 
@@ -118,6 +118,13 @@ class Capture:
         name, layer = key if isinstance(key, tuple) else (key, None)
         values = self.slice(name, layer).values
         return values if isinstance(layer, Sequence) else values[0]
+
+    def probe(self, name: str) -> F32:
+        """All scores of a registered probe, float32 ``[rows, k]``; raises what ``capture[site, layer]`` raises.
+
+        ``capture.slice(f"probe.{name}", …)`` has their positions; the manifest the names of the k scores.
+        """
+        return self[f"{PROBE}{name}"]
 
     def slice(self, site: str, layer: Layers = None, start: int = 0, stop: int | None = None,
               allow_missing: bool = False) -> Rows:

@@ -15,6 +15,7 @@ from schemas import legacy as legacy_names
 from schemas.codecs import CODECS, DEFAULT_CODEC
 from schemas.errors import TapError
 from schemas.legacy import FLAGS, MODES
+from schemas.probes import parse_probes
 from vllm_tap import cli_upkeep
 
 __all__ = ["app", "main"]
@@ -73,6 +74,8 @@ ActBits = Annotated[int | None, typer.Option(help="Bits of a stored number: 8, n
 Keys = Annotated[Path | None, typer.Option("--keys", help="The API keys (default: keys.json of the store, where there "
                                                           "is one); needed to listen beyond loopback.")]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Use a small model made on the spot instead of MODEL.")]
+Probes = Annotated[list[str] | None, typer.Option(
+    "--probe", help="Register a probe: NAME=FILE (safetensors), or NAME=FILE@resid_post.12; repeatable.")]
 Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …")]
 
 
@@ -87,6 +90,7 @@ def serve(
     store: Store = Path("captures"),
     keys: Keys = None,
     arm: Arm = "resid_post",
+    probe: Probes = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     on_full: Annotated[OnFull, typer.Option(help="Drop rows (named in the manifest) or let generation wait.")]
         = OnFull.drop,
@@ -131,6 +135,7 @@ def serve(
         retain_days=retain_days, retain_bytes=retain_bytes, quota_bytes=quota_bytes, metrics_port=metrics_port,
         log_format=log_format.value,
         engine_args=(*arguments, *context.obj), environment={**environment, **legacy}, capture_all=capture_all,
+        probes=parse_probes(probe or (), "--probe"),
     )))
 
 
@@ -153,6 +158,9 @@ def capture(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 16,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     arm: Annotated[str | None, typer.Option(help="Sites to tap (default: the sites asked for).")] = None,
+    probe: Annotated[list[str] | None, typer.Option(
+        help="Take the scores of a probe: NAME=FILE, or NAME=FILE@resid_post.12; repeatable. Without --sites nothing "
+             "else is taken.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write {line, capture, text, …} as JSON lines.")] = None,
     durability: Annotated[Durability, typer.Option()] = Durability.fsync,
@@ -189,6 +197,7 @@ def capture(
         sites=sites, layers=layers,
         positions=positions, codec=codec, max_tokens=max_tokens, temperature=temperature, arm=arm, output=output,
         durability=durability.value, engine_args=(*arguments, *context.obj), environment=environment,
+        probes=parse_probes(probe or (), "--probe"),
     )))
 
 

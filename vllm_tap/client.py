@@ -94,6 +94,10 @@ class Generation(Answer):
         """``Capture.__getitem__`` of the one capture."""
         return self.capture[key]
 
+    def probe(self, name: str) -> F32:
+        """``Capture.probe`` of the one capture."""
+        return self.capture.probe(name)
+
     def slice(self, site: str, layer: int | Sequence[int] | None = None, start: int = 0, stop: int | None = None,
               allow_missing: bool = False) -> Rows:
         """``Capture.slice`` of the one capture."""

@@ -28,6 +28,7 @@ from schemas.codecs import parse_codec
 from schemas.control import Abandon, Delete, Own
 from schemas.errors import ConflictError, SpecError, StartError, TapError
 from schemas.manifest import Manifest
+from schemas.probes import Registered, load_probe, probes_text
 from schemas.reader import StoreReader
 from schemas.sites import parse_site
 from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
@@ -69,6 +70,7 @@ class CaptureJob:
     durability: str = "fsync"
     engine_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    probes: tuple[Registered, ...] = ()  # whose scores every prompt gets; without ``sites`` nothing else
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -76,6 +78,8 @@ class CaptureJob:
         check_arm(self.armed)
         parse_codec(self.codec)
         self.spec()
+        for probe in self.probes:
+            load_probe(probe)
         if self.output is not None:
             if self.output.is_dir():
                 raise TapError(f"--output = {str(self.output)!r}: is a folder; name a file")
@@ -92,8 +96,10 @@ class CaptureJob:
 
     def settings(self) -> dict[str, Any]:
         """What makes one run another than the next, beside the prompts themselves."""
+        known = {probe.name: load_probe(probe).about.fingerprint for probe in self.probes}
         return {"source": self.prompts.name, "model": self.model, "armed": self.armed,
-                "spec": self.spec().to_json(), "max_tokens": self.max_tokens, "temperature": self.temperature}
+                "spec": self.spec().to_json(), "max_tokens": self.max_tokens, "temperature": self.temperature,
+                **({"probes": known} if known else {})}
 
     def spec(self) -> CaptureSpec:
         """The spec that every prompt gets; SpecError where it is malformed."""
@@ -101,6 +107,8 @@ class CaptureJob:
                                  "positions": _numbers(self.positions)}
         if self.sites is not None:
             asked["sites"] = [name.strip() for name in self.sites.split(",")]
+        if self.probes:
+            asked["probe"] = [probe.name for probe in self.probes]
         return parse_spec(asked)
 
 
@@ -236,6 +244,7 @@ def _say_codec(console: Console, job: CaptureJob) -> None:
 
 def _set_environment(job: CaptureJob, endpoint: str) -> None:
     os.environ |= {**job.environment, "VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": job.armed,
+                   "VLLM_TAP_PROBES": probes_text(job.probes),
                    "VLLM_TAP_ON_FULL": "wait", "VLLM_NO_USAGE_STATS": "1",
                    "VLLM_ACT_CAPTURE": "0"}  # every prompt has a spec of its own
     # A progress bar is no place for vLLM's log; VLLM_LOGGING_LEVEL=INFO and PYTHONWARNINGS=default bring it back.

@@ -76,13 +76,14 @@ def _ready_text(config: ServeConfig, seconds: float) -> str:
         codec = parse_codec(json.loads(config.capture_all)["codec"])
         every = f"\n    every    request is captured: {SITE}, all layers, as {codec.identity}\n" \
                 f"             error: {codec.family.error}"
+    probes = "".join(f"\n    probe    {probe}" for probe in config.probes)
     return f"""
   vllm-tap is ready ({seconds:.0f} s)
 
     API      {config.url}/v1      (OpenAI-compatible; add "capture" to a request)
     page     {config.url}/       (captures in a browser)
     store    {config.store.absolute()}
-    armed    {config.arm}{every}
+    armed    {config.arm}{probes}{every}
 
     try      curl {config.url}/v1/chat/completions -H 'Content-Type: application/json' -d \\
                '{body} "capture": {{}}}}'

@@ -17,6 +17,7 @@ from api.config import is_loopback
 from api.keys import KeyFile
 from schemas.errors import SpecError, StartError
 from schemas.legacy import SITE
+from schemas.probes import Registered, load_probe, probes_text
 from schemas.sites import is_probe, parse_site
 from schemas.zarr_layout import KEYS_FILE
 from vllm_tap.child import Service
@@ -55,9 +56,12 @@ class ServeConfig:
     engine_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
+    probes: tuple[Registered, ...] = ()
 
     def __post_init__(self) -> None:
         check_arm(self.arm)
+        for probe in self.probes:
+            load_probe(probe)
         check_model(self.model)
         if self.capture_all and SITE not in self.armed:
             raise StartError(f"--arm {self.arm!r}: --activation-capture captures {SITE}, which is not among them")
@@ -243,6 +247,7 @@ def tap_environment(config: ServeConfig, endpoint: str) -> dict[str, str]:
         "VLLM_TAP_ENDPOINT": endpoint,
         "VLLM_TAP_ARM": ",".join(part.strip() for part in config.arm.split(",")),
         "VLLM_TAP_ON_FULL": config.on_full,
+        "VLLM_TAP_PROBES": probes_text(config.probes),
     }
     if config.ring_bytes is not None:
         environment["VLLM_TAP_RING_BYTES"] = str(config.ring_bytes)

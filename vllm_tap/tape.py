@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from schemas.errors import NotFoundError, StartError, TapError
 from schemas.manifest import Manifest
+from schemas.probes import load_probe, parse_probes, probes_text
 from schemas.reader import StoreReader
 from schemas.spec import parse_spec
 from vllm_tap.captures import Capture
@@ -55,16 +56,21 @@ class Recording:
 
 @contextmanager
 def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_post", *, on_full: str = "wait",
-              durability: str = "fsync", ring_bytes: int | None = None, wait_s: float = 60.0) -> Iterator[Recording]:
+              durability: str = "fsync", ring_bytes: int | None = None, wait_s: float = 60.0,
+              probes: Mapping[str, str | Path] | None = None) -> Iterator[Recording]:
     """Runs a writer beside this process; an ``LLM`` that is made inside has taps at the sites of ``arm``.
 
-    ``on_full``: whether generation waits for the disk ("wait") or rows are dropped and named ("drop"). At its end it
-    waits, ``wait_s`` seconds at most, until every capture has ended. Requests with a capture that come to such an
-    engine later are refused; others are not affected. StartError, before anything is started, where it cannot be had.
+    ``on_full``: whether generation waits for the disk ("wait") or rows are dropped and named ("drop"). ``probes``: by
+    name the files of probes that can be asked for (schemas.probes). At its end it waits, ``wait_s`` seconds at most,
+    until every capture has ended. Requests with a capture that come to such an engine later are refused; others are not
+    affected. StartError, before anything is started, where it cannot be had.
     """
     global _newest
     armed = check_arm(arm if isinstance(arm, str) else ",".join(arm))
     path = check_store(Path(store)).absolute()
+    registered = parse_probes((f"{name}={file}" for name, file in (probes or {}).items()))
+    for probe in registered:
+        load_probe(probe)
     if on_full not in ("wait", "drop"):
         raise StartError(f"on_full = {on_full!r}: valid are wait and drop")
     if durability not in ("fsync", "os"):
@@ -80,7 +86,8 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
         stack.callback(shutil.rmtree, sockets, ignore_errors=True)
         endpoint = f"ipc://{sockets / 'writer.sock'}"
         writer = stack.enter_context(WriterProcess(path, endpoint, durability))
-        settings = {_ENDPOINT: endpoint, "VLLM_TAP_ARM": armed, "VLLM_TAP_ON_FULL": on_full, "VLLM_ACT_CAPTURE": "0"}
+        settings = {_ENDPOINT: endpoint, "VLLM_TAP_ARM": armed, "VLLM_TAP_ON_FULL": on_full, "VLLM_ACT_CAPTURE": "0",
+                    "VLLM_TAP_PROBES": probes_text(registered)}
         if ring_bytes is not None:
             settings["VLLM_TAP_RING_BYTES"] = str(ring_bytes)
         stack.callback(_restore, {name: os.environ.get(name) for name in settings})

@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from safetensors.numpy import save_file
 
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
@@ -88,6 +89,17 @@ class Service:
         return manifest
 
 
+DIRECTIONS = np.random.default_rng(7).standard_normal((2, 256)).astype(np.float32)
+BIAS = np.array([0.5, -3.0], np.float32)
+
+
+def probe_file(folder: Path) -> Path:
+    """A probe of two directions, at a site that nobody arms."""
+    save_file({"directions": DIRECTIONS, "bias": BIAS}, folder / "tone.safetensors",
+              {"site": "resid_mid", "layer": "2", "names": "glad, sad"})
+    return folder / "tone.safetensors"
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -105,9 +117,9 @@ def service(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[st
                     "PYTHONPATH": f"{entry_points(store.parent)}:{ROOT}"}
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm_tap", "serve", "--tiny", "--port", str(port), "--engine-port", str(engine_port),
-         "--store", str(store), "--arm", ",".join(SITES), "--", "--dtype", "float32", "--max-num-batched-tokens", "48",
-         "--max-num-seqs", "16", "--block-size", "32", "--max-model-len", "1024", "--enable-auto-tool-choice",
-         "--tool-call-parser", "hermes"],
+         "--store", str(store), "--arm", ",".join(SITES), "--probe", f"tone={probe_file(store.parent)}", "--",
+         "--dtype", "float32", "--max-num-batched-tokens", "48", "--max-num-seqs", "16", "--block-size", "32",
+         "--max-model-len", "1024", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     lines: list[str] = []
     ready = threading.Event()
@@ -178,6 +190,41 @@ def test_streaming_ends_with_the_capture(service: Service) -> None:
     capture = chunks[-1].model_extra["capture"]  # type: ignore[index]
     manifest = service.check(capture["id"])
     assert {entry["captured"] for entry in manifest["rows"]} == {len(manifest["output_token_ids"]) - 1}
+
+
+def test_scores_of_a_probe_come_with_the_tokens(service: Service) -> None:
+    """Over the official client, while others of the batch ask for rows: against Hugging Face, and what is stored."""
+    others = [threading.Thread(target=lambda: service.openai.completions.create(
+        model=service.model, prompt="and rows of others " * 20, max_tokens=30,
+        extra_body={"capture": {"codec": "raw"}, "ignore_eos": True})) for _ in range(2)]
+    for other in others:
+        other.start()
+    chunks = list(service.openai.chat.completions.create(
+        model=service.model, messages=_chat("How was it? " * 30), max_tokens=60, stream=True, temperature=0,
+        extra_body={"capture": {"probe": ["tone"]}, "ignore_eos": True}))
+    for other in others:
+        other.join()
+    parts = [(number, chunk.model_extra["scores"]) for number, chunk in enumerate(chunks)
+             if "scores" in (chunk.model_extra or {})]
+    assert any(chunk.choices for chunk in chunks[parts[0][0]:]), "no score came before the last token"
+    scores = {position: values for _, part in parts
+              for position, values in zip(part["positions"], part["values"], strict=True)}
+    capture = chunks[-1].model_extra["capture"]  # type: ignore[index]
+    assert capture["status"] == "complete" and {part["probe"] for _, part in parts} == {"tone"}
+    manifest = service.manifest(capture["id"])
+    assert [(e["site"], e["layer"]) for e in manifest["rows"]] == [("probe.tone", 2)]
+    tokens = (*manifest["prompt_token_ids"], *manifest["output_token_ids"])
+    with StoreReader(service.store) as reader:
+        stored = reader.slice(capture["id"], "probe.tone", [2])
+    assert dict(zip(stored.positions.tolist(), stored.values()[0].tolist(), strict=True)) == scores
+    assert stored.positions.tolist() == list(range(len(tokens) - 1))
+    rows = np.stack([service.reference.rows(tokens)["resid_mid", 2][position] for position in stored.positions])
+    want = rows @ DIRECTIONS.T + BIAS
+    assert np.abs(stored.values()[0] - want).max() < 1e-3 * np.abs(want).max()
+    answer = service.openai.completions.create(model=service.model, prompt="How was it?", max_tokens=4,
+                                               extra_body={"capture": {"probe": ["tone"], "positions": "generated"}})
+    (part,) = answer.model_extra["capture"]["scores"]  # type: ignore[index]
+    assert part["names"] == ["glad", "sad"] and len(part["values"]) == len(part["positions"]) > 0
 
 
 def test_two_requests_at_once_with_their_own_specs(service: Service) -> None:
