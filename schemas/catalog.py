@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -132,14 +133,21 @@ def connect_read(path: Path) -> ReadConnection:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Rows of a capture in one frame; ``rows`` is uint32 ``[n, 4]``: position, row in the frame, token id, flags."""
+    """Rows of a capture in one frame; ``table`` has of one after the other its position, row in the frame, token id and
+    flags as little-endian uint32.
+    """
 
     site: str
     seq: int
     segment: int
     offset: int
     layers: tuple[int, ...]
-    rows: np.ndarray[Any, np.dtype[np.uint32]]
+    table: bytes
+
+    @property
+    def rows(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        """The table as uint32 ``[n, 4]``."""
+        return np.frombuffer(self.table, "<u4").reshape(-1, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +213,7 @@ def pack_layers(layers: list[int]) -> bytes:
     return np.asarray(layers, "<u2").tobytes()
 
 
+@lru_cache(maxsize=1024)
 def unpack_layers(data: bytes) -> tuple[int, ...]:
     """The inverse."""
     return tuple(np.frombuffer(data, "<u2").tolist())
@@ -245,8 +254,7 @@ def load_extents(db: sqlite3.Connection, capture: str, site: str | None = None) 
     where, args = ("AND site = ?", (capture, site)) if site else ("", (capture,))
     query = f"SELECT site, seq, segment, offset, layers, rows FROM extents WHERE capture = ? {where} ORDER BY seq"
     return [
-        Extent(r["site"], r["seq"], r["segment"], r["offset"], unpack_layers(r["layers"]),
-               np.frombuffer(r["rows"], "<u4").reshape(-1, 4))
+        Extent(r["site"], r["seq"], r["segment"], r["offset"], unpack_layers(r["layers"]), r["rows"])
         for r in db.execute(query, args)
     ]
 

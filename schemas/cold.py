@@ -10,6 +10,7 @@ rows out of it makes another that replaces it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -65,10 +66,8 @@ class ColdFrame:
 
     def pieces(self, layers: npt.ArrayLike, rows: npt.ArrayLike) -> Index:
         """As FrameView.pieces."""
-        row = np.asarray(rows, np.int64) + self.offset
-        layer = self.columns[np.asarray(layers, np.int64)][:, None]
-        found: Index = self.block.chunk[row // CHUNK_ROWS, layer] * CHUNK_ROWS + row % CHUNK_ROWS
-        return found
+        columns = self.columns[np.asarray(layers, np.int64)]
+        return self.block.pieces_at(np.asarray(rows, np.int64) + self.offset, columns)
 
     def section(self, stream: int) -> Bytes:
         """All pieces of a stream in the block, uint8 ``[pieces, piece bytes]``: a view of the file."""
@@ -142,6 +141,15 @@ class ColdBlock:
     def main(self) -> Path:
         """The file of the main stream."""
         return self.folder / main_chunk(self.declared[0].name)
+
+    def pieces(self, rows: Index, layers: Sequence[int]) -> Index:
+        """Index of the piece of each (layer, row of the block) in any of the streams: ``[len(layers), len(rows)]``."""
+        return self.pieces_at(rows, np.searchsorted(self.checksums.layers, layers))
+
+    def pieces_at(self, rows: Index, columns: Index) -> Index:
+        """The same for columns of the block's layers."""
+        found: Index = self.chunk[rows // CHUNK_ROWS, columns[:, None]] * CHUNK_ROWS + rows % CHUNK_ROWS
+        return found
 
     def section(self, stream: int) -> Bytes:
         """All pieces of a stream, uint8 ``[pieces, piece bytes]``: a view of the file."""

@@ -24,22 +24,25 @@ from schemas.frame import FLAG_DRAFT, FLAG_RECOMPUTED
 from schemas.manifest import Missing
 from schemas.spec import Resolved, intervals
 
-__all__ = ["Coverage", "LayerGroup", "cover", "status_of", "status_of_cover"]
+__all__ = ["Coverage", "LayerGroup", "Rows", "cover", "status_of", "status_of_cover"]
 
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 _UNFINISHED = "pending"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows by position: ``extent`` is an index into Coverage.extents[site], ``row`` a row of that frame."""
+    """Rows by position: ``extent`` is an index into Coverage.extents[site], ``row`` a row of that frame.
+
+    Two are the same only where they are one object.
+    """
 
     positions: I64
     extent: I64
     row: I64
 
-    def __getitem__(self, which: Bools | I64) -> Rows:
+    def __getitem__(self, which: slice | Bools | I64) -> Rows:
         return Rows(self.positions[which], self.extent[which], self.row[which])
 
 
@@ -68,7 +71,7 @@ def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop]) ->
     if capture.resolved is None:
         return Coverage(0, {}, {})
     resolved = msgspec.json.decode(capture.resolved, type=Resolved)
-    highest = max((_computed(extent) for extent in extents), default=0)
+    highest = _computed(extents)
     finished = capture.finish_seq is not None
     if finished:
         served = capture.end or 0
@@ -82,17 +85,17 @@ def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop]) ->
     for site, layers in resolved.layers.items():
         kept[site] = [extent for extent in extents if extent.site == site]
         site_drops = [drop for drop in drops if drop.site == site]
-        groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        extent_layers = [set(extent.layers) for extent in kept[site]]
-        drop_layers = [set(drop.layers) for drop in site_drops]
+        told = [extent.layers for extent in kept[site]] + [drop.layers for drop in site_drops]
+        sets = {each: frozenset(each) for each in told}  # few: most are equal
+        groups: dict[tuple[bool, ...], list[int]] = {}
         for layer in layers:
-            key = (tuple(i for i, has in enumerate(extent_layers) if layer in has),
-                   tuple(i for i, has in enumerate(drop_layers) if layer in has))
-            groups.setdefault(key, []).append(layer)
-        by_site[site] = [
-            _group(capture, tuple(members), kept[site], which, [site_drops[i] for i in dropped], ranges, served)
-            for (which, dropped), members in groups.items()
-        ]
+            groups.setdefault(tuple(layer in has for has in sets.values()), []).append(layer)
+        by_site[site] = []
+        for having, members in groups.items():
+            theirs = {each for each, has in zip(sets, having, strict=True) if has}
+            which = [number for number, extent in enumerate(kept[site]) if extent.layers in theirs]
+            dropped = [drop for drop in site_drops if drop.layers in theirs]
+            by_site[site].append(_group(capture, tuple(members), kept[site], which, dropped, ranges, served))
     return Coverage(expected_end, by_site, kept)
 
 
@@ -102,9 +105,9 @@ def _group(
 ) -> LayerGroup:
     starts = np.asarray([start for start, _ in ranges], np.int64)
     stops = np.asarray([stop for _, stop in ranges], np.int64)
-    columns = np.concatenate([extents[i].rows for i in which]) if which else np.zeros((0, 4), np.uint32)
-    position, row, token, flags = columns.astype(np.int64).T
-    extent = np.repeat(np.asarray(which, np.int64), [len(extents[i].rows) for i in which])
+    columns = np.frombuffer(b"".join([extents[i].table for i in which]), "<u4").reshape(-1, 4)
+    position, row, token, flags = columns.T.astype(np.int64, order="C")
+    extent = np.repeat(np.asarray(which, np.int64), [len(extents[i].table) // 16 for i in which])
     seq = np.asarray([part.seq for part in extents], np.int64)[extent]
     age = np.lexsort((row, seq))
     position, row, token, flags, extent, seq = (column[age] for column in (position, row, token, flags, extent, seq))
@@ -136,9 +139,10 @@ def _group(
     return LayerGroup(layers, int((stops - starts).sum()), rows[keep], missing, rows[rejected])
 
 
-def _computed(extent: Extent) -> int:
-    """One past the highest position of an extent that is no draft."""
-    settled = extent.rows[extent.rows[:, 3] & FLAG_DRAFT == 0, 0]
+def _computed(extents: Sequence[Extent]) -> int:
+    """One past the highest position of a row that is no draft."""
+    table = np.frombuffer(b"".join([extent.table for extent in extents]), "<u4").reshape(-1, 4)
+    settled = table[table[:, 3] & FLAG_DRAFT == 0, 0]
     return int(settled.max()) + 1 if len(settled) else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -13,15 +14,18 @@ import numpy.typing as npt
 from schemas.catalog import Segment
 from schemas.cold import ColdBlock, ColdFrame
 from schemas.errors import CorruptError, StoreError
+from schemas.frame import FLAG_ERASED
 from schemas.map_file import map_file
+from schemas.placement import FIRST, FLAGS, I64, KIND, OFFSET, PARTS, ROW, SEGMENT, STEP, TOKEN, Bytes
 from schemas.row_checksums import BlockChecksums, piece_digests
 from schemas.segment import FrameView, parse_frame, verify_payload
 from schemas.zarr_layout import block_name, segment_places
 
 __all__ = ["SegmentMaps", "View", "map_file"]
 
-maps_max: Final = 64
+maps_max: Final = 256
 frames_max: Final = 4096
+_GATHERED_BYTES: Final = 1 << 17
 View = FrameView | ColdFrame
 _GONE: Final = ("the block was compacted or taken away since (a dataset is then made again), or the store is not "
                 "complete")
@@ -33,6 +37,28 @@ def _verify(view: View, path: Path) -> None:
         view.verify()
     else:
         verify_payload(view, path)
+
+
+def _compare(stored: npt.NDArray[np.uint64], main: Iterable[Bytes], sides: list[Bytes], path: Path) -> None:
+    """CorruptError where pieces that were copied, as in ``piece_digests``, are not those stored."""
+    if piece_digests(main, sides) != stored.reshape(-1).tolist():
+        raise CorruptError("read rows", path, "a row does not match its checksum",
+                           "vllm-tap fsck names all that do not")
+
+
+def _gather(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) -> None:
+    """Copy the bytes that begin at each of ``starts`` to those rows of ``out``, uint8 ``[rows, piece bytes]``.
+
+    Little by little: what is copied on the way stays in the processor's cache, and in memory that is there already.
+    """
+    nbytes = out.shape[1]
+    pieces: npt.NDArray[np.void] = np.ndarray((max(len(data) - nbytes + 1, 0),), f"V{nbytes}", data, strides=(1,))
+    whole, few = out.view(f"V{nbytes}")[:, 0], max(1, _GATHERED_BYTES // nbytes)
+    try:
+        for begin in range(0, len(starts), few):
+            whole[target[begin:begin + few]] = pieces[starts[begin:begin + few]]
+    except IndexError:
+        raise CorruptError("read rows", path, f"it has {len(data)} bytes, rows lie beyond") from None
 
 
 class SegmentMaps:
@@ -105,14 +131,51 @@ class SegmentMaps:
         if checksums is None:
             _verify(view, path)
             return
-        flat = [array.reshape(-1, array.shape[2]) for array in copied]
-        try:
-            stored = checksums.of(view.offset, layers, rows).reshape(-1).tolist()
-        except IndexError:  # where its checksums begin was damaged
-            stored = None
-        if piece_digests(flat[0], flat[1:]) != stored:
-            raise CorruptError("read rows", f"{path} at byte {view.offset}", "a row does not match its checksum",
-                               "vllm-tap fsck names all that do not")
+        main, *sides = (array.reshape(-1, array.shape[2]) for array in copied)
+        _compare(checksums.of_rows(checksums.start(view.offset) + rows, layers), main, sides, path)
+
+    def place(self, segment: Segment, view: View, rows: I64) -> I64:
+        """What schemas.placement says of rows of a frame, ``[columns, rows]``; KIND is left 0."""
+        table = np.zeros((PARTS + len(view.declared), len(rows)), np.int64)
+        table[SEGMENT], table[OFFSET] = segment.number, view.offset
+        table[TOKEN], table[FLAGS] = view.table.token_id[rows], view.table.flags[rows]
+        checksums = self.checksums(segment)
+        table[ROW] = -1 if checksums is None else checksums.start(view.offset) + rows
+        if isinstance(view, FrameView):
+            table[FIRST], table[STEP] = view.runs_of(rows)
+            table[PARTS:] = np.asarray(view.layout.parts, np.int64)[:, None] + view.offset
+        return table
+
+    def copy(self, segment: Segment, table: I64, layers: Sequence[int], columns: I64, found: list[Bytes], at: I64
+             ) -> None:
+        """Copy rows of ``table``, all of one segment, to places ``at`` of the arrays ``found``.
+
+        These are uint8 ``[layers, n, piece bytes]`` by stream; ``columns`` are those of ``layers`` in frames,
+        ``[layers, kinds]``. CorruptError where what was copied does not match its checksums, StoreError where rows were
+        erased.
+        """
+        if (table[FLAGS] & FLAG_ERASED).any():
+            raise StoreError("read slice", self._store / block_name(segment.number), "rows in it were erased",
+                             "start the writer once: it repairs the catalog")
+        target = (np.arange(len(layers))[:, None] * found[0].shape[1] + at).reshape(-1)
+        flat = [array.reshape(-1, array.shape[2]) for array in found]
+        if segment.cold:
+            block = self.cold(segment.number)
+            path, pieces = block.main, block.pieces(table[ROW], layers).reshape(-1)
+            for number, out in enumerate(flat):
+                _gather(block.section(number).reshape(-1).data, pieces * out.shape[1], out, target, path)
+        else:
+            path, data = self._map(segment, fresh=False)
+            pieces = table[FIRST] + columns[:, table[KIND]] * table[STEP]
+            for number, out in enumerate(flat):
+                _gather(data, (table[PARTS + number] + pieces * out.shape[1]).reshape(-1), out, target, path)
+        checksums = self.checksums(segment)
+        if checksums is None or not (table[ROW] >= 0).all():
+            for offset in np.unique(table[OFFSET]).tolist():
+                _verify(self.frame(segment, offset, verify=False), path)
+        else:
+            main = map(flat[0].__getitem__, target.tolist())
+            _compare(checksums.of_rows(table[ROW], layers), main, [out[target] for out in flat[1:]], path)
 
     def checksums(self, segment: Segment) -> BlockChecksums | None:
         """Those of a block's rows; None where a segment has none, because it is not sealed or of an early version."""

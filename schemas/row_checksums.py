@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ __all__ = ["BlockChecksums", "piece_digests"]
 Bytes = npt.NDArray[np.uint8]
 
 
-def piece_digests(main: Bytes, sides: list[Bytes]) -> list[int]:
+def piece_digests(main: Iterable[Bytes], sides: list[Bytes]) -> list[int]:
     """Of each piece the xxh3 of its main bytes, seeded with that of its side streams' bytes one after the other
     (0 where the codec has none). All are ``[pieces, piece bytes]``.
 
     Seeded, because the main bytes are then hashed where they lie: joining them first would cost more than hashing.
     """
-    digest = xxhash.xxh3_64_intdigest
+    digest: Callable[..., int] = xxhash.xxh3_64_intdigest
     if not sides:
         return list(map(digest, main))
     joined = sides[0] if len(sides) == 1 else np.concatenate(sides, axis=1)
@@ -52,11 +53,22 @@ class BlockChecksums:
         return cls(np.asarray(layers, np.int64), np.fromfile(folder / "frame" / "c" / "0", "<u8"),
                    np.fromfile(first, "<u8"), checksum)
 
-    def of(self, offset: int, layers: list[int], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    def of(self, offset: int, layers: Sequence[int], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Of rows of the frame at ``offset``: ``[layers, rows]``; CorruptError where the block left the frame out."""
+        return self.of_rows(self.start(offset) + rows, layers)
+
+    def start(self, offset: int) -> int:
+        """The first row of the frame at ``offset``; CorruptError where the block left the frame out."""
         at = int(np.searchsorted(self.frames, offset))
         if at == len(self.frames) or self.frames[at] != offset:
             raise CorruptError("read rows", f"frame at byte {offset}", "it was damaged when its segment was sealed")
-        start = int(self.first[at])
-        found: npt.NDArray[np.uint64] = self.checksum[start + rows, np.searchsorted(self.layers, layers)[:, None]]
+        return min(int(self.first[at]), len(self.checksum))  # beyond them where it was damaged
+
+    def of_rows(self, rows: npt.NDArray[np.int64], layers: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """Of rows of the block: ``[layers, rows]``; CorruptError where it has no such rows."""
+        columns = np.searchsorted(self.layers, layers)[:, None]
+        try:
+            found: npt.NDArray[np.uint64] = self.checksum[rows, columns]
+        except IndexError:
+            raise CorruptError("read rows", f"row {int(rows.max())}", "the block says less of its rows") from None
         return found

@@ -172,6 +172,11 @@ class FrameView:
         index: Index = first * len(self.frame.layers) + layer * count + (row - first)
         return index
 
+    def runs_of(self, rows: Index) -> tuple[Index, Index]:
+        """Of each row, the number of its piece of the first layer, and how many pieces further that of the next is."""
+        first, count = self._first[rows], self._count[rows]
+        return first * (len(self.frame.layers) - 1) + rows, count
+
     def section(self, stream: int) -> Bytes:
         """All pieces of a stream as bytes ``[rows × layers, piece bytes]``, a view of the file."""
         if (known := self._sections.get(stream)) is not None:

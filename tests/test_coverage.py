@@ -34,7 +34,7 @@ REAL, DRAFT = FLAG_GENERATED, FLAG_GENERATED | FLAG_DRAFT
 
 def frame(seq: int, rows: Sequence[Row], layers: tuple[int, ...] = (0, 1)) -> Extent:
     table = [(position, number, token, flags) for number, (position, token, flags) in enumerate(rows)]
-    return Extent("resid_post", seq, 1, 0, layers, np.asarray(table, np.uint32).reshape(-1, 4))
+    return Extent("resid_post", seq, 1, 0, layers, np.asarray(table, "<u4").tobytes())
 
 
 def real(position: int, token: int | None = None) -> Row:

@@ -458,7 +458,7 @@ def test_lists_do_not_walk_tombstones(tmp_path: Path, owner: str | None) -> None
         return 0
 
     with StoreReader(tmp_path) as reader:
-        reader._db.set_progress_handler(step, 1000)
+        reader._catalog.db.set_progress_handler(step, 1000)
         assert [row.id for row in reader.captures(owner)] == kept[::-1]
         assert [row.id for row in reader.captures(owner, before=kept[1])] == kept[:1]
         assert len(reader.captures(owner, status="deleted", limit=5)) == 5

@@ -788,10 +788,10 @@ def test_a_page_goes_on_after_a_capture_that_was_deleted_meanwhile(store: Path, 
 def test_a_page_of_captures_is_read_off_an_index(store: Path, writer: WriterProcess, asked: dict[str, str]) -> None:
     with StoreReader(store) as reader:
         ran: list[str] = []
-        reader._db.set_trace_callback(ran.append)
+        reader._catalog.db.set_trace_callback(ran.append)
         reader.captures(**asked)
         query = next(text for text in ran if "FROM captures" in text)
-        steps = [row["detail"] for row in reader._db.execute(f"EXPLAIN QUERY PLAN {query}")]
+        steps = [row["detail"] for row in reader._catalog.db.execute(f"EXPLAIN QUERY PLAN {query}")]
         (step,) = [step for step in steps if "captures" in step]
     assert "USING INDEX captures_" in step and not any("TEMP B-TREE" in step for step in steps)  # found in order
     assert all(f"{name}=?" in step for name in asked), step

@@ -14,7 +14,7 @@ import torch
 from schemas import codecs
 from schemas.codecs import raw16
 from schemas.codecs.int8b64 import BLOCK
-from vllm_tap.row_index import Kind
+from schemas.slices import Kind
 
 __all__ = ["decode", "empty", "is_as_stored"]
 

@@ -14,40 +14,20 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas import codecs
 from schemas.catalog import Segment
-from schemas.codecs import Stream
 from schemas.errors import NotFoundError, SpecError
 from schemas.reader import CaptureRow, Places, StoreReader, read_store_uuid
 from schemas.sites import SITES, parse_site
+from schemas.slices import Kind
 from vllm_tap.listing import Filters, Where, wanted
 from vllm_tap.progress import Report, reporting
 
-__all__ = ["BLOCK_ROWS", "Kind", "RowIndex", "build_index", "name_of"]
+__all__ = ["BLOCK_ROWS", "RowIndex", "build_index", "name_of"]
 
 BLOCK_ROWS: Final = 128
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 Key = tuple[str, int]  # (site, layer)
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How the rows of a site are stored."""
-
-    codec: str
-    dtype: str
-    width: int
-
-    @property
-    def streams(self) -> tuple[Stream, ...]:
-        """The codec's streams."""
-        return codecs.streams(self.codec, self.width, self.dtype)
-
-    @property
-    def decoded_width(self) -> int:
-        """Numbers that a row decodes to."""
-        return codecs.identified(self.codec).decoded_width(self.width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from datetime import datetime
 from pathlib import Path
 
 from schemas.control import EngineInfo
-from schemas.errors import NotFoundError
+from schemas.errors import NotFoundError, SpecError
 from schemas.manifest import Manifest
 from schemas.reader import CaptureRow, StoreReader
-from vllm_tap.captures import Capture, Rows
+from vllm_tap.captures import F32, Capture, Layers, Rows, place
 from vllm_tap.errors import NotComplete
 from vllm_tap.listing import FINAL, Filters
 from vllm_tap.progress import Report, reporting
@@ -67,6 +67,21 @@ class Store:
     def engine(self) -> EngineInfo | None:
         """The newest engine that wrote to the store."""
         return self.reader.engine()
+
+    def rows_at(self, rows: Sequence[tuple[str, int]], site: str, layer: Layers = None) -> F32:
+        """Any rows, each named by its capture and position, in that order: float32 ``[rows, width]`` (with a list of
+        layers ``[layers, rows, width]``).
+
+        NotFoundError names the first that is not there. Faster by far than a slice a row.
+
+        >>> store.rows_at([("01J…", 17), ("01K…", 3)], "resid_post", 12).shape   # doctest: +SKIP
+        (2, 4096)
+        """
+        named, layers = place(site, layer)
+        if layers is None:
+            raise SpecError("layer", layer, f"name a layer of {site}")
+        values = self.reader.rows_at(rows, named, layers).values()
+        return values if isinstance(layer, Sequence) else values[0]
 
     def close(self) -> None:
         """Releases the files; arrays taken before stay valid."""

@@ -150,6 +150,7 @@ def is_identity(text: str) -> bool:
     return True
 
 
+@lru_cache(maxsize=1024)
 def streams(identity: str, width: int, dtype: str) -> tuple[Stream, ...]:
     """The streams of one row; ``width`` in numbers, ``dtype`` the model's."""
     return identified(identity).streams(width, dtype)
