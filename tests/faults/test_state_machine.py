@@ -244,6 +244,17 @@ class Pipeline(RuleBasedStateMachine):
         self.start(EAGER if eager else LAZY)
         self.connect()
 
+    @rule(stopped=st.booleans())
+    def erase(self, stopped: bool) -> None:
+        """Nothing of what was deleted stays on the disk; its neighbours do."""
+        self.settle()
+        self.rest(signal.SIGTERM if stopped else signal.SIGKILL)
+        self.start(EAGER)
+        self.connect()
+        with StoreReader(self.store) as reader:
+            assert until(lambda: not reader.erasing(), 30), "deleted rows stay"
+        self.check()
+
     @rule(stopped=st.sampled_from([True, True, False]))
     def make_cold(self, stopped: bool) -> None:
         """Compaction; what is compacted was sealed by a stop."""
@@ -432,7 +443,7 @@ def play(nursery: Nursery, examples: int, steps: int, *phases: Phase) -> None:
 
 
 def test_anything_in_any_order(nursery: Nursery) -> None:
-    play(nursery, times(12, 150), 30)
+    play(nursery, times(8, 150), 30)
 
 
 @pytest.mark.soak
