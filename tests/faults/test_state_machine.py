@@ -443,7 +443,7 @@ def play(nursery: Nursery, examples: int, steps: int, *phases: Phase) -> None:
 
 
 def test_anything_in_any_order(nursery: Nursery) -> None:
-    play(nursery, times(8, 150), 30)
+    play(nursery, times(8, 60), 30)
 
 
 @pytest.mark.soak
