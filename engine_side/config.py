@@ -6,9 +6,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from schemas import legacy
+from schemas.curve import check_sender
 from schemas.errors import SpecError, StartError
 from schemas.probes import Registered, parse_probes, place_of
 from schemas.sites import is_probe, parse_site
@@ -16,8 +18,8 @@ from schemas.sites import is_probe, parse_site
 TAP_VERSION: Final = "2"  # part of the compile-cache salt: change it when traced code changes
 
 VARIABLES: Final = (
-    "VLLM_TAP_ENDPOINT", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES", "VLLM_TAP_ON_FULL",
-    "VLLM_TAP_STAGING_BYTES_MAX", "VLLM_TAP_PROBES",
+    "VLLM_TAP_ENDPOINT", "VLLM_TAP_CURVE", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES",
+    "VLLM_TAP_ON_FULL", "VLLM_TAP_STAGING_BYTES_MAX", "VLLM_TAP_PROBES",
 )
 
 TESTED_VERSIONS: Final = ((0, 26), (0, 32))  # of vLLM, first and last
@@ -31,6 +33,7 @@ class EngineConfig:
     """What the engine's processes need to know; every default is visible here."""
 
     endpoint: str
+    curve: Path | None = None  # the folder of keys for a writer on another host
     arm: tuple[str, ...] = ("resid_post",)
     ring_bytes: int = 0  # 0: worker.ring_bytes
     scratch_bytes: int = 0  # on the device; 0: staging.scratch_bytes
@@ -40,8 +43,18 @@ class EngineConfig:
     probes: tuple[Registered, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.endpoint.startswith("ipc://"):
-            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: must be ipc://PATH (tcp needs CURVE keys)")
+        if not self.endpoint.startswith(("ipc://", "tcp://")):
+            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: must be ipc://PATH, or tcp://HOST:PORT of a writer "
+                             "on another host")
+        if self.endpoint.startswith("tcp://") != (self.curve is not None):
+            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}, VLLM_TAP_CURVE={str(self.curve or '')!r}: a writer "
+                             "on another host (tcp://) needs a folder of keys, and no other does; `vllm-tap curve-keys "
+                             "NAME` makes it there")
+        if self.curve is not None:
+            try:
+                check_sender(self.curve)
+            except StartError as error:
+                raise StartError(f"VLLM_TAP_CURVE={str(self.curve)!r}: {error}") from None
         if len(self.endpoint) - len("ipc://") > 100:
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: a socket path has at most 100 characters")
         if self.on_full not in ("drop", "wait"):
@@ -70,6 +83,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
         return None
     return EngineConfig(
         endpoint=endpoint,
+        curve=Path(environment["VLLM_TAP_CURVE"]) if environment.get("VLLM_TAP_CURVE") else None,
         arm=parse_arm(environment.get("VLLM_TAP_ARM", "resid_post")),
         ring_bytes=_number(environment, "VLLM_TAP_RING_BYTES", 0),
         scratch_bytes=_number(environment, "VLLM_TAP_SCRATCH_BYTES", 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -25,6 +26,7 @@ _RETIRE_S: Final = 10.0
 _seen: OrderedDict[tuple[str, int], None] = OrderedDict()
 _lock = threading.Lock()
 _endpoint = ""
+_curve: Path | None = None
 _channel: ControlChannel | None = None
 _retired: set[str] = set()
 
@@ -50,13 +52,13 @@ def check_in_use(endpoint: str) -> None:
         raise SpecError("", "…", "the recording that this engine writes to has ended; generate inside it")
 
 
-def use(endpoint: str) -> None:
+def use(endpoint: str, curve: Path | None) -> None:
     """The writer that ends are reported to from now on: that of the newest engine of this process."""
-    global _endpoint, _channel
+    global _endpoint, _curve, _channel
     with _lock:
         if endpoint == _endpoint:
             return
-        _endpoint, old, _channel = endpoint, _channel, None
+        _endpoint, _curve, old, _channel = endpoint, curve, _channel, None
     if old is not None:
         old.close()
 
@@ -127,7 +129,7 @@ def report_finish(capture: str, reason: str, stop_reason: str | int | None, outp
         if not _endpoint:
             return
         if _channel is None:
-            _channel = ControlChannel(_endpoint, role="front_end")
+            _channel = ControlChannel(_endpoint, "front_end", _curve)
         channel = _channel
     tokens = np.asarray(output_token_ids, "<u4").tobytes()
     channel.post(lambda seq: ClientFinish(seq=seq, capture=capture, reason=reason, stop_reason=stop_reason,

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from engine_side.ring import Ring
 from engine_side.selection import Entry
 from schemas import codecs, control, limits
 from schemas.control import EngineInfo
+from schemas.curve import secure_sender
 from schemas.frame import RowTable
 from schemas.ids import new_ulid
 
@@ -34,6 +36,7 @@ logger = logging.getLogger("vllm.tap")
 _IDLE_POLL_MS = 10
 _BUSY_POLL_MS = 4
 _STALL_S = 3.0
+_ALONE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -56,17 +59,22 @@ class Outgoing:
     frame: control.Frame | None = None
     marks: Sequence[Mark] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Of payload."""
+        return 0 if self.frame is None else sum(part.nbytes for part in self.frame.streams)
+
 
 class Sender(threading.Thread):
     """One stream of one worker to one writer."""
 
     def __init__(self, endpoint: str, info: EngineInfo, ring: Ring, outbox: deque[Event], counters: Counters,
-                 rank: int = 0) -> None:
+                 curve: Path | None = None, rank: int = 0) -> None:
         super().__init__(name="vllm-tap-sender", daemon=True)
         self.stream = new_ulid()
         self.epoch = time.time_ns() // 1_000_000
         self._endpoint, self.info, self._ring, self._outbox, self._rank = endpoint, info, ring, outbox, rank
-        self._counters = counters
+        self._counters, self._curve = counters, curve
         self._slots: dict[int, str] = {}
         self._pending: dict[Entry, Pending] = {}
         self._lost: dict[tuple[str, Entry, str], list[int]] = {}
@@ -95,8 +103,9 @@ class Sender(threading.Thread):
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.RECONNECT_IVL, 50)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 500)
+        secure_sender(self._socket, self._curve)
         self._socket.connect(self._endpoint)
-        next_ping = 0.0
+        next_ping, alone_since = 0.0, time.monotonic()
         deadline: float | None = None
         try:
             while True:
@@ -107,6 +116,12 @@ class Sender(threading.Thread):
                     if now >= next_ping:
                         next_ping = now + (0.2 if self._welcome is None else limits.heartbeat_interval_ms / 1000)
                         self._say(self._hello() if self._welcome is None else control.Ping())
+                        if self._welcome is not None:
+                            alone_since = float("inf")
+                        elif now - alone_since > _ALONE_S:
+                            alone_since = float("inf")
+                            logger.warning("vllm-tap: no writer answers at %s for %.0f s: does it run, and does it "
+                                           "know this engine's key?", self._endpoint, _ALONE_S)
                     self._send_unsent()
                     if self._socket.poll(_BUSY_POLL_MS if busy or self._pending else _IDLE_POLL_MS):
                         self._receive()
@@ -294,11 +309,17 @@ class Sender(threading.Thread):
     def _send_unsent(self) -> None:
         if self._welcome is None:
             return
+        # Payload that leaves in messages is memory beside the ring until the writer has it.
+        out = 0 if self._welcome.ring else sum(
+            outgoing.nbytes for seq, outgoing in self._unacked.items() if seq < self._next)
         while self._next <= self._seq:
             outgoing = self._unacked.get(self._next)
             if outgoing is not None:
                 parts: list[Any] = outgoing.parts
                 if outgoing.frame is not None and not self._welcome.ring:
+                    out += outgoing.nbytes
+                    if out > limits.payload_window_bytes_max and out > outgoing.nbytes:
+                        return
                     parts = self._inline(outgoing)
                 try:
                     self._socket.send_multipart(parts, zmq.NOBLOCK)

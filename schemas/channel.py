@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -22,6 +23,7 @@ import zmq
 
 from schemas import limits
 from schemas.control import Ack, Bye, Hello, Ping, Record, Refuse, Welcome, decode_from_writer, encode
+from schemas.curve import secure_sender
 from schemas.errors import ConflictError, NotFoundError, ProtocolError, StoreError, TapError
 from schemas.ids import new_ulid
 
@@ -56,15 +58,16 @@ class _Item:
 class ControlChannel:
     """Carries control records to the writer at ``endpoint``, in order, once each.
 
-    ``role`` is "api", "front_end" or "cli". The writer may be away when the channel is made, and may go and come back:
-    records wait, at most ``limits.control_records_pending_max`` of them.
+    ``role`` is "api", "front_end" or "cli"; ``curve`` the folder of keys where the writer is on another host. The
+    writer may be away when the channel is made, and may go and come back: records wait, at most
+    ``limits.control_records_pending_max`` of them.
 
     >>> channel = ControlChannel("ipc:///tmp/tap/writer.sock", "api")            # doctest: +SKIP
     >>> channel.submit(lambda seq: Delete(seq=seq, capture=capture))              # doctest: +SKIP
     """
 
-    def __init__(self, endpoint: str, role: str) -> None:
-        self.endpoint, self.role = endpoint, role
+    def __init__(self, endpoint: str, role: str, curve: Path | None = None) -> None:
+        self.endpoint, self.role, self._curve = endpoint, role, curve
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
         self._queued: deque[_Item] = deque()
@@ -176,6 +179,7 @@ class ControlChannel:
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
         dealer = context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.MAXMSGSIZE, limits.message_header_bytes_max)
+        secure_sender(dealer, self._curve)
         dealer.connect(self.endpoint)
         self._hello(dealer)
         return dealer

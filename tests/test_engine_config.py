@@ -27,7 +27,10 @@ def test_defaults_and_spellings() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "must be ipc://PATH"),
+        ({"VLLM_TAP_ENDPOINT": "http://0.0.0.0:5555"}, "must be ipc://PATH"),
+        ({"VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "needs a folder of keys"),
+        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x", "VLLM_TAP_CURVE": "keys"}, "no other does"),
+        ({"VLLM_TAP_CURVE": "/x", "VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "/x/sender.key_secret: no key"),
         ({"VLLM_TAP_ENDPOINT": "ipc://" + "x" * 120}, "at most 100 characters"),
         ({"VLLM_TAP_ARM": "nope"}, "unknown site"),
         ({"VLLM_TAP_ARM": "blocks.3.hook_out"}, "fixes a layer"),
@@ -43,7 +46,7 @@ def test_defaults_and_spellings() -> None:
 def test_refusals(settings: dict[str, str], says: str) -> None:
     with pytest.raises(StartError) as raised:
         from_environment({**ENDPOINT, **settings})
-    (name,) = settings
+    name, *_ = settings
     assert name in str(raised.value) and says in str(raised.value)
 
 

@@ -38,12 +38,13 @@ FAULTY = ROOT / "tests" / "faulty_writer.py"
 class Tapped:
     """What a worker holds, driven by hand: one request a capture, the whole prompt in steps of ``TOKENS`` rows."""
 
-    def __init__(self, endpoint: str, on_full: str = "drop", ring_bytes: int = 16 * MIB, width: int = WIDTH) -> None:
+    def __init__(self, endpoint: str, on_full: str = "drop", ring_bytes: int = 16 * MIB, width: int = WIDTH,
+                 curve: Path | None = None) -> None:
         self.info: EngineInfo = engine_info(width=width, n_layers=LAYERS)
         self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, width)}, ARMED.sites)
         self.ring = Ring(ring_bytes, pinned=False)
         self.recorder = Recorder(self.staging, "float32", on_full, Crossing(torch.device("cpu"), self.ring))
-        self.sender = Sender(endpoint, self.info, self.ring, self.recorder.outbox, self.recorder.counters)
+        self.sender = Sender(endpoint, self.info, self.ring, self.recorder.outbox, self.recorder.counters, curve)
         self.sender.start()
         self._tickets: dict[str, Ticket] = {}
 

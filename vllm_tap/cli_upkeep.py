@@ -20,6 +20,7 @@ def add(app: typer.Typer) -> None:
     app.command("rm")(remove)
     app.command("hold")(hold)
     app.command("release")(release)
+    app.command("curve-keys")(curve_keys)
 
 
 def check(
@@ -78,3 +79,16 @@ def release(ref: Ref, store: Store = Path("captures")) -> None:
     from vllm_tap.store_control import hold as run
 
     typer.echo(run(store, ref, False))
+
+
+def curve_keys(
+    name: Annotated[str, typer.Argument(help="The engine's name: letters, digits, '-' and '_'.")],
+    folder: Annotated[Path, typer.Option("--folder", help="The writer's folder of keys, its --curve.")] = Path("curve"),
+) -> None:
+    """Let an engine on another host send to this host's writer: make its keys, and print the folder to carry there."""
+    from schemas.curve import make_sender
+
+    typer.echo(make_sender(folder, name))
+    typer.echo("carry this folder to the engine's host, name it there in VLLM_TAP_CURVE, and remove it here; the "
+               f"writer takes --listen tcp://HOST:PORT --curve {folder} and knows new keys from its next start on",
+               err=True)

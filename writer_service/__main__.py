@@ -23,6 +23,8 @@ def parse(argv: list[str]) -> Config:
     parser = argparse.ArgumentParser(prog="python -m writer_service", description=__doc__)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--endpoint", required=True, help="ipc://PATH in a directory of mode 0700")
+    parser.add_argument("--listen", default="", metavar="tcp://HOST:PORT", help="for engines on other hosts")
+    parser.add_argument("--curve", type=Path, metavar="DIR", help="keys of those engines: `vllm-tap curve-keys NAME`")
     parser.add_argument("--durability", default="fsync", help="what an Ack means: fsync (default) or os")
     parser.add_argument("--segment-bytes", type=int, default=limits.segment_bytes_target)
     parser.add_argument("--seal-idle-s", type=float, default=5.0)

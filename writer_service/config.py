@@ -19,6 +19,8 @@ class Config:
 
     store: Path
     endpoint: str
+    listen: str = ""  # tcp://HOST:PORT for engines on other hosts
+    curve: Path | None = None  # the folder of their keys (schemas/curve.py)
     durability: str = "fsync"
     segment_bytes: int = limits.segment_bytes_target
     seal_idle_s: float = 5.0
@@ -51,8 +53,13 @@ class Config:
             raise StartError(f"--log-format = {self.log_format!r}: valid: text, json")
         scheme, _, rest = self.endpoint.partition("://")
         if scheme != "ipc" or not rest:
-            # tcp would let anybody on the network write into the store; it needs keys, which this version has not.
-            raise StartError(f"--endpoint = {self.endpoint!r}: must be ipc://PATH")
+            raise StartError(f"--endpoint = {self.endpoint!r}: must be ipc://PATH; --listen is for other hosts")
+        if self.listen and not self.listen.startswith("tcp://"):
+            raise StartError(f"--listen = {self.listen!r}: must be tcp://HOST:PORT")
+        if bool(self.listen) != (self.curve is not None):
+            # Without keys anybody on the network could write into the store.
+            raise StartError("--listen and --curve go together: the address, and the folder of keys of who may come "
+                             "(`vllm-tap curve-keys NAME` makes them)")
         if len(rest.encode()) > ipc_path_bytes_max:
             raise StartError(f"--endpoint = {self.endpoint!r}: {len(rest.encode())} bytes of path, the system's limit "
                              f"is {ipc_path_bytes_max}; use a folder below the temporary directory")

@@ -12,6 +12,7 @@ from schemas.control import Hello, Refuse
 from schemas.ids import is_ulid
 from schemas.limits import PROTOCOL_VERSION
 from writer_service.control_log import Lost
+from writer_service.doors import is_remote
 from writer_service.journal import Journal
 from writer_service.ledger import number_max
 from writer_service.recovery import Sequence
@@ -26,7 +27,7 @@ class Senders:
     def __init__(self, db: sqlite3.Connection, journal: Journal, lost_after_s: float) -> None:
         self._db, self._journal, self._lost_after_s = db, journal, lost_after_s
         self._streams: dict[str, SenderState] = {}
-        self._by_identity: dict[bytes, SenderState] = {}
+        self._by_address: dict[bytes, SenderState] = {}
 
     def restore(self, sequences: dict[str, Sequence], captures: Iterable[tuple[str, str]]) -> None:
         """The streams with something open, as (stream, capture), or stored past a gap; each has a while to come back.
@@ -51,14 +52,16 @@ class Senders:
         state = self._streams.get(stream)
         return state if state is not None and state.epoch == epoch else None
 
-    def at(self, identity: bytes) -> SenderState | None:
+    def at(self, address: bytes) -> SenderState | None:
         """Who greeted on a connection."""
-        return self._by_identity.get(identity)
+        return self._by_address.get(address)
 
-    def greet(self, identity: bytes, hello: Hello) -> SenderState | Refuse:
+    def greet(self, address: bytes, hello: Hello) -> SenderState | Refuse:
         """The state of the sender that greets, or why it is refused."""
         if refusal := self._check(hello):
             return refusal
+        if is_remote(address) and hello.role not in ("engine", "front_end"):
+            return Refuse("forbidden", f"a sender of role {hello.role[:32]!r} must be on the writer's own host")
         known = self._streams.get(hello.stream)
         if known is not None and hello.epoch > known.epoch:
             self.close_captures(known, "the stream began again")
@@ -74,9 +77,11 @@ class Senders:
                 self._journal.disk_error("append", self._journal.folder, error)
                 return Refuse("disk", f"{error.strerror}; try again")
         state.role, state.rank, state.shard = hello.role, hello.rank, hello.shard
-        self._connect(state, identity)
+        self._connect(state, address)
         state.close_ring()
-        state.ring = map_ring(hello.ring_path, hello.ring_bytes)
+        state.remote = is_remote(address)
+        # A path that another host names is of that host: it is never opened here.
+        state.ring = None if state.remote else map_ring(hello.ring_path, hello.ring_bytes)
         state.last_seen, state.ended = time.monotonic(), False
         state.greet()
         return state
@@ -132,14 +137,14 @@ class Senders:
                 return Refuse("limit", f"{streams_max} streams are connected")
         return None
 
-    def _connect(self, state: SenderState, identity: bytes) -> None:
-        if state.identity is not None and state.identity != identity:
-            self._by_identity.pop(state.identity, None)
-        previous = self._by_identity.get(identity)
+    def _connect(self, state: SenderState, address: bytes) -> None:
+        if state.address is not None and state.address != address:
+            self._by_address.pop(state.address, None)
+        previous = self._by_address.get(address)
         if previous is not None and previous is not state:
-            previous.identity = None
-        state.identity = identity
-        self._streams[state.stream] = self._by_identity[identity] = state
+            previous.address = None
+        state.address = address
+        self._streams[state.stream] = self._by_address[address] = state
 
     def _epoch_of(self, stream: str) -> int:
         """The epoch of a stream that was dropped from memory, 0 where it is new."""
@@ -170,7 +175,7 @@ class Senders:
 
     def _disconnect(self, state: SenderState) -> None:
         """Whatever comes from it next is answered with a Refuse("hello")."""
-        if state.identity is not None:
-            self._by_identity.pop(state.identity, None)
-            state.identity = None
+        if state.address is not None:
+            self._by_address.pop(state.address, None)
+            state.address = None
         state.close_ring()

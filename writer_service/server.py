@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +14,7 @@ from schemas import limits
 from schemas.catalog import connect_read
 from schemas.control import (
     Bye,
+    ClientFinish,
     Delete,
     Dropped,
     Finish,
@@ -32,13 +30,14 @@ from schemas.control import (
     encode,
     unpack,
 )
-from schemas.errors import ProtocolError, StartError, StoreError
+from schemas.errors import ProtocolError, StoreError
 from schemas.frame import RowTable, check_frame, check_table
 from schemas.zarr_layout import endpoint_name
 from writer_service import fs, says
 from writer_service.commits import Batch, Waker
 from writer_service.config import Config
 from writer_service.control_log import Message, OverQuota, Refused
+from writer_service.doors import Doors, receive_at_once
 from writer_service.journal import Journal
 from writer_service.keeper import Keeper
 from writer_service.lanes import Arrival
@@ -53,14 +52,12 @@ from writer_service.senders import Senders
 from writer_service.streams import SenderState
 from writer_service.usage import disk_bytes
 
-receive_at_once: Final = 64
 idle_poll_ms: Final = 200
 burst_bytes: Final = 2 * limits.frame_bytes_target  # so much waiting at once is a burst, which is not over for …
 burst_s: Final = 0.2
 drain_s: Final = 2.0
 settle_s: Final = 8.0
 start_over: Final = "a sync failed; say Hello and send again"
-parts_max: Final = 2 + limits.frame_bytes_max // 4096
 
 
 class _Seq(msgspec.Struct):
@@ -129,18 +126,20 @@ class Writer:
     def run(self) -> None:
         """Receive until ``stop``; then commit, seal and close. StoreError where the catalog cannot be written."""
         context: zmq.Context[Any] = zmq.Context()
-        self._socket = self._bind(context)
+        self._doors = Doors(context, self.config)
+        fs.write_durable(self.config.store / endpoint_name(), self.config.endpoint.encode())
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.read_fd, zmq.POLLIN)
         print(f"writer ready {self.config.endpoint}", flush=True)
+        if self.config.listen:
+            print(f"writer listens {self.config.listen}", flush=True)
         if self.config.metrics_port:
             print(f"writer metrics http://{self.config.metrics_host}:{self.config.metrics_port}/metrics", flush=True)
         last = time.monotonic()
         try:
             while not self.stop:
                 behind = self._behind()
-                poller.modify(self._socket, 0 if behind else zmq.POLLIN)
+                self._doors.poll_on(poller, listening=not behind)
                 wait = self._journal.wait_s(time.monotonic())
                 poller.poll(idle_poll_ms if wait is None else min(int(wait * 1000) + (wait > 0), idle_poll_ms))
                 self._waker.drain()
@@ -151,34 +150,13 @@ class Writer:
                 self._step(now, quiet=not behind and self._receive())
             self._finish()
         finally:
-            self._socket.close(linger=200)
+            self._doors.close()
             context.term()
             fs.close(self._lock_fd)
 
     def _behind(self) -> bool:
         """Whether syncing or sealing must catch up before more is received: senders then wait."""
         return len(self._journal.segments.retired) >= open_max or self._sealer.backlog >= backlog_max
-
-    def _bind(self, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
-        path = Path(self.config.endpoint.removeprefix("ipc://"))
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = path.parent.stat()
-        if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            raise StartError(f"--endpoint: {path.parent} must belong to this user alone (mode 0700); "
-                             f"it has mode {info.st_mode & 0o777:04o}")
-        if path.exists() and not path.is_socket():
-            raise StartError(f"--endpoint: {path} is there and is no socket; name another path")
-        path.unlink(missing_ok=True)  # of a writer that was killed; the lock says that none lives
-        socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.MAXMSGSIZE, limits.message_header_bytes_max)
-        socket.setsockopt(zmq.RCVHWM, receive_at_once)
-        socket.setsockopt(zmq.SNDHWM, 1024)
-        try:
-            socket.bind(self.config.endpoint)
-        except zmq.ZMQError as error:
-            raise StartError(f"--endpoint = {self.config.endpoint!r}: {error}") from None
-        fs.write_durable(self.config.store / endpoint_name(), self.config.endpoint.encode())
-        return socket
 
     def _receive(self) -> bool:
         """Take what is waiting, up to a bound; whether nothing was left.
@@ -189,20 +167,13 @@ class Writer:
         for _ in range(receive_at_once):
             if self._written_bytes + self._waiting_bytes >= self.config.commit_bytes:
                 break
-            try:
-                identity = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            arrived = self._doors.receive()
+            if arrived is None:
                 self._write_waiting()
                 return True
-            parts: list[zmq.Frame] = []
-            more = bool(self._socket.getsockopt(zmq.RCVMORE))
-            while more:
-                part = self._socket.recv(copy=False)
-                more = part.more
-                if len(parts) < parts_max:
-                    parts.append(part)
+            address, parts = arrived
             if parts:
-                self._take(identity, parts)
+                self._take(address, parts)
         self._write_waiting()
         return False
 
@@ -271,25 +242,25 @@ class Writer:
 
     # ── receive ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, identity: bytes, parts: list[zmq.Frame]) -> None:
+    def _take(self, address: bytes, parts: list[zmq.Frame]) -> None:
         try:
             message = decode_from_sender(parts[0].buffer)
         except msgspec.MsgspecError as error:
             self._write_waiting()
-            self._take_malformed(identity, parts[0], str(error))
+            self._take_malformed(address, parts[0], str(error))
             return
         if not isinstance(message, Frame):
             self._write_waiting()
         if isinstance(message, Hello):
-            self._greet(identity, message)
+            self._greet(address, message)
             return
-        state = self._senders.at(identity)
+        state = self._senders.at(address)
         if state is None:
-            self._send(identity, Refuse("hello", "say Hello first"))
+            self._send(address, Refuse("hello", "say Hello first"))
             return
         state.last_seen = time.monotonic()
         if isinstance(message, Ping) and state.must_greet:
-            self._send(identity, Refuse("resend", start_over))  # the first may have been lost
+            self._send(address, Refuse("resend", start_over))  # the first may have been lost
         elif isinstance(message, Ping):
             self._want_ack[state.stream] = state
         elif state.must_greet:
@@ -302,7 +273,7 @@ class Writer:
             else:
                 self._take_record(state, message)
 
-    def _take_malformed(self, identity: bytes, part: zmq.Frame, why: str) -> None:
+    def _take_malformed(self, address: bytes, part: zmq.Frame, why: str) -> None:
         self.counters.malformed += 1
         try:  # to greet again would not help it
             greeting = unpack(_greeting, part.buffer)
@@ -310,11 +281,11 @@ class Writer:
             pass
         else:
             code = "malformed" if greeting.version == limits.PROTOCOL_VERSION else "version"
-            self._send(identity, Refuse(code, f"Hello of protocol version {greeting.version}: {why[:1000]}"))
+            self._send(address, Refuse(code, f"Hello of protocol version {greeting.version}: {why[:1000]}"))
             return
-        state = self._senders.at(identity)
+        state = self._senders.at(address)
         if state is None:
-            self._send(identity, Refuse("hello", "say Hello first"))
+            self._send(address, Refuse("hello", "say Hello first"))
             return
         try:
             seq = unpack(_seq, part.buffer).seq
@@ -340,14 +311,14 @@ class Writer:
             self._journal.note(state)
         return False
 
-    def _greet(self, identity: bytes, hello: Hello) -> None:
-        state = self._senders.greet(identity, hello)
+    def _greet(self, address: bytes, hello: Hello) -> None:
+        state = self._senders.greet(address, hello)
         if isinstance(state, Refuse):
             self.counters.refused += 1
-            self._send(identity, state)
+            self._send(address, state)
             return
         # What was taken but is not on the disk yet comes again, and is dropped as a duplicate if it gets there.
-        self._send(identity, Welcome(self._uuid.hex(), state.covered(self._os_is_enough), state.ring is not None))
+        self._send(address, Welcome(self._uuid.hex(), state.covered(self._os_is_enough), state.ring is not None))
         self._want_ack[state.stream] = state
 
     def _take_frame(self, state: SenderState, frame: Frame, parts: list[zmq.Frame]) -> None:
@@ -418,6 +389,8 @@ class Writer:
 
     def _take_record(self, state: SenderState, record: Record) -> None:
         try:
+            if state.remote and not isinstance(record, Open | Finish | Dropped | ClientFinish):
+                raise RefusedError("forbidden", f"{type(record).__name__} comes from this host alone")
             effect = self._ledger.accept(state.stream, state.epoch, record)
         except RefusedError as error:
             self.counters.refused += 1
@@ -505,19 +478,18 @@ class Writer:
         for state in self._senders:
             if state.received > state.durable or state.must_greet:
                 state.rewind()
-                if state.identity is not None:
-                    self._send(state.identity, Refuse("resend", start_over))
+                if state.address is not None:
+                    self._send(state.address, Refuse("resend", start_over))
 
     def _flush_acks(self) -> None:
         for state in self._want_ack.values():
-            if state.identity is not None and not state.must_greet:
-                self._send(state.identity, state.ack(self._os_is_enough))
+            if state.address is not None and not state.must_greet:
+                self._send(state.address, state.ack(self._os_is_enough))
                 self.counters.acks += 1
         self._want_ack.clear()
 
-    def _send(self, identity: bytes, message: FromWriter) -> None:
-        with contextlib.suppress(zmq.Again):  # its queue is full; Acks are cumulative and come again with a Ping
-            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+    def _send(self, address: bytes, message: FromWriter) -> None:
+        self._doors.send(address, encode(message))
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 

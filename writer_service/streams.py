@@ -71,7 +71,8 @@ class SenderState:
     role: str
     rank: int = 0
     shard: int = 0
-    identity: bytes | None = None
+    address: bytes | None = None  # of its connection
+    remote: bool = False  # on another host
     received: int = 0
     waiting: int = 0  # frames past ``received`` that are about to be written
     durable: int = 0

@@ -63,7 +63,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             self.vllm_tap_shape = _shape(self.vllm_config.model_config, self.vllm_tap)
             if self.vllm_tap.capture_all:
                 _check_capture_all(self.vllm_tap.capture_all, self.vllm_tap_shape)
-            front.use(self.vllm_tap.endpoint)
+            front.use(self.vllm_tap.endpoint, self.vllm_tap.curve)
 
     return init
 

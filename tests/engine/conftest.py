@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from schemas.curve import make_sender
 from schemas.reader import StoreReader
 from tests.engine.engines import model
 from tests.engine.reference import Reference
@@ -38,6 +40,7 @@ class Store:
 
     path: Path
     writer: subprocess.Popen[str]
+    remote: dict[str, str]  # the settings of an engine that reaches it as from another host
 
 
 @pytest.fixture(scope="session")
@@ -46,15 +49,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     path = tmp_path_factory.mktemp("store")
     with tempfile.TemporaryDirectory(prefix="vllm-tap-") as directory:
         endpoint = f"ipc://{directory}/writer.sock"
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            listen = f"tcp://127.0.0.1:{found.getsockname()[1]}"
+        keys = make_sender(Path(directory) / "curve", "test")
         writer = subprocess.Popen(
-            [sys.executable, "-m", "writer_service", "--store", str(path), "--endpoint", endpoint],
-            stdout=subprocess.PIPE, text=True)
+            [sys.executable, "-m", "writer_service", "--store", str(path), "--endpoint", endpoint,
+             "--listen", listen, "--curve", str(keys.parent)], stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None and "writer ready" in writer.stdout.readline()
         before = dict(os.environ)
         torch.set_num_threads(1)
         os.environ.update(ENVIRONMENT, VLLM_TAP_ENDPOINT=endpoint, VLLM_CACHE_ROOT=str(cache_dir() / "vllm"))
         try:
-            yield Store(path, writer)
+            yield Store(path, writer, {"VLLM_TAP_ENDPOINT": listen, "VLLM_TAP_CURVE": str(keys)})
         finally:
             os.environ.clear()
             os.environ.update(before)

@@ -1,4 +1,7 @@
-"""Preempted requests are computed again: every row once in the store's answer, the latest computation, none missing."""
+"""Preempted requests are computed again: every row once in the store's answer, the latest computation, none missing.
+
+Their rows go to the writer as from another host, over TCP with keys, without shared memory.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from schemas.reader import StoreReader
+from tests.engine.conftest import Store
 from tests.engine.engines import ALL_ROWS, Engine, prompt, start
 from tests.engine.reference import Reference
 
@@ -15,11 +19,14 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.versions),
                                         pytest.param("llama", marks=pytest.mark.soak)])
-def engine(request: pytest.FixtureRequest, reader: StoreReader,
+def engine(request: pytest.FixtureRequest, store: Store, reader: StoreReader,
            reference_of: Callable[[str], Reference]) -> Iterator[Engine]:
     """Ten blocks of 32 tokens for six requests that want twice as many."""
-    engine = start(reader, reference_of(request.param), request.param, max_num_batched_tokens=48, max_model_len=256,
-                   num_gpu_blocks_override=10, enable_prefix_caching=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in store.remote.items():
+            patch.setenv(name, value)
+        engine = start(reader, reference_of(request.param), request.param, max_num_batched_tokens=48,
+                       max_model_len=256, num_gpu_blocks_override=10, enable_prefix_caching=False)
     yield engine
     engine.close()
 
