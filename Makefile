@@ -78,11 +78,17 @@ bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, writer G
 bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, and the whole table (make ENGINE=gpu …)
 	$(PY) -m pytest tests/gpu tests/test_kernels.py
 	$(PY) -m bench.kernels
-	$(PY) -m bench --shape 3b --engines base,tap,disk,sites,eager,builtin,hooks --rounds 1 --iterations 10
-	$(PY) -m bench --shape 3b --engines base,tap,sites --rounds 4 --iterations 10 --skip-writer
+	$(PY) -m bench --shape 3b --engines base,tap --pairs 5 --rounds 1 --iterations 20 --skip-writer \
+	    --scenarios 'idle+zero layers+one layer+last prompt token'
+	$(PY) -m bench --shape 3b --engines base,sites --pairs 3 --rounds 2 --iterations 10 --skip-writer
+	$(PY) -m bench --shape 3b --engines base,tap,disk,eager,builtin,hooks --rounds 3 --iterations 5 --scenarios \
+	    'every 4th layer+int8b64+raw16+fp8row+nf4b64+topk+rp8+int8b64, disk+raw16, disk+base, eager+eager, hooks and .cpu()+vLLM extract_hidden_states'
 	$(PY) -m bench --shape 3b --name 3b-loads --engines base,tap --loads decode1,decode32,decode256,prefill8k \
 	    --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer
 	$(PY) -m bench --shape 8b --engines base,tap --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer
+	$(PY) -m bench.serving --shape 3b
+	$(PY) -m bench.serving --shape 3b --probe
+	$(PY) -m bench.report
 
 # ── setting up ──────────────────────────────────────────────────────────────────────────────────────────────────
 
