@@ -76,7 +76,8 @@ def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compil
     row_bytes = sum(stream.nbytes for stream in declared) * len(entry.layers)
     kernel = None
     if compiled:
-        kernel = partial(kernels.launch, entry.codec)
+        kernel = (partial(kernels.score, probe.directions, probe.bias, probe.sigmoid) if probe
+                  else partial(kernels.launch, entry.codec))
         rows_max = min(_KERNEL_BLOCK_BYTES, bytes_max) // (row_bytes + 12)
     else:
         # What encoding takes meanwhile follows from the rows as they are, however few bytes they become.

@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.tap")
 
 
 class Compiled:
-    """Kernels of a worker by codec identity and width; ``came`` is told of a codec whose kernel is there."""
+    """Kernels of a worker by codec identity and width, or by probe; ``came`` is told of a codec with a new kernel."""
 
     def __init__(self, staging: Staging, on_device: bool, came: Callable[[str], None]) -> None:
         self._staging, self._on_device, self._came = staging, on_device, came
@@ -34,7 +34,7 @@ class Compiled:
         self._thread: threading.Thread | None = None
 
     def usual(self, armed: Armed) -> None:
-        """Kernels of every codec with its usual parameters, at the start of the engine."""
+        """Kernels of every codec with its usual parameters, and of every probe, at the start of the engine."""
         begin = time.monotonic()
         for name in codecs.CODECS:
             for site in self._staging.buffers:
@@ -42,16 +42,19 @@ class Compiled:
                     identity = resolve(parse_spec({"sites": [site], "codec": name}), armed).codec[site]
                     if self._missing(identity, site):
                         self._compile(identity, site)
+        for site in self._staging.probes:
+            if self._missing("raw", site):
+                self._compile("raw", site)
         if self._there:
             logger.info("vllm-tap: %d kernels in %.1f s", len(self._there), time.monotonic() - begin)
 
     def has(self, codec: str, site: str) -> bool:
         """Whether rows of a site in a codec have a kernel now."""
-        return site in self._staging.buffers and self._kind(codec, site) in self._there
+        return self._kind(codec, site) in self._there
 
     def begin(self, codec: str, site: str) -> None:
         """Compile a kernel beside the steps, if there can be one."""
-        if site in self._staging.buffers and len(self._begun) < _KERNELS_MAX and self._missing(codec, site):
+        if len(self._begun) < _KERNELS_MAX and self._missing(codec, site):
             self._wanted.put((codec, site))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="vllm-tap-compiler", daemon=True)
@@ -63,23 +66,32 @@ class Compiled:
             self._compile(*self._wanted.get())
 
     def _kind(self, codec: str, site: str) -> tuple[str, int]:
-        return codec, int(self._staging.buffers[site].shape[-1])
+        probe = self._staging.probes.get(site)
+        return (site, probe.count) if probe else (codec, int(self._staging.buffers[site].shape[-1]))
 
     def _missing(self, codec: str, site: str) -> bool:
         """Whether there could be a kernel that nobody has begun to compile; it counts as begun from now on."""
         kind = self._kind(codec, site)
-        if not self._on_device or kind in self._begun or not kernels.supported(
-                *kind, self._staging.buffers[site].dtype):
+        if not self._on_device or kind in self._begun:
+            return False
+        buffer = self._staging.buffers[self._staging.source(site)]
+        known = kernels.scored(kind[1], buffer.shape[-1], buffer.dtype) if site in self._staging.probes else (
+            kernels.supported(*kind, buffer.dtype))
+        if not known:
             return False
         self._begun.add(kind)
         return True
 
     def _compile(self, codec: str, site: str) -> None:
-        kind, buffer = self._kind(codec, site), self._staging.buffers[site]
+        kind, buffer = self._kind(codec, site), self._staging.buffers[self._staging.source(site)]
+        probe = self._staging.probes.get(site)
         try:
             # A thread begins on the first device, whichever is the worker's.
             with torch.cuda.device(buffer.device) if buffer.is_cuda else contextlib.nullcontext():
-                kernels.warm(*kind, buffer.dtype, buffer.device)
+                if probe:
+                    kernels.warm_scores(probe.directions, probe.bias, probe.sigmoid, buffer.dtype)
+                else:
+                    kernels.warm(*kind, buffer.dtype, buffer.device)
         except Exception:  # the reference encoder does the same, slower
             logger.exception("vllm-tap: no kernel for %s of %s", codec, site)
             return

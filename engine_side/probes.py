@@ -11,7 +11,7 @@ from schemas.probes import LoadedProbe, Probe
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """``directions`` float32 [width, k], ``bias`` float32 [k]; both on the device of the rows."""
+    """``directions`` float32 [k, width], ``bias`` float32 [k]; both on the device of the rows."""
 
     about: Probe
     directions: torch.Tensor
@@ -22,17 +22,21 @@ class Scorer:
         """How many scores a row has."""
         return int(self.bias.shape[0])
 
+    @property
+    def sigmoid(self) -> bool:
+        """Whether scores are probabilities."""
+        return self.about.activation == "sigmoid"
+
     def encode(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The stream ``x`` float32 [layers, n, k] of rows [layers, n, width]; waits for nothing."""
-        scores = torch.addmm(self.bias, rows.flatten(0, 1).float(), self.directions)
-        if self.about.activation == "sigmoid":
+        scores = torch.addmm(self.bias, rows.flatten(0, 1).float(), self.directions.t())
+        if self.sigmoid:
             scores.sigmoid_()
         return {"x": scores.unflatten(0, rows.shape[:2])}
 
 
 def scorer(probe: LoadedProbe, device: torch.device) -> Scorer:
     """A probe moved to the device; one score is made there, since what a first product needs is made by it."""
-    directions = torch.from_numpy(probe.directions).to(device).t().contiguous()
-    made = Scorer(probe.about, directions, torch.from_numpy(probe.bias).to(device))
-    made.encode(torch.zeros(1, 1, len(directions), device=device))
+    made = Scorer(probe.about, torch.from_numpy(probe.directions).to(device), torch.from_numpy(probe.bias).to(device))
+    made.encode(torch.zeros(1, 1, probe.directions.shape[1], device=device))
     return made

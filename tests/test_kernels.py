@@ -11,12 +11,19 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
 from engine_side import kernels
+from engine_side.block import Burst, Piece, layout_of
 from engine_side.codecs import TORCH_DTYPES, encode, int8b64, nf4b64, row8
+from engine_side.compiled import Compiled
+from engine_side.probes import Scorer
+from engine_side.selection import Entry
+from engine_side.staging import Staging
 from schemas import codecs
+from schemas.probes import Probe
 
 GPU = torch.cuda.is_available()
 HERE = find_spec("triton") is not None and (GPU or os.environ.get("TRITON_INTERPRET") == "1")
@@ -188,6 +195,70 @@ def test_warming_is_of_the_kernels_that_are_used() -> None:
         for wide_ids in (False, True):
             taken("int8b64", source_of(torch.randn(2, 3, 192).bfloat16(), [1], rows, wide_ids))
     assert kernels._kernel.cache_info().misses == known
+
+
+@kernel_test
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 16])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_a_probe(dtype: torch.dtype, width: int, count: int, sigmoid: bool) -> None:
+    """As the reference makes them, but for sums in another order; of rows in turn, and of chosen ones."""
+    torch.manual_seed(width + count)
+    buffer = torch.randn(3, 9, width + 3).to(dtype)[..., 1 : width + 1]  # on no boundary of a vector
+    probe = Scorer(Probe("resid_post", 2, [], "sigmoid" if sigmoid else "none", ""),
+                   torch.randn(count, width), torch.randn(count))
+    assert kernels.scored(count, width, dtype)
+    there = [tensor.to(DEVICE) for tensor in (probe.directions, probe.bias)]
+    for rows in ([1, 4, 5], (2, 6)):
+        source = source_of(buffer.to(DEVICE), [2], rows)
+        sizes = (4 * count * source.n, 4 * source.n, 8 * source.n)
+        offsets = [0, *((-(-sum(sizes[:end]) // 64) + end) * 64 for end in (1, 2))]
+        scratch = torch.full((offsets[-1] + sizes[-1] + 64,), UNTOUCHED, dtype=torch.uint8, device=DEVICE)
+        kernels.score(*there, sigmoid, source, scratch, offsets)
+        chosen = torch.tensor(rows) if isinstance(rows, list) else torch.arange(rows[0], rows[0] + rows[1])
+        got, ids, places = (scratch.cpu()[at : at + size] for at, size in zip(offsets, sizes, strict=True))
+        want = probe.encode(buffer[[2]][:, chosen])["x"][0]
+        assert torch.allclose(got.view(torch.float32).reshape(-1, count), want, rtol=1e-4, atol=1e-4 * width**0.5)
+        assert torch.equal(ids.view(torch.int32), (100_000 + chosen).int())
+        assert torch.equal(places.view(torch.int64), 7_000 + chosen)
+        assert (scratch.cpu()[offsets[0] + sizes[0] : offsets[1]] == UNTOUCHED).all()
+    kernels.warm_scores(*there, sigmoid, dtype)
+
+
+@kernel_test
+def test_few_directions_get_the_kernel_and_many_the_product() -> None:
+    if GPU:
+        pytest.skip("on a GPU tests/engine/test_probes.py uses it")
+    probes = {f"probe.{name}": Scorer(Probe("resid_post", 1, [""] * count, "none", ""), torch.randn(count, 40),
+                                      torch.zeros(count)) for name, count in (("few", 3), ("many", 40))}
+    rows = torch.randn(2, 8, 40).bfloat16()
+    staging = Staging({"resid_post": rows}, {"resid_post": [0, 1]}, probes=probes)
+    came: list[str] = []
+    compiled = Compiled(staging, True, came.append)
+    assert not compiled.has("raw", "probe.few")
+    for site in probes:
+        if compiled._missing("raw", site):
+            compiled._compile("raw", site)
+    assert [compiled.has("raw", site) for site in probes] == [True, False] and came == ["raw"]
+    for site, probe in probes.items():
+        layout = layout_of(Entry(site, "raw", (1,)), staging, "bfloat16", 1 << 20, compiled.has("raw", site))
+        assert (layout.kernel is not None) == (site == "probe.few")
+        piece = Piece(layout, *(np.array(column) for column in ([1, 4, 5], [0, 0, 0], [7, 8, 9], [0, 0, 0])))
+        burst = Burst([piece], 1, 1, [], np.zeros(1, np.int64), 8, 0.0, (np.zeros(1, np.int64), np.zeros(1, np.int64)))
+        memory = torch.zeros(burst.nbytes, dtype=torch.uint8)
+        burst.settle(memory, 0, memory, 0)
+        burst.encode(torch.arange(8, dtype=torch.int32), torch.arange(8))
+        (run,) = burst.runs(burst.nbytes)
+        begin, size = run.extents["x"]
+        got = memory[begin : begin + size].view(torch.float32).reshape(3, -1)
+        assert torch.allclose(got, rows[1, [1, 4, 5]].float() @ probe.directions.T, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("count", "width", "dtype"), [
+    (17, 64, torch.bfloat16), (0, 64, torch.bfloat16), (1, 40_000, torch.bfloat16), (1, 64, torch.float64)])
+def test_probes_that_are_left_to_torch(count: int, width: int, dtype: torch.dtype) -> None:
+    assert not kernels.scored(count, width, dtype)
 
 
 @pytest.mark.parametrize(("codec", "width", "dtype"), [

@@ -6,7 +6,7 @@ Nothing here imports Triton until a kernel is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -17,9 +17,10 @@ import torch
 from schemas import codecs
 from schemas.errors import SpecError
 
-__all__ = ["Source", "launch", "supported", "warm"]
+__all__ = ["Source", "launch", "score", "scored", "supported", "warm", "warm_scores"]
 
 _WIDTH_MAX: Final = 32768
+_SCORES_MAX: Final = 16  # more are for a product of matrices
 _VECTOR: Final = 16  # bytes of the widest load
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _MODULES: Final = {
@@ -85,13 +86,38 @@ def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequen
     [n_layers, n, *shape]; then token ids (int32 [n]) and positions (int64 [n]). Waits for nothing, allocates nothing.
     The first launch of a kind compiles, unless ``warm`` has.
     """
-    if source.n == 0:
-        return
+    if source.n:
+        _launch(_kernel(identity, *_kind(source)), source, scratch, offsets)
+
+
+def score(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, source: Source, scratch: torch.Tensor,
+          offsets: Sequence[int]) -> None:
+    """``launch`` of a probe: its scores x float32 [1, n, k] in the place of a codec's streams.
+
+    ``directions`` float32 [k, width], contiguous; ``bias`` float32 [k]; both where the rows are, ``scored`` for them.
+    """
+    if source.n:
+        _launch(_scorer(len(bias), sigmoid, *_kind(source)), source, scratch, offsets, directions, bias)
+
+
+def scored(count: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether ``score`` takes a probe of ``count`` directions; False on a machine without Triton."""
+    return (0 < count <= _SCORES_MAX and 0 < width <= _WIDTH_MAX and dtype in _DTYPES
+            and find_spec("triton") is not None)
+
+
+def _kind(source: Source) -> tuple[int, torch.dtype, bool, bool, torch.device]:
+    """What a kernel is compiled for: width and dtype, whether rows are gathered and aligned, the device."""
+    buffer, (to_layer, to_row, _) = source.buffer, source.buffer.stride()
+    aligned = ((to_layer | to_row) * buffer.element_size() | buffer.data_ptr()) % _VECTOR == 0
+    return buffer.shape[2], buffer.dtype, not isinstance(source.rows, int), aligned, buffer.device
+
+
+def _launch(kernel: _Kernel, source: Source, scratch: torch.Tensor, offsets: Sequence[int], *more: torch.Tensor
+            ) -> None:
     buffer, rows, ids, positions = source.buffer, source.rows, source.token_ids, source.positions
     to_layer, to_row, _ = buffer.stride()
     gathered = not isinstance(rows, int)
-    aligned = ((to_layer | to_row) * buffer.element_size() | buffer.data_ptr()) % _VECTOR == 0
-    kernel = _kernel(identity, buffer.shape[2], buffer.dtype, gathered, aligned, buffer.device)
     # Of a 64-bit number that is not negative the lower half is the number: one kernel for both.
     wide_ids, wide_positions = ids.dtype == torch.int64, positions.dtype == torch.int64
     kernel(
@@ -99,22 +125,35 @@ def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequen
         buffer, to_layer, to_row, source.layers, rows if gathered else source.layers, 0 if gathered else rows,
         ids.view(torch.int32) if wide_ids else ids, 1 + wide_ids,
         positions.view(torch.int32) if wide_positions else positions, 1 + wide_positions,
-        scratch, *offsets,
+        scratch, *offsets, *more,
     )
 
 
 def warm(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile what ``launch`` may need for such rows, so that no step waits for a compiler."""
+    declared = codecs.streams(identity, width, str(dtype).removeprefix("torch."))
+    for source, scratch, offsets in _samples(width, dtype, device, [stream.nbytes for stream in declared]):
+        launch(identity, source, scratch, offsets)
+
+
+def warm_scores(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, dtype: torch.dtype) -> None:
+    """``warm`` of what ``score`` may need for rows in ``dtype``."""
+    for source, scratch, offsets in _samples(directions.shape[1], dtype, directions.device, [4 * len(bias)]):
+        score(directions, bias, sigmoid, source, scratch, offsets)
+
+
+def _samples(width: int, dtype: torch.dtype, device: torch.device, sizes: Sequence[int]
+             ) -> Iterator[tuple[Source, torch.Tensor, list[int]]]:
+    """A row as it may come, room for its streams of ``sizes`` bytes, and where they lie."""
     buffer = torch.zeros(1, 1, width, dtype=dtype, device=device)
     layers = torch.zeros(1, dtype=torch.int32, device=device)
     numbers = torch.zeros(1, dtype=torch.int64, device=device)
-    declared = codecs.streams(identity, width, str(dtype).removeprefix("torch."))
     ends = [0]
-    for nbytes in [*(stream.nbytes for stream in declared), 4, 8]:
+    for nbytes in [*sizes, 4, 8]:
         ends.append(ends[-1] + -(-nbytes // 64) * 64)
     scratch = torch.empty(ends[-1], dtype=torch.uint8, device=device)
     for rows in (0, numbers):
-        launch(identity, Source(buffer, layers, rows, 1, numbers, numbers), scratch, ends[:-1])
+        yield Source(buffer, layers, rows, 1, numbers, numbers), scratch, ends[:-1]
 
 
 @lru_cache(maxsize=1024)
@@ -127,3 +166,12 @@ def _kernel(identity: str, width: int, dtype: torch.dtype, gathered: bool, align
     function, constants, warps = module.choose(codec, width, dtype)
     numbers_a_vector = _VECTOR // dtype.itemsize if aligned else 1
     return _Kernel(function, (gathered, numbers_a_vector, width, *constants), warps)
+
+
+@lru_cache(maxsize=256)
+def _scorer(count: int, sigmoid: bool, width: int, dtype: torch.dtype, gathered: bool, aligned: bool,
+            device: torch.device) -> _Kernel:
+    from engine_side.kernels import scores
+
+    function, constants, warps = scores.choose(count, width, sigmoid)
+    return _Kernel(function, (gathered, _VECTOR // dtype.itemsize if aligned else 1, width, *constants), warps)

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from schemas.errors import SpecError, StartError
 from schemas.reader import StoreReader
-from tests.engine.engines import Captured, Engine, prompt, start
+from tests.engine.engines import ON_GPU, Captured, Engine, prompt, start
 from tests.engine.reference import Reference
 from vllm_tap.tiny_model import HIDDEN
 
@@ -125,6 +125,7 @@ def test_what_is_not_there_is_refused(engine: Engine, spec: dict[str, Any], says
         engine.run([prompt(3, 1)], [{"max_tokens": 1}], [spec])
 
 
+@pytest.mark.skipif(ON_GPU, reason="the engine is in another process")
 @pytest.mark.parametrize(("width", "place", "says"), [
     (HIDDEN + 1, "resid_post.2", rf"directions = \[1, {HIDDEN + 1}\]: rows of resid_post have {HIDDEN} numbers"),
     (HIDDEN, "resid_post.4", r"layer = 4: this model has resid_post in layers \[0, 1, 2, 3\]"),
