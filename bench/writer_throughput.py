@@ -136,7 +136,8 @@ class Line:
         self._run = Path(tempfile.mkdtemp(prefix="tap-"))
         self.endpoint = f"ipc://{self._run}/w"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "writer_service", "--store", str(self.store), "--endpoint", self.endpoint, *flags],
+            [sys.executable, "-m", "writer_service", "--store", str(self.store), "--endpoint", self.endpoint,
+             "--engine-lost-s", "3600", *flags],  # it is silent while others have their turn
             cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self._process.stdout.readline()
@@ -198,9 +199,10 @@ class Line:
     def _take(self) -> None:
         if not self._socket.poll(1000):
             self._socket.send(encode(Ping()))
-        elif isinstance(answer := decode_from_writer(self._socket.recv()), Ack):
-            assert not answer.refused, answer.refused
-            self._durable = answer.durable
+            return
+        answer = decode_from_writer(self._socket.recv())
+        assert isinstance(answer, Ack) and not answer.refused, answer
+        self._durable = answer.durable
 
     def settle(self) -> None:
         """Until nothing is left to seal."""

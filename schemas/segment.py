@@ -26,8 +26,8 @@ from schemas.control import Frame, StreamPart, unpack
 from schemas.errors import CorruptError, ProtocolError, StoreError
 from schemas.frame import FLAG_ERASED, RowTable, check_frame, check_table
 
-__all__ = ["FrameHeader", "FrameView", "Layout", "encode_head", "frame_layout", "parse_frame", "read_frame",
-           "redacted_head", "verify_payload", "walk", "whole_frames"]
+__all__ = ["FrameHeader", "FrameView", "Layout", "encode_head", "frame_layout", "frames_end", "parse_frame",
+           "read_frame", "redacted_head", "verify_payload", "walk", "whole_frames"]
 
 MAGIC: Final = b"TAPFRM01"
 SEGMENT_VERSION: Final = 1
@@ -279,21 +279,25 @@ def walk(
 
 def whole_frames(
     data: memoryview, store: bytes, number: int, path: object, known: Sequence[tuple[int, int]]
-) -> tuple[list[FrameView], list[CorruptError], int]:
-    """The frames of a journal file that are whole, what is wrong with others, and where the last one ends.
+) -> Iterator[FrameView | CorruptError]:
+    """The frames of a journal file that are whole, in order, and what is wrong with others.
 
     ``known`` are (offset, bytes) of frames that were acknowledged, in order: a damaged one costs no other. What follows
     them ends at the first that is not whole.
     """
-    views, bad, end = [], [], 0
+    end = 0
     for offset, nbytes in known:
         end = offset + nbytes
         try:
             view = parse_frame(data, offset, store, number, path)
             verify_payload(view, path)
         except CorruptError as error:
-            bad.append(error)
+            yield error
         else:
-            views.append(view)
-    views += walk(data, store, number, path, verify=True, start=end)
-    return views, bad, max(end, views[-1].end if views else 0)
+            yield view
+    yield from walk(data, store, number, path, verify=True, start=end)
+
+
+def frames_end(views: Sequence[FrameView], known: Sequence[tuple[int, int]]) -> int:
+    """Where the last of the frames ends, those included that are known but not whole."""
+    return max(sum(known[-1]) if known else 0, views[-1].end if views else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from schemas.errors import CorruptError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from schemas.sites import SITES
+from schemas.zarr_layout import open_name
 from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, expected_pieces, until
+from writer_service import fs
+from writer_service.recovery import recover
+from writer_service.sealing import seal
 
 DTYPES = {"int8b64": "bfloat16", "raw": "float32", "raw16": "float16", "topk8:k=5": "bfloat16",
           "rp8:k=32,seed=7": "bfloat16"}
@@ -114,6 +119,38 @@ def test_the_group_opens_as_a_group(tmp_path: Path) -> None:
         "frame_row",
     }
     assert group.attrs["format"] == "vllm-tap block" and group["scale"].attrs["view"] == "bfloat16"
+
+
+def test_every_byte_and_name_of_a_block_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its seal replaces is gone: a power loss must leave all of it."""
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store, "--seal-idle-s", "60") as writer, Sender(writer.endpoint) as engine:
+        engine.open(capture)
+        engine.frame([(capture, 1, range(8))])
+        engine.wait()
+        writer.kill()
+    bytes_of: dict[int, int] = {}
+    names_of: set[int] = set()
+    sync_bytes, sync_names = fs.datasync, fs.sync_dir
+
+    def noting_bytes(fd: int) -> None:
+        sync_bytes(fd)
+        bytes_of[os.fstat(fd).st_ino] = os.fstat(fd).st_size
+
+    def noting_names(path: Path) -> None:
+        sync_names(path)
+        names_of.add(path.stat().st_ino)
+
+    monkeypatch.setattr(fs, "datasync", noting_bytes)
+    monkeypatch.setattr(fs, "sync_dir", noting_names)
+    state = recover(store)
+    fd = fs.open_existing(store / open_name(1))
+    assert seal(store, state.uuid, 1, fd, state.epoch, {})
+    fs.close(fd)
+    fs.close(state.lock)
+    for path in (store / "blocks" / "w0-00000001.zarr").rglob("*"):
+        info = path.stat()
+        assert info.st_ino in names_of if path.is_dir() else bytes_of.get(info.st_ino) == info.st_size, path
 
 
 def test_readers_go_on_while_segments_are_sealed(tmp_path: Path) -> None:

@@ -305,7 +305,8 @@ def _check_arrays(
     """The block's arrays against what they are made of."""
     if not frames:
         return
-    columns = gather([view for view, _ in frames], block.declared, block.layers)
+    views = [view for view, _ in frames]
+    columns = gather(views, [piece_checksums(view) for view in views], block.declared, block.layers)
     rows = np.concatenate([np.arange(start, start + view.rows) for view, start in frames])
 
     def differ(name: str, found: npt.NDArray[Any], made: npt.NDArray[Any]) -> Iterator[Bad]:

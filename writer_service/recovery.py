@@ -21,7 +21,7 @@ from schemas.control import Bye, Hello
 from schemas.errors import CorruptError, StartError, StoreError
 from schemas.map_file import map_file
 from schemas.reader import read_store_uuid
-from schemas.segment import FrameView, newer_frame, verify_payload, walk, whole_frames
+from schemas.segment import FrameView, frames_end, newer_frame, verify_payload, walk, whole_frames
 from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk
 from writer_service import catalog, cold_blocks, erasing, fs, removal, says, sealing
 from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
@@ -426,9 +426,13 @@ def _scan_open(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str
         known = [(row["offset"], row["bytes"]) for row in db.execute(
             "SELECT offset, bytes FROM frames WHERE segment = ? AND offset + bytes <= ? ORDER BY offset",
             (number, len(data)))]
-        views, bad, end = whole_frames(data, state.uuid, number, path, known)
-        for error in bad:
-            says.warn("frame_damaged", f"the rows of a frame are lost: {error}", segment=number, error=str(error))
+        views: list[FrameView] = []
+        for found in whole_frames(data, state.uuid, number, path, known):
+            if isinstance(found, FrameView):
+                views.append(found)
+            else:
+                says.warn("frame_damaged", f"the rows of a frame are lost: {found}", segment=number, error=str(found))
+        end = frames_end(views, known)
         for at in (*(offset for offset, _ in known), end):
             if newer_frame(data, at, state.uuid):
                 raise StoreError("read segment", path, f"a frame at byte {at} is of a newer version",

@@ -23,7 +23,7 @@ from schemas.errors import StoreError
 from schemas.frame import FLAG_ERASED
 from schemas.map_file import map_file
 from schemas.row_checksums import piece_digests
-from schemas.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, whole_frames
+from schemas.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, frames_end, whole_frames
 from schemas.zarr_layout import (
     WRITER,
     array_metadata,
@@ -37,10 +37,11 @@ from writer_service import fs, says
 from writer_service.crc32c import crc32c
 
 MISSING: Final = np.uint64(2**64 - 1)
-pieces_at_once: Final = 128
+pieces_at_once: Final = 512
 ROW_COLUMNS: Final = ("capture", "position", "token_id", "flags")
 
 Array = npt.NDArray[Any]
+U64 = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,13 @@ def fill_of(stream: Stream) -> Any:
     return float("nan") if stream.fill == "NaN" else stream.fill
 
 
-def gather(frames: list[FrameView], declared: tuple[Stream, ...], layers: list[int] | None = None) -> Columns:
-    """Columns of a segment's frames, in the order of the file; ``layers`` where they are not all of the frames'."""
+def gather(
+    frames: Sequence[FrameView], checksums: Sequence[U64], declared: tuple[Stream, ...],
+    layers: list[int] | None = None,
+) -> Columns:
+    """Columns of a segment's frames and their ``piece_checksums``, in the order of the file; ``layers`` where they are
+    not all of the frames'.
+    """
     layers = layers or sorted({layer for view in frames for layer in view.frame.layers})
     rows, width = sum(view.rows for view in frames), len(layers)
     captures: dict[str, int] = {}
@@ -72,9 +78,9 @@ def gather(frames: list[FrameView], declared: tuple[Stream, ...], layers: list[i
     present = np.zeros((rows, width), bool)
     index = np.full((rows, width, 2), MISSING, np.uint64)
     checksum = np.zeros((rows, width), np.uint64)
-    sides = {s.name: np.full((width, rows, *s.shape), fill_of(s), s.dtype) for s in declared[1:]}
+    sides = {s.name: np.empty((width, rows, *s.shape), s.dtype) for s in declared[1:]}
     start = 0
-    for view in frames:
+    for view, digests in zip(frames, checksums, strict=True):
         stop = start + view.rows
         at = np.searchsorted(layers, view.frame.layers)
         known = np.array([captures.setdefault(name, len(captures)) for name in view.frame.captures], np.uint32)
@@ -86,22 +92,23 @@ def gather(frames: list[FrameView], declared: tuple[Stream, ...], layers: list[i
         pieces = view.pieces(np.arange(len(at)), np.arange(view.rows)).T  # [rows, layers]
         index[start:stop, at, 0] = view.offset + view.layout.parts[0] + pieces * declared[0].nbytes
         index[start:stop, at, 1] = declared[0].nbytes
-        checksum[start:stop, at] = piece_checksums(view)[pieces]
+        checksum[start:stop, at] = digests[pieces]
         for number, side in enumerate(declared[1:], 1):
             stored = view.section(number)[pieces.T].reshape(-1).view(side.dtype)
             sides[side.name][at, start:stop] = stored.reshape(len(at), view.rows, *side.shape)
         if view.flags & FLAG_REDACTED:
             erased = start + np.flatnonzero(view.table.flags & FLAG_ERASED)
             present[erased], index[erased], checksum[erased] = False, MISSING, 0
-            for side in declared[1:]:
-                sides[side.name][:, erased] = fill_of(side)
         start = stop
+    if not present.all():
+        for side in declared[1:]:
+            sides[side.name][~present.T] = fill_of(side)
     offsets = np.array([view.offset for view in frames], np.uint64)
     counts = np.array([view.rows for view in frames], np.uint64)
     return Columns(layers, list(captures), row, present, index, checksum, sides, offsets, np.cumsum(counts) - counts)
 
 
-def piece_checksums(view: FrameView) -> npt.NDArray[np.uint64]:
+def piece_checksums(view: FrameView) -> U64:
     """schemas.row_checksums of all pieces of a frame: uint64 ``[rows × layers]``."""
     main = view.section(0)
     sides = [view.section(number) for number in range(1, len(view.declared))]
@@ -124,9 +131,14 @@ def seal(
     """
     path = store / open_name(number)
     data = map_file(path)
-    frames, bad, end = whole_frames(data, uuid, number, path, known)
-    for error in bad:
-        says.warn("frame_damaged", f"sealing leaves out a frame: {error}", segment=number, error=str(error))
+    frames, checksums = list[FrameView](), list[U64]()
+    for found in whole_frames(data, uuid, number, path, known):
+        if isinstance(found, FrameView):
+            frames.append(found)
+            checksums.append(piece_checksums(found))  # now that the processor has its bytes at hand
+        else:
+            says.warn("frame_damaged", f"sealing leaves out a frame: {found}", segment=number, error=str(found))
+    end = frames_end(frames, known)
     if not frames and known:
         raise StoreError("seal", path, f"none of its {len(known)} frames is whole", "put a good copy in its place")
     if not frames:
@@ -134,7 +146,7 @@ def seal(
         return False
     first = frames[0].frame
     declared = frames[0].declared
-    columns = gather(frames, declared)
+    columns = gather(frames, checksums, declared)
     building = store / building_name(number)
     if building.exists():
         fs.remove_tree(building)
@@ -227,9 +239,12 @@ def _write_layered(folder: Path, array: Array, stream: Stream) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    for below in folder.rglob("*"):
-        if below.is_dir():
-            fs.sync_dir(below)
+    """A folder, its name and all that is below it are on the disk."""
+    below = list(folder.rglob("*"))
+    fs.sync_files([path for path in below if not path.is_dir()])
+    for path in below:
+        if path.is_dir():
+            fs.sync_dir(path)
     fs.sync_dir(folder)
     fs.sync_dir(folder.parent)
 
