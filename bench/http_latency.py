@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import socket
 import subprocess
@@ -94,8 +95,8 @@ class Producer:
 
 
 @contextlib.contextmanager
-def service(folder: Path) -> Iterator[tuple[str, int]]:
-    """Writer and API: the writer's endpoint, the API's port."""
+def service(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Writer and API: the writer's endpoint, the API's port and its process."""
     endpoint = f"ipc://{folder}/s/writer.sock"
     common = ["--store", str(folder / "store"), "--endpoint", endpoint]
     started = []
@@ -105,7 +106,7 @@ def service(folder: Path) -> Iterator[tuple[str, int]]:
             started.append(process)
             assert process.stdout is not None
             line = process.stdout.readline()
-        yield endpoint, int(line.rsplit(":", 1)[1])
+        yield endpoint, int(line.rsplit(":", 1)[1]), process.pid
     finally:
         for process in started[::-1]:
             process.terminate()
@@ -131,17 +132,26 @@ async def ask(port: int, ids: list[str], dtype: str, seconds: float, offset_s: f
     return found
 
 
-def load(port: int, ids: list[str], dtype: str, clients: int, seconds: float) -> dict[str, float]:
-    """All clients in this process; what they saw."""
+def cpu_s(pid: int) -> float:
+    """Of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def load(port: int, pid: int, ids: list[str], dtype: str, clients: int, seconds: float) -> dict[str, float]:
+    """All clients in this process; what they saw, and what a request took of the service's processor."""
 
     async def all_of_them() -> list[list[tuple[float, int, int]]]:
         return await asyncio.gather(*(ask(port, ids, dtype, seconds, 1 + i / clients) for i in range(clients)))
 
+    before = cpu_s(pid)
     answers = [answer for each in asyncio.run(all_of_them()) for answer in each]
+    took = cpu_s(pid) - before
     good = np.sort([ms for ms, status, _ in answers if status == 200])
     return {"requests": len(answers), "refused": sum(status != 200 for _, status, _ in answers),
             "mb": answers[0][2] / 1e6, "p50_ms": float(np.percentile(good, 50)),
-            "p99_ms": float(np.percentile(good, 99)), "most_ms": float(good[-1])}
+            "p99_ms": float(np.percentile(good, 99)), "most_ms": float(good[-1]),
+            "service_cpu_ms": 1000 * took / len(answers)}
 
 
 def read_slowly(port: int, ids: list[str], count: int, stop: threading.Event) -> None:
@@ -171,20 +181,20 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--mb-s", type=float, default=50.0, help="what the producer writes")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tap-") as name, service(Path(name)) as (endpoint, port):
+    with tempfile.TemporaryDirectory(prefix="tap-") as name, service(Path(name)) as (endpoint, port, pid):
         producer = Producer(endpoint)
         ids = [producer.make() for _ in range(CAPTURES)]
         time.sleep(1)
-        load(port, ids, args.dtype, 2, 3)  # warm
+        load(port, pid, ids, args.dtype, 2, 3)  # warm
         stop = threading.Event()
         threads = [threading.Thread(target=producer.pace, args=(args.mb_s, stop))]
         threads[0].start()
-        result = {"alone": load(port, ids, args.dtype, args.clients, args.seconds)}
+        result = {"alone": load(port, pid, ids, args.dtype, args.clients, args.seconds)}
         if args.slow:
             threads.append(threading.Thread(target=read_slowly, args=(port, ids, args.slow, stop)))
             threads[1].start()
             time.sleep(3)
-            result[f"beside {args.slow} slow"] = load(port, ids, args.dtype, args.clients, args.seconds)
+            result[f"beside {args.slow} slow"] = load(port, pid, ids, args.dtype, args.clients, args.seconds)
         stop.set()
         for thread in threads:
             thread.join()

@@ -1,20 +1,21 @@
-"""How long reads take: slices of a store of a few GB, and listings and look-ups in a catalog of a million captures.
+"""How long reads take: slices of a store of some GB, and listings and look-ups in a catalog of a million captures.
 
-    python -m bench.read_latency [--gib 2] [--captures 1000000] [--rounds 200] [--store DIR]
+    python -m bench.read_latency [--gb 2] [--captures 1000000] [--rounds 200] [--codec int8b64,raw16] [--store DIR]
 
-The store holds captures of 512 tokens × 36 layers × 4096 (int8b64): 448 positions in frames of one capture, as prompts
-make them, the last 64 in frames of eight captures, as decoding does. All of it is in the page cache when it is read.
+The store holds captures of 512 tokens × 36 layers × 4096: 448 positions in frames of one capture, as prompts make them,
+the last 64 in frames of eight captures, as decoding does; half of the GB is of each codec. All of it is in the page
+cache when it is read. Beside each read, in turns with it, a floor: NumPy copies the same bytes out of maps of the
+files, told beforehand where they lie, and hashes nothing; where numbers are asked for it decodes them as well.
+Milliseconds are of the clock (p50, p99) and of the processor (cpu); on a machine that does other work the latter, and
+the ratio of the two reads' processor time, say more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,44 +27,75 @@ import numpy as np
 import xxhash
 import zmq
 
-from bench.writer_throughput import LAYERS, ROOT, ROWS, SLOTS, WIDTH, describe, make_ring
 from schemas import codecs, limits
 from schemas.catalog import CATALOG_VERSION, DDL, connect_write
-from schemas.control import Ack, EngineInfo, Finish, Hello, Open, Ping, Welcome, decode_from_writer, encode
+from schemas.control import (
+    Ack,
+    EngineInfo,
+    Finish,
+    Frame,
+    Hello,
+    Open,
+    Ping,
+    StreamPart,
+    Welcome,
+    decode_from_writer,
+    encode,
+)
 from schemas.frame import RowTable
 from schemas.ids import new_ulid
+from schemas.map_file import map_file
 from schemas.mapping import SegmentMaps
-from schemas.reader import Places, StoreReader, read_store_uuid
+from schemas.reader import StoreReader, read_store_uuid
+from schemas.segment import FrameView
 from schemas.spec import Armed, Resolved
+from schemas.zarr_layout import block_name, main_chunk
+from vllm_tap.services import make_socket_dir
+from vllm_tap.writer_process import WriterProcess
 
+LAYERS, WIDTH, SLOTS = 36, 4096, 16
 TOKENS: Final = 512
 GROUP: Final = 8  # captures that decode together
 PROMPT: Final = 448
 RANDOM_ROWS: Final = 1000
-SITE: Final = "resid_post"
+SITE, DTYPE = "resid_post", "bfloat16"
+Read = Callable[[], object]
+
+
+def content(codec: str, rows: int) -> list[bytes]:
+    """Pieces of so many rows of all layers that can be decoded, by stream."""
+    rng = np.random.default_rng(0)
+    made = []
+    for stream in codecs.streams(codec, WIDTH, DTYPE):
+        data = rng.integers(0, 60, rows * LAYERS * stream.nbytes, np.uint8)
+        if stream.name == "outlier_index":
+            data = np.tile(np.arange(8, dtype="<u2"), rows * LAYERS).view(np.uint8)
+        made.append(data.tobytes())
+    return made
 
 
 class _Engine:
-    """Sends frames of random bytes as fast as the writer acknowledges them."""
+    """Sends frames of about 8 MiB as fast as the writer acknowledges them."""
 
-    def __init__(self, folder: Path, shared: Path) -> None:
-        slot = sum(ROWS * LAYERS * stream.nbytes for stream in codecs.streams("int8b64", WIDTH, "bfloat16"))
-        slot = -(-slot // limits.section_align_bytes) * limits.section_align_bytes
-        ring = shared / "ring"
-        make_ring(ring, slot)
-        with open(ring, "rb") as file:
-            self._frames = describe(slot, memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)))
-        endpoint = f"ipc://{folder}/w"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "writer_service", "--store", str(folder / "store"), "--endpoint", endpoint],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self._process.stdout.readline()
+    def __init__(self, endpoint: str, ring: Path, codec: str) -> None:
+        row = LAYERS * sum(stream.nbytes for stream in codecs.streams(codec, WIDTH, DTYPE))
+        self.rows = limits.frame_bytes_target // row // GROUP * GROUP
+        pieces = content(codec, self.rows)
+        slot = -(-sum(map(len, pieces)) // limits.section_align_bytes) * limits.section_align_bytes
+        ring.write_bytes(b"".join(b"".join(pieces).ljust(slot, b"\0") for _ in range(SLOTS)))
+        hashes = [xxhash.xxh3_64_intdigest(data) for data in pieces]
+        names = [stream.name for stream in codecs.streams(codec, WIDTH, DTYPE)]
+        starts = np.cumsum([0, *map(len, pieces)]).tolist()[:-1]
+        self._frames = [
+            Frame(0, SITE, codec, DTYPE, WIDTH, list(range(LAYERS)), [], [self.rows], 0,
+                  [StreamPart(name, len(data), digest, [(number * slot + start, len(data))])
+                   for name, data, digest, start in zip(names, pieces, hashes, starts, strict=True)], "f")
+            for number in range(SLOTS)]
         self._socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)
         armed = Armed({SITE: list(range(LAYERS))}, LAYERS)
-        info = EngineInfo("bench", "bfloat16", "f", "", "", LAYERS, armed, {SITE: WIDTH}, 1 << 20, "", "", "")
+        info = EngineInfo("bench", DTYPE, "f", "", "", LAYERS, armed, {SITE: WIDTH}, 1 << 20, "", "", "")
         self._socket.send(encode(Hello(new_ulid(), "engine", 1, engine=info, ring_path=str(ring),
                                        ring_bytes=SLOTS * slot)))
         welcome = decode_from_writer(self._socket.recv())
@@ -76,7 +108,7 @@ class _Engine:
         self._socket.send_multipart([encode(make(self._seq)), *parts])
         self.wait(SLOTS - 1)
 
-    def rows(self, captures: list[str], positions: range) -> None:
+    def frame(self, captures: list[str], positions: range) -> None:
         """A frame with those positions of each of the captures."""
         which = np.repeat(np.arange(len(captures), dtype=np.uint32), len(positions))
         position = np.tile(np.asarray(positions, np.uint32), len(captures))
@@ -95,39 +127,148 @@ class _Engine:
                 self._durable = answer.durable
 
     def close(self) -> None:
-        """Everything sealed."""
+        """Everything durable."""
         self.wait(0)
         self._socket.close()
-        self._process.terminate()
-        self._process.communicate()
 
 
-def fill(folder: Path, gib: float) -> list[str]:
-    """Captures of so many bytes together; their ids."""
-    row = LAYERS * sum(stream.nbytes for stream in codecs.streams("int8b64", WIDTH, "bfloat16"))
-    groups = max(1, round(gib * 2**30 / (row * TOKENS * GROUP)))
-    shm = Path("/dev/shm") if Path("/dev/shm").is_dir() else folder
+def fill(store: Path, codec: str, gb: float) -> list[str]:
+    """Captures of so many GB together, all in sealed blocks; their ids."""
+    row = LAYERS * sum(stream.nbytes for stream in codecs.streams(codec, WIDTH, DTYPE))
     captures: list[str] = []
-    resolved = Resolved({SITE: list(range(LAYERS))}, {SITE: "int8b64"}, "all", "allow")
-    with tempfile.TemporaryDirectory(dir=shm) as shared:
-        engine = _Engine(folder, Path(shared))
-        for _ in range(groups):
+    resolved = Resolved({SITE: list(range(LAYERS))}, {SITE: codec}, "all", "allow")
+    shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with (tempfile.TemporaryDirectory(dir=shm) as shared,
+          WriterProcess(store, f"ipc://{make_socket_dir()}/writer.sock", "os") as writer):
+        engine = _Engine(writer.endpoint, Path(shared) / "ring", codec)
+        for _ in range(max(1, round(gb * 1e9 / (row * TOKENS * GROUP)))):
             group = [new_ulid() for _ in range(GROUP)]
             captures += group
             for capture in group:
                 engine.send(lambda seq, c=capture: Open(seq, c, "r", "{}", resolved, PROMPT, b"", 0, 1))  # type: ignore[misc]
-                for start in range(0, PROMPT, ROWS):
-                    engine.rows([capture], range(start, start + ROWS))
-            for start in range(PROMPT, TOKENS + 6, ROWS // GROUP):  # a few positions past the end
-                engine.rows(group, range(start, start + ROWS // GROUP))
+                for start in range(0, PROMPT, engine.rows):
+                    engine.frame([capture], range(start, start + engine.rows))
+            for start in range(PROMPT, TOKENS + 6, engine.rows // GROUP):  # a few positions past the end
+                engine.frame(group, range(start, start + engine.rows // GROUP))
             for capture in group:
                 engine.send(lambda seq, c=capture: Finish(seq, c, "length", None, bytes(4 * (TOKENS - PROMPT)), TOKENS))  # type: ignore[misc]
         engine.close()
     return captures
 
 
-def timed(rounds: int, work: Callable[[], object]) -> dict[str, float]:
-    """p50 and p99 of a call in ms, a tenth of the rounds before to warm up."""
+class Floor:
+    """Where every row of a store lies, as runs of bytes; copies them out of maps."""
+
+    def __init__(self, store: Path, captures: list[str], codec: str) -> None:
+        self.streams, self.codec = codecs.streams(codec, WIDTH, DTYPE), codec
+        self.files: dict[int, Any] = {}
+        self.places: dict[str, tuple[list[int], list[list[int]], list[int]]] = {}
+        maps = SegmentMaps(store, read_store_uuid(store))
+        with StoreReader(store) as reader:
+            for capture in captures:
+                place = reader.places(capture, SITE, [0])
+                segments, starts, steps = [], [], []
+                for number, offset, row in zip(place.segment[0].tolist(), place.offset[0].tolist(),
+                                               place.row[0].tolist(), strict=True):
+                    segment = reader.segment(number)
+                    view = maps.frame(segment, offset, verify=False)
+                    assert segment.sealed and isinstance(view, FrameView)
+                    if number not in self.files:
+                        path = store / block_name(number) / main_chunk(segment.main)
+                        self.files[number] = np.frombuffer(map_file(path), np.uint8)
+                    segments.append(number)
+                    starts.append([offset + part + row * stream.nbytes for part, stream in
+                                   zip(view.layout.parts, self.streams, strict=True)])
+                    steps.append(view.rows)
+                self.places[capture] = segments, starts, steps
+        maps.close()
+
+    def copy(self, rows: list[tuple[str, int]], layers: list[int]) -> dict[str, Any]:
+        """Stored pieces of rows, ``[layers, rows, …]``; what lies side by side is copied at once."""
+        made = {stream.name: np.empty((len(layers), len(rows), stream.nbytes), np.uint8) for stream in self.streams}
+        at = 0
+        while at < len(rows):
+            capture, position = rows[at]
+            segments, starts, steps = self.places[capture]
+            end = at + 1
+            main = self.streams[0].nbytes
+            while end < len(rows) and rows[end] == (capture, position + end - at) \
+                    and segments[position + end - at] == segments[position] \
+                    and starts[position + end - at][0] == starts[position][0] + (end - at) * main:
+                end += 1
+            data = self.files[segments[position]]
+            for number, stream in enumerate(self.streams):
+                for to, layer in enumerate(layers):
+                    begin = starts[position][number] + layer * steps[position] * stream.nbytes
+                    size = (end - at) * stream.nbytes
+                    made[stream.name][to, at:end] = data[begin:begin + size].reshape(end - at, stream.nbytes)
+            at = end
+        return {stream.name: made[stream.name].view(stream.dtype) for stream in self.streams}
+
+    def decode(self, pieces: dict[str, Any]) -> Any:
+        """As numbers."""
+        return codecs.decode(self.codec, pieces, WIDTH, DTYPE)
+
+
+def in_turns(rounds: int, make: Callable[[], tuple[Read, Read]]) -> dict[str, float]:
+    """A read and its floor, a tenth of the rounds before to warm up."""
+    clock, cpu, floor = [], [], []
+    for number in range(rounds + rounds // 10):
+        read, least = make()
+        times = []
+        for work in (read, least):
+            began, began_cpu = time.perf_counter(), time.thread_time()
+            work()
+            times.append((1000 * (time.perf_counter() - began), 1000 * (time.thread_time() - began_cpu)))
+        if number >= rounds // 10:
+            clock.append(times[0][0])
+            cpu.append(times[0][1])
+            floor.append(times[1][1])
+    return {"p50_ms": statistics.median(clock), "p99_ms": sorted(clock)[int(rounds * 0.99)],
+            "cpu_ms": statistics.median(cpu), "floor_cpu_ms": statistics.median(floor),
+            "over_floor": statistics.median(cpu) / statistics.median(floor)}
+
+
+def slices(store: Path, captures: list[str], codec: str, rounds: int) -> dict[str, dict[str, float]]:
+    """Of a store whose captures have been looked at once."""
+    rng, every = random.Random(0), list(range(LAYERS))
+    floor = Floor(store, captures, codec)
+    found: dict[str, dict[str, float]] = {}
+    with StoreReader(store) as reader:
+
+        def slice_of(layers: list[int], start: int, stop: int, numbers: bool) -> tuple[Read, Read]:
+            capture = rng.choice(captures)
+            rows = [(capture, position) for position in range(start, stop)]
+            if not numbers:
+                return lambda: reader.slice(capture, SITE, layers, start, stop), lambda: floor.copy(rows, layers)
+            return (lambda: reader.slice(capture, SITE, layers, start, stop).values(),
+                    lambda: floor.decode(floor.copy(rows, layers)))
+
+        def random_rows(numbers: bool) -> tuple[Read, Read]:
+            rows, layers = [(rng.choice(captures), rng.randrange(TOKENS)) for _ in range(RANDOM_ROWS)], [
+                rng.randrange(LAYERS)]
+            if not numbers:
+                return lambda: reader.rows_at(rows, SITE, layers), lambda: floor.copy(rows, layers)
+            return (lambda: reader.rows_at(rows, SITE, layers).values(), lambda: floor.decode(floor.copy(rows, layers)))
+
+        began = time.thread_time()
+        for capture in captures:
+            reader.slice(capture, SITE, [0], 0, 1)
+        found["the first look at a capture"] = {"cpu_ms": 1000 * (time.thread_time() - began) / len(captures)}
+        for numbers in (False, True):
+            tail = ", as float32" if numbers else ""
+            found[f"{TOKENS} tokens of a capture, one layer{tail}"] = in_turns(
+                rounds, lambda n=numbers: slice_of([rng.randrange(LAYERS)], 0, TOKENS, n))  # type: ignore[misc]
+            found[f"one token, all layers{tail}"] = in_turns(
+                rounds, lambda n=numbers: slice_of(every, at := rng.randrange(TOKENS), at + 1, n))  # type: ignore[misc]
+            found[f"{RANDOM_ROWS} random rows of a layer{tail}"] = in_turns(
+                max(10, rounds // 4), lambda n=numbers: random_rows(n))  # type: ignore[misc]
+        found["a manifest"] = timed(rounds, lambda: reader.manifest(rng.choice(captures)))
+    return found
+
+
+def timed(rounds: int, work: Read) -> dict[str, float]:
+    """A call alone."""
     seconds = []
     for number in range(rounds + rounds // 10):
         began = time.perf_counter()
@@ -135,39 +276,6 @@ def timed(rounds: int, work: Callable[[], object]) -> dict[str, float]:
         if number >= rounds // 10:
             seconds.append(time.perf_counter() - began)
     return {"p50_ms": 1000 * statistics.median(seconds), "p99_ms": 1000 * sorted(seconds)[int(rounds * 0.99)]}
-
-
-def random_rows(maps: SegmentMaps, reader: StoreReader, places: list[Places], rng: random.Random) -> None:
-    """1,000 rows of any captures, positions and one layer each, checked as slices are."""
-    wanted: dict[tuple[int, int, int], list[int]] = {}
-    for _ in range(RANDOM_ROWS):
-        place = rng.choice(places)
-        at = rng.randrange(len(place.positions))
-        key = int(place.segment[0, at]), int(place.offset[0, at]), rng.randrange(LAYERS)
-        wanted.setdefault(key, []).append(int(place.row[0, at]))
-    segments = {number: reader.segment(number) for number in {key[0] for key in wanted}}
-    for (number, offset, layer), found in wanted.items():
-        view = maps.frame(segments[number], offset, verify=False)
-        rows = np.asarray(found)
-        pieces = view.pieces([view.frame.layers.index(layer)], rows)
-        maps.verify(segments[number], view, [layer], rows,
-                    [view.section(stream)[pieces] for stream in range(len(view.declared))])
-
-
-def slices(store: Path, captures: list[str], rounds: int) -> dict[str, dict[str, float]]:
-    """Of the store."""
-    rng, layers = random.Random(0), list(range(LAYERS))
-    with StoreReader(store) as reader:
-        places = [reader.places(capture, SITE, [0]) for capture in captures]
-        maps = SegmentMaps(store, read_store_uuid(store))
-        return {
-            f"{TOKENS} tokens of a capture, one layer": timed(rounds, lambda: reader.slice(
-                rng.choice(captures), SITE, [rng.randrange(LAYERS)], 0, TOKENS)),
-            "one token, all layers": timed(rounds, lambda: reader.slice(
-                rng.choice(captures), SITE, layers, at := rng.randrange(TOKENS), at + 1)),
-            f"{RANDOM_ROWS} random rows": timed(max(10, rounds // 5), lambda: random_rows(maps, reader, places, rng)),
-            "a manifest": timed(rounds, lambda: reader.manifest(rng.choice(captures))),
-        }
 
 
 def catalog(folder: Path, count: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -205,21 +313,25 @@ def catalog(folder: Path, count: int, rounds: int) -> dict[str, dict[str, float]
 def main() -> None:
     """Print the table as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=2.0)
-    parser.add_argument("--captures", type=int, default=1_000_000)
+    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--captures", type=int, default=1_000_000, help="of the catalog (0: leave it out)")
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--codec", default="int8b64,raw16")
     parser.add_argument("--store", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure")
     args = parser.parse_args()
     report: dict[str, Any] = {}
+    asked = args.codec.split(",")
     with tempfile.TemporaryDirectory(dir=args.store) as work:
-        captures = fill(Path(work), args.gib)
         store = Path(work) / "store"
+        captures = {codec: fill(store, codec, args.gb / len(asked)) for codec in asked}
         report["store_gb"] = sum(path.stat().st_size for path in store.rglob("*") if path.is_file()) / 1e9
-        report["slices"] = slices(store, captures, args.rounds)
-    with tempfile.TemporaryDirectory(dir=args.store) as work:
-        report["catalog_captures"] = args.captures
-        report["catalog"] = catalog(Path(work), args.captures, args.rounds)
-    print(json.dumps(report, indent=1))
+        for codec, ids in captures.items():
+            report[codec] = slices(store, ids, codec, args.rounds)
+    if args.captures:
+        with tempfile.TemporaryDirectory(dir=args.store) as work:
+            report["catalog_captures"] = args.captures
+            report["catalog"] = catalog(Path(work), args.captures, args.rounds)
+    print(json.dumps(json.loads(json.dumps(report), parse_float=lambda text: round(float(text), 3)), indent=1))
 
 
 if __name__ == "__main__":
