@@ -28,7 +28,8 @@ class Bounded(StreamingResponse):
         async def bounded(message: Message) -> None:
             nonlocal stalled
             try:
-                await asyncio.wait_for(send(message), self.stall_s)
+                async with asyncio.timeout(self.stall_s):  # wait_for would make a task of every message
+                    await send(message)
             except TimeoutError:
                 stalled = True
                 raise

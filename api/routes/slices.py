@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Annotated, Final
 
 import xxhash
@@ -12,7 +14,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError, BadParam
-from api.sending import Bounded
 from api.service import Service, check_ref, owner_of, service_of
 from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES
 from api.slice_query import SliceQuery, parse_slice_query
@@ -23,8 +24,10 @@ from schemas.reader import StoreReader
 from schemas.sites import SITES
 
 router = APIRouter()
+log = logging.getLogger("vllm_tap.api")
 
 _PIECE_BYTES: Final = 1 << 20  # of one write to the socket
+_SHORT_BYTES: Final = 1 << 16
 _ENCODING: Final = 1  # grows when the same rows become other bytes
 _BYTES: Final = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})", re.ASCII)
 
@@ -122,20 +125,19 @@ def _part(request: Request, size: int, tag: str) -> slice:
 async def _manifest(service: Service, ref: str, owner: str, query: SliceQuery) -> Manifest:
     """The capture's manifest, after the waiting that was asked for; ApiError 504 where that was in vain."""
 
-    def enough() -> bool:
+    def look() -> tuple[Manifest, bool]:
         reader = service.reader()
         samples = reader.samples(ref, owner)
         if len(samples) > 1:
             shown = ", ".join(samples[:8]) + (", …" if len(samples) > 8 else "")
             raise ApiError(400, "several_captures", f"{ref!r} names {len(samples)} captures; ask for one: {shown}",
                            "ref")
-        if query.wait is None or reader.capture(ref, owner).status in FINAL:
-            return True
-        return query.wait == "rows" and query.stop is not None and _rows_there(reader.manifest(ref, owner), query)
+        manifest = reader.manifest(samples[0], owner)
+        there = query.wait == "rows" and query.stop is not None and _rows_there(manifest, query)
+        return manifest, query.wait is None or manifest.status in FINAL or there
 
-    waited = await poll(service, enough, bool, query.timeout_s if query.wait else 0.0)
-    manifest = await service.read(lambda reader: reader.manifest(ref, owner))
-    if not waited and manifest.status not in FINAL:
+    manifest, enough = await poll(service, look, lambda found: found[1], query.timeout_s if query.wait else 0.0)
+    if not enough:
         raise ApiError(504, "timeout", f"capture {manifest.id} is {manifest.status} after {query.timeout_s:g} s; "
                        "ask again, or without wait to get the rows that are there")
     return manifest
@@ -153,26 +155,46 @@ def _rows_there(manifest: Manifest, query: SliceQuery) -> bool:
     )
 
 
-class _Sending(Bounded):
-    """The answer on its way, piece by piece; its memory counts until the caller has it, has left or takes no more."""
+class _Sending(Response):
+    """The answer on its way, piece by piece; its memory counts until the caller has it, has left or takes no more.
+
+    A caller who takes nothing for ``slice_stall_s`` seconds is cut off.
+    """
 
     def __init__(self, answer: Answer, held: Held, headers: dict[str, str], media_type: str, part: slice, status: int
                  ) -> None:
-        super().__init__(self._pieces(answer, part), held.service.config.slice_stall_s, media_type, headers)
-        self.held, self.status_code = held, status
+        super().__init__(None, status, headers, media_type)
+        self.held, self.pieces = held, _pieces(answer, part)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop, stall_s = asyncio.get_running_loop(), self.held.service.config.slice_stall_s
         try:
-            await super().__call__(scope, receive, send)
+            async with asyncio.timeout(stall_s) as limit:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                for piece in self.pieces:
+                    limit.reschedule(loop.time() + stall_s)
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            # The answer has begun: leaving it unfinished makes the server cut the connection.
+            log.warning("%s: the caller took nothing for %g s and was cut off", scope["path"], stall_s)
         finally:
             self.held.release()
 
-    @staticmethod
-    async def _pieces(answer: Answer, part: slice) -> AsyncIterator[memoryview]:
-        before = 0
-        for buffer in answer.buffers:
-            view = memoryview(buffer)
-            first, last = max(part.start - before, 0), min(part.stop - before, len(view))
-            before += len(view)
-            for at in range(first, last, _PIECE_BYTES):
-                yield view[at : min(at + _PIECE_BYTES, last)]
+
+def _pieces(answer: Answer, part: slice) -> Iterator[bytes | memoryview]:
+    """The bytes of a part of an answer: long buffers cut, short ones joined, since each piece takes time to send."""
+    before, short = 0, list[memoryview]()
+    for buffer in answer.buffers:
+        view = memoryview(buffer)
+        view = view[max(part.start - before, 0):max(part.stop - before, 0)]
+        before += len(buffer)
+        if len(view) < _SHORT_BYTES:
+            short.append(view)
+            continue
+        if short:
+            yield b"".join(short)
+            short.clear()
+        for at in range(0, len(view), _PIECE_BYTES):
+            yield view[at:at + _PIECE_BYTES]
+    yield b"".join(short)
