@@ -27,7 +27,7 @@ def test_defaults_and_spellings() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"VLLM_TAP_ENDPOINT": "http://0.0.0.0:5555"}, "must be ipc://PATH"),
+        ({"VLLM_TAP_ENDPOINT": "http://127.0.0.1:5555"}, "must be ipc://PATH"),
         ({"VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "needs a folder of keys"),
         ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x", "VLLM_TAP_CURVE": "keys"}, "no other does"),
         ({"VLLM_TAP_CURVE": "/x", "VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "/x/sender.key_secret: no key"),

@@ -33,7 +33,7 @@ def connect() -> None:
 
     def inputs(module: types.ModuleType) -> None:
         wrap(module, "InputProcessor.__init__", _init)
-        wrap(module, "InputProcessor.process_inputs", _process_inputs)
+        wrap(module, "InputProcessor.process_inputs", lambda original: _refusing(_process_inputs(original)))
 
     def outputs(module: types.ModuleType) -> None:
         wrap(module, "RequestState.from_new_request", _from_new_request)
@@ -88,6 +88,23 @@ def _check_capture_all(spec: str, shape: front.Shape) -> None:
     except SpecError as error:
         raise StartError(f"vllm-tap: VLLM_ACT_CAPTURE asks for every request what this model cannot have: {error}"
                          ) from None
+
+
+def _refusing(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
+    """A spec that is refused is its client's error: newer vLLM servers know that of errors of their own kind alone."""
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return process_inputs(*args, **kwargs)
+        except SpecError as error:
+            try:
+                from vllm.exceptions import VLLMClientError
+            except ImportError:
+                raise error from None
+            kind = type(type(error).__name__, (type(error), VLLMClientError), {})
+            raise kind(error.field, error.value, error.reason) from None
+
+    return refusing
 
 
 def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:

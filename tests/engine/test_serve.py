@@ -482,6 +482,10 @@ def test_vllm_asked_past_the_service(service: Service) -> None:
         refused = httpx.post(f"{service.vllm_url}/v1/{path}", timeout=30,
                              json={**body, **asked, "use_beam_search": True, "n": 2})
         assert refused.status_code == 400 and "beam search cannot be captured" in refused.text, refused.text
+    for wrong, says in (({"sites": ["q"]}, "armed: resid_post"), ({"probe": ["mood"]}, "registered: tone")):
+        refused = httpx.post(f"{service.vllm_url}/v1/completions", timeout=30, json={
+            **body, "prompt": "hi", "vllm_xargs": {"capture": json.dumps(wrong)}})
+        assert refused.status_code == 400 and says in refused.text, refused.text
     listed = httpx.post(f"{service.vllm_url}/v1/completions", timeout=30, json={**body, "prompt": ["one", "and two"]})
     assert listed.status_code == 200, listed.text
     assert service.manifest(ulid)["captures"] == [ulid, f"{ulid}.1"]
