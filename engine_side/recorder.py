@@ -24,6 +24,7 @@ from engine_side.selection import CaptureTable, Entry, Plan, Selected
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas import codecs
+from schemas.control import TapCounters
 from schemas.errors import SpecError
 from schemas.spec import Resolved, parse_spec
 
@@ -68,19 +69,6 @@ class End:
 
 
 @dataclass(slots=True)
-class Counters:
-    """What happened so far, for logs and metrics."""
-
-    steps: int = 0
-    rows: int = 0
-    bytes: int = 0
-    dropped: int = 0
-    failures: int = 0
-    position_mismatches: int = 0
-    waits: int = 0
-
-
-@dataclass(slots=True)
 class Recorder:
     """Owned by the step thread; ``outbox`` is read by the sender thread."""
 
@@ -90,7 +78,8 @@ class Recorder:
     crossing: Crossing
     compiled: Compiled = field(init=False)
     captures: CaptureTable = field(default_factory=CaptureTable)
-    counters: Counters = field(default_factory=Counters)
+    counters: TapCounters = field(default_factory=TapCounters)
+    writer_away: bool = False  # set by the sender thread: too much waits for the writer, no capture is begun
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
@@ -120,6 +109,9 @@ class Recorder:
         """A request is scheduled for the first time (on some runners again after a preemption)."""
         if request in self._tickets:
             self.resume(request, cached)
+            return
+        if self.writer_away:
+            self.counters.captures_refused += 1
             return
         self._end_burst()
         capture = ticket.capture_of(request)
@@ -166,6 +158,8 @@ class Recorder:
         self._end_burst()
         if end.request not in self._tickets:
             self.open(end.request, end.ticket, end.prompt_token_ids, 0)
+            if end.request not in self._tickets:
+                return  # not begun
         slot = self.captures.close(end.request)
         total = len(end.prompt_token_ids) + len(end.output_token_ids)
         seen = int(self.captures.computed[slot])

@@ -71,6 +71,11 @@ class Ring:
         self.head += skip + nbytes
         return offset, self.head
 
+    @property
+    def used(self) -> int:
+        """Bytes that are taken."""
+        return self.head - self.tail
+
     def give_back(self, nbytes: int) -> None:
         """The end of the last region is not needed after all."""
         self.head -= nbytes

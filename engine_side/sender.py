@@ -21,8 +21,8 @@ import numpy as np
 import xxhash
 import zmq
 
-from engine_side.events import Event, Finished, Freed, Lost, Mark, Opened, Run
-from engine_side.recorder import Counters
+from engine_side.events import Finished, Freed, Lost, Mark, Opened, Run
+from engine_side.recorder import Recorder
 from engine_side.ring import Ring
 from engine_side.selection import Entry
 from schemas import codecs, control, limits
@@ -68,18 +68,19 @@ class Outgoing:
 class Sender(threading.Thread):
     """One stream of one worker to one writer."""
 
-    def __init__(self, endpoint: str, info: EngineInfo, ring: Ring, outbox: deque[Event], counters: Counters,
-                 curve: Path | None = None, rank: int = 0) -> None:
+    def __init__(self, endpoint: str, info: EngineInfo, ring: Ring, recorder: Recorder, curve: Path | None = None,
+                 rank: int = 0) -> None:
         super().__init__(name="vllm-tap-sender", daemon=True)
         self.stream = new_ulid()
         self.epoch = time.time_ns() // 1_000_000
-        self._endpoint, self.info, self._ring, self._outbox, self._rank = endpoint, info, ring, outbox, rank
-        self._counters, self._curve = counters, curve
+        self._endpoint, self.info, self._ring, self._rank, self._curve = endpoint, info, ring, rank, curve
+        self._recorder, self._outbox, self._counters = recorder, recorder.outbox, recorder.counters
         self._slots: dict[int, str] = {}
         self._pending: dict[Entry, Pending] = {}
         self._lost: dict[tuple[str, Entry, str], list[int]] = {}
         self._seq = 0
         self._unacked: OrderedDict[int, Outgoing] = OrderedDict()
+        self._record_bytes = 0  # of the records among them
         self._next = 1  # the first number not sent on this connection
         self._marks: deque[Mark] = deque()  # ring marks in the order of allocation
         self._released: set[Mark] = set()
@@ -115,7 +116,7 @@ class Sender(threading.Thread):
                     self._close_old_frames(force=self._closing.is_set())
                     if now >= next_ping:
                         next_ping = now + (0.2 if self._welcome is None else limits.heartbeat_interval_ms / 1000)
-                        self._say(self._hello() if self._welcome is None else control.Ping())
+                        self._say(self._hello() if self._welcome is None else control.Ping(self._state()))
                         if self._welcome is not None:
                             alone_since = float("inf")
                         elif now - alone_since > _ALONE_S:
@@ -296,6 +297,9 @@ class Sender(threading.Thread):
 
     # ── the wire ────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _state(self) -> control.TapState:
+        return control.TapState(self._counters, self._ring.capacity, self._ring.used, len(self._unacked))
+
     def _number(self, message: control.Record | control.Frame, table: bytes = b"", marks: Sequence[Mark] = ()) -> None:
         self._seq += 1
         if self._refused is not None:  # nobody will take it: free the ring, keep nothing
@@ -305,6 +309,11 @@ class Sender(threading.Thread):
             self._unacked[self._seq] = Outgoing([control.encode(message), table], message, marks)
         else:
             self._unacked[self._seq] = Outgoing([control.encode(message)])
+            self._record_bytes += len(self._unacked[self._seq].parts[0])
+            if self._record_bytes > limits.records_pending_bytes_max and not self._recorder.writer_away:
+                self._recorder.writer_away = True
+                logger.warning("vllm-tap: %d MiB of records wait for a writer that is away: no capture is begun until "
+                               "it is back", self._record_bytes >> 20)
 
     def _send_unsent(self) -> None:
         if self._welcome is None:
@@ -387,6 +396,7 @@ class Sender(threading.Thread):
         logger.warning("vllm-tap: the writer's store does not hold what was durable before; a new stream begins")
         waiting = list(self._unacked.values())
         self._unacked.clear()
+        self._record_bytes = 0
         self.stream, self.epoch = new_ulid(), time.time_ns() // 1_000_000
         self._seq = self._covered = self._dropped = 0
         self._next, self._welcome, self._progress = 1, None, (0, time.monotonic())
@@ -405,6 +415,10 @@ class Sender(threading.Thread):
         while self._unacked and next(iter(self._unacked)) <= durable:
             _, outgoing = self._unacked.popitem(last=False)
             self._release(outgoing.marks)
+            if outgoing.frame is None:
+                self._record_bytes -= len(outgoing.parts[0])
+        if self._recorder.writer_away and self._record_bytes < limits.records_pending_bytes_max // 2:
+            self._recorder.writer_away = False
         now = time.monotonic()
         if durable > self._progress[0] or not self._unacked:
             self._progress = durable, now

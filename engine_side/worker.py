@@ -56,7 +56,7 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, stagin
         raise StartError(f"vllm-tap: no ring of {size / 2**20:,.0f} MiB in shared memory ({error}): lower "
                          "VLLM_TAP_RING_BYTES, or give /dev/shm more (containers: --shm-size)") from None
     recorder = Recorder(staging, info.model_dtype, config.on_full, Crossing(device, ring, scratch))
-    sender = Sender(config.endpoint, info, ring, recorder.outbox, recorder.counters, config.curve)
+    sender = Sender(config.endpoint, info, ring, recorder, config.curve)
     CURRENT = Worker(info, model, staging, entry, recorder, sender)
     atexit.register(stop)
 

@@ -62,8 +62,32 @@ class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
     ring_bytes: int = 0
 
 
+class TapCounters(msgspec.Struct, forbid_unknown_fields=True):
+    """What an engine's tap did since its start; a row here is one of one layer."""
+
+    steps: int = 0  # of the model, with rows taken
+    rows: int = 0
+    bytes: int = 0  # encoded
+    dropped: int = 0  # rows that found no room
+    failures: int = 0  # of ours, beside which generation went on
+    position_mismatches: int = 0  # frames whose positions were not those that the host expected
+    waits: int = 0  # steps that waited for room (on_full = wait)
+    captures_refused: int = 0  # not begun, because too much waits for a writer that is away
+
+
+class TapState(msgspec.Struct, forbid_unknown_fields=True):
+    """How an engine's tap is."""
+
+    counters: TapCounters
+    ring_bytes: int
+    ring_used_bytes: int
+    waiting: int  # messages that no Ack covers yet
+
+
 class Ping(msgspec.Struct, tag="ping", forbid_unknown_fields=True):
     """Sign of life; answered by an Ack."""
+
+    tap: TapState | None = None  # of an engine
 
 
 class Bye(msgspec.Struct, tag="bye", forbid_unknown_fields=True):

@@ -33,6 +33,7 @@ frame_captures_max: Final = 1 << 16
 frame_runs_max: Final = 1 << 16
 payload_part_bytes: Final = 4 * 1024 * 1024
 payload_window_bytes_max: Final = 256 * 1024 * 1024  # on their way to a writer that shares no memory
+records_pending_bytes_max: Final = 128 * 1024 * 1024  # of an engine; then it begins no captures
 sender_window_frames_max: Final = 1024
 heartbeat_interval_ms: Final = 1000
 engine_lost_after_ms: Final = 15_000

@@ -21,6 +21,7 @@ from engine_side.selection import Entry
 from engine_side.sender import Sender
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
+from schemas import limits
 from schemas.control import EngineInfo
 from schemas.errors import StartError, TapError
 from schemas.ids import new_ulid
@@ -44,7 +45,7 @@ class Tapped:
         self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, width)}, ARMED.sites)
         self.ring = Ring(ring_bytes, pinned=False)
         self.recorder = Recorder(self.staging, "float32", on_full, Crossing(torch.device("cpu"), self.ring))
-        self.sender = Sender(endpoint, self.info, self.ring, self.recorder.outbox, self.recorder.counters, curve)
+        self.sender = Sender(endpoint, self.info, self.ring, self.recorder, curve)
         self.sender.start()
         self._tickets: dict[str, Ticket] = {}
 
@@ -178,3 +179,28 @@ def test_a_writer_that_is_away_costs_no_memory_by_the_step(tmp_path: Path) -> No
     kept = len(tapped.sender._unacked)
     tapped.sender.close(timeout_s=1.0)
     assert kept < 100, kept
+
+
+def test_a_writer_that_is_away_for_long_does_not_fill_memory(
+    writer: WriterProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of captures wait for it up to a bound; then captures are not begun, until it is back."""
+    monkeypatch.setattr(limits, "records_pending_bytes_max", 64 << 10)
+    tapped = Tapped(writer.endpoint)
+    assert manifest_of(writer.store, tapped.whole(10)).status == "complete"
+    writer.kill()
+    kept = []
+    while not tapped.recorder.writer_away:
+        kept.append(tapped.whole(100))
+        time.sleep(0.002)
+        assert len(kept) < 1000
+    refused = [tapped.whole(100) for _ in range(50)]
+    assert tapped.sender._record_bytes < 80 << 10 and tapped.recorder.counters.captures_refused > 0
+    writer.start()
+    assert manifest_of(writer.store, kept[-1]).status in ("complete", "incomplete")
+    until(lambda: not tapped.recorder.writer_away, 5.0)
+    assert manifest_of(writer.store, tapped.whole(10)).status == "complete"
+    tapped.sender.close()
+    with StoreReader(writer.store) as reader:
+        there = {row.id for row in reader.captures(limit=1000)}
+    assert set(kept) <= there and not there & set(refused)

@@ -12,10 +12,12 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from schemas.control import TapCounters
 from schemas.ids import new_ulid
 from tests.store_helpers import ROOT, Sender, WriterProcess, until
+from tests.test_sender import LAYERS, Tapped
 from writer_service.counters import Counters
-from writer_service.metrics import HELP, PREFIX
+from writer_service.metrics import HELP, PREFIX, TAP_HELP, TAP_PREFIX
 
 
 def free_port() -> int:
@@ -66,5 +68,20 @@ def test_metrics_and_json_lines(tmp_path: Path) -> None:
 def test_every_counter_has_a_help_text_and_a_line_on_the_page() -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
     assert set(HELP) == {field.name for field in fields(Counters)}
+    assert list(TAP_HELP) == list(TapCounters.__struct_fields__)
     for name in HELP:
         assert f"`{PREFIX}{name}_total`" in page
+
+
+def test_what_an_engine_says_of_itself(tmp_path: Path) -> None:
+    port = free_port()
+    with WriterProcess(tmp_path / "store", "--metrics-port", str(port)) as writer:
+        tapped = Tapped(writer.endpoint)
+        tapped.whole(10)
+        name = f"[{tapped.sender.stream}]"
+        until(lambda: scrape(port).get(f"{TAP_PREFIX}rows_total{name}") == 10 * LAYERS, 10.0)
+        found = scrape(port)
+        assert found[f"{TAP_PREFIX}steps_total{name}"] == 1 and found[f"{TAP_PREFIX}dropped_total{name}"] == 0
+        assert found[f"{TAP_PREFIX}ring_bytes{name}"] == tapped.ring.capacity
+        tapped.sender.close()
+        until(lambda: not any(name in key for key in scrape(port)), 10.0)

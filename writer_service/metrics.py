@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from schemas.control import TapState
 from schemas.errors import StartError
 from writer_service.counters import Counters
 from writer_service.journal import Journal
@@ -38,6 +39,18 @@ HELP: Final = {
     "dropped": "Rows (position x layer) that engines say they did not keep.",
 }
 
+TAP_PREFIX: Final = "vllm_tap_engine_"
+TAP_HELP: Final = {
+    "steps": "Steps of the model with rows taken.",
+    "rows": "Rows taken, each layer counted.",
+    "bytes": "Encoded bytes of them.",
+    "dropped": "Rows that found no room.",
+    "failures": "Failures in capture, beside which generation went on.",
+    "position_mismatches": "Frames whose positions were not the expected ones; the model's own were stored.",
+    "waits": "Steps that waited for room (on_full = wait).",
+    "captures_refused": "Captures not begun, because too much waited for a writer that was away.",
+}
+
 
 class State(Protocol):
     """What is looked at besides the counters."""
@@ -51,6 +64,9 @@ class State(Protocol):
 
     @property
     def used_bytes(self) -> int: ...
+
+    @property
+    def taps(self) -> dict[str, TapState]: ...
 
 
 class _Reader(Collector):
@@ -79,6 +95,23 @@ class _Reader(Collector):
         ):
             yield GaugeMetricFamily(PREFIX + name, text, number)
         yield from journal.sync_seconds.collect()
+        yield from _of_taps(state.taps)
+
+
+def _of_taps(taps: dict[str, TapState]) -> Iterator[Metric]:
+    """What engines say of themselves, each under its stream's name."""
+    for name, text in TAP_HELP.items():
+        counter = CounterMetricFamily(TAP_PREFIX + name, text, labels=["engine"])
+        for stream, tap in taps.items():
+            counter.add_metric([stream], getattr(tap.counters, name))
+        yield counter
+    for name, text in (("ring_bytes", "Memory for rows on their way to the writer."),
+                       ("ring_used_bytes", "How much of it is taken."),
+                       ("waiting", "Messages that are not durable yet.")):
+        gauge = GaugeMetricFamily(TAP_PREFIX + name, text, labels=["engine"])
+        for stream, tap in taps.items():
+            gauge.add_metric([stream], getattr(tap, name))
+        yield gauge
 
 
 def serve_metrics(host: str, port: int, state: State) -> None:

@@ -25,6 +25,7 @@ from schemas.control import (
     Ping,
     Record,
     Refuse,
+    TapState,
     Welcome,
     decode_from_sender,
     encode,
@@ -115,6 +116,12 @@ class Writer:
     def journal(self) -> Journal:
         """What is appended to."""
         return self._journal
+
+    @property
+    def taps(self) -> dict[str, TapState]:
+        """What the engines that are connected said last, by stream."""
+        return {state.stream: state.tap for state in self._senders
+                if state.tap is not None and state.address is not None and not state.ended}
 
     @property
     def used_bytes(self) -> int:
@@ -262,6 +269,7 @@ class Writer:
         if isinstance(message, Ping) and state.must_greet:
             self._send(address, Refuse("resend", start_over))  # the first may have been lost
         elif isinstance(message, Ping):
+            state.tap = message.tap
             self._want_ack[state.stream] = state
         elif state.must_greet:
             return  # it was told so; what it sends until its Hello comes again after it

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from schemas import limits
-from schemas.control import Ack
+from schemas.control import Ack, TapState
 from schemas.errors import ProtocolError
 
 refusals_kept_max = limits.control_records_pending_max  # no sender waits for more answers than that
@@ -80,6 +80,7 @@ class SenderState:
     ahead: set[int] = field(default_factory=set)
     ring: Ring | None = None
     last_seen: float = 0.0
+    tap: TapState | None = None  # what an engine said of itself with its last Ping
     must_greet: bool = False  # told to start again from ``durable``; nothing is taken before its Hello
     ended: bool = False
     open_captures: set[str] = field(default_factory=set)
