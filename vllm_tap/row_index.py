@@ -17,7 +17,7 @@ import numpy.typing as npt
 from schemas.catalog import Segment
 from schemas.errors import NotFoundError, SpecError
 from schemas.reader import CaptureRow, Places, StoreReader, read_store_uuid
-from schemas.sites import SITES, parse_site
+from schemas.sites import parse_site, site_named
 from schemas.slices import Kind
 from vllm_tap.listing import Filters, Where, wanted
 from vllm_tap.progress import Report, reporting
@@ -68,7 +68,7 @@ def keys_of(site: str | Sequence[str], layer: int | Sequence[int] | None) -> tup
     keys: list[Key] = []
     for name in names:
         parsed, fixed = parse_site(name, "site")
-        if not SITES[parsed].per_layer:
+        if not site_named(parsed).per_layer:
             fixed = 0
         if fixed is None and not layers:
             raise SpecError("layer", layer, f"name a layer of {name}: rows(store, {name!r}, 12), or blocks.12.hook_…")

@@ -16,6 +16,7 @@ from schemas.errors import SpecError, StartError
 from schemas.reader import StoreReader
 from tests.engine.engines import ON_GPU, Captured, Engine, prompt, start
 from tests.engine.reference import Reference
+from vllm_tap import rows
 from vllm_tap.tiny_model import HIDDEN
 
 pytestmark = pytest.mark.timeout(300)
@@ -64,10 +65,10 @@ def assert_right(engine: Engine, captured: Captured, name: str) -> None:
     """Within 1e-3 of NumPy's scores of the rows that were stored beside them."""
     site, layer, score = KNOWN[name]
     positions, got = scores(engine, captured, name)
-    rows = engine.reader.slice(captured.id, site, [layer])
-    at = np.isin(rows.positions, positions)
-    assert np.array_equal(rows.positions[at], positions) and len(positions)
-    want = score(rows.values()[0][at].astype(np.float64))
+    stored = engine.reader.slice(captured.id, site, [layer])
+    at = np.isin(stored.positions, positions)
+    assert np.array_equal(stored.positions[at], positions) and len(positions)
+    want = score(stored.values()[0][at].astype(np.float64))
     error = np.abs(got - want) / np.maximum(np.abs(want), 1e-2)
     assert error.max() < 1e-3, (name, error.max())
     wrong = np.abs(np.roll(got, 1, axis=0) - want) / np.maximum(np.abs(want), 1e-2)
@@ -114,6 +115,17 @@ def test_a_probe_alone_stores_scores_and_no_row(engine: Engine) -> None:
     assert again.tokens == alone.tokens
     assert_right(engine, again, "tone")
     assert np.allclose(scores(engine, alone, "tone")[1], scores(engine, again, "tone")[1], rtol=1e-3, atol=1e-3)
+
+
+def test_scores_are_trained_on_as_any_rows(engine: Engine) -> None:
+    tags = {"run": "loader"}
+    (one,) = engine.run([prompt(40, 2)], [{"max_tokens": 9, "ignore_eos": True}],
+                        [{"probe": ["tone"], "tags": tags, "sites": ["resid_post"], "layers": [2]}])
+    found = list(rows(engine.reader.path, ["probe.tone", "resid_post"], 2, batch=64, where=tags))
+    by_position = {int(at): score for batch in found
+                   for at, score in zip(batch["position"], batch["probe.tone.2"].numpy(), strict=True)}
+    positions, want = scores(engine, one, "tone")
+    assert np.array_equal([by_position[int(at)] for at in positions], want) and len(by_position) == len(positions) == 48
 
 
 @pytest.mark.parametrize(("spec", "says"), [

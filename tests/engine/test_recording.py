@@ -40,8 +40,12 @@ def test_a_script_that_records(tmp_path: Path, reference_of: Callable[[str], Ref
     tokens = seen["tokens"]
     assert [shape[0] for shape in seen["shapes"]] == [len(one) - 1 for one in tokens]
     assert seen["page"][0][0] == len(seen["page"][1]) - 1  # the block of docs/howto_research.md
+    shape, one, scores = seen["probe"]  # the block of docs/howto_probe.md
+    assert shape == [len(one) - 1, 2]
+    sums = reference_of("qwen3").rows(tuple(one))["resid_post", 2][:-1].sum(-1, keepdims=True)
+    assert np.abs(np.asarray(scores) - sums).max() < 1e-3 * np.abs(sums).max()
     with open_store(tmp_path / "store") as store:
-        assert len(list(store.captures("complete"))) == len(list(store.captures())) == 6
+        assert len(list(store.captures("complete"))) == len(list(store.captures())) == 8
         assert {row.id for row in store.captures(tags={"run": "a"})} >= set(seen["ids"])
         for capture, sequence in zip(seen["ids"], tokens, strict=True):
             want = reference_of("qwen3").rows(tuple(sequence))

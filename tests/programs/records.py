@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
@@ -62,6 +65,15 @@ def main(store: Path) -> None:
     exec(compile(text, "docs/howto_research.md", "exec"), space)  # noqa: S102
     seen["page"] = [space["rows"].shape, [*space["outputs"][0].prompt_token_ids,
                                           *space["outputs"][0].outputs[0].token_ids]]
+    shut_down(space["llm"])
+    save_file({"directions": np.ones((2, 256), np.float32)}, store.parent / "tone.safetensors",
+              {"site": "resid_post", "layer": "2"})
+    block, = (block for block in blocks("python", "docs/howto_probe.md") if "from vllm import" in block)
+    text = block.replace('LLM("Qwen/Qwen3-0.6B")', "LLM(MODEL, **OPTIONS)").replace('"captures"', "STORE")
+    space["PROBE"] = store.parent / "tone.safetensors"
+    exec(compile(text.replace('"tone.safetensors"', "PROBE"), "docs/howto_probe.md", "exec"), space)  # noqa: S102
+    seen["probe"] = [space["tone"].shape, [*space["outputs"][0].prompt_token_ids,
+                                           *space["outputs"][0].outputs[0].token_ids], space["tone"].tolist()]
     print("SEEN", json.dumps(seen), flush=True)
 
 
