@@ -4,7 +4,8 @@ Every stream is a shard of chunks of CHUNK_ROWS rows of one layer, all of a laye
 needs is not there. The rows of a capture that followed each other are one frame of one run, whose offset is its first
 row in the block: for readers a ``ColdFrame`` is what a ``FrameView`` is. A frame's ``frame_xxh3`` covers everything
 that the small arrays say of it, a row's ``checksum`` its bytes. Nothing in a cold block is ever changed: whatever takes
-rows out of it makes another that replaces it.
+rows out of it makes another that replaces it. Where the attribute ``compression`` says so, the chunks of its one stream
+are packed (schemas.packed).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from schemas.control import Frame
 from schemas.errors import CorruptError, StoreError
 from schemas.frame import RowTable
 from schemas.map_file import map_file
+from schemas.packed import Packed
 from schemas.row_checksums import BlockChecksums, piece_digests
 from schemas.segment import FrameHeader
 from schemas.zarr_layout import main_chunk
@@ -33,6 +35,7 @@ __all__ = ["CHUNK_ROWS", "ColdBlock", "ColdFrame", "cold_attributes", "frame_dig
 
 CHUNK_ROWS: Final = 64
 FORMAT: Final = "vllm-tap cold block"
+_MISSING: Final = 2**64 - 1
 
 Index = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -69,7 +72,7 @@ class ColdFrame:
         columns = self.columns[np.asarray(layers, np.int64)]
         return self.block.pieces_at(np.asarray(rows, np.int64) + self.offset, columns)
 
-    def section(self, stream: int) -> Bytes:
+    def section(self, stream: int) -> Bytes | Packed:
         """All pieces of a stream in the block, uint8 ``[pieces, piece bytes]``: a view of the file."""
         return self.block.section(stream)
 
@@ -88,8 +91,10 @@ class ColdFrame:
         pieces = self.pieces(np.arange(len(self.columns)), rows)
         expected = self.block.checksums.of(self.offset, self.frame.layers, rows)
         found = np.empty(expected.shape, np.uint64)
+        sections = [section.lenient() if isinstance(section, Packed) else section
+                    for section in map(self.section, range(len(self.declared)))]
         for number, at in enumerate(pieces):
-            main, *sides = (self.section(stream)[at] for stream in range(len(self.declared)))
+            main, *sides = (section[at] for section in sections)
             found[number] = piece_digests(main, sides)
         return np.asarray(found != expected)
 
@@ -109,6 +114,7 @@ class ColdBlock:
     stream: npt.NDArray[np.uint64]  # index into the attribute streams
     digest: npt.NDArray[np.uint64]
     chunk: Index  # [chunks, L]: number of the chunk among those in the file, -1 where it is not there
+    packed: Packed | None
     _sections: dict[int, Bytes] = field(default_factory=dict)
 
     @classmethod
@@ -132,10 +138,19 @@ class ColdBlock:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError("open cold block", folder, repr(error), "vllm-tap fsck says what is lost") from None
-        there = index[:, :, 1] == CHUNK_ROWS * declared[0].nbytes
-        chunk = np.where(there, index[:, :, 0].astype(np.int64) // (CHUNK_ROWS * declared[0].nbytes), -1)
+        packed, nbytes = None, CHUNK_ROWS * declared[0].nbytes
+        if attributes.get("compression") is None:
+            there = index[:, :, 1] == nbytes
+            chunk = np.where(there, index[:, :, 0].astype(np.int64) // nbytes, -1)
+        else:
+            there = index[:, :, 1] != _MISSING
+            order = np.argsort(index[there][:, 0], kind="stable")
+            chunk = np.full(there.shape, -1, np.int64)
+            chunk[there] = np.argsort(order)
+            starts, sizes = index[there][order].T
+            packed = Packed(folder / main_chunk(declared[0].name), data, starts, sizes, CHUNK_ROWS, declared[0].nbytes)
         checksums = BlockChecksums(np.asarray(layers, np.int64), first, first, checksum)
-        return cls(folder, attributes, declared, row, present, checksums, first, seq, stream, digest, chunk)
+        return cls(folder, attributes, declared, row, present, checksums, first, seq, stream, digest, chunk, packed)
 
     @property
     def main(self) -> Path:
@@ -151,8 +166,10 @@ class ColdBlock:
         found: Index = self.chunk[rows // CHUNK_ROWS, columns[:, None]] * CHUNK_ROWS + rows % CHUNK_ROWS
         return found
 
-    def section(self, stream: int) -> Bytes:
-        """All pieces of a stream, uint8 ``[pieces, piece bytes]``: a view of the file."""
+    def section(self, stream: int) -> Bytes | Packed:
+        """All pieces of a stream, uint8 ``[pieces, piece bytes]``: a view of the file, or what is indexed as one."""
+        if self.packed is not None:
+            return self.packed
         if (known := self._sections.get(stream)) is not None:
             return known
         declared = self.declared[stream]

@@ -16,6 +16,7 @@ from schemas.cold import ColdBlock, ColdFrame
 from schemas.errors import CorruptError, StoreError
 from schemas.frame import FLAG_ERASED
 from schemas.map_file import map_file
+from schemas.packed import Packed
 from schemas.placement import FIRST, FLAGS, I64, KIND, OFFSET, PARTS, ROW, SEGMENT, STEP, TOKEN, Bytes
 from schemas.row_checksums import BlockChecksums, piece_digests
 from schemas.segment import FrameView, parse_frame, verify_payload
@@ -163,7 +164,11 @@ class SegmentMaps:
             block = self.cold(segment.number)
             path, pieces = block.main, block.pieces(table[ROW], layers).reshape(-1)
             for number, out in enumerate(flat):
-                _gather(block.section(number).reshape(-1).data, pieces * out.shape[1], out, target, path)
+                section = block.section(number)
+                if isinstance(section, Packed):
+                    out[target] = section[pieces]
+                else:
+                    _gather(section.reshape(-1).data, pieces * out.shape[1], out, target, path)
         else:
             path, data = self._map(segment, fresh=False)
             pieces = table[FIRST] + columns[:, table[KIND]] * table[STEP]

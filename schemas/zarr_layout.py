@@ -64,11 +64,12 @@ def segment_places(store: Path, number: int, main: str) -> tuple[Path, Path, Pat
 def array_metadata(
     shape: Sequence[int], dtype: str, fill: Any, inner: Sequence[int] | None = None,
     attributes: Mapping[str, Any] | None = None, names: Sequence[str] | None = None,
-    chunk: Sequence[int] | None = None,
+    chunk: Sequence[int] | None = None, compressor: Mapping[str, Any] | None = None,
 ) -> bytes:
     """``zarr.json`` of an array of one chunk; with ``inner``, a shard of such chunks with its index at the end.
 
-    ``chunk`` is the chunk's shape where it is larger than the array's: a shard holds whole inner chunks.
+    ``chunk`` is the chunk's shape where it is larger than the array's: a shard holds whole inner chunks, each through
+    the codec ``compressor`` where one is given.
     """
     codecs: list[dict[str, Any]] = [BYTES]
     if inner is not None:
@@ -76,7 +77,7 @@ def array_metadata(
             "name": "sharding_indexed",
             "configuration": {
                 "chunk_shape": list(inner),
-                "codecs": [BYTES],
+                "codecs": [BYTES, *([] if compressor is None else [dict(compressor)])],
                 "index_codecs": [BYTES, {"name": "crc32c"}],
                 "index_location": "end",
             },

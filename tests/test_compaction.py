@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from schemas import codecs
 from schemas import reader as reader_module
 from schemas.catalog import connect_write
 from schemas.cold import CHUNK_ROWS, ColdBlock
-from schemas.errors import NotFoundError, StartError, StoreError
+from schemas.errors import CorruptError, NotFoundError, StartError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
@@ -416,3 +417,102 @@ def test_a_reader_meets_it(sample: Sample, store: Path) -> None:
     assert fsck(store).bad[0].what.startswith("not in the catalog")
     assert_rows(StoreReader(store).slice(sample.captures["long"], SITE, [3]), 1, range(ROWS))
     assert len(change.frames) < 15 and codecs.is_identity(change.made.codec)
+
+
+@pytest.fixture(scope="module")
+def packed(sample: Sample, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compacted, and the rows that are stored as they are compressed."""
+    store = Path(shutil.copytree(sample.store, tmp_path_factory.mktemp("packed") / "store"))
+    compact(store, packed=True)
+    return store
+
+
+def test_compressed_rows_are_the_same(sample: Sample, packed: Path, tmp_path: Path) -> None:
+    before = answers(sample.store, sample.captures)
+    assert answers(packed, sample.captures) == before
+    assert_consistent(packed)
+    assert [block.attributes.get("compression") for block in cold_blocks_of(packed)].count("blosc") == 1
+    plain = Path(shutil.copytree(sample.store, tmp_path / "plain"))
+    compact(plain)
+    done = compact(plain, packed=True)  # of what is cold already, what can be smaller
+    assert (done.blocks, done.cold, done.failed) == (1, 1, []) and done.bytes_after < done.bytes_before
+    assert compact(plain, packed=True).blocks == 0
+    assert answers(plain, sample.captures) == before
+    assert_consistent(plain)
+
+
+def test_strangers_read_compressed_rows(sample: Sample, packed: Path) -> None:
+    import tensorstore as ts
+    import zarr
+    import zarrs  # noqa: F401
+
+    block, = (block for block in cold_blocks_of(packed) if block.packed is not None)
+    path = block.folder / block.declared[0].name
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}
+    found = [np.asarray(zarr.open_array(str(path), mode="r")[...]),
+             np.asarray(ts.open(spec, open=True).result().read().result())]
+    with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}):
+        found.append(np.asarray(zarr.open_array(str(path), mode="r")[...]))
+    with StoreReader(packed) as reader:
+        got = reader.slice(sample.captures["plain"], SITE, [0, 1, 2, 3])
+    for array in found:
+        assert array.transpose(1, 0, 2).tobytes() == got.pieces["x"].tobytes()
+
+
+def test_a_damaged_compressed_byte_is_found(sample: Sample, packed: Path, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(packed, tmp_path / "store"))
+    block, = (block for block in cold_blocks_of(store) if block.packed is not None)
+    whole, rng = block.main.read_bytes(), np.random.default_rng(0)
+    right = answers(store, {"plain": sample.captures["plain"]})
+    outcomes = set()
+    for at in [0, 4, 12, 16, 20, *rng.integers(0, len(whole), 150).tolist()]:
+        data = bytearray(whole)
+        data[at] ^= 1 << int(rng.integers(8))
+        block.main.write_bytes(data)
+        try:
+            outcomes.add(answers(store, {"plain": sample.captures["plain"]}) == right)
+        except StoreError as error:
+            outcomes.add(type(error).__name__)
+        else:  # a byte that no reader of rows needs, such as the index's own checksum
+            assert True in outcomes
+            continue
+        assert fsck(store).bad
+    assert False not in outcomes and "CorruptError" in outcomes
+
+
+def test_a_delete_leaves_compressed_rows_compressed(sample: Sample, tmp_path: Path) -> None:
+    """Also where one of the chunks is damaged: its rows stay damaged, and the others what they were."""
+    store, kept, gone = tmp_path / "store", new_ulid(), new_ulid()
+    with WriterProcess(store) as writer, Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:
+        for number, capture in enumerate((kept, gone)):
+            engine.open(capture, prompt_len=8, codec="raw16")
+            engine.frame([(capture, number, range(ROWS))], codec="raw16", width=WIDTH)
+            engine.finish(capture, end=ROWS, output=ROWS - 8)
+        engine.wait()
+        writer.stop()
+    compact(store, packed=True)
+    block, = cold_blocks_of(store)
+    assert block.packed is not None
+    with block.main.open("r+b") as file:
+        file.seek(int(block.packed.starts[1]) + 4)
+        file.write(b"\xff")
+    with WriterProcess(store, "--keep-s", "0.05") as writer, StoreReader(store) as reader:
+        with Sender(writer.endpoint, role="api") as api:
+            api.delete(gone)
+            api.wait()
+            assert until(lambda: not reader.erasing(), 30)
+            assert until(lambda: block.folder not in [other.folder for other in cold_blocks_of(store)], 30)
+        writer.stop()
+    made, = cold_blocks_of(store)
+    assert made.packed is not None and len(made.present) == ROWS
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(kept, SITE, [0, 1, 2, 3], 0, CHUNK_ROWS), 0, range(CHUNK_ROWS))
+        assert_rows(reader.slice(kept, SITE, [1, 2, 3]), 0, range(ROWS))
+        with pytest.raises(CorruptError):
+            reader.slice(kept, SITE, [0], CHUNK_ROWS, CHUNK_ROWS + 1)
+
+
+def test_the_command_says_what_was_gained(sample: Sample, store: Path) -> None:
+    done = tap("compact", store, "--zstd")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"4 blocks became 2: .* GB, now .* GB \([-+][0-9.]+ %\)\n", done.stdout), done

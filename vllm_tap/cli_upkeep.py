@@ -44,11 +44,13 @@ def compact(
     store: StorePath = Path("captures"),
     older_than: Annotated[float | None, typer.Option(
         "--older-than", metavar="DAYS", min=0.0, help="Only blocks of captures made longer ago; default: all.")] = None,
+    zstd: Annotated[bool, typer.Option(
+        "--zstd", help="Compress rows that are stored as they are (raw16, raw); of cold blocks too.")] = False,
 ) -> None:
     """Sort sealed blocks by capture and layer, joining small ones; no writer may run."""
     from vllm_tap.upkeep import compact_store
 
-    raise typer.Exit(compact_store(store, older_than))
+    raise typer.Exit(compact_store(store, older_than, zstd))
 
 
 Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",

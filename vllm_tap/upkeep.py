@@ -47,16 +47,21 @@ def rebuild_catalog(store: Path) -> int:
     return 1 if done.state.skipped else 0
 
 
-def compact_store(store: Path, older_days: float | None) -> int:
+def compact_store(store: Path, older_days: float | None, packed: bool) -> int:
     """Make cold blocks of sealed ones; 1 where a block had to be left as it is."""
     with _bar("compacting") as bar:
         task = bar.add_task("")
-        done = compact(store, older_days, lambda done, total: bar.update(task, completed=done, total=total))
+        done = compact(store, older_days, lambda done, total: bar.update(task, completed=done, total=total),
+                       packed)
     print(f"{done.blocks:,} blocks became {done.cold:,}: {done.bytes_before / 1e9:.3f} GB, now "
-          f"{done.bytes_after / 1e9:.3f} GB")
+          f"{done.bytes_after / 1e9:.3f} GB" + _gain(done.bytes_before, done.bytes_after))
     for line in done.failed:
         print(f"left as it is: {line}", file=sys.stderr)
     return 1 if done.failed else 0
+
+
+def _gain(before: int, after: int) -> str:
+    return f" ({100 * (after - before) / before:+.1f} %)" if before else ""
 
 
 def _bar(what: str) -> Progress:

@@ -22,6 +22,7 @@ from schemas.control import Frame
 from schemas.errors import CorruptError, StoreError
 from schemas.frame import RowTable
 from schemas.mapping import SegmentMaps, View
+from schemas.packed import Packed, compressor, pack
 from schemas.row_checksums import BlockChecksums
 from schemas.segment import FrameHeader
 from schemas.zarr_layout import WRITER, array_metadata, block_name, compacting_name, group_metadata, open_name
@@ -35,6 +36,11 @@ KEPT: Final = ("store_version", "segment_version", "writer", "writer_epoch", "si
 gather_bytes: Final = 32 * 1024 * 1024  # of a stream in memory at once
 
 I64 = npt.NDArray[np.int64]
+
+
+def can_pack(declared: Sequence[Stream]) -> bool:
+    """Whether compressing is worth it: rows as they are, in one stream."""
+    return len(declared) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,10 @@ class Part:
 
 
 def build(store: Path, uuid: bytes, db: sqlite3.Connection, number: int, replaces: Sequence[int],
-          strict: bool = True) -> Compacted:
+          strict: bool = True, packed: bool = False) -> Compacted:
     """Make the cold block ``number`` of the rows that the catalog knows in the blocks ``replaces``, all of one kind.
+
+    ``packed``: compressed where its codec has one stream alone; one that replaces a compressed block always is.
 
     StoreError where a row does not match its checksum, OSError where the disk fails: nothing has changed then. Not
     ``strict``, because rows beside them must go: damaged rows are carried over with the checksum that tells, and
@@ -83,7 +91,7 @@ def build(store: Path, uuid: bytes, db: sqlite3.Connection, number: int, replace
         fs.remove_tree(folder)
     maps = SegmentMaps(store, uuid)
     try:
-        gathered = _Gathered(store, maps, db, segment, replaces, strict)
+        gathered = _Gathered(store, maps, db, segment, replaces, strict, packed)
         fs.make_dirs(folder)
         gathered.write(folder, uuid, number)
         block = ColdBlock.open(folder)
@@ -120,10 +128,13 @@ class _Gathered:
     """What goes into a cold block, and the writing of it."""
 
     def __init__(self, store: Path, maps: SegmentMaps, db: sqlite3.Connection, segment: Segment,
-                 replaces: Sequence[int], strict: bool) -> None:
+                 replaces: Sequence[int], strict: bool, packed: bool) -> None:
         self.segment, self.replaces = segment, list(replaces)
         self.declared = codecs.streams(segment.codec, segment.width, segment.dtype)
         self.olds = [json.loads((store / block_name(old) / "zarr.json").read_text())["attributes"] for old in replaces]
+        self.compressor = None
+        if can_pack(self.declared) and (packed or any(old.get("compression") for old in self.olds)):
+            self.compressor = compressor(self.declared[0])
         self.damaged = False
         self.parts = self._plan(maps, db, strict)
         self.layers = sorted({layer for part in self.parts for layer in part.layers})
@@ -226,6 +237,7 @@ class _Gathered:
         attributes = {
             **{key: newest[key] for key in KEPT}, "format": FORMAT, "store": uuid.hex(), "segment": number,
             "streams": streams, "layers": self.layers, "captures": ids, "replaces": self.replaces,
+            **({} if self.compressor is None else {"compression": self.compressor["name"]}),
         }
         fs.write_new(folder / "zarr.json", group_metadata(attributes))
 
@@ -259,13 +271,17 @@ class _Gathered:
         chunks, layers = self.needed.shape[1], len(self.layers)
         path = folder.joinpath("c", "0", "0", *["0"] * len(stream.shape))
         path.parent.mkdir(parents=True)
-        fd, at = fs.open_new(path), 0
+        fd, at, sizes = fs.open_new(path), 0, list[int]()
         try:
             for layer, begin, end in self._windows(chunk_bytes):
-                at = fs.write_at(fd, [self._gather(index, stream, layer, begin, end)], at)
+                gathered = self._gather(index, stream, layer, begin, end)
+                whole = [gathered[start:start + chunk_bytes] for start in range(0, len(gathered), chunk_bytes)]
+                written = whole if self.compressor is None else [pack(chunk, stream, folder) for chunk in whole]
+                sizes += map(len, written)
+                at = fs.write_at(fd, written, at)
             table = np.full((chunks, layers, 2), MISSING, "<u8")
-            table[self.needed.T] = np.stack([self.rank.T[self.needed.T] * chunk_bytes,
-                                             np.full(int(self.needed.sum()), chunk_bytes)], axis=1)
+            rank = self.rank.T[self.needed.T]
+            table[self.needed.T] = np.stack([np.cumsum([0, *sizes])[rank], np.asarray(sizes, np.int64)[rank]], axis=1)
             footer = table.tobytes()
             fs.write_at(fd, [footer, crc32c(footer).to_bytes(4, "little")], at)
             fs.datasync(fd)
@@ -274,7 +290,7 @@ class _Gathered:
         shape = (len(self.present), layers, *stream.shape)
         fs.write_new(folder / "zarr.json", array_metadata(
             shape, stream.dtype, stream.fill, (CHUNK_ROWS, 1, *stream.shape), stream_attributes(stream),
-            ("row", "layer", "dim"), (chunks * CHUNK_ROWS, layers, *stream.shape)))
+            ("row", "layer", "dim"), (chunks * CHUNK_ROWS, layers, *stream.shape), self.compressor))
 
     def _windows(self, chunk_bytes: int) -> Iterator[tuple[slice, int, int]]:
         """Layers × chunks ``[begin, end)`` that are gathered at once, in the order of the file."""
@@ -310,7 +326,8 @@ class _Gathered:
             source = view.pieces([view.frame.layers.index(wanted[at]) for at in mine],
                                  span.source.rows[a - span.start : b - span.start])
             target = rank[np.asarray(mine)[:, None], row // CHUNK_ROWS] * CHUNK_ROWS + row % CHUNK_ROWS - base
-            out[target] = view.section(index)[source]
+            section = view.section(index)
+            out[target] = section.lenient()[source] if isinstance(section, Packed) else section[source]
         return out.reshape(-1).data
 
 

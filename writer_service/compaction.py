@@ -20,14 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from schemas import limits
+from schemas import codecs, limits
 from schemas.catalog import connect_write
+from schemas.cold import cold_attributes
 from schemas.errors import StoreError
 from schemas.reader import read_store_uuid
 from schemas.zarr_layout import block_name, main_chunk
 from writer_service import catalog, fs, removal
 from writer_service.catalog import Compacted
-from writer_service.cold_blocks import build, take_away
+from writer_service.cold_blocks import build, can_pack, take_away
 from writer_service.recovery import recover
 
 block_bytes_target: Final = limits.segment_bytes_target  # of rows: erasing from a cold block makes it anew
@@ -46,8 +47,11 @@ class Compaction:
     failed: list[str] = field(default_factory=list)
 
 
-def compact(store: Path, older_days: float | None = None, progress: Progress = lambda done, total: None) -> Compaction:
+def compact(store: Path, older_days: float | None = None, progress: Progress = lambda done, total: None,
+            packed: bool = False) -> Compaction:
     """Compact every sealed block whose captures were all made more than ``older_days`` ago (None: every one).
+
+    ``packed``: those with rows as they are become compressed (schemas.packed), cold ones of before too.
 
     StartError where a writer has the store; OSError leaves the store as it was, or with fewer blocks to compact.
     """
@@ -57,14 +61,14 @@ def compact(store: Path, older_days: float | None = None, progress: Progress = l
     try:
         made = Compaction()
         number = state.next_segment
-        planned = groups(store, db, older_days)
+        planned = groups(store, db, older_days, packed)
         total, done = sum(nbytes for _, nbytes in planned), 0
         waiting = deque(planned)
         while waiting:
             numbers, nbytes = waiting.popleft()
             progress(done, total)
             try:
-                change = build(store, uuid, db, number, numbers)
+                change = build(store, uuid, db, number, numbers, packed=packed)
             except (StoreError, ValueError, KeyError) as error:
                 if len(numbers) > 1:  # those that are whole become cold without the one that is not
                     waiting.extendleft(([old], nbytes // len(numbers)) for old in numbers)
@@ -91,12 +95,15 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def groups(store: Path, db: sqlite3.Connection, older_days: float | None) -> list[tuple[list[int], int]]:
+def groups(store: Path, db: sqlite3.Connection, older_days: float | None, packed: bool = False
+           ) -> list[tuple[list[int], int]]:
     """Which blocks become one, of about ``block_bytes_target`` each, and how many bytes of rows they have."""
     before_ms = float("inf") if older_days is None else time.time_ns() / 1e6 - older_days * 86_400_000
     found: list[tuple[list[int], int]] = []
     last: dict[tuple[Any, ...], int] = {}  # by what blocks must have in common: the group that is being filled
-    for row in db.execute("SELECT * FROM segments WHERE sealed = 1 AND cold = 0 ORDER BY number").fetchall():
+    for row in db.execute("SELECT * FROM segments WHERE sealed = 1 ORDER BY number").fetchall():
+        if row["cold"] and not (packed and _can_be_packed(store, row)):
+            continue
         query = ("SELECT max(created_ms) FROM captures WHERE id IN (SELECT capture FROM extents WHERE segment = ?)")
         youngest_ms = db.execute(query, (row["number"],)).fetchone()[0]
         main = store / block_name(row["number"]) / main_chunk(row["main"])
@@ -112,6 +119,16 @@ def groups(store: Path, db: sqlite3.Connection, older_days: float | None) -> lis
             last[key] = len(found)
             found.append(([row["number"]], nbytes))
     return found
+
+
+def _can_be_packed(store: Path, row: sqlite3.Row) -> bool:
+    """Whether a cold block would be smaller, and is not compressed yet."""
+    try:
+        attributes = cold_attributes(store / block_name(row["number"]))
+    except (OSError, ValueError, KeyError):
+        return False  # fsck says what is lost
+    unpacked = attributes is not None and attributes.get("compression") is None
+    return unpacked and can_pack(codecs.streams(row["codec"], row["width"], row["dtype"]))
 
 
 def replace(store: Path, db: sqlite3.Connection, change: Compacted) -> None:

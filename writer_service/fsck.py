@@ -267,8 +267,12 @@ def _check_cold(
         footer = path.read_bytes()[-(block.chunk.size * 16 + 4):]
         index = np.frombuffer(footer[:-4], "<u8").reshape(*block.chunk.shape, 2)
         there = block.chunk >= 0
-        fits = ((index == MISSING).all(-1) == ~there).all() and (index[there][:, 1] == nbytes).all() and (
-            index[there][:, 0] == block.chunk[there].astype(np.uint64) * np.uint64(nbytes)).all()
+        rank = block.chunk[there]
+        sizes = np.full(len(rank), nbytes, np.uint64) if block.packed is None else block.packed.sizes
+        starts = np.cumsum(np.append(np.uint64(0), sizes), dtype=np.uint64)  # one after the other, and then the index
+        fits = ((index == MISSING).all(-1) == ~there).all() and len(sizes) == len(rank) and (
+            index[there] == np.stack([starts[rank], sizes[rank]], axis=1)).all() and (
+            path.stat().st_size == int(starts[-1]) + len(footer))
         if crc32c(footer[:-4]) != int.from_bytes(footer[-4:], "little") or not fits:
             yield Bad("the shard index does not match its checksum or the main stream's", _below(store, path), None,
                       segment.site)

@@ -1,0 +1,101 @@
+"""Compressed chunks of a cold block: bytes shuffled by significance, then Zstandard, as Zarr's codec ``blosc`` has it.
+
+It is worth it for rows that are stored as they are; the codes of the other codecs hardly become smaller.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.codecs import Stream
+from schemas.errors import CorruptError, StoreError
+
+__all__ = ["Packed", "compressor", "pack"]
+
+_LEVEL: Final = 3
+_SHUFFLE_BYTES: Final = 1  # blosc's number for it
+_SIZES: Final = struct.Struct("<4xI4xI")  # of a blosc buffer's head: bytes before and after
+Bytes = npt.NDArray[np.uint8]
+Index = npt.NDArray[np.int64]
+
+
+def _blosc(path: object) -> ModuleType:
+    try:
+        from numcodecs import blosc
+    except ImportError:
+        raise StoreError("open compressed rows", path, "numcodecs is not installed",
+                         "pip install 'vllm-tap[zstd]'") from None
+    found: ModuleType = blosc
+    return found
+
+
+def compressor(stream: Stream) -> Mapping[str, Any]:
+    """What a Zarr array says of it, among its codecs."""
+    return {"name": "blosc", "configuration": {"cname": "zstd", "clevel": _LEVEL, "shuffle": "shuffle",
+                                               "typesize": np.dtype(stream.dtype).itemsize, "blocksize": 0}}
+
+
+def pack(chunk: memoryview, stream: Stream, path: Path) -> bytes:
+    """A chunk, compressed; StoreError where the library is not installed."""
+    made: bytes = _blosc(path).compress(chunk, b"zstd", _LEVEL, _SHUFFLE_BYTES, 0, np.dtype(stream.dtype).itemsize)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Pieces of a stream, ``[pieces, nbytes]``, indexed as an array of them; chunks are unpacked as they are asked for.
+
+    Chunk c has ``rows`` pieces, in the ``sizes[c]`` bytes from ``starts[c]`` on. CorruptError where it is damaged; if it
+    is not ``strict`` its rows are zeros, for who holds them against their checksums row by row.
+    """
+
+    path: Path
+    data: memoryview
+    starts: npt.NDArray[np.uint64]
+    sizes: npt.NDArray[np.uint64]
+    rows: int
+    nbytes: int
+    strict: bool = True
+
+    def lenient(self) -> Packed:
+        """The same, not strict."""
+        return replace(self, strict=False)
+
+    def __getitem__(self, which: slice | Index) -> Bytes:
+        pieces = np.arange(len(self.starts) * self.rows)[which] if isinstance(which, slice) else which
+        flat = pieces.reshape(-1)
+        out = np.empty((len(flat), self.nbytes), np.uint8)
+        order = np.argsort(flat // self.rows, kind="stable")
+        chunks = flat[order] // self.rows
+        for begin, end in pairwise(np.flatnonzero(np.diff(chunks, prepend=-2, append=-2)).tolist()):
+            at = order[begin:end]
+            try:
+                out[at] = self._unpacked(int(chunks[begin]))[flat[at] % self.rows]
+            except CorruptError:
+                if self.strict:
+                    raise
+                out[at] = 0
+        return out.reshape(*pieces.shape, self.nbytes)
+
+    def _unpacked(self, chunk: int) -> Bytes:
+        where, wanted = f"{self.path}, chunk {chunk}", self.rows * self.nbytes
+        if not 0 <= chunk < len(self.starts):
+            raise CorruptError("read compressed rows", where, "there is no such chunk")
+        start, size = int(self.starts[chunk]), int(self.sizes[chunk])
+        source = self.data[start:start + size]
+        if len(source) != size or size < 16 or _SIZES.unpack_from(source) != (wanted, size):
+            raise CorruptError("read compressed rows", where, "its bytes do not say what they must of their size")
+        try:
+            unpacked = _blosc(self.path).decompress(source)
+        except (RuntimeError, ValueError) as error:
+            raise CorruptError("read compressed rows", where, error) from None
+        return np.frombuffer(unpacked, np.uint8).reshape(self.rows, self.nbytes)
