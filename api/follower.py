@@ -8,7 +8,7 @@ from collections.abc import Callable
 from api.errors import BadParam
 from api.slice_query import SiteQuery
 from schemas import limits
-from schemas.errors import CorruptError, NotFoundError
+from schemas.errors import CorruptError, NotFoundError, StoreError
 from schemas.reader import LiveRows, StoreReader
 from schemas.tail import FrameAt
 
@@ -61,6 +61,17 @@ class Follower:
                 self.newly_durable = True
         return status
 
+    def _moved(self, reader: StoreReader, frame: FrameAt) -> bool:
+        """Whether compaction moved a frame since it was found; then its rows are looked for where they are now.
+
+        Frames are joined by that: some of their rows may come once more.
+        """
+        found = [each for each in reader.frames(self.capture, self.site, self.durable) if each.seq not in self._sent]
+        if not frame.durable or frame in found:
+            return False
+        self.todo, self._first = deque(found), 0
+        return True
+
     def take(self, reader: StoreReader) -> bytes:
         """The next events, of a megabyte or so: who takes them slowly holds no more, who is late catches up at once."""
         events, size = list[bytes](), 0
@@ -75,6 +86,10 @@ class Follower:
                     break  # what came before it is sent first
                 self.todo.popleft()  # it is not whole yet, and comes again
                 self._first = 0
+                continue
+            except StoreError:
+                if not self._moved(reader, frame):
+                    raise
                 continue
             if rows is not None and rows.more:
                 self._first += len(rows.positions)

@@ -54,8 +54,8 @@ def pack(chunk: memoryview, stream: Stream, path: Path) -> bytes:
 class Packed:
     """Pieces of a stream, ``[pieces, nbytes]``, indexed as an array of them; chunks are unpacked as they are asked for.
 
-    Chunk c has ``rows`` pieces, in the ``sizes[c]`` bytes from ``starts[c]`` on. CorruptError where it is damaged; if it
-    is not ``strict`` its rows are zeros, for who holds them against their checksums row by row.
+    Chunk c has ``rows`` pieces, in the ``sizes[c]`` bytes from ``starts[c]`` on. A damaged one is a CorruptError; where
+    not ``strict`` its rows are zeros, for who holds them against their checksums row by row.
     """
 
     path: Path

@@ -13,14 +13,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from starlette.datastructures import QueryParams
 
+from api.follower import Follower
+from api.slice_query import parse_site_query
 from schemas import codecs
 from schemas import reader as reader_module
 from schemas.catalog import connect_write
 from schemas.cold import CHUNK_ROWS, ColdBlock
 from schemas.errors import CorruptError, NotFoundError, StartError, StoreError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader, read_store_uuid
+from schemas.reader import LiveRows, StoreReader, read_store_uuid
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.test_erasing import Killed, cut_short, look_after
 from tests.test_fsck import edit, flip
@@ -516,3 +519,35 @@ def test_the_command_says_what_was_gained(sample: Sample, store: Path) -> None:
     done = tap("compact", store, "--zstd")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"4 blocks became 2: .* GB, now .* GB \([-+][0-9.]+ %\)\n", done.stdout), done
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_who_follows_a_capture_meets_it(sample: Sample, store: Path, packed: bool) -> None:
+    """Found before, taken after: the rows are the same, wherever they lie by then; so are those of an open reader."""
+    wanted = dict[str, dict[int, Any]]()
+    followers = {name: Follower(capture, "", parse_site_query(QueryParams("site=resid_post&layer=1")), 0, event)
+                 for name, capture in sample.captures.items()}
+    with StoreReader(store) as reader:
+        for name, capture in sample.captures.items():
+            got = reader.slice(capture, SITE, [1])
+            wanted[name] = dict(zip(got.positions.tolist(), got.values()[0], strict=True))
+            followers[name].look(reader)
+        with StoreReader(store) as late:  # who has mapped nothing yet
+            begun = followers["long"].take(late)
+            compact(store, packed=packed)
+            for name in sample.captures:
+                sent = begun if name == "long" else b""
+                while followers[name].todo:
+                    sent += followers[name].take(late)
+                rows = dict(map(bytes.split, sent.splitlines()))  # the later one counts
+                for position, values in wanted[name].items():
+                    assert rows[b"%d" % position] == values.tobytes().hex().encode(), (name, position)
+        for name, capture in sample.captures.items():
+            again = reader.slice(capture, SITE, [1])
+            assert again.values()[0].tobytes() == b"".join(values.tobytes() for values in wanted[name].values())
+
+
+def event(site: str, rows: LiveRows) -> bytes:
+    """A line for every row: its position, and its numbers in hex."""
+    return b"".join(b"%d %s\n" % (position, values.tobytes().hex().encode())
+                    for position, values in zip(rows.positions.tolist(), rows.values[0], strict=True))
