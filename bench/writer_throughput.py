@@ -5,8 +5,9 @@
 One writer runs throughout. A round writes the same bytes plainly, then through the writer until the last frame is
 acknowledged as durable, then waits until everything is sealed and has the capture deleted; the ratio is thus of the
 same moment of the same disk. CPU seconds are the writer's (the system's part is mostly copying into new pages). A long
-run without a pause, sealing included, shows whether acknowledgements stall and memory stays. Last a writer with so much
-in its journal is killed, and recovery (warm) is timed beside hashing the same bytes once.
+run without a pause, sealing included, shows beside a plain file as long whether acknowledgements stall and memory
+stays. Last a writer with so much in its journal is killed, and recovery (warm) is timed beside hashing the same bytes
+once.
 On a store in shared memory (--store /dev/shm) no disk is in the way.
 """
 
@@ -210,7 +211,7 @@ class Line:
         while self._durable < self._seq or any(journal.glob("*.open")) or any(blocks.glob(".building-*")):
             self._socket.send(encode(Ping()))
             self._take()
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     def stored(self) -> int:
         """Bytes of all files of the blocks."""
@@ -253,13 +254,15 @@ def in_turns(work: Path, line: Line, ring: memoryview, slot: int, count: int, ro
     return results
 
 
-def at_length(line: Line, slot: int, count: int) -> dict[str, float]:
-    """A long run: sealing goes on beside it."""
+def at_length(work: Path, line: Line, ring: memoryview, slot: int, count: int) -> dict[str, float]:
+    """A long run: sealing goes on beside it. Plain writes of as much: new memory may be dearer than used."""
+    base = plain(work, ring, slot, count)
     before, cpu = anonymous_mb(line.pid), line.cpu()
     got = line.piece(count)
     after, gigabytes = anonymous_mb(line.pid), count * slot / 1e9
     line.settle()
-    result = {"long_gb_s": gigabytes / got.seconds, "long_cpu_s_per_gb": (line.cpu() - cpu) / gigabytes,
+    result = {"long_ratio": base / got.seconds, "long_gb_s": gigabytes / got.seconds,
+              "long_cpu_s_per_gb": (line.cpu() - cpu) / gigabytes,
               "stall_ms": got.stall_ms, "memory_before_mb": before, "memory_mb": after}
     line.forget(got.capture)
     print(shown(result), file=sys.stderr)
@@ -316,7 +319,7 @@ def measure(
             found["ratio_q1"], found["ratio_q3"] = (float(q) for q in np.quantile(ratios, (0.25, 0.75)))
             found["memory_mb"] = anonymous_mb(line.pid)
             if long_gib:
-                found |= at_length(line, slot, count(long_gib))
+                found |= at_length(Path(work), line, ring, slot, count(long_gib))
         finally:
             line.end(signal.SIGTERM)
         shutil.rmtree(line.store)

@@ -80,8 +80,11 @@ def test_a_burst_is_written_to_several_files_and_a_trickle_to_one(tmp_path: Path
 
 
 def test_a_burst_is_synced_while_it_is_received(tmp_path: Path, ring: Path) -> None:
-    """Not all of it first and then all of it at once: disk and processor would wait for each other in turns."""
-    with WriterProcess(tmp_path / "store") as writer, greeted(writer, ring) as engine:
+    """Not all of it first and then all of it at once: disk and processor would wait for each other in turns. Files that
+    are full by then are left for others.
+    """
+    store = tmp_path / "store"
+    with WriterProcess(store, "--segment-bytes", str(SLOT)) as writer, greeted(writer, ring) as engine:
         capture = opened(engine)
         before = engine.durable
         burst(writer, engine, capture, times=3)
@@ -89,7 +92,9 @@ def test_a_burst_is_synced_while_it_is_received(tmp_path: Path, ring: Path) -> N
             assert engine.receive() is not None
         frames = engine.durable - before
         assert frames * SLOT <= limits.commit_bytes_target + SLOT < 3 * COUNT * SLOT
-        assert finished(engine, writer.store, capture) == "complete"
+        assert finished(engine, store, capture) == "complete"
+        writer.stop()
+    assert len(list((store / "blocks").iterdir())) >= 4  # of two lanes
 
 
 def test_a_disk_that_fills_in_the_midst_of_a_burst(tmp_path: Path, ring: Path, monkeypatch: pytest.MonkeyPatch) -> None:

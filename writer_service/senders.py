@@ -44,6 +44,9 @@ class Senders:
                 ahead=set(sequence.seqs), last_seen=now, ended=sequence.bye)
         self.own_captures(captures)
 
+    def __len__(self) -> int:
+        return len(self._streams)
+
     def __iter__(self) -> Iterator[SenderState]:
         return iter(list(self._streams.values()))
 

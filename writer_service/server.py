@@ -102,6 +102,7 @@ class Writer:
         self._waiting: list[Arrival] = []
         self._waiting_bytes = 0
         self._written_bytes = 0  # by the reception that goes on
+        self._heard = 0  # messages since it was last looked for senders that are silent
         self._burst_until = 0.0
         self._os_is_enough = config.durability == "os"
         self._keeper = Keeper(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
@@ -178,6 +179,7 @@ class Writer:
             if arrived is None:
                 self._write_waiting()
                 return True
+            self._heard += 1
             address, parts = arrived
             if parts:
                 self._take(address, parts)
@@ -192,9 +194,10 @@ class Writer:
         self._hear_keeper(now)
         if self._keeper.step(now, self._ledger.applied):
             self._quota.measuring()
-        if quiet:
+        if quiet or self._heard > 2 * len(self._senders):  # they take turns: whoever has something waiting was heard
+            self._heard = 0
             self._senders.find_lost(now)
-            self._journal.segments.retire(now, self.config.seal_idle_s)
+        self._journal.segments.retire(now, self.config.seal_idle_s)
         for number in self._journal.segments.take_sealable():
             self._sealer.submit(number)
         for bad in self._journal.segments.drop_poisoned():
