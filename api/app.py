@@ -29,13 +29,17 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
     no other process. StartError where it needs keys and has none.
     """
     metrics = Metrics()
+    keys = None
     if who is None:
-        who = by_key(KeyFile(config.keys_file, needed=config.keys is not None or not is_loopback(config.host)))
+        keys = KeyFile(config.keys_file, needed=config.keys is not None or not is_loopback(config.host))
+        who = by_key(keys)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.service = Service(config, metrics, ControlChannel(config.endpoint, "api"),
                                     new_client(config.upstream, config.upstream_connect_s, transport))
+        if keys is not None:
+            app.state.service.quota_bytes = keys.quota_bytes
         try:
             yield
         finally:

@@ -1,7 +1,8 @@
 """Every error as JSON in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
     ApiError                 an answer decided on in this package, with its status
-    └── BadParam             a query parameter or body field: 400, naming field, value and what would be valid
+    ├── BadParam             a query parameter or body field: 400, naming field, value and what would be valid
+    └── OverQuota            the caller's captures take all the bytes that its key allows: 413
     schemas.errors.TapError  mapped by ``status_of``
 """
 
@@ -31,7 +32,7 @@ from schemas.errors import (
     TapError,
 )
 
-__all__ = ["ApiError", "BadParam", "Json", "error_response", "install", "status_of"]
+__all__ = ["ApiError", "BadParam", "Json", "OverQuota", "error_response", "install", "status_of"]
 
 log = logging.getLogger("vllm_tap.api")
 
@@ -65,6 +66,14 @@ class BadParam(ApiError):
         shown = repr(value)
         shown = shown if len(shown) <= 120 else shown[:117] + "..."
         super().__init__(400, "invalid_parameter", f"{param} = {shown}: {valid}", param)
+
+
+class OverQuota(ApiError):
+    """No more rows for this owner; not 429, since asking again changes nothing."""
+
+    def __init__(self, owner: str, used: int, quota: int) -> None:
+        super().__init__(413, "over_quota", f"the captures of {owner!r} take {used} bytes, quota {quota}; delete some, "
+                         "or ask for more (vllm-tap keys set); without a capture the request is served", "capture")
 
 
 def status_of(error: TapError) -> tuple[int, str]:

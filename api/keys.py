@@ -25,7 +25,7 @@ import msgspec
 from schemas import limits
 from schemas.errors import NotFoundError, StartError, TapError
 
-__all__ = ["Key", "KeyFile", "check_name", "make_key", "read_keys", "revoke_key"]
+__all__ = ["Key", "KeyFile", "check_name", "make_key", "read_keys", "revoke_key", "set_quota"]
 
 log = logging.getLogger("vllm_tap.api")
 
@@ -34,13 +34,14 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@\-]{0,63}", re.ASCII)
 _VERSION: Final = 1
 
 
-class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One key; times in milliseconds since 1970, 0 for never."""
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One key; times in milliseconds since 1970, 0 for never. ``quota_bytes``: rows that may be owned, 0 for any."""
 
     name: str
     sha256: str
     created_ms: int
     revoked_ms: int = 0
+    quota_bytes: int = 0
 
 
 class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,10 +79,10 @@ def read_keys(path: Path) -> list[Key]:
     return document.keys
 
 
-def make_key(path: Path, name: str, replace: bool = False) -> str:
+def make_key(path: Path, name: str, replace: bool = False, quota_bytes: int | None = None) -> str:
     """A new key for ``name``, the only time that it can be seen. TapError where the name has a key.
 
-    With ``replace`` the name's older keys end.
+    With ``replace`` the name's older keys end; their quota stays where none is given.
     """
     check_name(name)
     text = _PREFIX + secrets.token_urlsafe(32)
@@ -89,17 +90,31 @@ def make_key(path: Path, name: str, replace: bool = False) -> str:
         if any(key.name == name for key in keys) and not replace:
             raise TapError(f"NAME = {name!r}: has had a key; --replace ends it and makes a new one, which reads the "
                            "same captures")
+        if quota_bytes is None:
+            quota_bytes = next((key.quota_bytes for key in reversed(keys) if key.name == name), 0)
         keys[:] = [_ended(key) if key.name == name else key for key in keys]
-        keys.append(Key(name, hashlib.sha256(text.encode()).hexdigest(), _now_ms()))
+        keys.append(Key(name, hashlib.sha256(text.encode()).hexdigest(), _now_ms(), quota_bytes=quota_bytes))
     return text
 
 
 def revoke_key(path: Path, name: str) -> None:
     """Ends every key of ``name``; NotFoundError where it has none. Its captures stay."""
     with _changing(path) as keys:
-        if not any(key.name == name and not key.revoked_ms for key in keys):
-            raise NotFoundError(f"NAME = {name[:100]!r}: no key in use has this name; `vllm-tap keys ls` lists them")
+        _check_in_use(keys, name)
         keys[:] = [_ended(key) if key.name == name else key for key in keys]
+
+
+def set_quota(path: Path, name: str, quota_bytes: int) -> None:
+    """How many bytes of rows ``name`` may own from now on, 0 for any; NotFoundError where it has no key in use."""
+    with _changing(path) as keys:
+        _check_in_use(keys, name)
+        keys[:] = [msgspec.structs.replace(key, quota_bytes=quota_bytes) if key.name == name and not key.revoked_ms
+                   else key for key in keys]
+
+
+def _check_in_use(keys: list[Key], name: str) -> None:
+    if not any(key.name == name and not key.revoked_ms for key in keys):
+        raise NotFoundError(f"NAME = {name[:100]!r}: no key in use has this name; `vllm-tap keys ls` lists them")
 
 
 class KeyFile:
@@ -113,6 +128,7 @@ class KeyFile:
         self._needed = needed
         self._seen: tuple[int, int, int] | None = None
         self._live: list[tuple[bytes, str]] = []
+        self._quotas: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError):
             read_keys(path)  # what is wrong with it ends the start
         if needed and not self.live:
@@ -136,6 +152,11 @@ class KeyFile:
         found = [name for known, name in self.live if secrets.compare_digest(known, digest)]
         return found[0] if found else None
 
+    def quota_bytes(self, owner: str) -> int:
+        """How many bytes of rows the owner may have, 0 for any."""
+        self._refreshed()
+        return self._quotas.get(owner, 0)
+
     def _refreshed(self) -> bool:
         """Whether there is a file; reads it where it is another than the last time."""
         try:
@@ -152,7 +173,9 @@ class KeyFile:
             except (StartError, FileNotFoundError) as error:
                 log.error("nobody gets in: %s", error)
             else:
-                self._live = [(bytes.fromhex(key.sha256), key.name) for key in keys if not key.revoked_ms]
+                in_use = [key for key in keys if not key.revoked_ms]
+                self._live = [(bytes.fromhex(key.sha256), key.name) for key in in_use]
+                self._quotas = {key.name: key.quota_bytes for key in in_use}
         return True
 
 

@@ -13,12 +13,13 @@ import numpy as np
 
 from schemas.errors import StoreError
 
-# Beside what readers need: where rows lie that are never served (strays), which are to be erased (doomed), and which
-# control logs tell something of a capture (log_refs) or are to forget it (scrub).
+# Beside what readers need: where rows lie that are never served (strays), which are to be erased (doomed), which
+# control logs tell something of a capture (log_refs) or are to forget it (scrub), and how many bytes of rows an owner
+# has (owners): kept by triggers, so that whatever changes extents keeps it true. An owner's captures stay its own.
 __all__ = ["CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json", "find_capture"]
 
 _UNWRITABLE: Final = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)  # primary codes
-CATALOG_VERSION: Final = 6
+CATALOG_VERSION: Final = 7
 DDL: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE streams (
@@ -66,9 +67,19 @@ CREATE INDEX frames_segment ON frames (segment, offset);
 CREATE TABLE extents (
     capture TEXT NOT NULL, site TEXT NOT NULL, seq INTEGER NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL,
     n INTEGER NOT NULL, pos_min INTEGER NOT NULL, pos_max INTEGER NOT NULL, layers BLOB NOT NULL, rows BLOB NOT NULL,
-    PRIMARY KEY (capture, site, seq)
+    bytes INTEGER NOT NULL, PRIMARY KEY (capture, site, seq)
 ) WITHOUT ROWID;
 CREATE INDEX extents_segment ON extents (segment, offset);
+CREATE TABLE owners (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TRIGGER owners_new AFTER INSERT ON captures WHEN new.owner <> '' BEGIN
+    INSERT INTO owners SELECT new.owner, 0 WHERE NOT EXISTS (SELECT 1 FROM owners WHERE owner = new.owner);
+END;
+CREATE TRIGGER owners_more AFTER INSERT ON extents BEGIN
+    UPDATE owners SET bytes = bytes + new.bytes WHERE owner = (SELECT owner FROM captures WHERE id = new.capture);
+END;
+CREATE TRIGGER owners_less AFTER DELETE ON extents BEGIN
+    UPDATE owners SET bytes = bytes - old.bytes WHERE owner = (SELECT owner FROM captures WHERE id = old.capture);
+END;
 CREATE TABLE strays (
     capture TEXT NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL, PRIMARY KEY (capture, segment, offset)
 ) WITHOUT ROWID;
@@ -91,6 +102,7 @@ def connect_write(path: Path) -> sqlite3.Connection:
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=NORMAL")
     db.execute("PRAGMA secure_delete=ON")  # what a deleted capture said must not stay in free pages
+    db.execute("PRAGMA recursive_triggers=ON")  # else a row that is replaced is not counted as deleted
     return db
 
 

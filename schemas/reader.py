@@ -169,6 +169,12 @@ class StoreReader:
             last_looked_at = now.db.execute(f"SELECT id FROM ({query} LIMIT 1 OFFSET {scan - 1})", args).fetchone()
             return rows, None if last_looked_at is None else last_looked_at["id"]
 
+    def owner_bytes(self, owner: str) -> int:
+        """Bytes of rows in an owner's captures, as far as the catalog knows; 0 of who has none."""
+        with self._lock:
+            found = self._db.execute("SELECT bytes FROM owners WHERE owner = ?", (owner,)).fetchone()
+        return 0 if found is None else int(found["bytes"])
+
     def samples(self, ref: str, owner: str | None = None) -> list[str]:
         """The capture ids under a ULID or an alias, in the order of their numbers."""
         with self._catalog.moment() as now:

@@ -24,17 +24,20 @@ from api.app import create_app
 from api.config import Config
 from api.errors import ApiError
 from api.guard import OPEN
-from api.keys import KeyFile, make_key, read_keys, revoke_key
+from api.keys import KeyFile, make_key, read_keys, revoke_key, set_quota
 from api.metrics import Metrics
 from api.service import Service
 from api.slice_reading import Held
 from schemas import limits
 from schemas.channel import ControlChannel
+from schemas.codecs import streams
 from schemas.errors import NotFoundError, StartError, TapError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from schemas.zarr_layout import KEYS_FILE
 from tests.api_stack import ROOT, Stack, running
+from tests.engine_player import WIDTH
+from tests.store_helpers import until
 from vllm_tap.client import Client
 from vllm_tap.errors import NotFound, ServiceError
 
@@ -268,6 +271,41 @@ def test_the_client_brings_its_key(stack: Stack, hers: dict[str, str], monkeypat
     assert refused.value.status == 401
 
 
+def test_a_quota_is_a_keys_own(stack: Stack, others: dict[str, str]) -> None:
+    keys = stack.store / KEYS_FILE
+    body = {"model": "played", "prompt": "hello", "max_tokens": 4}
+    with httpx.Client(base_url=stack.url, headers={"x-api-key": make_key(keys, "carol", quota_bytes=1000)}) as carol, \
+            StoreReader(stack.store) as reader:
+        first = carol.post("/v1/completions", json={**body, "capture": SPEC}).json()["capture"]["id"]  # of any size
+        assert until(lambda: reader.owner_bytes("carol"))
+        used = reader.owner_bytes("carol")
+        assert used == 8 * sum(stream.nbytes for stream in streams("int8b64", WIDTH, "bfloat16"))  # 5 + 4 - 1 rows
+        assert reader.owner_bytes("nobody") == 0
+
+        def refused() -> bool:
+            answer = carol.post("/v1/completions", json={**body, "capture": SPEC})
+            if answer.status_code == 200:
+                return False
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (413, "over_quota"), answer.text
+            assert f"take {reader.owner_bytes('carol')} bytes" in error["message"]
+            return f"quota {limit}" in error["message"]
+
+        limit = used // 2
+        set_quota(keys, "carol", limit)  # of a running service
+        assert refused()
+        for goes_on in ({}, {"capture": None}, {"capture": {"sites": []}}):
+            assert carol.post("/v1/completions", json={**body, **goes_on}).status_code == 200
+        assert carol.get(f"/v1/captures/{first}").status_code == stack.complete("x", capture=SPEC).status_code == 200
+        limit = used * 3 // 2
+        set_quota(keys, "carol", limit)
+        assert not refused() and until(lambda: reader.owner_bytes("carol") == 2 * used) and refused()
+        assert carol.delete(f"/v1/captures/{first}").status_code == 204
+        assert until(lambda: reader.owner_bytes("carol") == used) and not refused()
+        set_quota(keys, "carol", 0)
+        assert not refused()
+
+
 def test_the_owner_survives_a_rebuilt_catalog(stack: Stack, others: dict[str, str], hers: dict[str, str]) -> None:
     assert stack.processes["writer"].stop() == 0
     (stack.store / "catalog.sqlite").unlink()
@@ -296,6 +334,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert KeyFile(file, needed=True).owner(key) == "ann"
     listed = tap("keys", "ls", "--store", tmp_path).stdout
     assert "ann" in listed and key not in listed
+    assert tap("keys", "set", "ann", "--quota", "1.5GB", "--store", tmp_path).returncode == 0
+    assert "1.5 GB" in tap("keys", "ls", "--store", tmp_path).stdout
+    for wrong in ("-1", "0", "1.5", "many", "5 apples"):
+        done = tap("keys", "set", "ann", "--quota", wrong, "--store", tmp_path)
+        assert (done.returncode, "--quota" in done.stderr) == (2 if wrong != "1.5" else 0, wrong != "1.5"), done
+    assert tap("keys", "set", "bob", "--quota", "1GB", "--store", tmp_path).returncode == 2
+    assert tap("keys", "make", "ann", "--replace", "--store", tmp_path).returncode == 0
+    assert [key.quota_bytes for key in read_keys(file)] == [2, 2]
+    key = tap("keys", "make", "ann", "--replace", "--quota", "none", "--store", tmp_path).stdout.strip()
+    assert read_keys(file)[-1].quota_bytes == 0
     again = tap("keys", "make", "ann", "--store", tmp_path)
     assert again.returncode == 2 and "--replace" in again.stderr and again.stdout == ""
     assert tap("keys", "revoke", "ann", "--store", tmp_path).returncode == 0

@@ -262,6 +262,10 @@ def export(
 KeyName = Annotated[str, typer.Argument(help="Whose key it is: the owner of what is captured with it.")]
 
 
+Quota = Annotated[str | None, typer.Option(
+    help="Bytes of rows that its captures may take, such as 50GB; none: any (default: as the name's old key).")]
+
+
 @keys_app.command("make")
 def make_key(
     name: KeyName,
@@ -269,11 +273,21 @@ def make_key(
     keys: Keys = None,
     replace: Annotated[bool, typer.Option("--replace", help="End the name's old key; the new one reads the same "
                                                             "captures.")] = False,
+    quota: Quota = None,
 ) -> None:
     """Make a key and print it, this once: the file keeps its hash alone."""
     from vllm_tap.keys_command import print_new_key
 
-    print_new_key(store, keys, name, replace)
+    print_new_key(store, keys, name, replace, quota)
+
+
+@keys_app.command("set")
+def set_key(name: KeyName, quota: Annotated[str, typer.Option(help="Bytes of rows, such as 50GB; none: any.")],
+            store: Store = Path("captures"), keys: Keys = None) -> None:
+    """Change what a key may have; a running service goes by it from the next request on."""
+    from vllm_tap.keys_command import change_quota
+
+    change_quota(store, keys, name, quota)
 
 
 @keys_app.command("ls")

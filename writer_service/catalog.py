@@ -388,6 +388,8 @@ def _index_rows(db: sqlite3.Connection, item: Indexed) -> set[str]:
     frame, table = item.frame, item.table
     touched = set()
     layers = pack_layers(frame.layers)
+    row_bytes = len(frame.layers) * sum(
+        stream.nbytes for stream in codecs.streams(frame.codec, frame.width, frame.dtype))
     order = np.argsort(table.capture, kind="stable")
     starts = np.searchsorted(table.capture[order], np.arange(len(frame.captures) + 1))
     for index, capture in enumerate(frame.captures):
@@ -401,9 +403,9 @@ def _index_rows(db: sqlite3.Connection, item: Indexed) -> set[str]:
         positions, flags = table.position[rows], table.flags[rows]
         columns = np.stack([positions, rows.astype(np.uint32), table.token_id[rows], flags], axis=1).astype("<u4")
         highest = int(positions[flags & FLAG_DRAFT == 0].max(initial=0))  # a draft may be of no length to come
-        db.execute("INSERT OR REPLACE INTO extents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (
+        db.execute("INSERT OR REPLACE INTO extents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (
             capture, frame.site, frame.seq, item.segment, item.offset, len(rows), int(positions.min()), highest, layers,
-            columns.tobytes()))
+            columns.tobytes(), len(rows) * row_bytes))
         db.execute("UPDATE captures SET total_len = max(total_len, ?) WHERE id = ? AND finish_seq IS NULL",
                    (highest + 1, capture))
         touched.add(capture)

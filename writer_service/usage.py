@@ -6,7 +6,6 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from schemas import codecs
 from schemas.zarr_layout import WRITER, journal_folder
 
 BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
@@ -56,8 +55,5 @@ def oldest(db: sqlite3.Connection, before_ms: int) -> Iterator[str]:
 
 def capture_bytes(db: sqlite3.Connection, capture: str) -> int:
     """About how much erasing a capture gives back."""
-    query = ("SELECT e.n AS n, length(e.layers) / 2 AS layers, s.codec AS codec, s.width AS width, s.dtype AS dtype "
-             "FROM extents e JOIN segments s ON s.number = e.segment WHERE e.capture = ?")
-    return sum(row["n"] * row["layers"] * sum(
-        stream.nbytes for stream in codecs.streams(row["codec"], row["width"], row["dtype"]))
-        for row in db.execute(query, (capture,)))
+    found = db.execute("SELECT total(bytes) FROM extents WHERE capture = ?", (capture,)).fetchone()
+    return int(found[0])

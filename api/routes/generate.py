@@ -13,7 +13,7 @@ import httpx
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.errors import ApiError, BadParam, Json
+from api.errors import ApiError, BadParam, Json, OverQuota
 from api.generation import Plan, parse_body, plan, salt, wish
 from api.inline import inline
 from api.scores import ScoreEvents, answer_scores
@@ -66,7 +66,7 @@ async def generate(request: Request, chat: bool) -> Response:
             del body["capture"]
             changed = True
         if "capture" in body or service.config.capture_all:
-            planned = await _plan(service, body, chat, request.headers.get("x-request-id"))
+            planned = await _plan(service, body, chat, request.headers.get("x-request-id"), owner_of(request))
         if planned is None:
             return await passed(service, request, json.dumps(body).encode() if changed else data)
         _check_content_type(request)
@@ -75,18 +75,29 @@ async def generate(request: Request, chat: bool) -> Response:
         return Response(status_code=499)  # nobody reads it; the number shows in the metrics
 
 
-async def _plan(service: Service, body: dict[str, Any], chat: bool, request_id: str | None) -> Plan | None:
+async def _plan(service: Service, body: dict[str, Any], chat: bool, request_id: str | None, owner: str
+                ) -> Plan | None:
     """What is to be captured; None where all requests are, and this one, which did not ask for it, cannot be."""
     if "capture" in body:
         asked = wish(body, chat, request_id)
+        if asked.spec.sites != [] or asked.spec.probe:
+            await _check_quota(service, owner)
         return plan(asked, await service.read(StoreReader.engine))
     engine = await service.read(StoreReader.engine)
     try:
+        await _check_quota(service, owner)
         return plan(wish({**body, "capture": json.loads(service.config.capture_all)}, chat, request_id), engine)
-    except (BadParam, SpecError, LimitError) as error:
+    except (BadParam, OverQuota, SpecError, LimitError) as error:
         service.metrics.captures.labels("impossible").inc()
         log.warning("a request is not captured: %s", error)
         return None
+
+
+async def _check_quota(service: Service, owner: str) -> None:
+    """Of what is durable now: requests in flight may yet add their rows."""
+    quota = service.quota_bytes(owner)
+    if quota and (used := await service.read(lambda reader: reader.owner_bytes(owner))) >= quota:
+        raise OverQuota(owner, used, quota)
 
 
 def _check_content_type(request: Request) -> None:

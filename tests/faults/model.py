@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Protocol
 
 from schemas import limits
+from schemas.codecs import streams
 from schemas.errors import NotFoundError
 from schemas.reader import StoreReader
 from tests.store_helpers import SITE, expected_pieces
@@ -172,6 +173,7 @@ def read(reader: StoreReader, capture: Capture) -> Answer | None:
     try:
         row = reader.capture(capture.id, capture.owner)
     except NotFoundError:
+        assert reader.owner_bytes(capture.owner) == 0, "what is gone is counted for its owner"
         return None
     if row.status == "pending":
         return Answer("pending")
@@ -186,5 +188,8 @@ def read(reader: StoreReader, capture: Capture) -> Answer | None:
                  for at, position in enumerate(got.positions.tolist()))
     assert len(rows) == captured, "the manifest counts other rows than are served"
     stored = sum(extent.rows for extent in manifest.sites[0].extents)
+    if capture.owner:  # of this capture alone
+        row_bytes = sum(stream.nbytes for stream in streams(manifest.sites[0].codec, got.width, got.dtype))
+        assert reader.owner_bytes(capture.owner) == stored * len(capture.layers) * row_bytes
     assert manifest.status == row.status and manifest.total_len == row.total_len
     return Answer(row.status, row.total_len, expected, rows, missing, stored)
