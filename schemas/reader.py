@@ -171,8 +171,8 @@ class StoreReader:
 
     def owner_bytes(self, owner: str) -> int:
         """Bytes of rows in an owner's captures, as far as the catalog knows; 0 of who has none."""
-        with self._lock:
-            found = self._db.execute("SELECT bytes FROM owners WHERE owner = ?", (owner,)).fetchone()
+        with self._catalog.moment() as now:
+            found = now.db.execute("SELECT bytes FROM owners WHERE owner = ?", (owner,)).fetchone()
         return 0 if found is None else int(found["bytes"])
 
     def samples(self, ref: str, owner: str | None = None) -> list[str]:

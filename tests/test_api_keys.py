@@ -274,35 +274,35 @@ def test_the_client_brings_its_key(stack: Stack, hers: dict[str, str], monkeypat
 def test_a_quota_is_a_keys_own(stack: Stack, others: dict[str, str]) -> None:
     keys = stack.store / KEYS_FILE
     body = {"model": "played", "prompt": "hello", "max_tokens": 4}
-    with httpx.Client(base_url=stack.url, headers={"x-api-key": make_key(keys, "carol", quota_bytes=1000)}) as carol, \
-            StoreReader(stack.store) as reader:
-        first = carol.post("/v1/completions", json={**body, "capture": SPEC}).json()["capture"]["id"]  # of any size
-        assert until(lambda: reader.owner_bytes("carol"))
-        used = reader.owner_bytes("carol")
+    key = make_key(keys, "quentin", quota_bytes=1000)
+    with httpx.Client(base_url=stack.url, headers={"x-api-key": key}) as quentin, StoreReader(stack.store) as reader:
+        first = quentin.post("/v1/completions", json={**body, "capture": SPEC}).json()["capture"]["id"]  # of any size
+        assert until(lambda: reader.owner_bytes("quentin"))
+        used = reader.owner_bytes("quentin")
         assert used == 8 * sum(stream.nbytes for stream in streams("int8b64", WIDTH, "bfloat16"))  # 5 + 4 - 1 rows
         assert reader.owner_bytes("nobody") == 0
 
         def refused() -> bool:
-            answer = carol.post("/v1/completions", json={**body, "capture": SPEC})
+            answer = quentin.post("/v1/completions", json={**body, "capture": SPEC})
             if answer.status_code == 200:
                 return False
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (413, "over_quota"), answer.text
-            assert f"take {reader.owner_bytes('carol')} bytes" in error["message"]
+            assert f"take {reader.owner_bytes('quentin')} bytes" in error["message"]
             return f"quota {limit}" in error["message"]
 
         limit = used // 2
-        set_quota(keys, "carol", limit)  # of a running service
+        set_quota(keys, "quentin", limit)  # of a running service
         assert refused()
         for goes_on in ({}, {"capture": None}, {"capture": {"sites": []}}):
-            assert carol.post("/v1/completions", json={**body, **goes_on}).status_code == 200
-        assert carol.get(f"/v1/captures/{first}").status_code == stack.complete("x", capture=SPEC).status_code == 200
+            assert quentin.post("/v1/completions", json={**body, **goes_on}).status_code == 200
+        assert quentin.get(f"/v1/captures/{first}").status_code == stack.complete("x", capture=SPEC).status_code == 200
         limit = used * 3 // 2
-        set_quota(keys, "carol", limit)
-        assert not refused() and until(lambda: reader.owner_bytes("carol") == 2 * used) and refused()
-        assert carol.delete(f"/v1/captures/{first}").status_code == 204
-        assert until(lambda: reader.owner_bytes("carol") == used) and not refused()
-        set_quota(keys, "carol", 0)
+        set_quota(keys, "quentin", limit)
+        assert not refused() and until(lambda: reader.owner_bytes("quentin") == 2 * used) and refused()
+        assert quentin.delete(f"/v1/captures/{first}").status_code == 204
+        assert until(lambda: reader.owner_bytes("quentin") == used) and not refused()
+        set_quota(keys, "quentin", 0)
         assert not refused()
 
 

@@ -211,6 +211,7 @@ def test_it_is_inert_where_nothing_is_armed(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("environment", "says"), [
     ({"VLLM_TAP_ENDPOINT": "ipc:///nowhere"}, "VLLM_TAP_STORE is not set"),
+    ({"VLLM_TAP_ENDPOINT": "tcp://far:1", "VLLM_TAP_STORE": "x"}, "on another host"),
     ({"VLLM_TAP_ENDPOINT": "udp://x", "VLLM_TAP_STORE": "x"}, "udp://x"),
     ({"VLLM_TAP_ENDPOINT": "ipc:///proc/none/x.sock", "VLLM_TAP_STORE": "/proc/none"}, "/proc/none"),
     ({"VLLM_TAP_ENDPOINT": "ipc:///x", "VLLM_TAP_STORE": "x", "VLLM_ACT_CAPTURE": "7"}, "VLLM_ACT_CAPTURE"),

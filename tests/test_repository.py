@@ -127,6 +127,17 @@ def test_the_lock_has_every_direct_dependency_and_no_machine_in_it(engine: str) 
     assert engine == "gpu" or not pinned & {"torchvision", "torchaudio", "torchcodec"}
 
 
+@pytest.mark.parametrize("name", ["lens", "page"])
+def test_a_lock_of_its_own_pins_what_is_asked_for(name: str) -> None:
+    """And of what the tests' environment has already, the same versions, where it is installed beside it."""
+    pins = {engine: dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements" / f"{engine}.lock").read_text(), re.M))
+            for engine in (name, "cpu")}
+    asked = re.findall(r"^([\w.-]+)[<>=]", (ROOT / "requirements" / f"{name}.in").read_text(), re.M)
+    assert asked and set(asked) <= pins[name].keys()
+    assert name == "lens" or all(pins["cpu"].get(package, version) == version
+                                 for package, version in pins["page"].items())
+
+
 # ── documents ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -61,7 +61,11 @@ def config_of(environment: Mapping[str, str]) -> Config:
     store = environment.get("VLLM_TAP_STORE", "")
     if not store:
         raise StartError("VLLM_TAP_STORE is not set: it names the folder of captures")
-    return Config(store=Path(store).absolute(), endpoint=environment["VLLM_TAP_ENDPOINT"], upstream="http://vllm",
+    endpoint = environment["VLLM_TAP_ENDPOINT"]
+    if endpoint.startswith("tcp://"):
+        raise StartError(f"VLLM_TAP_ENDPOINT={endpoint!r}: that store is on another host; run a gateway there "
+                         "(python -m api), in front of this server")
+    return Config(store=Path(store).absolute(), endpoint=endpoint, upstream="http://vllm",
                   capture_all=legacy.capture_all(environment) or "")
 
 
