@@ -28,8 +28,7 @@ maps_max: Final = 256
 frames_max: Final = 4096
 _GATHERED_BYTES: Final = 1 << 17
 View = FrameView | ColdFrame
-_GONE: Final = ("the block was compacted or taken away since (a dataset is then made again), or the store is not "
-                "complete")
+_GONE: Final = "the block was compacted or taken away since, or the store is not complete"
 
 
 def _verify(view: View, path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,36 @@ def test_the_loader(sample: Sample, store: Path) -> None:
     before = seen()
     compact(store)
     assert seen() == before and len(before) > 2 * ROWS
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_loader_goes_on(sample: Sample, store: Path, packed: bool) -> None:
+    """A dataset of before finds its rows where they lie now, in the order that it had."""
+    def batches() -> Iterator[bytes]:
+        for batch in data:
+            yield b"".join(batch[name].numpy().tobytes() for name in (f"{SITE}.1", f"{SITE}.3", "capture", "position"))
+
+    few = sample.captures["few"]
+    data = training_rows(store, SITE, [1, 3], where=lambda row: row.id != few, codec="int8b64", batch=32, window=64,
+                         seed=3)
+    before, begun = list(batches()), batches()
+    seen = [next(begun) for _ in range(3)]
+    compact(store, packed=packed)
+    assert seen + list(begun) == before and len(before) > 8
+    assert list(batches()) == before
+    with WriterProcess(store, "--keep-s", "0.05") as writer, Sender(writer.endpoint, role="api") as api:
+        api.delete(few)  # its neighbours move once more
+        api.wait()
+        with StoreReader(store) as reader:
+            assert until(lambda: not reader.erasing(), 30)
+        assert list(batches()) == before
+        api.delete(sample.captures["long"])
+        api.wait()
+        with StoreReader(store) as reader:
+            assert until(lambda: not reader.erasing(), 30)
+        with pytest.raises(NotFoundError):
+            list(batches())
+        writer.stop()
 
 
 def test_windows_of_any_size(sample: Sample, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

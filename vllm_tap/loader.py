@@ -21,13 +21,13 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from schemas.errors import CorruptError, NotFoundError, SpecError
+from schemas.errors import CorruptError, NotFoundError, SpecError, StoreError
 from schemas.frame import FLAG_ERASED
 from schemas.mapping import SegmentMaps, View
 from vllm_tap.listing import Where
 from vllm_tap.progress import Report
 from vllm_tap.row_decode import decode, is_as_stored
-from vllm_tap.row_index import BLOCK_ROWS, RowIndex, build_index, keys_of, name_of
+from vllm_tap.row_index import BLOCK_ROWS, RowIndex, build_index, found_again, keys_of, name_of
 from vllm_tap.store import Store
 
 __all__ = ["Activations", "RowDataset", "activations", "rows"]
@@ -180,13 +180,25 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
                 begin, end = number * self.window, min((number + 1) * self.window, total)
                 chosen = _between(firsts, ends, begin, end)
                 slots = self._slots(len(chosen), worker, workers, number)
-                filled = _Window(self.index, frames, chosen, slots, self.dtype)
+                filled = self._filled(frames, chosen, slots)
                 for at in range(max(0, skip * self.batch - begin), len(chosen), self.batch):
                     self._done += 1
                     # Another process would be sent the whole window with the first view of it.
                     yield filled.batch(at, min(at + self.batch, len(chosen)), copied=get_worker_info() is not None)
         finally:
             frames.close()
+
+    def _filled(self, frames: _Frames, chosen: I64, slots: I64) -> _Window:
+        try:
+            return _Window(self.index, frames, chosen, slots, self.dtype)
+        except CorruptError:
+            raise
+        except StoreError:
+            moved = found_again(self.index)
+            if np.array_equal(moved.frames, self.index.frames):
+                raise
+            self.index = frames.index = moved
+            return _Window(self.index, frames, chosen, slots, self.dtype)
 
     def _blocks(self, worker: int, workers: int, epoch: int) -> I64:
         """The blocks of a worker, in the order in which they are read."""
@@ -233,20 +245,20 @@ class _Frames:
     """Frames of the index, mapped in this process."""
 
     def __init__(self, index: RowIndex, verify: bool) -> None:
-        self._index, self._verify, self._maps = index, verify, SegmentMaps(index.store, index.uuid)
+        self.index, self._verify, self._maps = index, verify, SegmentMaps(index.store, index.uuid)
 
     def until_settled(self, number: int) -> Iterator[View]:
         """The frame, to be copied from; again where rows of it were erased meanwhile: the last copy is of one moment.
 
         Its head is rewritten before rows are erased, so a head that is still the same after the copy vouches for it.
         """
-        segment, offset = self._index.frames[number].tolist()
+        segment, offset = self.index.frames[number].tolist()
         while True:
             try:
-                view = self._maps.frame(self._index.segments[segment], offset, self._verify)
+                view = self._maps.frame(self.index.segments[segment], offset, self._verify)
             except CorruptError:  # known from before an erasure, or damaged
                 self._maps.forget(segment)
-                view = self._maps.frame(self._index.segments[segment], offset, self._verify)
+                view = self._maps.frame(self.index.segments[segment], offset, self._verify)
             yield view
             if not view.stale:
                 return

@@ -7,7 +7,8 @@ Rows are numbered in the order in which they lie on the disk (segment, frame, ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +23,7 @@ from schemas.slices import Kind
 from vllm_tap.listing import Filters, Where, wanted
 from vllm_tap.progress import Report, reporting
 
-__all__ = ["BLOCK_ROWS", "RowIndex", "build_index", "name_of"]
+__all__ = ["BLOCK_ROWS", "RowIndex", "build_index", "found_again", "name_of"]
 
 BLOCK_ROWS: Final = 128
 I32 = npt.NDArray[np.int32]
@@ -153,18 +154,50 @@ def _joined(store: Path, keys: tuple[Key, ...], kinds: tuple[Kind, ...],
     capture = np.repeat(np.arange(len(found), dtype=np.int32), lengths)
     position = np.concatenate([places[first].positions for _, places in found])
     order = np.lexsort((where[0][:, 2], where[0][:, 1], where[0][:, 0]))
+    frames, frame, row = _by_frame([part[order] for part in where])
+    return RowIndex(store, read_store_uuid(store), keys, kinds, [capture for capture, _ in found], segments, frames,
+                    frame, row, capture[order], position[order])
+
+
+def _by_frame(where: list[I64]) -> tuple[I64, tuple[I32, ...], tuple[I32, ...]]:
+    """The frames of addresses ``[rows, 3]`` by key; and of each key the rows' frames among them and rows in these."""
     frames, numbers = np.unique(np.concatenate([part[:, :2] for part in where]), axis=0, return_inverse=True)
-    by_key = numbers.reshape(len(keys), -1).astype(np.int32)
-    frame, row = [], []
-    for number, part in enumerate(where):
-        frame.append(by_key[number][order])
-        row.append(part[order, 2].astype(np.int32))
+    frame = list(numbers.reshape(len(where), -1).astype(np.int32))
+    row = [part[:, 2].astype(np.int32) for part in where]
+    for number in range(len(where)):
         for before in range(number):  # layers of a site nearly always lie in the same rows
             if np.array_equal(frame[before], frame[number]) and np.array_equal(row[before], row[number]):
                 frame[number], row[number] = frame[before], row[before]
                 break
-    return RowIndex(store, read_store_uuid(store), keys, kinds, [capture for capture, _ in found], segments, frames,
-                    tuple(frame), tuple(row), capture[order], position[order])
+    return frames, tuple(frame), tuple(row)
+
+
+def found_again(index: RowIndex) -> RowIndex:
+    """The same rows, in the same order, where they lie by now: compaction moves them, and erasing beside them may.
+
+    NotFoundError where one is not there any more, since its capture was deleted.
+    """
+    layers: dict[str, list[int]] = {}
+    for site, layer in index.keys:
+        layers.setdefault(site, []).append(layer)
+    where = [np.empty((index.rows, 3), np.int64) for _ in index.keys]
+    order = np.argsort(index.capture, kind="stable")
+    with StoreReader(index.store) as reader:
+        for begin, end in pairwise(np.searchsorted(index.capture[order], np.arange(len(index.captures) + 1)).tolist()):
+            rows = order[begin:end]
+            if not len(rows):
+                continue
+            capture = index.captures[int(index.capture[rows[0]])]
+            places = {site: reader.places(capture, site, members) for site, members in layers.items()}
+            for number, (site, layer) in enumerate(index.keys):
+                part, wanted = places[site], index.position[rows]
+                at = np.searchsorted(part.positions, wanted)
+                if not np.array_equal(part.positions[np.minimum(at, len(part.positions) - 1)], wanted):
+                    raise NotFoundError(f"rows of {name_of((site, layer))} of capture {capture} are not there any more")
+                where[number][rows] = _address(part, layers[site].index(layer))[at]
+        segments = {int(number): reader.segment(int(number)) for part in where for number in np.unique(part[:, 0])}
+    frames, frame, row = _by_frame(where)
+    return replace(index, segments=segments, frames=frames, frame=frame, row=row)
 
 
 def _address(part: Places, layer: int) -> I64:
