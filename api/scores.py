@@ -31,6 +31,7 @@ __all__ = ["ScoreEvents", "answer_scores"]
 
 log = logging.getLogger("vllm_tap.api")
 
+_PAUSE_S: Final = 0.03  # at least, between two looks at the store: what others capture wakes a stream too
 _BROKEN: Final = (TapError, sqlite3.Error, OSError)
 
 
@@ -75,12 +76,12 @@ class ScoreEvents:
             async for chunk in chunks:
                 yield chunk
             return
-        coming, moved = self._waits = [asyncio.ensure_future(_next(chunks)), asyncio.ensure_future(self._moved.wait())]
+        coming, moved = self._waits = [asyncio.ensure_future(_next(chunks)), asyncio.ensure_future(self._next_move())]
         while True:
             await asyncio.wait((coming, moved), return_when=asyncio.FIRST_COMPLETED)
             if moved.done():
                 self._moved.clear()
-                moved = self._waits[1] = asyncio.ensure_future(self._moved.wait())
+                moved = self._waits[1] = asyncio.ensure_future(self._next_move())
                 yield b""
             if coming.done():
                 following = coming.result()
@@ -88,6 +89,10 @@ class ScoreEvents:
                     return
                 coming = self._waits[0] = asyncio.ensure_future(_next(chunks))
                 yield following
+
+    async def _next_move(self) -> None:
+        await asyncio.sleep(_PAUSE_S)
+        await self._moved.wait()
 
     async def take(self, tail: bytes) -> AsyncIterator[bytes]:
         """What has come since; ``tail`` is the end of the stream so far, whose chunks tell model and time."""

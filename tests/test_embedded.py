@@ -91,6 +91,16 @@ def test_a_stream_comes_as_it_is_made_and_ends_with_the_capture(stack: Stack) ->
     assert arrived[-1] - arrived[0] > 0.4, "the stream was held back until it was whole"
 
 
+def test_scores_come_with_the_tokens(stack: Stack) -> None:
+    text = stack.http.post("/v1/completions", json={
+        "model": "played", "prompt": "hello", "max_tokens": 8, "stream": True, "capture": {"probe": ["tone"]},
+        "play": {"delay_s": 0.08, "live": True}}).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line and "[DONE]" not in line]
+    scored = [number for number, event in enumerate(events) if "scores" in event]
+    assert {at for number in scored for at in events[number]["scores"]["positions"]} == set(range(12))
+    assert any(event["choices"] for event in events[scored[0]:]) and events[-1]["capture"]["status"] == "complete"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_caller_who_leaves_takes_the_request_along(stack: Stack, stream: bool) -> None:
     ulid = new_ulid()
