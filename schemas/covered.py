@@ -13,6 +13,7 @@ from schemas.catalog_view import Moment
 from schemas.coverage import Coverage, Rows, cover
 from schemas.located import Located
 from schemas.lookup import find
+from schemas.slices import Kind
 from schemas.spec import Resolved
 
 __all__ = ["Covered", "Coverings"]
@@ -32,6 +33,7 @@ class Covered:
     coverage: Coverage
     resolved: Resolved | None
     version: int  # of the catalog that last said so
+    kind: Kind | None = None  # how its rows at that site are stored, once it was asked
     located: dict[Rows, Located] = field(default_factory=dict)  # once they were read
 
     @property

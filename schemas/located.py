@@ -40,7 +40,8 @@ class Located:
     table: I64
 
     def __getitem__(self, which: slice | I64) -> Located:
-        return Located(self.positions[which], self.kinds, self.table[:, which])
+        table = self.table[:, which] if isinstance(which, slice) else self.table.take(which, axis=1)
+        return Located(self.positions[which], self.kinds, table)
 
     @property
     def token_ids(self) -> npt.NDArray[np.uint32]:

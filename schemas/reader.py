@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -297,7 +297,12 @@ class StoreReader:
             wanted.setdefault(ref, []).append(number)
         with self._catalog.moment() as now:
             found = {ref: self._coverings.of(now, ref, owner, site) for ref in wanted}
-            kinds = {_kind(now, covered, site, layers) for covered in found.values()}
+            kinds, checked = set[Kind](), set[str | None]()
+            for covered in found.values():
+                if covered.capture.resolved not in checked or covered.kind is None:  # most were asked for alike
+                    checked.add(covered.capture.resolved)
+                    _kind(now, covered, site, layers)
+                kinds.add(cast(Kind, covered.kind))
         if len(kinds) != 1:
             ways = "; ".join(sorted(f"{kind.codec}, {kind.dtype}, {kind.width}" for kind in kinds)) or "none at all"
             raise SpecError("rows", len(rows), f"name rows that are stored in one way, not {ways}")
@@ -309,8 +314,7 @@ class StoreReader:
             groups = covered.coverage.sites[site]
             there, picks = common_rows(groups, layers, 0, covered.coverage.end, False)
             at = np.searchsorted(there, asked)
-            known = at < len(there)
-            known[known] = there[at[known]] == asked[known]
+            known = there.take(at, mode="clip") == asked if len(there) else at < 0
             if not known.all():
                 raise _no_row(covered, site, layers, int(asked[~known][0]))
             for group, members, which in picks:
@@ -450,7 +454,9 @@ def _kind(now: Moment, covered: Covered, site: str, layers: Sequence[int]) -> Ki
     """How a capture's rows at a site are stored; NotFoundError where it has no such site or layers."""
     resolved = covered.resolved or _resolved(covered.capture)
     check_layers(covered.capture.id, resolved, site, layers)
-    return Kind(resolved.codec[site], *shape_of(now.db, covered, site))
+    if covered.kind is None:
+        covered.kind = Kind(resolved.codec[site], *shape_of(now.db, covered, site))
+    return covered.kind
 
 
 def _no_row(covered: Covered, site: str, layers: Sequence[int], position: int) -> NotFoundError:
