@@ -20,7 +20,7 @@ class Config:
     """Where the store, the writer and the upstream are, and what one request may take. Times in seconds."""
 
     store: Path
-    endpoint: str  # the writer's, ipc://… or tcp://…
+    endpoint: str  # the writer's, ipc://…: it is on this host, as its store is
     upstream: str = "http://127.0.0.1:8101"  # vLLM's OpenAI server
     host: str = "127.0.0.1"
     port: int = 8100
@@ -59,7 +59,7 @@ class Config:
         url = urlsplit(self.upstream)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise StartError(f"upstream = {self.upstream!r}: valid: a URL such as http://127.0.0.1:8101")
-        if not self.endpoint.startswith(("ipc://", "tcp://")):
+        if not self.endpoint.startswith("ipc://"):
             raise StartError(f"endpoint = {self.endpoint!r}: valid: the writer's, such as ipc:///tmp/vllm-tap/writer.sock")
 
     @property
