@@ -239,12 +239,15 @@ def in_turns(work: Path, line: Line, ring: memoryview, slot: int, count: int, ro
     """Rounds of plain writes and the writer; one warming round before them is thrown away."""
     gigabytes, results = count * slot / 1e9, []
     for number in range(rounds + 1):
+        before = time.process_time()
         base = plain(work, ring, slot, count)
+        base_cpu = time.process_time() - before
         got = line.piece(count)
         before = line.cpu()
         line.settle()
         result = {"ratio": base / got.seconds, "writer_gb_s": gigabytes / got.seconds, "plain_gb_s": gigabytes / base,
-                  "cpu_s_per_gb": got.cpu / gigabytes, "cpu_system_s_per_gb": got.cpu_system / gigabytes,
+                  "plain_cpu_s_per_gb": base_cpu / gigabytes, "cpu_s_per_gb": got.cpu / gigabytes,
+                  "cpu_system_s_per_gb": got.cpu_system / gigabytes,
                   "seal_cpu_s_per_gb": (line.cpu() - before) / gigabytes, "ack_p50_ms": got.ack_p50_ms,
                   "ack_p99_ms": got.ack_p99_ms, "bytes_stored_per_byte": line.stored() / (count * slot)}
         line.forget(got.capture)
