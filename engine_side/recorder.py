@@ -157,9 +157,9 @@ class Recorder:
         """A request ended; one that never ran is opened first, so that its manifest exists."""
         self._end_burst()
         if end.request not in self._tickets:
+            if self.writer_away:
+                return  # it was not begun
             self.open(end.request, end.ticket, end.prompt_token_ids, 0)
-            if end.request not in self._tickets:
-                return  # not begun
         slot = self.captures.close(end.request)
         total = len(end.prompt_token_ids) + len(end.output_token_ids)
         seen = int(self.captures.computed[slot])

@@ -62,8 +62,12 @@ class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
     ring_bytes: int = 0
 
 
-class TapCounters(msgspec.Struct, forbid_unknown_fields=True):
-    """What an engine's tap did since its start; a row here is one of one layer."""
+class TapCounters(msgspec.Struct):
+    """What an engine's tap did since its start; a row here is one of one layer.
+
+    Fields that a writer does not know are passed over, here and in the Ping that carries them: a heartbeat that is
+    refused would end the engine's captures.
+    """
 
     steps: int = 0  # of the model, with rows taken
     rows: int = 0
@@ -75,7 +79,7 @@ class TapCounters(msgspec.Struct, forbid_unknown_fields=True):
     captures_refused: int = 0  # not begun, because too much waits for a writer that is away
 
 
-class TapState(msgspec.Struct, forbid_unknown_fields=True):
+class TapState(msgspec.Struct):
     """How an engine's tap is."""
 
     counters: TapCounters
@@ -84,7 +88,7 @@ class TapState(msgspec.Struct, forbid_unknown_fields=True):
     waiting: int  # messages that no Ack covers yet
 
 
-class Ping(msgspec.Struct, tag="ping", forbid_unknown_fields=True):
+class Ping(msgspec.Struct, tag="ping"):
     """Sign of life; answered by an Ack."""
 
     tap: TapState | None = None  # of an engine

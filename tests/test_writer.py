@@ -15,7 +15,19 @@ import pytest
 import zmq
 
 from schemas.catalog import connect_write, find_capture
-from schemas.control import Frame, Hello, Open, Refuse, StreamPart, decode_from_writer, encode
+from schemas.control import (
+    Ack,
+    Frame,
+    Hello,
+    Open,
+    Ping,
+    Refuse,
+    StreamPart,
+    TapCounters,
+    TapState,
+    decode_from_writer,
+    encode,
+)
 from schemas.errors import LimitError, NotFoundError, SpecError
 from schemas.frame import RowTable
 from schemas.ids import new_ulid
@@ -208,6 +220,14 @@ def test_duplicates_and_gaps(store: Path, engine: Sender) -> None:
         assert [m.start for m in manifest.rows[0].missing] == [8]
         assert_rows(reader.slice(capture, SITE, [0, 1], 0, 11), 1, [0, 1, 2, 3, 4, 5, 6, 7, 9])
         assert len(manifest.sites[0].extents) == 9
+
+
+def test_a_heartbeat_of_a_newer_engine_is_one(engine: Sender) -> None:
+    engine.hello()
+    ping = msgspec.to_builtins(Ping(TapState(TapCounters(), 1 << 20, 0, 0)))
+    ping["tap"]["counters"]["new"] = ping["tap"]["new"] = ping["new"] = 1
+    engine.socket.send(msgspec.msgpack.encode({"type": "ping", **ping}))
+    assert until(lambda: isinstance(engine.receive(1), Ack))
 
 
 def test_unknown_identities_are_told_to_greet(writer: WriterProcess) -> None:

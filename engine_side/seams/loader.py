@@ -104,8 +104,8 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     for probe, loaded in probes.items():
         staging.probes[f"{PROBE}{probe.name}"] = made = scorer(loaded, device)
         # A deep sleep gives away what was allocated while the model was loaded, but for its buffers.
-        model.register_buffer(f"vllm_tap_probe_{probe.name}", made.directions, persistent=False)
-        model.register_buffer(f"vllm_tap_probe_{probe.name}_bias", made.bias, persistent=False)
+        model.register_buffer(f"vllm_tap_directions_{probe.name}", made.directions, persistent=False)
+        model.register_buffer(f"vllm_tap_bias_{probe.name}", made.bias, persistent=False)
         logger.info("vllm-tap: probe %s: %d %s", probe, len(loaded.bias), loaded.about.meaning)
     install(points, staging)
     info = EngineInfo(

@@ -153,7 +153,7 @@ def test_a_probe_that_fits_nothing_ends_the_start(
     monkeypatch.setenv("VLLM_TAP_PROBES", f"p={tmp_path}/p.safetensors@{place}")
     config, core = from_environment(), engine.llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
-    assert config is not None and {"vllm_tap_probe_tone", "vllm_tap_probe_tone_bias"} <= {
+    assert config is not None and {"vllm_tap_directions_tone", "vllm_tap_bias_tone"} <= {
         name for name, _ in runner.get_model().named_buffers()}  # which a deep sleep keeps
     with pytest.raises(StartError, match=says):
         tap_model(runner.get_model(), engine.llm.llm_engine.vllm_config, config)
