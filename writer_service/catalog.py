@@ -329,7 +329,7 @@ def _forget(db: sqlite3.Connection, capture: str) -> None:
     db.execute(
         "UPDATE captures SET deleted = 1, status = 'deleted', asked = NULL, resolved = NULL, adapter = '', "
         "prompt_tokens = x'', output_tokens = x'', client_tokens = x'', tags = '{}', stop_reason = NULL, "
-        "client_stop = NULL WHERE id = ?",
+        "client_stop = NULL, total_len = prompt_len WHERE id = ?",
         (capture,))
     db.execute("INSERT OR IGNORE INTO doomed SELECT segment, capture FROM extents WHERE capture = ? UNION "
                "SELECT segment, capture FROM strays WHERE capture = ?", (capture, capture))

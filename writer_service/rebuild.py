@@ -73,8 +73,8 @@ def compare(old: Path, new: Path) -> dict[str, tuple[int, int]] | None:
         query = "SELECT name FROM main.sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
         found = {}
         for (table,) in db.execute(query).fetchall():
-            # How far a log was read is no statement about the store.
-            rows = "WHERE key <> 'log'" if table == "meta" else ""
+            # How far a log was read, and what was found past a gap, is no statement about the store.
+            rows = "WHERE key NOT IN ('log', 'ahead')" if table == "meta" else ""
             gone, come = (
                 db.execute(f"SELECT count(*) FROM (SELECT * FROM {a}.{table} {rows} EXCEPT "
                            f"SELECT * FROM {b}.{table})").fetchone()[0]

@@ -40,26 +40,31 @@ class Sequence:
     role: str
     covered: int = 0
     seqs: set[int] = field(default_factory=set)
+    records: set[int] = field(default_factory=set)  # those of them that are records
     unopened: set[int] = field(default_factory=set)  # frames with a capture whose Open is not there
     bye: bool = False
 
-    def note(self, epoch: int, covered: int, seq: int) -> None:
+    def note(self, epoch: int, covered: int, seq: int, record: bool = False) -> None:
         """A frame or entry was found."""
         if epoch < self.epoch:
             return
         if epoch > self.epoch:
             self.epoch, self.covered, self.bye = epoch, 0, False
             self.seqs.clear()
+            self.records.clear()
             self.unopened.clear()
         self.covered = max(self.covered, covered)
         if seq > self.covered:
             self.seqs.add(seq)
+            if record:
+                self.records.add(seq)
 
     def settle(self) -> None:
         """Count on from ``covered`` over what is there without a gap."""
         while self.covered + 1 in self.seqs:
             self.covered += 1
         self.seqs = {seq for seq in self.seqs if seq > self.covered}
+        self.records &= self.seqs
 
 
 @dataclass(slots=True)
@@ -177,6 +182,9 @@ def mend(store: Path, uuid: bytes, lock: int, epoch: int, db: sqlite3.Connection
             catalog.note_streams(db, [(name, s.epoch, s.role, s.covered) for name, s in state.streams.items()])
             if state.log_read:  # with the numbers that were read there: a start cut short before this reads it again
                 catalog.set_meta(db, "log", state.log_read)
+            # Records past a gap are not read again, and are no frames: nothing else would tell that they are there.
+            catalog.set_meta(db, "ahead", json.dumps(
+                {name: [s.epoch, sorted(s.records)] for name, s in sorted(state.streams.items()) if s.records}))
         cold_blocks.finish_replacing(store, db)
         return state
     finally:
@@ -254,6 +262,9 @@ def _load_streams(db: sqlite3.Connection, state: Recovered) -> None:
     for row in db.execute("SELECT f.* FROM frames f JOIN streams s ON s.stream = f.stream AND s.epoch = f.epoch "
                           "WHERE f.seq > s.covered"):
         state.streams[row["stream"]].note(row["epoch"], row["covered"], row["seq"])
+    for stream, (epoch, seqs) in json.loads(catalog.get_meta(db, "ahead") or "{}").items():
+        for seq in seqs:
+            state.streams[stream].note(epoch, 0, seq, record=True)
 
 
 def _note_removed(store: Path, state: Recovered) -> None:
@@ -283,7 +294,7 @@ def replay_logs(db: sqlite3.Connection, store: Path, state: Recovered) -> set[st
             if not entry.stream:  # the writer's own decision
                 continue
             known = state.streams.setdefault(entry.stream, Sequence(entry.epoch, "engine"))
-            known.note(entry.epoch, entry.covered, entry.seq)
+            known.note(entry.epoch, entry.covered, entry.seq, record=True)
             if isinstance(entry.message, Hello):
                 known.role = entry.message.role
             elif isinstance(entry.message, Bye):
