@@ -384,8 +384,8 @@ class Sender(threading.Thread):
             elif answer.code in ("hello", "resend"):
                 self._welcome = None
                 self._say(self._hello())
-            elif answer.code == "disk":
-                self._welcome = None  # nothing can be written now: greet again, in a while
+            elif answer.code in ("disk", "limit"):
+                self._welcome = None  # nothing can be taken now: greet again, in a while
             else:
                 self._refused = answer.reason
                 self._cover(self._seq)
@@ -422,7 +422,9 @@ class Sender(threading.Thread):
         now = time.monotonic()
         if durable > self._progress[0] or not self._unacked:
             self._progress = durable, now
-        elif now - self._progress[1] > _STALL_S and self._next > durable + 1:
+        elif now - self._progress[1] > _STALL_S and self._next > durable + 1 and self._welcome and self._welcome.ring:
+            # What travels in messages may be under way for long, and a connection that lasts loses none of them: of a
+            # new one the Welcome says where to go on.
             self._next = durable + 1
             self._progress = durable, now
 

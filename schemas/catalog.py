@@ -19,7 +19,7 @@ from schemas.errors import StoreError
 __all__ = ["CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json", "find_capture"]
 
 _UNWRITABLE: Final = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)  # primary codes
-CATALOG_VERSION: Final = 7
+CATALOG_VERSION: Final = 8
 DDL: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE streams (
@@ -28,7 +28,7 @@ CREATE TABLE streams (
 ) WITHOUT ROWID;
 CREATE TABLE engines (
     stream TEXT PRIMARY KEY, epoch INTEGER NOT NULL, rank INTEGER NOT NULL, shard INTEGER NOT NULL, info TEXT NOT NULL
-) WITHOUT ROWID;
+);
 CREATE TABLE captures (
     id TEXT PRIMARY KEY, ulid TEXT NOT NULL, sample INTEGER NOT NULL,
     owner TEXT NOT NULL DEFAULT '', status TEXT NOT NULL, created_ms INTEGER NOT NULL, tags TEXT NOT NULL DEFAULT '{}',

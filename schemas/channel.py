@@ -232,8 +232,8 @@ class ControlChannel:
                     self._resend(dealer)
             case Refuse(code="hello" | "resend"):
                 self._hello(dealer)
-            case Refuse(code="disk"):
-                self._welcomed = False  # nothing can be written now: after a silence the connection is made anew
+            case Refuse(code="disk" | "limit"):
+                self._welcomed = False  # nothing can be taken now: after a silence the connection is made anew
             case Refuse(code=code, reason=reason):
                 self._fatal = ProtocolError(f"the writer refused this {self.role} ({code}): {reason}")
 

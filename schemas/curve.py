@@ -7,11 +7,13 @@ folder holds its own pair and the writer's public key: ``make_sender`` makes it,
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 from typing import Any, Final
 
 import zmq
 from zmq.auth import create_certificates, load_certificate
+from zmq.utils import z85
 
 from schemas.errors import StartError
 
@@ -67,7 +69,10 @@ def secure_writer(socket: zmq.Socket[Any], folder: Path) -> Path:
     """
     _, socket.curve_secretkey = _secret(folder, _WRITER)
     socket.curve_server = True
-    if not list((folder / SENDERS).glob("*.key")):
+    senders = list((folder / SENDERS).glob("*.key"))
+    for path in senders:
+        _load(path)  # one that is none would shut all of them out
+    if not senders:
         raise StartError(f"{folder / SENDERS}: no sender's key; make one with `vllm-tap curve-keys NAME`")
     return folder / SENDERS
 
@@ -88,6 +93,11 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     except (OSError, ValueError, IndexError) as error:
         raise StartError(f"{path}: no key of a line between hosts ({error}); `vllm-tap curve-keys NAME` makes them"
                          ) from None
-    if any(key is not None and (len(key) != 40 or not key.isascii()) for key in (public, secret)):
-        raise StartError(f"{path}: a key has 40 characters")
+    for key in filter(None, (public, secret)):
+        try:
+            whole = len(key) == 40 and len(z85.decode(key)) == 32
+        except (ValueError, KeyError, struct.error):
+            whole = False
+        if not whole:
+            raise StartError(f"{path}: a key has 40 characters of Z85")
     return public, secret

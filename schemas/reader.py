@@ -196,9 +196,9 @@ class StoreReader:
         return ulid, samples[-1]
 
     def engine(self) -> EngineInfo | None:
-        """The newest engine that the store knows."""
+        """The newest engine that the store knows: the one that came last, whatever the clock of its host says."""
         with self._catalog.moment() as now:
-            row = now.db.execute("SELECT info FROM engines ORDER BY epoch DESC LIMIT 1").fetchone()
+            row = now.db.execute("SELECT info FROM engines ORDER BY rowid DESC LIMIT 1").fetchone()
         return None if row is None else msgspec.json.decode(row["info"], type=EngineInfo)
 
     def erasing(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from tests.store_helpers import SITE, Sender, WriterProcess, engine_info, until
 from tests.test_sender import LAYERS, MIB, Tapped, manifest_of
 from vllm_tap.cli import app
 from writer_service.config import Config
+from writer_service.senders import remote_streams_max
 
 
 class Place:
@@ -142,6 +145,94 @@ def test_a_writer_that_stands_still_does_not_fill_memory(place: Place, monkeypat
     tapped.sender.close()
 
 
+class SlowLine:
+    """A proxy before an endpoint that carries so many bytes a second towards it."""
+
+    def __init__(self, endpoint: str, rate: float) -> None:
+        self._target, self._rate = int(endpoint.rpartition(":")[2]), rate
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                for a, b, rate in ((near, far, self._rate), (far, near, 0.0)):
+                    threading.Thread(target=self._carry, args=(a, b, rate), daemon=True).start()
+
+    @staticmethod
+    def _carry(source: socket.socket, target: socket.socket, rate: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+                if rate:
+                    time.sleep(len(data) / rate)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+def test_a_slow_line_carries_each_frame_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "_STALL_S", 0.1)
+    monkeypatch.setattr(limits, "frame_bytes_target", MIB)
+    made: list[int] = []
+    inline = sender.Sender._inline
+
+    def counted(self: sender.Sender, outgoing: sender.Outgoing) -> list[Any]:
+        made.append(outgoing.nbytes)
+        return inline(self, outgoing)
+
+    monkeypatch.setattr(sender.Sender, "_inline", counted)
+    line = SlowLine(place.endpoint, 2 * MIB)
+    tapped = Tapped(line.endpoint, curve=place.keys, ring_bytes=64 * MIB)
+    capture = tapped.open(6144)
+    for first in range(0, 6144, 1024):
+        tapped.step(capture, first, 1024)
+    tapped.finish(capture, 6144)
+    manifest = manifest_of(place.store, capture)
+    assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
+    assert sum(made) == 6 * MIB
+    tapped.sender.close()
+    line.close()
+
+
+def test_another_host_cannot_keep_this_one_s_senders_out(place: Place) -> None:
+    """However many streams it begins; and a sender that came when there were too many comes again."""
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    secure_sender(dealer, place.keys)
+    dealer.connect(place.endpoint)
+    said: list[Any] = []
+    for _ in range(remote_streams_max + 50):
+        dealer.send(encode(Hello(new_ulid(), "engine", 1, engine=engine_info())))
+        while dealer.poll(0):
+            said.append(decode_from_writer(dealer.recv()))
+
+    def refused() -> bool:
+        while dealer.poll(10):
+            said.append(decode_from_writer(dealer.recv()))
+        return sum(isinstance(answer, Refuse) and answer.code == "limit" for answer in said) == 50
+
+    assert until(refused, 30.0)
+    assert isinstance(hello(place.writer.endpoint, None, Hello(new_ulid(), "engine", 1, engine=engine_info())), Welcome)
+    dealer.close()
+    context.term()
+
+
+def test_the_newest_engine_is_the_one_that_came_last(place: Place) -> None:
+    ahead = engine_info(n_layers=1)
+    assert isinstance(hello(place.endpoint, place.keys, Hello(new_ulid(), "engine", 2**62, engine=ahead)), Welcome)
+    with Sender(place.writer.endpoint) as local, StoreReader(place.store) as reader:
+        local.hello()
+        until(lambda: (newest := reader.engine()) is not None and newest.n_layers != 1, 10.0)
+        newest = reader.engine()
+        assert newest is not None and newest.n_layers == engine_info().n_layers
+
+
 def test_an_engine_that_is_not_heard_says_so(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(sender, "_ALONE_S", 0.5)
@@ -178,6 +269,12 @@ def test_what_cannot_start(tmp_path: Path) -> None:
         for folder, why in ((tmp_path / "none", "no key of a line"), (tmp_path / "keys", "Address already in use")):
             with pytest.raises(AssertionError, match=why):
                 WriterProcess(tmp_path / "store", *flags, str(folder))
+    stray = tmp_path / "keys" / "senders" / "stray.key"
+    for text, why in (("garbage", "no key of a line"), ('curve\n public-key = "short"\n', "40 characters of Z85")):
+        stray.write_text(text)
+        with pytest.raises(AssertionError, match=why):
+            WriterProcess(tmp_path / "store", *flags, str(tmp_path / "keys"))
+    stray.unlink()
     (tmp_path / "keys" / "writer.key_secret").chmod(0o644)
     with pytest.raises(AssertionError, match="chmod 600"):
         WriterProcess(tmp_path / "store", *flags, str(tmp_path / "keys"))

@@ -19,6 +19,7 @@ __all__ = ["Doors", "is_remote"]
 
 receive_at_once: Final = 64
 parts_max: Final = 2 + limits.frame_bytes_max // 4096
+_message_bytes_max: Final = limits.frame_bytes_max + 2 * limits.message_header_bytes_max
 _REMOTE: Final = b"n"
 
 
@@ -60,11 +61,11 @@ class Doors:
             self._turn.remove(door)
             self._turn.append(door)
             parts: list[zmq.Frame] = []
-            more = bool(socket.getsockopt(zmq.RCVMORE))
+            size, more = 0, bool(socket.getsockopt(zmq.RCVMORE))
             while more:
                 part = socket.recv(copy=False)
-                more = part.more
-                if len(parts) < parts_max:
+                size, more = size + len(part), part.more
+                if len(parts) < parts_max and size <= _message_bytes_max:
                     parts.append(part)
             return door + name, parts
         return None

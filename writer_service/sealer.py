@@ -95,6 +95,6 @@ class Sealer:
 
     def _engines(self) -> dict[str, dict[str, Any]]:
         """The newest engines, by stream, as blocks name them."""
-        rows = self._db.execute("SELECT stream, info FROM engines ORDER BY epoch DESC LIMIT ?", (engines_named_max,))
+        rows = self._db.execute("SELECT stream, info FROM engines ORDER BY rowid DESC LIMIT ?", (engines_named_max,))
         known = {row["stream"]: json.loads(row["info"]) for row in rows}
         return {stream: {key: info.get(key) for key in ENGINE_FIELDS} for stream, info in known.items()}

@@ -19,6 +19,7 @@ from writer_service.recovery import Sequence
 from writer_service.streams import SenderState, map_ring
 
 streams_max: Final = 4096
+remote_streams_max: Final = 1024  # of them: who holds a key of another host cannot keep this one's senders out
 
 
 class Senders:
@@ -61,7 +62,7 @@ class Senders:
 
     def greet(self, address: bytes, hello: Hello) -> SenderState | Refuse:
         """The state of the sender that greets, or why it is refused."""
-        if refusal := self._check(hello):
+        if refusal := self._check(hello, is_remote(address)):
             return refusal
         if is_remote(address) and hello.role not in ("engine", "front_end"):
             return Refuse("forbidden", f"a sender of role {hello.role[:32]!r} must be on the writer's own host")
@@ -80,9 +81,9 @@ class Senders:
                 self._journal.disk_error("append", self._journal.folder, error)
                 return Refuse("disk", f"{error.strerror}; try again")
         state.role, state.rank, state.shard = hello.role, hello.rank, hello.shard
+        state.remote = is_remote(address)
         self._connect(state, address)
         state.close_ring()
-        state.remote = is_remote(address)
         # A path that another host names is of that host: it is never opened here.
         state.ring = None if state.remote else map_ring(hello.ring_path, hello.ring_bytes)
         state.last_seen, state.ended = time.monotonic(), False
@@ -123,7 +124,7 @@ class Senders:
         for state in self._streams.values():
             state.last_seen += seconds
 
-    def _check(self, hello: Hello) -> Refuse | None:
+    def _check(self, hello: Hello, remote: bool) -> Refuse | None:
         if hello.version != PROTOCOL_VERSION:
             return Refuse("version", f"protocol version {hello.version}; this writer speaks {PROTOCOL_VERSION}")
         if not is_ulid(hello.stream) or hello.epoch <= 0:
@@ -134,11 +135,16 @@ class Senders:
         seen = known.epoch if known is not None else self._epoch_of(hello.stream)
         if hello.epoch < seen:
             return Refuse("stale", f"epoch {hello.epoch}; this stream was seen with {seen}")
-        if known is None and len(self._streams) >= streams_max:
+        if known is None and self._full(remote):
             self._drop_silent()
-            if len(self._streams) >= streams_max:
-                return Refuse("limit", f"{streams_max} streams are connected")
+            if self._full(remote):
+                return Refuse("limit", f"{remote_streams_max if remote else streams_max} streams are connected; come "
+                              "again later")
         return None
+
+    def _full(self, remote: bool) -> bool:
+        far = sum(state.remote for state in self._streams.values())
+        return far >= remote_streams_max if remote else len(self._streams) - far >= streams_max - remote_streams_max
 
     def _connect(self, state: SenderState, address: bytes) -> None:
         if state.address is not None and state.address != address:
