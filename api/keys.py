@@ -162,10 +162,10 @@ class KeyFile:
         try:
             stat = self.path.stat()
         except FileNotFoundError:
-            self._live = []
+            self._live, self._seen = [], None  # the same file may come back
             return False
         self._needed = True
-        seen = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        seen = (stat.st_ino, stat.st_ctime_ns, stat.st_size)  # of its mode too, which can be what is wrong with it
         if seen != self._seen:
             self._seen, self._live = seen, []
             try:

@@ -92,8 +92,10 @@ def parse_probes(texts: Iterable[str], what: str = "probes") -> tuple[Registered
         path, place = rest, ""
         if "@" in rest and _is_place(rest.rpartition("@")[2]):
             path, _, place = rest.rpartition("@")
-        if "," in path:
-            raise StartError(f"{what}: {path!r}: a probe's path has no comma, which parts one probe from the next")
+        absolute = Path(path).absolute()  # which is how an engine is told of it
+        if "," in str(absolute):
+            raise StartError(f"{what}: {str(absolute)!r}: a probe's path has no comma, which parts one probe from the "
+                             "next; nor has the working folder of a relative one")
         found[name] = Registered(name, Path(path), place)
     if len(found) > limits.probes_max:
         raise StartError(f"{what}: {len(found)} probes, limit {limits.probes_max}")
@@ -139,8 +141,8 @@ def load_probe(registered: Registered) -> LoadedProbe:
             raise _bad(registered, "directions", list(given), f"at most {limits.probe_scores_max} of them")
         if width > limits.width_max:
             raise _bad(registered, "directions", list(given), f"a width of at most {limits.width_max}")
-        for name, fitting in (("bias", (k,)), ("mean", (width,))):
-            if shapes.get(name, fitting) not in (fitting, () if fitting == (1,) else fitting):
+        for name, fitting, scalar in (("bias", (k,), k == 1), ("mean", (width,), False)):
+            if shapes.get(name, fitting) != fitting and not (scalar and shapes[name] == ()):
                 raise _bad(registered, name, list(shapes[name]), f"{list(fitting)}, beside directions {list(given)}")
         numbers = {name: _numbers(registered, name, file) for name in names}
     directions = numbers["directions"].reshape(k, width)

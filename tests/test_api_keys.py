@@ -320,6 +320,21 @@ def test_the_owner_survives_a_rebuilt_catalog(stack: Stack, others: dict[str, st
 # ── the file and the command ────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_a_file_that_comes_back_counts_again(tmp_path: Path) -> None:
+    file, away = tmp_path / KEYS_FILE, tmp_path / "away"
+    key = make_key(file, "ann", quota_bytes=7)
+    keys = KeyFile(file, needed=True)
+    assert keys.owner(key) == "ann"
+    file.rename(away)
+    assert keys.owner(key) is None and not keys.open
+    away.rename(file)
+    assert keys.owner(key) == "ann" and keys.quota_bytes("ann") == 7
+    file.chmod(0o666)
+    assert keys.owner(key) is None
+    file.chmod(0o600)
+    assert keys.owner(key) == "ann"
+
+
 def tap(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, arguments)], cwd=ROOT, capture_output=True,
                           text=True, timeout=60)

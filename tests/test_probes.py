@@ -97,6 +97,8 @@ def nan_at(array: npt.NDArray[np.float32], *at: int) -> npt.NDArray[np.float32]:
     ({"directions": DIRECTIONS.astype(np.float64) * 1e300}, {}, "numbers that float32 can hold"),
     ({"directions": DIRECTIONS, "bias": BIAS[:2]}, {}, "bias = [2]: valid: [3]"),
     ({"directions": DIRECTIONS, "mean": MEAN[:9]}, {}, "mean = [9]: valid: [40]"),
+    ({"directions": DIRECTIONS[:, :1], "mean": np.array(MEAN[0])}, {}, "mean = []: valid: [1]"),
+    ({"directions": DIRECTIONS, "bias": np.array(BIAS[0])}, {}, "bias = []: valid: [3]"),
     (None, {"names": "a, b"}, "names = 'a, b': valid: 3 different names"),
     (None, {"names": "a, b, a"}, "3 different names"),
     (None, {"names": "[1, 2, 3]"}, "3 different names"),
@@ -152,6 +154,17 @@ def test_texts_that_are_refused(texts: list[str], says: str) -> None:
     with pytest.raises(StartError, match=r"^--probe: ") as refused:
         parse_probes(texts, "--probe")
     assert says in str(refused.value)
+
+
+def test_a_relative_path_is_refused_where_an_engine_would_refuse_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a,b"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(StartError, match="a,b.*has no comma"):
+        parse_probes(["tone=tone.safetensors"], "--probe")
+    assert parse_probes([f"tone={tmp_path}/tone.safetensors"])
 
 
 def test_only_taps_that_are_new_change_the_compiled_graph(tmp_path: Path) -> None:
