@@ -17,10 +17,29 @@ from schemas import limits
 from schemas.errors import TapError
 from schemas.reader import StoreReader
 
-__all__ = ["Feed"]
+__all__ = ["Feed", "Moved"]
 
 _LOOK_S: Final = 0.01  # between two looks at what was appended; a first row is allowed 100 ms
 _CATALOG_LOOKS: Final = 3  # … of which every third is at the catalog
+
+
+class Moved(asyncio.Event):
+    """Set whenever captures that are followed may have moved; they gather until they are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._captures = set[str]()
+
+    def tell(self, capture: str) -> None:
+        """It may have moved."""
+        self._captures.add(capture)
+        self.set()
+
+    def take(self) -> set[str]:
+        """Those that may have moved since this was last asked; waits anew from now on."""
+        self.clear()
+        taken, self._captures = self._captures, set()
+        return taken
 
 
 class Feed:
@@ -28,19 +47,19 @@ class Feed:
 
     def __init__(self, reader: Callable[[], StoreReader]) -> None:
         self._reader = reader
-        self._followers: dict[str, set[asyncio.Event]] = {}
+        self._followers: dict[str, set[Moved]] = {}
         self._pump: asyncio.Task[None] | None = None
         self._version = 0
         self._open = Counter[str]()
 
     @contextlib.contextmanager
-    def follow(self, captures: Sequence[str], owner: str) -> Iterator[asyncio.Event]:
+    def follow(self, captures: Sequence[str], owner: str) -> Iterator[Moved]:
         """An event that is set whenever one of them may have moved; ApiError 429 where too many follow already."""
         if not fits(self._open, owner, 1, limits.followers_max):
             raise ApiError(429, "too_many_followers", f"{self._open.total()} streams of events are open, of yours "
                            f"{self._open[owner]}; limit {limits.followers_max}, for one key "
                            f"{share(limits.followers_max, owner)}; ask again in a moment", headers={"Retry-After": "1"})
-        event = asyncio.Event()
+        event = Moved()
         for capture in captures:
             self._followers.setdefault(capture, set()).add(event)
         self._open[owner] += 1
@@ -70,7 +89,7 @@ class Feed:
                 moved = None  # each of them finds out for itself what is wrong
             for capture in list(self._followers) if moved is None else moved & self._followers.keys():
                 for event in self._followers[capture]:
-                    event.set()
+                    event.tell(capture)
             looks += 1
             await asyncio.sleep(_LOOK_S)
 

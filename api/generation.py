@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from schemas.codecs import identified
 from schemas.control import EngineInfo
 from schemas.errors import LimitError
 from schemas.ids import new_ulid, sample_id, split_capture_id
-from schemas.probes import Probe
 from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
 
 __all__ = ["Plan", "Wish", "parse_body", "plan", "salt", "wish"]
@@ -36,7 +35,7 @@ class Plan:
     tags: dict[str, str]
     body: bytes
     inline: bool = False  # whether the answer is to hold the rows too
-    probes: dict[str, Probe] = field(default_factory=dict)  # those asked for, by name
+    probes: tuple[str, ...] = ()  # the names of those asked for
 
     @property
     def ids(self) -> list[str]:
@@ -99,6 +98,9 @@ def wish(body: dict[str, Any], chat: bool, request_id: str | None) -> Wish:
     if count > limits.capture_samples_max:
         raise LimitError("captures of one request (prompts × n)", count, limits.capture_samples_max,
                          "send several requests")
+    if (lists := count * len(set(spec.probe))) > limits.score_lists_max:
+        raise LimitError("lists of scores of one request (captures × probes)", lists, limits.score_lists_max,
+                         "send several requests")
     if request_id is not None and not is_alias(request_id):
         raise BadParam("X-Request-Id", request_id, "with a capture it becomes a name of the capture: 1 to "
                        f"{limits.alias_chars_max} of A-Z a-z 0-9 . _ : @ + = ~ -")
@@ -132,7 +134,7 @@ def plan(asked: Wish, engine: EngineInfo | None) -> Plan:
         xargs["capture_count"] = asked.count
     body = json.dumps({**asked.body, "vllm_xargs": xargs}).encode()
     return Plan(ulid, asked.count, response_id, aliases, dict(asked.spec.tags), body,
-                asked.spec.return_ == "inline", {name: engine.armed.probes[name] for name in asked.spec.probe})
+                asked.spec.return_ == "inline", tuple(dict.fromkeys(asked.spec.probe)))
 
 
 def check_inline(asked: Wish, resolved: Resolved, engine: EngineInfo) -> None:

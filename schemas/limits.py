@@ -65,6 +65,8 @@ followers_max: Final = 512  # streams of events at a time
 live_event_bytes_max: Final = 1 << 20  # of rows in one event, where one row is not larger
 inline_bytes_max: Final = 16 << 20  # of arrays in the answer to a generation
 answer_scores_max: Final = 1 << 16  # numbers of probes in the answer to a generation
+score_lists_max: Final = 4096  # of a generation: captures × probes
+score_lists_streamed_max: Final = 64  # of which so many come with the tokens of a stream
 
 # Who may ask, and how much at once; of each key.
 keys_max: Final = 1024

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from schemas import limits, lookup
-from schemas.catalog import Capture, Segment, capture_of, find_capture, load_segment
+from schemas.catalog import Capture, Drop, Segment, capture_of, engine_json, find_capture, load_drops, load_segment
 from schemas.catalog_view import CatalogView, Moment
 from schemas.control import EngineInfo
 from schemas.coverage import LayerGroup
@@ -31,6 +31,7 @@ from schemas.located import Located, UnsettledError, copy_rows, joined, locate
 from schemas.manifest import Manifest
 from schemas.manifest_of import aliases_of, manifest_of, shape_of
 from schemas.mapping import SegmentMaps
+from schemas.probes import Probe
 from schemas.sieve import Sieve
 from schemas.sites import parse_site
 from schemas.slices import Kind, Part, Places, RowsAt, Slice, Which, check_layers, common_rows, missing_of
@@ -200,6 +201,17 @@ class StoreReader:
         with self._catalog.moment() as now:
             row = now.db.execute("SELECT info FROM engines ORDER BY rowid DESC LIMIT 1").fetchone()
         return None if row is None else msgspec.json.decode(row["info"], type=EngineInfo)
+
+    def probes(self, ref: str, owner: str | None = None) -> dict[str, Probe]:
+        """The probes that the capture's own engine has registered; none while no engine has begun it."""
+        with self._catalog.moment() as now:
+            info = engine_json(now.db, lookup.find(now.db, ref, owner).stream)
+        return msgspec.convert(info.get("armed", {}).get("probes", {}), dict[str, Probe])
+
+    def drops(self, capture: str, site: str, after: int) -> list[Drop]:
+        """What was dropped of a capture at a site, of numbers above ``after``, in order."""
+        with self._catalog.moment() as now:
+            return [drop for drop in load_drops(now.db, capture) if drop.site == site and drop.seq > after]
 
     def erasing(self) -> bool:
         """Whether something of deleted captures is still to be erased."""

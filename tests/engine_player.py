@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ from schemas.control import (
     decode_from_writer,
     encode,
 )
-from schemas.frame import RowTable
+from schemas.frame import FLAG_DRAFT, RowTable
 from schemas.ids import new_ulid
 from schemas.probes import Probe
 from schemas.sites import SITES, is_probe
@@ -46,10 +47,10 @@ TONE = Probe(site="resid_post", layer=2, names=["glad", "sad"], activation="none
 ARMED = Armed(sites={"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}, n_layers=LAYERS, probes={"tone": TONE})
 
 
-def engine_info(dtype: str) -> EngineInfo:
+def engine_info(dtype: str, armed: Armed = ARMED) -> EngineInfo:
     """What the played engine says of itself."""
     return EngineInfo(model="played", model_dtype=dtype, fingerprint="f1", revision="", tokenizer="bytes",
-                      n_layers=LAYERS, armed=ARMED, max_model_len=4096,
+                      n_layers=LAYERS, armed=armed, max_model_len=4096,
                       widths={**dict.fromkeys(ARMED.sites, WIDTH), "probe.tone": 2}, vllm_version="0",
                       tap_version="0", runner="played")
 
@@ -108,7 +109,7 @@ def decoded(codec: str, sample: int, site: str, layer: int, positions: list[int]
 class EnginePlayer:
     """One engine stream; every method returns when the writer holds what was sent durably."""
 
-    def __init__(self, endpoint: str, dtype: str = "bfloat16", ping: bool = True) -> None:
+    def __init__(self, endpoint: str, dtype: str = "bfloat16", ping: bool = True, armed: Armed = ARMED) -> None:
         self.dtype, self.stream, self.seq = dtype, new_ulid(), 0
         self._lock = threading.RLock()
         self._context = zmq.Context()
@@ -116,7 +117,7 @@ class EnginePlayer:
         self._socket.connect(endpoint)
         self._closed = threading.Event()
         self._hello = Hello(stream=self.stream, role="engine", epoch=time.time_ns() // 1_000_000,
-                            engine=engine_info(dtype))
+                            engine=engine_info(dtype, armed))
         self._socket.send(encode(self._hello))
         assert isinstance(self._receive(), Welcome)
         if ping:
@@ -158,8 +159,11 @@ class EnginePlayer:
         return resolved
 
     def send_rows(self, capture: str, sample: int, resolved: Resolved, prompt_len: int, tokens: list[int],
-                  positions: list[int]) -> None:
-        """Rows at those of ``positions`` that the spec selects; ``tokens`` are prompt and output together."""
+                  positions: list[int], draft: bool = False, nan: Collection[int] = ()) -> None:
+        """Rows at those of ``positions`` that the spec selects; ``tokens`` are prompt and output together.
+
+        ``draft``: the rows are guesses; ``nan``: positions whose scores are no numbers.
+        """
         ranges = intervals(resolved.positions, prompt_len)
         chosen = [p for p in positions if any(start <= p < stop for start, stop in ranges)]
         for site, layers in resolved.layers.items():
@@ -168,9 +172,12 @@ class EnginePlayer:
             codec = resolved.codec[site]
             dtype = self._hello.engine.dtype_of(site) if self._hello.engine else self.dtype
             x = np.stack([rows(sample, site, layer, chosen, dtype) for layer in layers])
+            if is_probe(site):
+                x[:, np.isin(chosen, list(nan))] = np.nan
             pieces = {name: array.tobytes() for name, array in encode_rows(codec, x, dtype).items()}
             table = RowTable(*(np.array(column, np.uint32) for column in (
-                [0] * len(chosen), chosen, [tokens[p] for p in chosen], [int(p >= prompt_len) for p in chosen])))
+                [0] * len(chosen), chosen, [tokens[p] for p in chosen],
+                [int(p >= prompt_len) | FLAG_DRAFT * draft for p in chosen])))
             data = table.to_bytes()
             parts = [StreamPart(name, len(piece), xxhash.xxh3_64_intdigest(piece)) for name, piece in pieces.items()]
             with self._lock:

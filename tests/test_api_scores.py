@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +11,14 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from msgspec import structs
 from safetensors.numpy import load
 
 from schemas import limits
+from schemas.frame import FLAG_DRAFT
 from tests.api_stack import Stack, running
-from tests.engine_player import ARMED, rows
+from tests.engine_player import ARMED, TONE, EnginePlayer, rows
+from tests.store_helpers import until
 
 SPEC = {"probe": ["tone"]}
 LIVE = {"delay_s": 0.08, "live": True}
@@ -50,14 +54,16 @@ def test_scores_come_with_the_tokens_and_are_those_that_are_stored(stack: Stack)
     parts = [event["scores"] for event in events if event["object"] == "capture.scores"]
     assert kinds[-1] == "capture" and kinds.index("capture.scores") < len(kinds) - 1 - kinds[::-1].index(
         "text_completion"), "no score came before the last token"
-    assert events[-1]["capture"]["status"] == "complete" and "scores" not in events[-1]["capture"]
+    assert events[-1]["capture"]["status"] == "complete"
     capture = events[-1]["capture"]["id"]
+    whole = {"capture": capture, "index": 0, "probe": "tone", "layer": 2, "names": ["glad", "sad"], "fingerprint": "p1"}
+    assert events[-1]["capture"]["scores"] == [{**whole, "missing": []}]
     for event in events:
         assert event["id"] == f"cmpl-{capture}" and event["model"] == "played"
         assert event["object"] == "text_completion" or event["choices"] == []
     for part in parts:
         assert (part["capture"], part["index"], part["probe"], part["layer"]) == (capture, 0, "tone", 2)
-        assert part["names"] == ["glad", "sad"] and isinstance(part["durable"], bool)
+        assert whole.items() <= part.items() and isinstance(part["durable"], bool)
         assert len(part["token_ids"]) == len(part["flags"]) == len(part["positions"]) == len(part["values"])
     found = gathered(parts)
     assert found == true(0, 12)
@@ -133,6 +139,57 @@ def test_more_scores_than_an_answer_has_room_for(stack: Stack) -> None:
     assert rows_there.shape == (limits.answer_scores_max // 2 + 1, 2)
 
 
+def test_a_stream_says_what_does_not_come(stack: Stack) -> None:
+    events = streamed(stack, max_tokens=4, capture=SPEC, play={**LIVE, "drop": ["probe.tone", [2], 1, 3]})
+    gap = [{"start": 1, "stop": 3, "reason": "dropped"}]
+    told = [number for number, event in enumerate(events) if "missing" in event.get("scores", {})]
+    assert [events[number]["scores"]["missing"] for number in told] == [gap]
+    assert any(event["choices"] for event in events[told[0]:]), "it was known while tokens came"
+    last = events[-1]["capture"]
+    assert last["status"] == "incomplete" and [part["missing"] for part in last["scores"]] == [gap]
+
+
+@pytest.mark.parametrize("tokens", [7, 8])
+def test_guesses_are_scored_once_they_are_known_to_be_right(stack: Stack, tokens: int) -> None:
+    events = streamed(stack, max_tokens=tokens, capture=SPEC, play={**LIVE, "guess": True})
+    parts = [event["scores"] for event in events if "scores" in event]
+    positions = [position for part in parts for position in part["positions"]]
+    assert sorted(positions) == list(range(tokens + 4)), "each once: the last guess of seven tokens was right"
+    truth = true(0, tokens + 4)
+    for part in parts:
+        assert part["values"] == [truth[position] for position in part["positions"]]
+    flags = {position: flag for part in parts for position, flag in
+             zip(part["positions"], part["flags"], strict=True)}
+    assert {position for position, flag in flags.items() if flag & FLAG_DRAFT} == {7, 10}
+    known = next(number for number, event in enumerate(events) if 7 in event.get("scores", {}).get("positions", ()))
+    assert any(event["choices"] for event in events[known:]), "a right guess is known with the next step"
+    assert events[-1]["capture"]["status"] == "complete"
+
+
+def test_scores_that_are_no_numbers(stack: Stack) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    asked: dict[str, Any] = {"max_tokens": 3, "capture": SPEC, "play": {"nan": [2, 5]}}
+    (part,) = json.loads(stack.complete("hello", **asked).text, parse_constant=refuse)["capture"]["scores"]
+    found = gathered([part])
+    assert found == gathered([event["scores"] for event in streamed(stack, **asked) if "scores" in event])
+    assert [position for position, values in found.items() if values == [None, None]] == [2, 5]
+    assert {position: values for position, values in found.items() if position not in (2, 5)} == {
+        position: values for position, values in true(0, 7).items() if position not in (2, 5)}
+
+
+def test_more_lists_than_are_streamed(stack: Stack) -> None:
+    most = limits.score_lists_streamed_max
+    events = streamed(stack, n=most + 1, max_tokens=1, capture={**SPEC, "positions": "last"})
+    ids, lists = events[-1]["capture"]["ids"], events[-1]["capture"]["scores"]
+    assert {event["scores"]["capture"] for event in events if "scores" in event} == set(ids[:most])
+    assert [part["capture"] for part in lists] == ids and all(part["missing"] == [] for part in lists[:most])
+    assert load(stack.http.get(lists[most]["url"]).content)["probe.tone.2"].shape == (1, 2)
+    too_many = stack.complete("x", n=limits.score_lists_max // 2 + 1, capture={"probe": ["tone", "mood"]})
+    assert too_many.status_code == 413 and "captures × probes" in too_many.json()["error"]["message"]
+
+
 def test_a_stream_that_upstream_cuts_still_ends(stack: Stack) -> None:
     text = stack.complete("x", stream=True, max_tokens=9, play={**LIVE, "break_after": 4}, capture=SPEC).text
     events = [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n") if event]
@@ -181,3 +238,45 @@ def test_what_is_registered_can_be_seen(stack: Stack) -> None:
 def test_probes_that_cannot_be_had(stack: Stack, capture: dict[str, Any], param: str, says: str) -> None:
     answer = stack.complete("x", capture=capture)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param and says in answer.text
+
+
+# ── a service of its own ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running(tmp_path_factory.mktemp("slow"), program="tests.slow_reads") as stack:
+        yield stack
+
+
+def test_tokens_never_wait_for_scores(slow: Stack) -> None:
+    body = {"model": "played", "prompt": "hello", "stream": True, "max_tokens": 24, "capture": SPEC, "play": LIVE}
+    came: list[float] = []
+    kinds: list[str] = []
+    parts: list[dict[str, Any]] = []
+    with slow.http.stream("POST", "/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                kinds.append(event["object"])
+                came += [time.monotonic()] if event["choices"] else []
+                parts += [event["scores"]] if "scores" in event else []
+    assert max(np.diff(came)) < 0.9, "a look takes a second"
+    assert kinds.index("capture.scores") < len(kinds) - 1 - kinds[::-1].index("text_completion")
+    assert kinds[-1] == "capture" and gathered(parts) == true(0, 28)
+
+
+def test_scores_bear_the_names_of_the_engine_that_made_them(slow: Stack) -> None:
+    """And not those of the newest that the store knows, which this test makes another."""
+    other = structs.replace(ARMED, probes={"tone": structs.replace(TONE, names=["sad", "glad"], fingerprint="p2")})
+    engine = EnginePlayer(slow.endpoint, armed=other)
+    try:
+        assert until(lambda: slow.http.get("/v1/capabilities").json()["probes"]["tone"]["names"] == ["sad", "glad"])
+        events = streamed(slow, max_tokens=2, capture=SPEC)
+        answer = slow.complete("hello", max_tokens=2, capture=SPEC).json()["capture"]["scores"]
+    finally:
+        engine.close()
+    parts = [event["scores"] for event in events if "scores" in event] + events[-1]["capture"]["scores"] + answer
+    assert len(parts) >= 3
+    for part in parts:
+        assert (part["names"], part["fingerprint"]) == (["glad", "sad"], "p1")

@@ -162,7 +162,7 @@ def test_a_relative_path_is_refused_where_an_engine_would_refuse_it(
     folder = tmp_path / "a,b"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with pytest.raises(StartError, match="a,b.*has no comma"):
+    with pytest.raises(StartError, match=r"a,b.*has no comma"):
         parse_probes(["tone=tone.safetensors"], "--probe")
     assert parse_probes([f"tone={tmp_path}/tone.safetensors"])
 

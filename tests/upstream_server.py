@@ -10,6 +10,8 @@ What a request wants of it beside text travels in the field ``play``, which a ga
     unopened      serve the text without any capture
     unfinished    leave the capture running
     live          of a stream: send each row when its token is there, not all at the end
+    guess         with live: each second and third token are guessed in one step; every other guess is wrong
+    nan           positions whose scores are no numbers
     fail          raise instead of answering
 """
 
@@ -153,7 +155,8 @@ class Work:
         cached = self.play.get("cached", 0)
         for capture, sample, prompt in self.captures():
             resolved = self.engine.open(capture, self.spec, prompt, cached)
-            self.engine.send_rows(capture, sample, resolved, len(prompt), prompt, list(range(cached, len(prompt))))
+            self.engine.send_rows(capture, sample, resolved, len(prompt), prompt, list(range(cached, len(prompt))),
+                                  nan=self.play.get("nan", ()))
             if "drop" in self.play:
                 self.engine.drop(capture, *self.play["drop"])
 
@@ -162,8 +165,15 @@ class Work:
         if self.spec is None or self.engine is None:
             return
         for capture, sample, prompt in self.captures():
-            self.engine.send_rows(capture, sample, resolve(self.spec, ARMED), len(prompt), prompt + out,
-                                  list(range(len(prompt) + len(out) - 2, len(prompt) + len(out) - 1)))
+            at, resolved = len(prompt) + len(out) - 2, resolve(self.spec, ARMED)
+            if self.play.get("guess") and at % 3 == 1:
+                continue  # the step before had guessed it
+            self.engine.send_rows(capture, sample, resolved, len(prompt), prompt + out, [at])
+            if self.play.get("guess"):
+                right = at % 3 == 0
+                guessed = [*prompt, *out[:-1], out[-1] if right else 0]
+                self.engine.send_rows(capture, sample if right else sample + 1000, resolved, len(prompt), guessed,
+                                      [at + 1], draft=True)
 
     def end(self, reason: str, out: list[int]) -> None:
         self.seen["ended"] = reason
@@ -171,8 +181,9 @@ class Work:
             return
         for capture, sample, prompt in self.captures():
             end = len(prompt) + len(out) - (reason != "abort")
-            self.engine.send_rows(capture, sample, resolve(self.spec, ARMED), len(prompt), prompt + out,
-                                  list(range(len(prompt), end)))
+            if not self.play.get("guess"):
+                self.engine.send_rows(capture, sample, resolve(self.spec, ARMED), len(prompt), prompt + out,
+                                      list(range(len(prompt), end)), nan=self.play.get("nan", ()))
             self.engine.finish(capture, reason, out, end)
 
     async def plain(self) -> Response:

@@ -16,7 +16,8 @@ from starlette.responses import Response
 from api.errors import ApiError, BadParam, Json, OverQuota
 from api.generation import Plan, parse_body, plan, salt, wish
 from api.inline import inline
-from api.scores import ScoreEvents, answer_scores
+from api.score_lists import answer_scores, missing_scores
+from api.scores import ScoreEvents
 from api.service import Service, owner_of, service_of
 from api.sse import DoneFinder, last_event
 from api.upstream import (
@@ -204,27 +205,24 @@ async def _field(service: Service, planned: Plan, owner: str) -> dict[str, Any]:
 async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Response, owner: str
                               ) -> AsyncIterator[bytes]:
     """Upstream's events byte by byte; scores of probes between them as they come, and ours before ``data: [DONE]``."""
-    finder, ended, tail, more = DoneFinder(), False, b"", False
+    finder, ended, tail = DoneFinder(), False, b""
     scores = ScoreEvents(service, planned, owner)
     try:
         async with scores:
             async for chunk in scores.beside(answer.aiter_bytes()):
-                more = more or not chunk
                 before, done = finder.feed(chunk)
                 if before:
                     tail = (tail + before)[-_TAIL_BYTES:]
                     yield before
                 if done:
                     last = await _event(service, planned, tail, owner)  # the captures are final now: so are the scores
-                    async for event in scores.take(tail):
-                        yield event
+                    async for events in scores.rest(tail):
+                        yield events
                     yield last
                     ended = True
                     yield done
-                elif more and tail.endswith(b"\n\n"):  # no event of upstream is half sent
-                    more = False
-                    async for event in scores.take(tail):
-                        yield event
+                elif tail.endswith(b"\n\n") and (events := scores.ready(tail)):  # no event of upstream is half sent
+                    yield events
             if rest := finder.rest():
                 yield rest
     except (httpx.HTTPError, httpx.StreamError) as error:
@@ -238,8 +236,11 @@ async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Res
 async def _event(service: Service, planned: Plan, tail: bytes, owner: str) -> bytes:
     """A chunk without choices, otherwise like the last one: clients take a chunk's usage as the final one."""
     last = last_event(tail)
+    field = await _field(service, planned, owner)
+    if planned.probes:
+        field["scores"] = await missing_scores(service, planned, owner)
     event = {"id": planned.response_id, "object": "capture", "created": last.get("created", int(time.time())),
-             "model": last.get("model", ""), "choices": [], "capture": await _field(service, planned, owner)}
+             "model": last.get("model", ""), "choices": [], "capture": field}
     return _sse(event if last.get("usage") is None else {**event, "usage": last["usage"]})
 
 
