@@ -203,10 +203,11 @@ def test_the_front_end_knows_the_widths_of_its_model() -> None:
     """What `vllm serve` without a gateway in front of it refuses."""
     from vllm.config import ModelConfig
 
+    from engine_side.config import EngineConfig
     from engine_side.seams.front_end import _check_capture_all, _shape
 
     sites = ("resid_post", "q", "k", "v", "z", "mlp_post")
-    shape = _shape(ModelConfig(model=str(tiny_model()), dtype="float32"), sites)
+    shape = _shape(ModelConfig(model=str(tiny_model()), dtype="float32"), EngineConfig("ipc:///tmp/x", arm=sites))
     config = AutoConfig.from_pretrained(tiny_model())
     assert shape.widths == {"resid_post": config.hidden_size, "mlp_post": config.intermediate_size} | {
         site: heads * config.head_dim for site, heads in (
