@@ -18,7 +18,7 @@ from schemas.spec import Resolved
 
 __all__ = ["Covered", "Coverings"]
 
-rows_kept_max: Final = 1 << 19  # rows of a site, of all that is kept; each takes about 150 bytes
+rows_kept_max: Final = 1 << 20  # of all that is kept, as Covered counts them; each takes at most about 120 bytes
 _ENTRY_ROWS: Final = 32  # what a capture without rows counts for
 
 
@@ -38,8 +38,11 @@ class Covered:
 
     @property
     def size(self) -> int:
-        """In rows."""
-        return _ENTRY_ROWS + sum(len(extent.rows) for extent in self.extents)
+        """In rows: each once by its frame, and once more for every group of layers that has it, as what follows from
+        it, ``located`` too, is kept for each of them."""
+        groups = [group for groups in self.coverage.sites.values() for group in groups]
+        return _ENTRY_ROWS + sum(len(extent.table) // 16 for extent in self.extents) + sum(
+            len(group.rows.positions) + len(group.rejected.positions) for group in groups)
 
 
 class Coverings:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from schemas.codecs import Stream
 from schemas.errors import CorruptError, StoreError
 
-__all__ = ["Packed", "compressor", "pack"]
+__all__ = ["Packed", "compressor", "library", "pack"]
 
 _LEVEL: Final = 3
 _SHUFFLE_BYTES: Final = 1  # blosc's number for it
@@ -28,7 +28,8 @@ Bytes = npt.NDArray[np.uint8]
 Index = npt.NDArray[np.int64]
 
 
-def _blosc(path: object) -> ModuleType:
+def library(path: object) -> ModuleType:
+    """What packs and unpacks; StoreError, with what to install, where it is not there."""
     try:
         from numcodecs import blosc
     except ImportError:
@@ -46,7 +47,7 @@ def compressor(stream: Stream) -> Mapping[str, Any]:
 
 def pack(chunk: memoryview, stream: Stream, path: Path) -> bytes:
     """A chunk, compressed; StoreError where the library is not installed."""
-    made: bytes = _blosc(path).compress(chunk, b"zstd", _LEVEL, _SHUFFLE_BYTES, 0, np.dtype(stream.dtype).itemsize)
+    made: bytes = library(path).compress(chunk, b"zstd", _LEVEL, _SHUFFLE_BYTES, 0, np.dtype(stream.dtype).itemsize)
     return made
 
 
@@ -95,7 +96,7 @@ class Packed:
         if len(source) != size or size < 16 or _SIZES.unpack_from(source) != (wanted, size):
             raise CorruptError("read compressed rows", where, "its bytes do not say what they must of their size")
         try:
-            unpacked = _blosc(self.path).decompress(source)
+            unpacked = library(self.path).decompress(source)
         except (RuntimeError, ValueError) as error:
             raise CorruptError("read compressed rows", where, error) from None
         return np.frombuffer(unpacked, np.uint8).reshape(self.rows, self.nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,13 +23,14 @@ from schemas import codecs
 from schemas import reader as reader_module
 from schemas.catalog import connect_write
 from schemas.cold import CHUNK_ROWS, ColdBlock
-from schemas.errors import CorruptError, NotFoundError, StartError, StoreError
+from schemas.errors import CorruptError, NotFoundError, SpecError, StartError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import LiveRows, StoreReader, read_store_uuid
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.test_erasing import Killed, cut_short, look_after
 from tests.test_fsck import edit, flip
 from tests.test_recovery import dump
+from vllm_tap.loader import RowDataset
 from vllm_tap.loader import rows as training_rows
 from writer_service import cold_blocks, fs
 from writer_service.commits import Waker
@@ -221,6 +223,52 @@ def test_the_loader(sample: Sample, store: Path) -> None:
     before = seen()
     compact(store)
     assert seen() == before and len(before) > 2 * ROWS
+
+
+def test_where_what_unpacks_is_not_installed(sample: Sample, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed rows cannot be looked at then. They are not called lost, and the writer says so once, at its start."""
+    with monkeypatch.context() as bare:
+        bare.setitem(sys.modules, "numcodecs", None)
+        assert fsck(store).bad == []  # nothing is compressed
+        assert "numcodecs" not in bare_start(store)
+    compact(store, packed=True)
+    with monkeypatch.context() as bare:
+        bare.setitem(sys.modules, "numcodecs", None)
+        with pytest.raises(StoreError, match=r"\.zarr: numcodecs is not installed \(pip install 'vllm-tap\[zstd\]'\)"):
+            fsck(store)
+    assert bare_start(store).count("pip install 'vllm-tap[zstd]'") == 1
+    assert fsck(store).bad == []
+
+
+def bare_start(store: Path) -> str:
+    """What a writer without numcodecs says from its start to its end."""
+    with WriterProcess(store, "--keep-s", "1000", script=ROOT / "tests" / "bare_writer.py") as writer:
+        writer.process.send_signal(signal.SIGTERM)
+        return writer.process.communicate(timeout=30)[1]
+
+
+def test_a_training_state_of_before_is_refused_after(sample: Sample, store: Path) -> None:
+    """Its rows are the same, but not in that order: going on would repeat some and leave out others."""
+    def dataset() -> RowDataset:
+        few = sample.captures["few"]
+        return training_rows(store, SITE, [1, 3], where=lambda row: row.id != few, codec="int8b64", batch=32,
+                             window=64, seed=3)
+
+    early = dataset()
+    begun = iter(early)
+    next(begun)
+    state = early.state_dict()
+    dataset().load_state_dict(state)
+    compact(store)
+    late = dataset()
+    assert late.rows == early.rows
+    with pytest.raises(SpecError, match=r"order.*compacted.*set_epoch"):
+        late.load_state_dict(state)
+    next(begun)  # one that lives keeps its order, and so do its states
+    with pytest.raises(SpecError, match="set_epoch"):
+        late.load_state_dict(early.state_dict())
+    early.load_state_dict(early.state_dict())
+    dataset().load_state_dict(late.state_dict())
 
 
 @pytest.mark.parametrize("packed", [False, True])

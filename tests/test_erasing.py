@@ -26,7 +26,7 @@ from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
 from schemas.zarr_layout import journal_folder, redo_name
-from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, until
+from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.test_recovery import dump
 from writer_service import catalog, fs, removal, sealing
 from writer_service.commits import Waker
@@ -311,6 +311,30 @@ def test_a_scrubbed_log_and_a_catalog_of_before(tmp_path: Path) -> None:
     done = rebuild(store)
     fs.close(done.state.lock)
     assert done.differences == {} and dump(store) == recovered
+
+
+def test_a_disk_that_is_full_when_sqlites_log_is_to_be_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an erasure nothing of it may stay in that log. Where it cannot be emptied now, the writer goes on."""
+    store, gone, kept = tmp_path / "store", new_ulid(), new_ulid()
+    monkeypatch.setenv("CATALOG", "full")
+    with WriterProcess(store, "--seal-idle-s", "0.1", "--keep-s", "0.1",
+                       script=ROOT / "tests" / "faulty_catalog.py") as writer, Sender(writer.endpoint) as engine:
+        for capture in (gone, kept):
+            engine.open(capture)
+            engine.frame([(capture, 1, range(4))])
+            engine.finish(capture, end=4)
+        engine.wait()
+        engine.delete(gone)
+        assert until(lambda: rows_in(store, "extents") == 1 and not rows_in(store, "doomed") + rows_in(store, "scrub"))
+        engine.wait()
+        assert writer.process.poll() is None
+        writer.stop()
+
+
+def rows_in(store: Path, table: str) -> int:
+    return len(dump(store)[table])
 
 
 def test_a_damaged_log_is_not_scrubbed(sample: Sample, tmp_path: Path) -> None:

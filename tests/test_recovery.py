@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import shutil
 import signal
 import sqlite3
@@ -568,16 +569,36 @@ def test_a_full_disk_leaves_no_descriptors_and_files_behind(tmp_path: Path, monk
     with WriterProcess(store, script=FAULTY) as writer, Sender(writer.endpoint, role="api") as api:
         descriptors, journal = Path(f"/proc/{writer.process.pid}/fd"), store / "writers" / "w0" / "journal"
         before = len(list(descriptors.iterdir()))
+        assert until(lambda: dump(store)["streams"])  # the Hello is on the disk: the third sync is the first record's
         api.own(capture)
-        while not api.refusals:  # the third sync is that of the first records that do not share one with the Hello
-            api.receive(0.5)
-            api.own(new_ulid())
+        assert until(lambda: api.receive(0.1) and api.refusals)
         api.hello()
         for _ in range(45):
             api.resend()
             api.sync()
         api.wait()
         assert len(list(descriptors.iterdir())) <= before + 4 and len(list(journal.iterdir())) < 10
+
+
+def test_a_catalog_that_cannot_be_written_now_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    """On a full disk SQLite cannot even make the files beside it; the catalog stays for when there is space."""
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store) as writer, Sender(writer.endpoint, role="api") as api:
+        api.own(capture)
+        api.wait()
+        writer.stop()
+    before = (store / "catalog.sqlite").read_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        with pytest.raises(sqlite3.OperationalError):
+            recovery.open_catalog(store, read_store_uuid(store))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert (store / "catalog.sqlite").read_bytes() == before and not list(store.glob("catalog.damaged*"))
+    with WriterProcess(store) as writer, StoreReader(store) as reader:
+        assert [row.id for row in reader.captures()] == [capture]
+        writer.stop()
 
 
 def test_two_first_starts_at_once_make_one_store(tmp_path: Path) -> None:

@@ -119,13 +119,40 @@ def test_a_store_gives_them_as_numbers(made: Made) -> None:
 
 
 def test_it_is_forgotten_where_rows_lie_and_found_again(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(covered_module, "rows_kept_max", 3 * ROWS)
+    monkeypatch.setattr(covered_module, "rows_kept_max", 5 * ROWS)
     wanted = [(number, position) for position in range(0, ROWS, 9) for number in range(len(made.captures))]
     with StoreReader(made.store) as reader:
         for _ in range(3):
             got = reader.rows_at([(made.captures[number], position) for number, position in wanted], SITE, [3])
             assert_content(got, made, wanted)
-            assert 0 < reader._coverings.rows <= 3 * ROWS
+            assert 0 < reader._coverings.rows <= 5 * ROWS
+
+
+def test_what_is_kept_is_counted_by_group_of_layers(tmp_path: Path) -> None:
+    """Where layers have not all the same rows, the same positions are kept for each group of them."""
+    store, capture, layers = tmp_path / "store", new_ulid(), list(range(32))
+    with WriterProcess(store) as writer, Sender(writer.endpoint, engine=engine_info(WIDTH, len(layers))) as engine:
+        engine.open(capture, prompt_len=8, layers={SITE: layers})
+        engine.frame([(capture, 0, range(500))], layers=layers, width=WIDTH)
+        for layer in layers:
+            engine.frame([(capture, 0, [500 + layer])], layers=[layer], width=WIDTH)
+        engine.finish(capture, end=540, output=533)
+        engine.wait()
+        with StoreReader(store) as reader:
+            assert until(lambda: reader.capture(capture).total_len == 541)
+            reader.slice(capture, SITE, layers, 0, 500)
+            assert kept_bytes(reader) < 120 * reader._coverings.rows
+
+
+def kept_bytes(reader: StoreReader) -> int:
+    """Of the arrays, and what each comes with."""
+    found = 0
+    for covered in reader._coverings._kept.values():
+        arrays = [array for groups in covered.coverage.sites.values() for group in groups for rows in
+                  (group.rows, group.rejected) for array in (rows.positions, rows.extent, rows.row)]
+        arrays += [part.table for part in covered.located.values()]
+        found += sum(array.nbytes for array in arrays) + sum(len(extent.table) for extent in covered.extents)
+    return found
 
 
 def test_a_wrong_byte_costs_its_row_alone(made: Made, tmp_path: Path) -> None:

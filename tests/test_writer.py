@@ -758,7 +758,7 @@ def test_what_is_stored_belongs_to_one_user(store: Path, writer: WriterProcess, 
 
 
 def test_a_catalog_that_cannot_be_written_does_not_hold_up_the_end(
-    store: Path, writer: WriterProcess, engine: Sender
+    store: Path, writer: WriterProcess, engine: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a full disk: what is acknowledged lies in the journal, and the next start reads it from there."""
     capture = new_ulid()
@@ -768,6 +768,7 @@ def test_a_catalog_that_cannot_be_written_does_not_hold_up_the_end(
         assert until(lambda: reader.captures() != [])
     writer.kill()
     writer.script = ROOT / "tests" / "faulty_catalog.py"
+    monkeypatch.setenv("CATALOG", "closed")
     writer.start()
     engine.hello()
     engine.frame([(capture, 1, [0])])

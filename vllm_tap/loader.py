@@ -144,16 +144,25 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         return self._state(workers, dict(enumerate(done.tolist())), int(turns[taken]) if taken < len(turns) else 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; SpecError where it is of other rows or of another order."""
+        """Go on from a state; SpecError where it is of other rows or of another order.
+
+        Rows come in the order in which they lie on the disk. Compacting the store, and erasing from a compacted block,
+        make it another one: a state of before is refused by a dataset that was made after.
+        """
         for name, mine in self._order().items():
             if state.get(name) != mine:
-                raise SpecError("state", {name: state.get(name)}, f"this dataset has {name} = {mine}")
+                why = f"this dataset has {name} = {mine}"
+                if name == "order":
+                    why += ("; the same rows lie in another order since, as the store was compacted or something was "
+                            "erased beside them, and going on would repeat some and leave out others: begin the epoch "
+                            "again, or the next one, with set_epoch")
+                raise SpecError("state", {name: state.get(name)}, why)
         self.epoch, self._resume = int(state["epoch"]), dict(state)
 
     def _order(self) -> dict[str, Any]:
         """What the order of the rows follows from, beside the epoch and the workers."""
         return {"rows": self.rows, "names": self.names, "seed": self.seed, "shuffle": self.shuffle, "batch": self.batch,
-                "window": self.window, "rank": self.rank, "world": self.world}
+                "window": self.window, "rank": self.rank, "world": self.world, "order": self.index.order}
 
     def _state(self, workers: int, done: dict[int, int], turn: int = 0) -> dict[str, Any]:
         return {**self._order(), "epoch": self.epoch, "workers": workers, "done": done, "turn": turn}

@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from schemas.catalog import Segment
 from schemas.errors import NotFoundError, SpecError
@@ -35,6 +36,8 @@ Key = tuple[str, int]  # (site, layer)
 class RowIndex:
     """``rows`` rows, every one of which has all ``keys``.
 
+    ``order`` is a digest of which row has which number: of ids, ``capture`` and ``position``.
+
     ``frames`` int64 ``[frames, 2]``: segment and byte offset. By key, int32 ``[rows]``: ``frame`` (a row of ``frames``)
     and ``row`` (of that frame). ``capture`` int32 ``[rows]`` counts in ``captures``; ``position`` uint32 ``[rows]``.
     """
@@ -50,6 +53,7 @@ class RowIndex:
     row: tuple[I32, ...]
     capture: I32
     position: npt.NDArray[np.uint32]
+    order: str
 
     @property
     def rows(self) -> int:
@@ -155,8 +159,16 @@ def _joined(store: Path, keys: tuple[Key, ...], kinds: tuple[Kind, ...],
     position = np.concatenate([places[first].positions for _, places in found])
     order = np.lexsort((where[0][:, 2], where[0][:, 1], where[0][:, 0]))
     frames, frame, row = _by_frame([part[order] for part in where])
-    return RowIndex(store, read_store_uuid(store), keys, kinds, [capture for capture, _ in found], segments, frames,
-                    frame, row, capture[order], position[order])
+    names, capture, position = [name for name, _ in found], capture[order], position[order]
+    return RowIndex(store, read_store_uuid(store), keys, kinds, names, segments, frames, frame, row, capture, position,
+                    _digest(names, capture, position))
+
+
+def _digest(names: list[str], capture: I32, position: npt.NDArray[np.uint32]) -> str:
+    hashed = xxhash.xxh3_64("\n".join(names).encode())
+    hashed.update(capture.astype("<i4", copy=False).data)
+    hashed.update(position.astype("<u4", copy=False).data)
+    return str(hashed.hexdigest())
 
 
 def _by_frame(where: list[I64]) -> tuple[I64, tuple[I32, ...], tuple[I32, ...]]:

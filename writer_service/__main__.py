@@ -47,8 +47,11 @@ def main(argv: list[str] | None = None) -> int:
         if config.log_format == "json":
             says.use_json()
         writer = Writer(config)
-    except (StartError, StoreError, OSError, sqlite3.Error) as error:
+    except (StartError, StoreError, OSError) as error:
         says.warn("no_start", str(error))
+        return 2
+    except sqlite3.Error as error:
+        says.warn("no_start", f"the catalog of {config.store} cannot be opened or written: {error}")
         return 2
 
     def stop(*_: object) -> None:

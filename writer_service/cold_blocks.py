@@ -22,7 +22,7 @@ from schemas.control import Frame
 from schemas.errors import CorruptError, StoreError
 from schemas.frame import RowTable
 from schemas.mapping import SegmentMaps, View
-from schemas.packed import Packed, compressor, pack
+from schemas.packed import Packed, compressor, library, pack
 from schemas.row_checksums import BlockChecksums
 from schemas.segment import FrameHeader
 from schemas.zarr_layout import WRITER, array_metadata, block_name, compacting_name, group_metadata, open_name
@@ -41,6 +41,23 @@ I64 = npt.NDArray[np.int64]
 def can_pack(declared: Sequence[Stream]) -> bool:
     """Whether compressing is worth it: rows as they are, in one stream."""
     return len(declared) == 1
+
+
+def need_library(store: Path) -> None:
+    """StoreError where the store has compressed blocks and what unpacks them is not installed.
+
+    Without it their rows cannot be read, checked or erased: they are as whole as ever, and nobody may say otherwise.
+    """
+    try:
+        library(store)
+    except StoreError:
+        for folder in sorted((store / "blocks").glob(f"{WRITER}-*.zarr")):
+            try:
+                attributes = cold_attributes(folder)
+            except (OSError, ValueError, KeyError):
+                continue  # fsck says what is lost
+            if attributes is not None and attributes.get("compression"):
+                library(folder)
 
 
 @dataclass(frozen=True, slots=True)

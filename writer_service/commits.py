@@ -160,7 +160,8 @@ class CatalogThread:
                 self._untidy |= any(isinstance(change, Erased | Scrubbed) for change in batch.changes)
                 if self._untidy and self._queue.empty():
                     self._untidy = not _empty_wal(db)
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            with contextlib.suppress(sqlite3.OperationalError):  # the disk is full: the next start reads the log
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             db.close()
         except Exception as error:  # the main loop must end, whatever it was
             self.failed = error
@@ -181,11 +182,14 @@ class CatalogThread:
 
 
 def _empty_wal(db: sqlite3.Connection) -> bool:
-    """Cut SQLite's log to nothing; False where a reader is in the middle of it."""
+    """Cut SQLite's log to nothing; False where a reader is in the middle of it, or the disk is full: the log stays."""
     db.execute("PRAGMA busy_timeout=100")
-    busy = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-    db.execute("PRAGMA busy_timeout=30000")
-    return not busy
+    try:
+        return not db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    except sqlite3.OperationalError:
+        return False
+    finally:
+        db.execute("PRAGMA busy_timeout=30000")
 
 
 def _apply(db: sqlite3.Connection, batch: Batch) -> None:

@@ -25,6 +25,7 @@ from schemas.reader import read_store_uuid
 from schemas.segment import FrameView, parse_frame, verify_payload
 from schemas.zarr_layout import WRITER, block_name, building_name, journal_folder, main_chunk, open_name
 from writer_service.block import Block, open_block
+from writer_service.cold_blocks import need_library
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.crc32c import crc32c
 from writer_service.erasing import read_redo, redo_paths
@@ -69,8 +70,11 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 def fsck(store: Path, progress: Progress = lambda done, total: None) -> Report:
-    """Look at everything; StoreError where ``store`` is no store or its catalog cannot be opened at all."""
+    """Look at everything; StoreError where ``store`` is no store, its catalog cannot be opened at all, or what unpacks
+    its compressed blocks is not installed.
+    """
     uuid = read_store_uuid(store)
+    need_library(store)
     report = Report([])
     report.bad += [*_check_logs(store, uuid), *_check_erasures(store)]
     db = connect_read(store / "catalog.sqlite")
@@ -219,7 +223,8 @@ def _check_block(
 ) -> Iterator[Bad]:
     block, whole = open_block(folder), list[tuple[FrameView, int]]()
     path = folder / main_chunk(block.declared[0].name)
-    data, file = map_file(path), _below(store, path)
+    # Read and not mapped: to fault in a page of what was erased, a tmpfs that is full would have to find space for it.
+    data, file = memoryview(path.read_bytes()), _below(store, path)
     try:
         index = block.index()
     except StoreError as error:

@@ -29,6 +29,9 @@ from writer_service.control_log import log_numbers, log_path, read_log
 
 apply_at_once = 512
 DAMAGED, REBUILDING, REPLACED = "catalog.damaged", "catalog.rebuilding", "catalog.replaced"
+# What says that a catalog is damaged. One that cannot be written now, as on a full disk, is as good as it was.
+DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_IOERR_READ,
+          sqlite3.SQLITE_IOERR_SHORT_READ)
 MADE_FIRST = ("writers", "blocks", ".store.json.tmp", KEYS_FILE)  # what may be there without a store.json
 
 
@@ -192,7 +195,10 @@ def mend(store: Path, uuid: bytes, lock: int, epoch: int, db: sqlite3.Connection
 
 
 def open_catalog(store: Path, uuid: bytes) -> tuple[sqlite3.Connection, bool]:
-    """The catalog, a new empty one where it is missing, damaged or of another store or version."""
+    """The catalog, a new empty one where it is missing, damaged or of another store or version.
+
+    sqlite3.Error where that cannot be told or done now: the disk is full, or somebody else holds the catalog.
+    """
     path = store / "catalog.sqlite"
     if path.exists():
         try:
@@ -202,8 +208,9 @@ def open_catalog(store: Path, uuid: bytes) -> tuple[sqlite3.Connection, bool]:
             if version == str(CATALOG_VERSION) and owner == uuid.hex() and check == "ok":
                 return db, False
             db.close()
-        except sqlite3.DatabaseError:
-            pass
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode not in DAMAGE and error.sqlite_errorcode & 0xFF not in DAMAGE:
+                raise
         set_aside(store, DAMAGED)
     return new_catalog(path, uuid), True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -32,4 +33,5 @@ def _write(level: str, event: str, text: str, fields: dict[str, Any]) -> None:
     if _as_json:
         line = json.dumps({"time": round(time.time(), 3), "level": level, "event": event, "message": text, **fields},
                           default=str)
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # on the disk that is full, of which it may be about to tell
+        print(line, file=sys.stderr, flush=True)

@@ -31,10 +31,11 @@ from schemas.control import (
     encode,
     unpack,
 )
-from schemas.errors import ProtocolError, StoreError
+from schemas.errors import ProtocolError, StartError, StoreError
 from schemas.frame import RowTable, check_frame, check_table
 from schemas.zarr_layout import endpoint_name
 from writer_service import fs, says
+from writer_service.cold_blocks import need_library
 from writer_service.commits import Batch, Waker
 from writer_service.config import Config
 from writer_service.control_log import Message, OverQuota, Refused
@@ -110,6 +111,10 @@ class Writer:
         self._quota = Quota(config.quota_bytes, disk_bytes(config.store / "blocks"))
         for number in state.to_seal:
             self._sealer.submit(number)
+        try:
+            need_library(config.store)
+        except StoreError as error:
+            says.warn("no_library", f"rows of deleted captures cannot be erased from compressed blocks: {error}")
         if config.metrics_port:
             serve_metrics(config.metrics_host, config.metrics_port, self)
 
@@ -135,9 +140,12 @@ class Writer:
         """Receive until ``stop``; then commit, seal and close. StoreError where the catalog cannot be written."""
         context: zmq.Context[Any] = zmq.Context()
         self._doors = Doors(context, self.config)
-        fs.write_durable(self.config.store / endpoint_name(), self.config.endpoint.encode())
         poller = zmq.Poller()
         poller.register(self._waker.read_fd, zmq.POLLIN)
+        try:
+            fs.write_durable(self.config.store / endpoint_name(), self.config.endpoint.encode())
+        except OSError as error:
+            raise StartError(f"cannot write {self.config.store / endpoint_name()}: {error}") from None
         print(f"writer ready {self.config.endpoint}", flush=True)
         if self.config.listen:
             print(f"writer listens {self.config.listen}", flush=True)

@@ -5,6 +5,7 @@ fit into a minute. ``python -m tests.faults.nursery`` is that process; a line of
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,6 +97,7 @@ def child(argv: list[str], log: str, environment: dict[str, str]) -> None:
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.close(0)
+    faulthandler.enable()  # what kills it stands in its log
     os.environ.update(environment)
     if "FAULT" in environment:
         break_as_asked(environment["FAULT"])
@@ -106,6 +109,8 @@ def child(argv: list[str], log: str, environment: dict[str, str]) -> None:
     status = 1
     try:
         status = writer(argv)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import time
@@ -79,9 +77,15 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[None]:
 
 def fill(ballast: Path, spare: int) -> None:
     """Take what is left of the file system but ``spare`` bytes."""
-    free = shutil.disk_usage(ballast.parent).free
-    with ballast.open("wb") as file, contextlib.suppress(OSError):
-        os.posix_fallocate(file.fileno(), 0, max(free - spare, 1))
+    size, step = 0, 1 << 20
+    with ballast.open("wb") as file:
+        while step >= 4096:  # piece by piece: what does not fit whole is not taken at all, and a writer takes some too
+            try:
+                os.posix_fallocate(file.fileno(), size, step)
+                size += step
+            except OSError:
+                step //= 4
+        file.truncate(max(size - spare, 0))
 
 
 def test_row_06_a_disk_that_is_really_full(
@@ -91,7 +95,7 @@ def test_row_06_a_disk_that_is_really_full(
     acknowledged that is not stored, reads live on, and when there is space again it goes on by itself."""
     rounds, kills, rows = times(2, 20), 0, 0
     disk = tmp_path / "disk"
-    with small_disk(disk, 64 << 20):
+    with small_disk(disk, times(64, 256) << 20):
         store, ballast = disk / "store", disk / "ballast"
         writer = Forked(nursery, store)
         writer.begin()
@@ -101,6 +105,9 @@ def test_row_06_a_disk_that_is_really_full(
         for number in range(rounds):
             traffic.send(30)
             traffic.engine.wait()
+            traffic.api.own(new_ulid())
+            traffic.api.wait()  # the catalog has heard of all that
+            readable = traffic.engine.durable
             fill(ballast, rng.choice([0, 0, 4096, 60_000]))
             sent = 0
             while traffic.engine.durable == traffic.engine.seq or sent < 60:
@@ -110,13 +117,14 @@ def test_row_06_a_disk_that_is_really_full(
                 traffic.receive()
                 assert sent < 5000, "the disk does not fill"
             assert writer.alive, writer.log.read_text()
-            rows += traffic.check(store, some=4)
+            rows += traffic.check(store, some=4, durable=readable)  # the catalog may be what the disk has no space for
             if number % 2:
                 kills += 1
                 writer.end(signal.SIGKILL)
                 writer.begin()
                 started = writer.ready()  # or it says that it cannot
-                assert started or "No space left" in writer.log.read_text(), writer.log.read_text()
+                said = writer.log.read_text()
+                assert started or (("No space left" in said or "is full" in said) and "Traceback" not in said), said
                 ballast.unlink()
                 if not started:
                     writer.begin()

@@ -108,19 +108,23 @@ class Traffic:
             kept = [capture.id for capture in self.captures if not capture.delete]
             until(lambda: not alive() or all(reader.capture(name).status != "running" for name in kept), timeout_s=30)
 
-    def check(self, store: Path, some: int | None = None) -> int:
-        """Assert I1–I4 of the newest captures and some others, or of all; how many rows were compared."""
+    def check(self, store: Path, some: int | None = None, durable: int | None = None) -> int:
+        """Assert I1–I4 of the newest captures and some others, or of all; how many rows were compared.
+
+        ``durable``: the number up to which the engine's messages must be readable, if not all acknowledged ones.
+        """
+        durable = self.engine.durable if durable is None else durable
         chosen = self.captures
         if some is not None and len(chosen) > 2 * some:
             chosen = [*self.rng.sample(chosen[:-some], some), *chosen[-some:]]
         rows = 0
         with StoreReader(store) as reader:
             for capture in chosen:
-                rows += self._check(reader, capture)
+                rows += self._check(reader, capture, durable)
         return rows
 
-    def _check(self, reader: StoreReader, capture: Capture) -> int:
-        if capture.opened > self.engine.durable:
+    def _check(self, reader: StoreReader, capture: Capture, durable: int) -> int:
+        if capture.opened > durable:
             return 0
         if capture.delete:
             if capture.delete <= self.api.durable:
@@ -133,11 +137,11 @@ class Traffic:
         positions = [] if got is None else got.positions.tolist()
         if got is not None:
             assert_rows(got, capture.number, positions)
-        assert capture.acknowledged(self.engine.durable) <= set(positions), "acknowledged rows are gone"
+        assert capture.acknowledged(durable) <= set(positions), "acknowledged rows are gone"
         assert_adds_up(reader.manifest(capture.id))
         if status == "complete":
             assert capture.finish and positions == list(range(capture.total)), "called complete, and is not"
-        elif capture.finish and capture.finish <= self.engine.durable:
+        elif capture.finish and capture.finish <= durable:
             raise AssertionError(f"finished and acknowledged, but {status}")
         return len(positions)
 
