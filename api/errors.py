@@ -2,7 +2,7 @@
 
     ApiError                 an answer decided on in this package, with its status
     ├── BadParam             a query parameter or body field: 400, naming field, value and what would be valid
-    └── OverQuota            the caller's captures take all the bytes that its key allows: 413
+    └── OverQuota            the caller's captures would take more bytes than its key allows: 413
     schemas.errors.TapError  mapped by ``status_of``
 """
 
@@ -69,11 +69,12 @@ class BadParam(ApiError):
 
 
 class OverQuota(ApiError):
-    """No more rows for this owner; not 429, since asking again changes nothing."""
+    """No more captures for this owner; not 429, since asking again changes nothing."""
 
-    def __init__(self, owner: str, used: int, quota: int) -> None:
-        super().__init__(413, "over_quota", f"the captures of {owner!r} take {used} bytes, quota {quota}; delete some, "
-                         "or ask for more (vllm-tap keys set); without a capture the request is served", "capture")
+    def __init__(self, owner: str, used: int, more: int, quota: int) -> None:
+        super().__init__(413, "over_quota", f"the captures of {owner!r} take {used} bytes, this request's would take "
+                         f"about {more}, quota {quota}; delete some, or ask for fewer rows or a larger quota (vllm-tap "
+                         "keys set); without a capture the request is served", "capture")
 
 
 def status_of(error: TapError) -> tuple[int, str]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from api.errors import ApiError, BadParam
 from api.service import is_alias
 from schemas import limits
-from schemas.codecs import identified
+from schemas.catalog import CAPTURE_BYTES
+from schemas.codecs import identified, streams
 from schemas.control import EngineInfo
 from schemas.errors import LimitError
 from schemas.ids import new_ulid, sample_id, split_capture_id
@@ -21,6 +23,7 @@ from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
 
 __all__ = ["Plan", "Wish", "parse_body", "plan", "salt", "wish"]
 
+_TEXT_TOKEN_BYTES: Final = 4  # of text in a token, where only the model server could tell
 _OURS = ("capture", "capture_count")  # the keys of vllm_xargs that carry a spec to the engine
 
 
@@ -36,6 +39,7 @@ class Plan:
     body: bytes
     inline: bool = False  # whether the answer is to hold the rows too
     probes: tuple[str, ...] = ()  # the names of those asked for
+    nbytes: int = 0  # that the captures will take, as far as that can be told
 
     @property
     def ids(self) -> list[str]:
@@ -134,15 +138,14 @@ def plan(asked: Wish, engine: EngineInfo | None) -> Plan:
         xargs["capture_count"] = asked.count
     body = json.dumps({**asked.body, "vllm_xargs": xargs}).encode()
     return Plan(ulid, asked.count, response_id, aliases, dict(asked.spec.tags), body,
-                asked.spec.return_ == "inline", tuple(dict.fromkeys(asked.spec.probe)))
+                asked.spec.return_ == "inline", tuple(dict.fromkeys(asked.spec.probe)),
+                stored_bytes(asked, resolved, engine, len(spec)))
 
 
 def check_inline(asked: Wish, resolved: Resolved, engine: EngineInfo) -> None:
     """LimitError where the rows are surely too many for the answer, as far as that is known before the tokens are."""
-    prompt = asked.body.get("prompt")
-    prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else [prompt]
-    lengths = [len(each) if isinstance(each, list) else 1 for each in prompts]  # tokens; of text at least one
-    rows = _prompt_rows(resolved.positions, lengths) * (asked.count // len(lengths))
+    lengths = [each if isinstance(each, int) else 1 for each in _prompt_sizes(asked)]  # of text at least one token
+    rows = _rows(resolved.positions, lengths) * (asked.count // len(lengths))
     numbers = sum(len(layers) * identified(resolved.codec[site]).decoded_width(engine.widths[site])
                   for site, layers in resolved.layers.items())
     if rows * numbers * 4 > limits.inline_bytes_max:
@@ -150,13 +153,57 @@ def check_inline(asked: Wish, resolved: Resolved, engine: EngineInfo) -> None:
                          limits.inline_bytes_max, 'ask for fewer layers or positions, or return: "reference"')
 
 
-def _prompt_rows(positions: str | list[tuple[int, int]], lengths: list[int]) -> int:
-    """How many rows prompts of so many tokens have; a caller may send thousands of prompts, and thousands of ranges."""
+def stored_bytes(asked: Wish, resolved: Resolved, engine: EngineInfo, spec_bytes: int) -> int:
+    """What the captures will take in the store: rows, token ids, tags and spec, as an owner's bytes are counted.
+
+    Of prompt and, where the caller bounds them, generated tokens. What is text counts as long as text mostly is.
+    """
+    longest = engine.max_model_len
+    lengths = [min(each if isinstance(each, int) else -(-len(each) // _TEXT_TOKEN_BYTES), longest)
+               for each in _prompt_sizes(asked)]
+    bounds = (asked.body.get("max_completion_tokens"), asked.body.get("max_tokens"))
+    generated = next((bound for bound in bounds if type(bound) is int and bound > 0), 0)
+    row_bytes = sum(len(layers) * sum(stream.nbytes for stream in streams(
+        resolved.codec[site], engine.widths[site], engine.dtype_of(site))) for site, layers in resolved.layers.items())
+    # The last token that is generated is never put through the model.
+    rows = _rows(resolved.positions, lengths, max(generated - 1, 0), longest)
+    tokens = sum(min(length + generated, longest) for length in lengths)
+    beside = CAPTURE_BYTES + spec_bytes + len(json.dumps(asked.spec.tags))
+    return (rows * row_bytes + tokens * 4) * (asked.count // len(lengths)) + asked.count * beside
+
+
+def _prompt_sizes(asked: Wish) -> list[int | bytes]:
+    """Of each prompt how many tokens it has, or its text."""
+    if asked.chat:
+        messages = asked.body.get("messages")
+        return ["".join(_texts(messages)).encode(errors="replace")]
+    prompt = asked.body.get("prompt")
+    prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
+    return [len(each) if isinstance(each, list) else str(each or "").encode(errors="replace") for each in prompts]
+
+
+def _texts(messages: object) -> Iterator[str]:
+    """The text in messages, whatever else is in them."""
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text
+
+
+def _rows(positions: str | list[tuple[int, int]], lengths: list[int], generated: int = 0,
+          longest: int = limits.position_max) -> int:
+    """How many rows prompts of so many tokens have, and what is generated after each of them.
+
+    A caller may send thousands of prompts, and thousands of ranges.
+    """
     fixed = np.asarray(positions, np.int64).reshape(-1, 2) if isinstance(positions, list) else None
     rows = 0
     for length, prompts in Counter(lengths).items():
         ranges = np.asarray(intervals(positions, length), np.int64) if fixed is None else fixed
-        rows += prompts * int((np.minimum(ranges[:, 1], length) - ranges[:, 0]).clip(0).sum())
+        ends = np.minimum(ranges[:, 1], min(length + generated, longest))
+        rows += prompts * int((ends - ranges[:, 0]).clip(0).sum())
     return rows
 
 

@@ -35,7 +35,7 @@ _VERSION: Final = 1
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One key; times in milliseconds since 1970, 0 for never. ``quota_bytes``: rows that may be owned, 0 for any."""
+    """One key; times in milliseconds since 1970, 0 for never. ``quota_bytes``: for its captures, 0 for any."""
 
     name: str
     sha256: str
@@ -105,7 +105,7 @@ def revoke_key(path: Path, name: str) -> None:
 
 
 def set_quota(path: Path, name: str, quota_bytes: int) -> None:
-    """How many bytes of rows ``name`` may own from now on, 0 for any; NotFoundError where it has no key in use."""
+    """How many bytes its captures may take from now on, 0 for any; NotFoundError where ``name`` has no key in use."""
     with _changing(path) as keys:
         _check_in_use(keys, name)
         keys[:] = [msgspec.structs.replace(key, quota_bytes=quota_bytes) if key.name == name and not key.revoked_ms
@@ -153,7 +153,7 @@ class KeyFile:
         return found[0] if found else None
 
     def quota_bytes(self, owner: str) -> int:
-        """How many bytes of rows the owner may have, 0 for any."""
+        """How many bytes the owner's captures may take, 0 for any."""
         self._refreshed()
         return self._quotas.get(owner, 0)
 

@@ -43,7 +43,7 @@ class Service:
     metrics: Metrics
     channel: ControlChannel
     upstream: httpx.AsyncClient
-    quota_bytes: Callable[[str], int] = lambda owner: 0  # of rows that an owner may have, 0 for any
+    quota_bytes: Callable[[str], int] = lambda owner: 0  # that an owner's captures may take, 0 for any
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     streams: set[httpx.Response] = field(default_factory=set)  # answers being passed on
     unsettled: dict[str, str] = field(default_factory=dict)  # captures that no engine began yet → why none may

@@ -14,13 +14,17 @@ import numpy as np
 from schemas.errors import StoreError
 
 # Beside what readers need: where rows lie that are never served (strays), which are to be erased (doomed), which
-# control logs tell something of a capture (log_refs) or are to forget it (scrub), and how many bytes of rows an owner
-# has (owners): kept by triggers, so that whatever changes extents keeps it true. An owner's captures stay its own.
-__all__ = ["CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json", "find_capture"]
+# control logs tell something of a capture (log_refs) or are to forget it (scrub), and how many bytes an owner has
+# (owners): kept by triggers, so that whatever changes extents or captures keeps it true. An owner's captures stay its
+# own. Beside its rows a capture has what it is known by (beside): records, index and names are taken to be
+# CAPTURE_BYTES, and what the caller chose the size of is counted.
+__all__ = ["CAPTURE_BYTES", "CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json",
+           "find_capture"]
 
 _UNWRITABLE: Final = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)  # primary codes
-CATALOG_VERSION: Final = 8
-DDL: Final = """
+CATALOG_VERSION: Final = 9
+CAPTURE_BYTES: Final = 1024
+DDL: Final = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE streams (
     stream TEXT PRIMARY KEY, epoch INTEGER NOT NULL, role TEXT NOT NULL, covered INTEGER NOT NULL,
@@ -31,7 +35,8 @@ CREATE TABLE engines (
 );
 CREATE TABLE captures (
     id TEXT PRIMARY KEY, ulid TEXT NOT NULL, sample INTEGER NOT NULL,
-    owner TEXT NOT NULL DEFAULT '', status TEXT NOT NULL, created_ms INTEGER NOT NULL, tags TEXT NOT NULL DEFAULT '{}',
+    owner TEXT NOT NULL DEFAULT '', status TEXT NOT NULL, created_ms INTEGER NOT NULL,
+    tags TEXT NOT NULL DEFAULT '{{}}',
     own_stream TEXT, own_seq INTEGER,
     stream TEXT, epoch INTEGER, request TEXT, open_seq INTEGER, asked TEXT, resolved TEXT,
     adapter TEXT NOT NULL DEFAULT '',
@@ -41,7 +46,10 @@ CREATE TABLE captures (
     client_tokens BLOB NOT NULL DEFAULT x'',
     total_len INTEGER NOT NULL DEFAULT 0,
     lost INTEGER NOT NULL DEFAULT 0, failed TEXT, deleted INTEGER NOT NULL DEFAULT 0, hold INTEGER NOT NULL DEFAULT 0,
-    quota INTEGER NOT NULL DEFAULT 0
+    quota INTEGER NOT NULL DEFAULT 0,
+    beside INTEGER GENERATED ALWAYS AS (CASE WHEN deleted THEN 0 ELSE {CAPTURE_BYTES} + length(CAST(tags AS BLOB))
+        + coalesce(length(CAST(asked AS BLOB)), 0) + length(prompt_tokens) + length(output_tokens)
+        + length(client_tokens) END) VIRTUAL
 );
 CREATE INDEX captures_ulid ON captures (ulid);
 CREATE INDEX captures_created ON captures (created_ms, id) WHERE deleted = 0;
@@ -73,6 +81,11 @@ CREATE INDEX extents_segment ON extents (segment, offset);
 CREATE TABLE owners (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TRIGGER owners_new AFTER INSERT ON captures WHEN new.owner <> '' BEGIN
     INSERT INTO owners SELECT new.owner, 0 WHERE NOT EXISTS (SELECT 1 FROM owners WHERE owner = new.owner);
+    UPDATE owners SET bytes = bytes + new.beside WHERE owner = new.owner;
+END;
+CREATE TRIGGER owners_changed AFTER UPDATE OF deleted, tags, asked, prompt_tokens, output_tokens, client_tokens
+ON captures WHEN new.owner <> '' AND new.beside <> old.beside BEGIN
+    UPDATE owners SET bytes = bytes + new.beside - old.beside WHERE owner = new.owner;
 END;
 CREATE TRIGGER owners_more AFTER INSERT ON extents BEGIN
     UPDATE owners SET bytes = bytes + new.bytes WHERE owner = (SELECT owner FROM captures WHERE id = new.capture);

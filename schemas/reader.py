@@ -171,7 +171,7 @@ class StoreReader:
             return rows, None if last_looked_at is None else last_looked_at["id"]
 
     def owner_bytes(self, owner: str) -> int:
-        """Bytes of rows in an owner's captures, as far as the catalog knows; 0 of who has none."""
+        """Bytes of an owner's captures, rows and what is beside them, as the catalog knows them; 0 of who has none."""
         with self._catalog.moment() as now:
             found = now.db.execute("SELECT bytes FROM owners WHERE owner = ?", (owner,)).fetchone()
         return 0 if found is None else int(found["bytes"])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save
@@ -29,6 +30,7 @@ from api.metrics import Metrics
 from api.service import Service
 from api.slice_reading import Held
 from schemas import limits
+from schemas.catalog import CAPTURE_BYTES
 from schemas.channel import ControlChannel
 from schemas.codecs import streams
 from schemas.errors import NotFoundError, StartError, TapError
@@ -273,17 +275,19 @@ def test_the_client_brings_its_key(stack: Stack, hers: dict[str, str], monkeypat
 
 def test_a_quota_is_a_keys_own(stack: Stack, others: dict[str, str]) -> None:
     keys = stack.store / KEYS_FILE
-    body = {"model": "played", "prompt": "hello", "max_tokens": 4}
-    key = make_key(keys, "quentin", quota_bytes=1000)
+    body = {"model": "played", "prompt": list(b"hello"), "max_tokens": 4}
+    key = make_key(keys, "quentin", quota_bytes=10**6)
     with httpx.Client(base_url=stack.url, headers={"x-api-key": key}) as quentin, StoreReader(stack.store) as reader:
-        first = quentin.post("/v1/completions", json={**body, "capture": SPEC}).json()["capture"]["id"]  # of any size
-        assert until(lambda: reader.owner_bytes("quentin"))
+        first = quentin.post("/v1/completions", json={**body, "capture": SPEC}).json()["capture"]["id"]
+        rows = 8 * sum(stream.nbytes for stream in streams("int8b64", WIDTH, "bfloat16"))  # 5 + 4 - 1 of them
+        assert until(lambda: reader.capture(first).status == "complete")
         used = reader.owner_bytes("quentin")
-        assert used == 8 * sum(stream.nbytes for stream in streams("int8b64", WIDTH, "bfloat16"))  # 5 + 4 - 1 rows
+        asked = len(msgspec.json.encode(reader.manifest(first).asked))
+        assert used == rows + CAPTURE_BYTES + asked + len("{}") + 4 * (5 + 4)
         assert reader.owner_bytes("nobody") == 0
 
-        def refused() -> bool:
-            answer = quentin.post("/v1/completions", json={**body, "capture": SPEC})
+        def refused(capture: dict[str, object] = SPEC, **fields: object) -> bool:
+            answer = quentin.post("/v1/completions", json={**body, "capture": capture, **fields})
             if answer.status_code == 200:
                 return False
             error = answer.json()["error"]
@@ -291,17 +295,25 @@ def test_a_quota_is_a_keys_own(stack: Stack, others: dict[str, str]) -> None:
             assert f"take {reader.owner_bytes('quentin')} bytes" in error["message"]
             return f"quota {limit}" in error["message"]
 
-        limit = used // 2
+        limit = used * 2 - 1
         set_quota(keys, "quentin", limit)  # of a running service
         assert refused()
-        for goes_on in ({}, {"capture": None}, {"capture": {"sites": []}}):
+        for goes_on in ({}, {"capture": None}):
             assert quentin.post("/v1/completions", json={**body, **goes_on}).status_code == 200
         assert quentin.get(f"/v1/captures/{first}").status_code == stack.complete("x", capture=SPEC).status_code == 200
-        limit = used * 3 // 2
+        limit = used * 2
         set_quota(keys, "quentin", limit)
         assert not refused() and until(lambda: reader.owner_bytes("quentin") == 2 * used) and refused()
+        assert refused({"sites": []}), "without a row it takes room too"
         assert quentin.delete(f"/v1/captures/{first}").status_code == 204
         assert until(lambda: reader.owner_bytes("quentin") == used) and not refused()
+        limit = used + 10**6
+        set_quota(keys, "quentin", limit)
+        assert refused(prompt=[7] * 4000, capture={"sites": ["resid_post"]}), "4000 rows of four layers are too many"
+        assert refused(prompt="seven " * 4000, capture={"sites": ["resid_post"]})
+        assert refused(max_tokens=4000, capture={"sites": ["resid_post"]})
+        assert refused(n=60, capture={"sites": [], "tags": {f"t{n}": "x" * 500 for n in range(60)}})
+        assert not refused(prompt=[7] * 4000, capture={"sites": ["resid_post"], "positions": "last"})
         set_quota(keys, "quentin", 0)
         assert not refused()
 

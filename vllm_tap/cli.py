@@ -263,7 +263,7 @@ KeyName = Annotated[str, typer.Argument(help="Whose key it is: the owner of what
 
 
 Quota = Annotated[str | None, typer.Option(
-    help="Bytes of rows that its captures may take, such as 50GB; none: any (default: as the name's old key).")]
+    help="Bytes that its captures may take, such as 50GB; none: any (default: as the name's old key).")]
 
 
 @keys_app.command("make")
@@ -282,7 +282,7 @@ def make_key(
 
 
 @keys_app.command("set")
-def set_key(name: KeyName, quota: Annotated[str, typer.Option(help="Bytes of rows, such as 50GB; none: any.")],
+def set_key(name: KeyName, quota: Annotated[str, typer.Option(help="Bytes, such as 50GB; none: any.")],
             store: Store = Path("captures"), keys: Keys = None) -> None:
     """Change what a key may have; a running service goes by it from the next request on."""
     from vllm_tap.keys_command import change_quota

@@ -81,24 +81,25 @@ async def _plan(service: Service, body: dict[str, Any], chat: bool, request_id: 
     """What is to be captured; None where all requests are, and this one, which did not ask for it, cannot be."""
     if "capture" in body:
         asked = wish(body, chat, request_id)
-        if asked.spec.sites != [] or asked.spec.probe:
-            await _check_quota(service, owner)
-        return plan(asked, await service.read(StoreReader.engine))
+        planned = plan(asked, await service.read(StoreReader.engine))
+        await _check_quota(service, owner, planned)
+        return planned
     engine = await service.read(StoreReader.engine)
     try:
-        await _check_quota(service, owner)
-        return plan(wish({**body, "capture": json.loads(service.config.capture_all)}, chat, request_id), engine)
+        planned = plan(wish({**body, "capture": json.loads(service.config.capture_all)}, chat, request_id), engine)
+        await _check_quota(service, owner, planned)
     except (BadParam, OverQuota, SpecError, LimitError) as error:
         service.metrics.captures.labels("impossible").inc()
         log.warning("a request is not captured: %s", error)
         return None
+    return planned
 
 
-async def _check_quota(service: Service, owner: str) -> None:
-    """Of what is durable now: requests in flight may yet add their rows."""
+async def _check_quota(service: Service, owner: str, planned: Plan) -> None:
+    """Of what is durable now and what is asked for: other requests in flight may yet add theirs."""
     quota = service.quota_bytes(owner)
-    if quota and (used := await service.read(lambda reader: reader.owner_bytes(owner))) >= quota:
-        raise OverQuota(owner, used, quota)
+    if quota and (used := await service.read(lambda reader: reader.owner_bytes(owner))) + planned.nbytes > quota:
+        raise OverQuota(owner, used, planned.nbytes, quota)
 
 
 def _check_content_type(request: Request) -> None:
