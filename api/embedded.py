@@ -1,7 +1,8 @@
 """The service inside the model server's own process: its routes on that server's port, for who runs no gateway.
 
 It stands as a middleware before the server's own application, behind the one that asks for keys. What is not about
-captures goes by untouched, and goes on where the service itself cannot be had.
+captures goes by untouched, and goes on where the service itself cannot be had. A generation that is captured only
+because all are goes by as well, where it cannot be: nobody's request fails for what it did not ask for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from api.app import create_app
 from api.config import Config
 from api.errors import error_response
 from api.guard import by_address
-from api.in_process import InProcess, asked
+from api.in_process import Asked, InProcess, asked
 
 __all__ = ["Embedded", "embeddable"]
 
@@ -51,19 +52,57 @@ class Embedded:
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
             return
-        ours = False
-        if scope["type"] == "http":
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            ours = path in ("/v1/capabilities", "/v1/captures") or path.startswith("/v1/captures/")
-            if scope["method"] == "POST" and path in _GENERATIONS:
-                receive, ours = await self._wanted(receive)
-        if not ours:
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif self.service is None:
-            await error_response(503, "captures_unavailable", f"no captures here: {self.reason}")(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["method"] == "POST" and path in _GENERATIONS:
+            messages = await _whole(receive)
+            if _asks(messages):
+                await self._answer(Asked(scope), path, _again(messages, receive), send)
+            elif not self.capture_all or not await self._captured(scope, path, messages, receive, send):
+                await self.app(scope, _again(messages, receive), send)
+        elif path in ("/v1/capabilities", "/v1/captures") or path.startswith("/v1/captures/"):
+            await self._answer(Asked(scope), path, receive, send)
         else:
-            asked.set(scope)
-            await self.service({**scope, "path": path, "root_path": "", "state": {}}, receive, send)
+            await self.app(scope, receive, send)
+
+    async def _answer(self, request: Asked, path: str, receive: Receive, send: Send) -> None:
+        if self.service is None:
+            refusal = error_response(503, "captures_unavailable", f"no captures here: {self.reason}")
+            await refusal(request.scope, receive, send)
+            return
+        asked.set(request)
+        await self.service({**request.scope, "path": path, "root_path": "", "state": {}}, receive, send)
+
+    async def _captured(self, scope: Scope, path: str, messages: list[Message], receive: Receive, send: Send) -> bool:
+        """Whether a generation that did not ask for it was captured and answered; the service's refusals are not sent.
+
+        Until upstream is asked an answer is the service's own: a refusal, from whichever of its parts.
+        """
+        if self.service is None or messages[-1]["type"] == "http.disconnect":
+            return False
+        service, request, refusal = self.service.state.service, Asked(scope), b"the writer does not answer"
+
+        async def upstreams(message: Message) -> None:
+            nonlocal refusal
+            if request.upstream:
+                await send(message)
+            elif message["type"] == "http.response.start":
+                refusal = b""
+            else:
+                refusal += message.get("body", b"")
+
+        if service.channel.alive:  # else each would wait for the writer, and be refused in the end
+            try:
+                await self._answer(request, path, _again(messages, receive), upstreams)
+            except Exception:  # it is logged where it is made an answer
+                if request.upstream:
+                    raise
+        if not request.upstream:
+            service.metrics.captures.labels("impossible").inc()
+            log.warning("a request is not captured: %s", refusal.decode())
+        return request.upstream
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The service lives as long as the server, and ends before its engine does."""
@@ -86,22 +125,30 @@ class Embedded:
                     self.service, self.reason = None, str(error)
             await self.app(scope, receiving, send)
 
-    async def _wanted(self, receive: Receive) -> tuple[Receive, bool]:
-        """The same request to be received again, and whether it asks for a capture."""
-        messages: list[Message] = []
-        while not messages or messages[-1].get("more_body", False):
-            messages.append(await receive())
-        body = b"".join(message.get("body", b"") for message in messages)
 
-        async def again() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        return again, (self.capture_all and self.service is not None) or _asks(body)
+async def _whole(receive: Receive) -> list[Message]:
+    """All of a request's body; the last message is another where the client left before its end."""
+    messages: list[Message] = []
+    while not messages or messages[-1].get("more_body", False):
+        messages.append(await receive())
+    return messages
 
 
-def _asks(body: bytes) -> bool:
+def _again(messages: list[Message], receive: Receive) -> Receive:
+    """The same request, to be received once more."""
+    rest = iter(messages)
+
+    async def again() -> Message:
+        return next(rest, None) or await receive()
+
+    return again
+
+
+def _asks(messages: list[Message]) -> bool:
     """Whether a body has a ``capture``; what is no JSON object is the server's to refuse."""
-    if b"capture" not in body and b"\\u00" not in body:  # most bodies: they are parsed once, where they are served
+    body = b"".join(message.get("body", b"") for message in messages)
+    # Most bodies have none: they are parsed once, where they are served. A zero byte is UTF-16 or UTF-32.
+    if not any(sign in body for sign in (b"capture", b"\\u00", b"\0")):
         return False
     try:
         found = json.loads(body)

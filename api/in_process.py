@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
@@ -17,13 +18,22 @@ import anyio
 import httpx
 from starlette.types import ASGIApp, Message, Scope
 
-__all__ = ["InProcess", "asked"]
+__all__ = ["Asked", "InProcess", "asked"]
 
 log = logging.getLogger("vllm_tap.api")
 
 _MESSAGES: Final = 16  # of an answer that wait for who reads it
 
-asked: Final[ContextVar[Scope]] = ContextVar("asked")  # the request that is being answered, as the server has it
+
+@dataclass(slots=True)
+class Asked:
+    """A request as the server has it, and whether anything was asked of ``app`` for it."""
+
+    scope: Scope
+    upstream: bool = False
+
+
+asked: Final[ContextVar[Asked]] = ContextVar("asked")  # the request that is being answered
 
 
 class InProcess(httpx.AsyncBaseTransport):
@@ -36,7 +46,8 @@ class InProcess(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """The answer, its body not yet read; RemoteProtocolError where the application gives none."""
         assert self.app is not None
-        outer, (path, _, query) = asked.get(), request.url.raw_path.partition(b"?")
+        asked.get().upstream = True
+        outer, (path, _, query) = asked.get().scope, request.url.raw_path.partition(b"?")
         root = outer.get("root_path", "")
         call = _Call(await request.aread())
         scope = {**outer, "method": request.method, "path": root + unquote(path.decode("ascii")),

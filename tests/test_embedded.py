@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,24 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from api.config import Config
+from api.embedded import Embedded, embeddable
 from api.errors import ApiError
 from api.guard import by_address
 from schemas.errors import StartError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
+from schemas.zarr_layout import endpoint_name
 from tests.api_stack import ROOT, Stack
 from tests.processes import runs
 from tests.store_helpers import until
 from vllm_tap.endpoint_plugin import CaptureRoutes, config_of, writer_of
+from writer_service import fs, recovery
 
 SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
 
@@ -126,9 +135,13 @@ def test_without_a_capture_it_is_the_servers_own(stack: Stack) -> None:
     assert stack.http.get("/metrics").status_code == 404
 
 
-def test_an_escaped_name_is_a_name(stack: Stack) -> None:
-    answer = stack.http.post("/v1/completions", headers={"content-type": "application/json"}, content=(
-        b'{"model": "played", "prompt": "x", "\\u0063apture": {"sites": ["resid_post"]}}'))
+ESCAPED = '{"model": "played", "prompt": "x", "\\u0063apture": {"sites": ["resid_post"]}}'
+
+
+@pytest.mark.parametrize("content", [
+    ESCAPED.encode(), *(json.dumps(json.loads(ESCAPED)).encode(name) for name in ("utf-16", "utf-16-be", "utf-32-le"))])
+def test_a_name_is_a_name_however_it_is_written(stack: Stack, content: bytes) -> None:
+    answer = stack.http.post("/v1/completions", headers={"content-type": "application/json"}, content=content)
     assert answer.json()["capture"]["status"] == "complete"
 
 
@@ -180,15 +193,80 @@ def test_an_address_of_another_machine_needs_a_key() -> None:
 
 
 def test_where_the_server_asked_for_a_key_all_its_callers_are_one(tmp_path: Path) -> None:
-    """And without a writer captures alone are refused."""
-    with server(tmp_path, "--keyed") as stack:
+    """And without a writer captures alone are refused, to who asked for them."""
+    with server(tmp_path, "--keyed", "--capture-all", json.dumps(SPEC)) as stack:
         far = {"host": "models.invalid", "origin": "null"}
-        found = stack.complete("x", capture=SPEC).json()["capture"]["id"]
+        found = stack.complete("x").json()["capture"]["id"]
         assert stack.http.get(f"/v1/captures/{found}", headers=far).status_code == 200
         stack.processes["writer"].kill()
         answer = stack.complete("x", capture=SPEC)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
-        assert stack.complete("x").status_code == stack.http.get("/v1/captures").status_code == 200
+        began = time.monotonic()
+        plain = stack.complete("x")
+        assert plain.status_code == stack.http.get("/v1/captures").status_code == 200 and "capture" not in plain.json()
+        assert time.monotonic() - began < 3, "a request that asked for nothing waited for the writer"
+
+
+@contextmanager
+def capturing_all(folder: Path, **settings: Any) -> Iterator[tuple[Stack, Embedded, list[bytes]]]:
+    """The service before an application that notes its bodies, a writer that no engine talks to, not yet started."""
+    bodies: list[bytes] = []
+
+    async def application(request: Request) -> Response:
+        bodies.append(await request.body())
+        return Response("the server's")
+
+    app = Starlette(routes=[Route("/v1/completions", application, methods=["POST"])])
+    with tempfile.TemporaryDirectory(prefix="tap-") as sockets:
+        stack = Stack(folder / "store", f"ipc://{sockets}/writer.sock")
+        config = Config(stack.store, stack.endpoint, "http://vllm", capture_all=json.dumps(SPEC), **settings)
+        try:
+            yield stack, Embedded(app, **embeddable(config, lambda: False)), bodies
+        finally:
+            for process in stack.processes.values():
+                process.stop()
+
+
+def test_what_asked_for_nothing_is_refused_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the service has against it: it is the server's, byte by byte, and counted."""
+    with capturing_all(tmp_path, body_bytes_max=1000, generations_in_flight_max=1) as (stack, embedded, bodies):
+        service = embedded.service
+        assert service is not None
+
+        async def post(body: bytes, host: str = "localhost", client: str = "127.0.0.1") -> httpx.Response:
+            transport = httpx.ASGITransport(embedded, client=(client, 5000))
+            async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as http:
+                return await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+
+        async def refused(code: str, *requests: Coroutine[Any, Any, httpx.Response], times: int = 1) -> None:
+            caplog.clear()
+            assert {answer.text for answer in await asyncio.gather(*requests)} == {"the server's"}
+            assert caplog.text.count(code) == times and caplog.text.count("not captured") == len(requests)
+
+        async def all_of_it() -> None:
+            plain, large = b'{"prompt": "x", "capture": null}', b'{"prompt": "' + bytes([120]) * 1000 + b'"}'
+            async with service.router.lifespan_context(service):
+                await refused("the writer does not answer", post(plain))
+                stack.start_writer()
+                stack.processes["writer"].wait_ready()
+                while not service.state.service.channel.alive:
+                    await asyncio.sleep(0.01)
+                await refused("no_engine", post(plain))
+                await refused("too_large", post(large))
+                await refused("malformed_json", post(b"{"))
+                await refused("foreign_host", post(plain, host="models.invalid"), post(plain, client="192.0.2.7"),
+                              times=2)
+                await refused("too_many_generations", post(plain), post(plain), post(plain), times=2)
+                assert bodies == [plain, plain, large, b"{", *[plain] * 5]
+                found = service.state.service.metrics.captures.labels("impossible")._value.get()
+                assert found == len(bodies)
+                for request, status in ((post(b'{"capture": {}}'), 503),
+                                        (post(b'{"capture": {}}', host="models.invalid"), 403),
+                                        (post(large.replace(b"}", b', "capture": {}}')), 413)):
+                    assert (await request).status_code == status
+                assert len(bodies) == found
+
+        asyncio.run(all_of_it())
 
 
 # ── the plugin ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -263,13 +341,29 @@ def test_one_writer_for_all_front_ends_which_goes_with_the_first(tmp_path: Path)
         second = front_end(endpoint)
         assert second.stdout is not None and second.stdout.readline() == "None\n"
         with pytest.raises(StartError, match="listens at"):
-            writer_of(config_of({"VLLM_TAP_STORE": str(store), "VLLM_TAP_ENDPOINT": f"{endpoint}2"}), 0.2)
+            writer_of(config_of({"VLLM_TAP_STORE": str(store), "VLLM_TAP_ENDPOINT": f"{endpoint}2"}))
         second.communicate("")
         assert runs(pid)
         first.kill()
         first.communicate()
         assert until(lambda: not runs(pid))
         StoreReader(store).close()
+
+
+def test_a_writer_that_is_not_ready_yet_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has the store, and the word of where one before it listened; it may take long, or end without being ready."""
+    store = tmp_path / "store"
+    config = config_of({"VLLM_TAP_STORE": str(store), "VLLM_TAP_ENDPOINT": f"ipc://{tmp_path}/writer.sock"})
+    said = store / endpoint_name()
+    said.parent.mkdir(parents=True)
+    said.write_text("ipc:///where/one/before/was")
+    time.sleep(0.02)  # a file's time is no finer than the kernel's clock
+    lock, _ = recovery.take_lock(store)
+    assert writer_of(config, 0.1) is None and "did not listen within 0.1 s" in caplog.text
+    threading.Timer(0.2, fs.close, [lock]).start()
+    writer = writer_of(config)
+    assert writer is not None and writer.pid is not None and runs(writer.pid)
+    writer.__exit__(None, None, None)
 
 
 def test_the_key_that_vllm_was_given_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:

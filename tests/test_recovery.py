@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -608,6 +609,17 @@ def test_two_first_starts_at_once_make_one_store(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="another writer"):
         recovery.recover(store)
     assert not (store / "store.json").exists()
+    fs.close(lock)
+
+
+def test_who_looks_whether_a_store_is_free_keeps_no_writer_from_it(tmp_path: Path) -> None:
+    path = tmp_path / "store" / "writers" / "w0" / "LOCK"
+    path.parent.mkdir(parents=True)
+    looking = fs.lock(path, shared=True)
+    assert looking is not None and recovery.is_free(tmp_path / "store"), "who looks takes another one for a writer"
+    threading.Timer(0.03, fs.close, [looking]).start()
+    lock, _ = recovery.take_lock(tmp_path / "store")
+    assert not recovery.is_free(tmp_path / "store")
     fs.close(lock)
 
 

@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--store", type=Path, help="the service of captures on this server's own port too")
     parser.add_argument("--keyed", action="store_true", help="… which takes this server to have asked for a key")
+    parser.add_argument("--capture-all", default="", help="… and captures what does not ask for it as this says")
     args = parser.parse_args()
     upstream = Upstream(args.endpoint, args.dtype)
     app = Starlette(routes=[
@@ -258,7 +259,7 @@ def main() -> None:
         Route("/v1/responses", upstream.generate, methods=["POST"]),
     ], exception_handlers={HTTPException: as_json})
     if args.store:
-        config = Config(args.store, args.endpoint, "http://vllm")
+        config = Config(args.store, args.endpoint, "http://vllm", capture_all=args.capture_all)
         app.add_middleware(Embedded, **embeddable(config, lambda: args.keyed))
     listening = socket.create_server(("127.0.0.1", args.port))
     print(f"upstream ready http://127.0.0.1:{listening.getsockname()[1]}", flush=True)

@@ -20,9 +20,8 @@ from api.config import Config
 from api.embedded import Embedded, embeddable
 from schemas import legacy
 from schemas.errors import StartError
-from schemas.zarr_layout import endpoint_name
-from vllm_tap.writer_process import WriterProcess
-from writer_service.recovery import is_free
+from vllm_tap.writer_process import READY_S, WriterProcess
+from writer_service.recovery import is_free, listens
 
 __all__ = ["CaptureRoutes"]
 
@@ -69,33 +68,33 @@ def config_of(environment: Mapping[str, str]) -> Config:
                   capture_all=legacy.capture_all(environment) or "")
 
 
-def writer_of(config: Config, listens_s: float = 10.0) -> WriterProcess | None:
-    """A writer started for the store, None where one runs and within ``listens_s`` seconds says where it listens.
+def writer_of(config: Config, ready_s: float = READY_S) -> WriterProcess | None:
+    """A writer started for the store, None where another has it.
+
+    That one may be reading what a crash left, as one does that another front end of this server started: it is waited
+    for as long as for one of our own, and where it takes longer the service goes on without it until it is there.
 
     What is started ends when this process does.
 
     StartError where the one that runs listens elsewhere than the engine sends to, or none can be started.
     """
-    if is_free(config.store):
-        writer = WriterProcess(config.store, config.endpoint,
-                               give_up=lambda: logger.error("vllm-tap: the writer cannot be kept running: captures are "
-                                                            "refused, everything else goes on"))
-        try:
-            return writer.__enter__()
-        except StartError:
-            if is_free(config.store):  # else another front end of this server was first
-                raise
-    deadline = time.monotonic() + listens_s
-    while (listens := _listens(config.store)) != config.endpoint:
-        if time.monotonic() > deadline:
+    deadline = time.monotonic() + ready_s
+    while True:
+        if is_free(config.store):
+            writer = WriterProcess(config.store, config.endpoint, give_up=lambda: logger.error(
+                "vllm-tap: the writer cannot be kept running: captures are refused, everything else goes on"))
+            try:
+                return writer.__enter__()
+            except StartError:
+                if is_free(config.store):  # else another front end of this server was first
+                    raise
+        if (found := listens(config.store)) == config.endpoint:
+            return None
+        if found is not None:
             raise StartError(f"VLLM_TAP_ENDPOINT={config.endpoint!r}: the writer of {config.store} listens at "
-                             f"{listens}; give the engine that one")
+                             f"{found}; give the engine that one")
+        if time.monotonic() > deadline:
+            logger.warning("vllm-tap: the writer of %s did not listen within %g s: captures are refused until it does",
+                           config.store, ready_s)
+            return None
         time.sleep(0.05)
-    return None
-
-
-def _listens(store: Path) -> str:
-    try:
-        return (store / endpoint_name()).read_text()
-    except FileNotFoundError:
-        return "no socket yet"

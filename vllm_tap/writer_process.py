@@ -17,9 +17,9 @@ from typing import Final
 from schemas.errors import StartError
 from vllm_tap.services import writer_command
 
-__all__ = ["WriterProcess"]
+__all__ = ["READY_S", "WriterProcess"]
 
-_READY_S: Final = 60.0
+READY_S: Final = 60.0
 _STOP_S: Final = 30.0
 _RESTARTS_MAX: Final = 5
 _GUARD: Final = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
@@ -46,11 +46,11 @@ class WriterProcess:
         ready = threading.Event()
         self._watcher = threading.Thread(target=self._watch, args=(ready,), name="writer-watch", daemon=True)
         self._watcher.start()
-        deadline = time.monotonic() + _READY_S
+        deadline = time.monotonic() + READY_S
         while not ready.wait(0.05):
             if self.failed is not None or time.monotonic() > deadline:
                 self._stop()
-                raise StartError(f"the writer did not start: {self.failed or f'not ready in {_READY_S:.0f} s'}")
+                raise StartError(f"the writer did not start: {self.failed or f'not ready in {READY_S:.0f} s'}")
         return self
 
     @property

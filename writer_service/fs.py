@@ -143,11 +143,14 @@ def punch(fd: int, offset: int, nbytes: int) -> bool:
     return int(call(fd, _PUNCH_KEEP_SIZE, offset, nbytes)) == 0
 
 
-def lock(path: Path) -> int | None:
-    """A descriptor holding the exclusive lock of ``path`` until the process ends; None where another has it."""
+def lock(path: Path, shared: bool = False) -> int | None:
+    """A descriptor holding the lock of ``path`` until it is closed; None where another has it.
+
+    The exclusive one, or one that is ``shared`` with whoever asks for no more.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
         return None

@@ -22,7 +22,7 @@ from schemas.errors import CorruptError, StartError, StoreError
 from schemas.map_file import map_file
 from schemas.reader import read_store_uuid
 from schemas.segment import FrameView, frames_end, newer_frame, verify_payload, walk, whole_frames
-from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk
+from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, endpoint_name, main_chunk
 from writer_service import catalog, cold_blocks, erasing, fs, removal, says, sealing
 from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
 from writer_service.control_log import log_numbers, log_path, read_log
@@ -100,13 +100,23 @@ def is_free(store: Path) -> bool:
     if not path.exists():
         return True
     try:
-        fd = fs.lock(path)
+        fd = fs.lock(path, shared=True)
     except OSError:  # read-only media: nobody writes there
         return True
     if fd is None:
         return False
     fs.close(fd)
     return True
+
+
+def listens(store: Path) -> str | None:
+    """Where the writer that has the store listens, None where it does not say so yet."""
+    said = store / endpoint_name()
+    try:
+        taken_ns = (store / "writers" / WRITER / "LOCK").stat().st_mtime_ns
+        return said.read_text() if said.stat().st_mtime_ns >= taken_ns else None  # else it is the word of one before it
+    except FileNotFoundError:
+        return None
 
 
 def _taken(store: Path) -> StartError:
@@ -118,9 +128,12 @@ def take_lock(store: Path) -> tuple[int, int]:
     folder = store / "writers" / WRITER
     fs.make_dirs(folder / "journal")
     fs.make_dirs(store / "blocks")
-    fd = fs.lock(folder / "LOCK")
-    if fd is None:
-        raise _taken(store)
+    tries = 0
+    while (fd := fs.lock(folder / "LOCK")) is None:
+        tries += 1
+        if tries == 10:
+            raise _taken(store)
+        time.sleep(0.01)  # who looks whether the store is free has the lock for a moment
     try:
         before = int(os.pread(fd, 64, 0).split()[0])
     except (IndexError, ValueError):
