@@ -19,8 +19,10 @@ from schemas.errors import StoreError
 # own. Beside its rows a capture has what it is known by (beside): records, index and names are taken to be
 # CAPTURE_BYTES, and what the caller chose the size of is counted.
 __all__ = ["CAPTURE_BYTES", "CATALOG_VERSION", "DDL", "Capture", "connect_read", "connect_write", "engine_json",
-           "find_capture"]
+           "find_capture", "remedy"]
 
+_NO_SPACE: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE,
+                    sqlite3.SQLITE_IOERR_SHMOPEN)
 _UNWRITABLE: Final = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)  # primary codes
 CATALOG_VERSION: Final = 9
 CAPTURE_BYTES: Final = 1024
@@ -153,7 +155,14 @@ def connect_read(path: Path) -> ReadConnection:
             raise StoreError("open catalog", path, f"version {found}, this reader knows {CATALOG_VERSION}",
                              "start the writer once: it rebuilds the catalog")
         return db
-    raise StoreError("open catalog", path, error, "start the writer once: it repairs or rebuilds the catalog")
+    raise StoreError("open catalog", path, error, remedy(error))
+
+
+def remedy(error: sqlite3.Error | None) -> str:
+    """What to do about a catalog that cannot be opened or written."""
+    if getattr(error, "sqlite_errorcode", 0) in _NO_SPACE:
+        return "the disk is full: the catalog is as good as it was, and goes on when there is space"
+    return "start the writer once: it repairs or rebuilds the catalog"
 
 
 @dataclass(frozen=True, slots=True)

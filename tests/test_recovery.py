@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from schemas.catalog import connect_read
 from schemas.errors import NotFoundError, StartError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
@@ -594,6 +595,9 @@ def test_a_catalog_that_cannot_be_written_now_is_not_taken_for_damaged(tmp_path:
     try:
         with pytest.raises(sqlite3.OperationalError):
             recovery.open_catalog(store, read_store_uuid(store))
+        (store / "catalog.sqlite-shm").unlink()
+        with pytest.raises(StoreError, match="the disk is full"):
+            connect_read(store / "catalog.sqlite")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert (store / "catalog.sqlite").read_bytes() == before and not list(store.glob("catalog.damaged*"))

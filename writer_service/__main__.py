@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from schemas import limits
+from schemas.catalog import remedy
 from schemas.errors import StartError, StoreError
 from writer_service import says
 from writer_service.config import Config
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         says.warn("no_start", str(error))
         return 2
     except sqlite3.Error as error:
-        says.warn("no_start", f"the catalog of {config.store} cannot be opened or written: {error}")
+        says.warn("no_start", f"the catalog of {config.store} cannot be opened or written: {error} ({remedy(error)})")
         return 2
 
     def stop(*_: object) -> None:
