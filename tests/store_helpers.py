@@ -196,26 +196,27 @@ class Sender:
 
     def hello(self) -> Welcome:
         """Greet, and send again what the writer does not have."""
-        self.socket.send(
-            encode(
-                Hello(
-                    self.stream,
-                    self.role,
-                    self.epoch,
-                    engine=self.engine,
-                    pid=os.getpid(),
-                    ring_path=str(self.ring) if self.ring else None,
-                    ring_bytes=self.ring_bytes,
-                )
+        greeting = encode(
+            Hello(
+                self.stream,
+                self.role,
+                self.epoch,
+                engine=self.engine,
+                pid=os.getpid(),
+                ring_path=str(self.ring) if self.ring else None,
+                ring_bytes=self.ring_bytes,
             )
         )
+        self.socket.send(greeting)
         while True:
             answer = self.receive(10)
             if isinstance(answer, Welcome):
                 self.durable = max(self.durable, answer.durable)
                 self.resend()
                 return answer
-            if isinstance(answer, Refuse) and answer.code not in ("hello", "resend"):
+            if isinstance(answer, Refuse) and answer.code == "disk":  # it asks for it
+                self.socket.send(greeting)
+            elif isinstance(answer, Refuse) and answer.code not in ("hello", "resend"):
                 raise AssertionError(answer)
             assert answer is not None, "no Welcome"
 

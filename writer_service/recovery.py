@@ -468,12 +468,13 @@ def _scan_open(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str
             if newer_frame(data, at, state.uuid):
                 raise StoreError("read segment", path, f"a frame at byte {at} is of a newer version",
                                  "use the newer program: this one would cut it off")
+        if views:  # before the catalog hears of them: what it knows is on the disk
+            state.cut_bytes += _keep(path, end)
         gone = _forget_rows(db, number, {view.offset for view in views}, end)
         touched |= gone | _note_all(db, state, number, views)
         del data
         if views:
             del views
-            state.cut_bytes += _keep(path, end)
             state.to_seal.append(number)
         elif not known:  # acknowledged frames stay, however damaged
             state.cut_bytes += path.stat().st_size
