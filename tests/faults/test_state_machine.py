@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -214,7 +215,18 @@ class Pipeline(RuleBasedStateMachine):
 
     @rule(what=st.sampled_from(FATES), seed=some)
     def befall(self, what: str, seed: int) -> None:
-        getattr(self, what)(random.Random(seed))
+        with self.telling():
+            getattr(self, what)(random.Random(seed))
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What failed is printed: deaths are at other moments when Hypothesis plays the same again, and it may not."""
+        try:
+            yield
+        except BaseException:
+            traceback.print_exc()
+            print(f"the writer said: {self.writer.log.read_text()}")
+            raise
 
     def kill(self, rng: random.Random) -> None:
         """SIGKILL, anywhere."""
@@ -363,24 +375,27 @@ class Pipeline(RuleBasedStateMachine):
     def teardown(self) -> None:
         """The store is whole, and its journals and blocks alone say the same."""
         try:
-            self.check(random.Random(0))
-            self.rest(signal.SIGTERM)
-            self.check_what_arrived()
-            assert fsck(self.store).bad == []
-            fs.close(recover(self.store).lock)  # ends what the keeper was at when it was stopped
-            before = dump(self.store)
-            done = rebuild(self.store)
-            fs.close(done.state.lock)
-            now = dump(self.store)
-            assert {table: set(before[table]) ^ set(now[table]) for table in done.differences} == {}
-            self.check_what_arrived()
+            with self.telling():
+                self.check_all()
         finally:
-            note(f"the last writer said: {self.writer.log.read_text()}")
             self.writer.end(signal.SIGKILL)
             self.engine.close()
             self.api.close()
             shutil.rmtree(self.folder)
             shutil.rmtree(self.writer.folder)
+
+    def check_all(self) -> None:
+        self.check(random.Random(0))
+        self.rest(signal.SIGTERM)
+        self.check_what_arrived()
+        assert fsck(self.store).bad == []
+        fs.close(recover(self.store).lock)  # ends what the keeper was at when it was stopped
+        before = dump(self.store)
+        done = rebuild(self.store)
+        fs.close(done.state.lock)
+        now = dump(self.store)
+        assert {table: set(before[table]) ^ set(now[table]) for table in done.differences} == {}
+        self.check_what_arrived()
 
     # ── doing it ────────────────────────────────────────────────────────────────────────────────────────────────
 
