@@ -303,4 +303,4 @@ def test_many_prompts_and_ranges_are_soon_counted(lengths: list[int]) -> None:
         rows = sum((length + 1) // 2 for length in lengths)
         with pytest.raises(LimitError, match=f"{rows * 2 * WIDTH * 4} asked"):
             plan(asked, engine_info("bfloat16"))
-    assert time.process_time() - began_s < 0.5
+    assert time.process_time() - began_s < 1.0  # a quarter of it on a calm machine

@@ -15,12 +15,12 @@ import xxhash
 from schemas import codecs
 from schemas.errors import CorruptError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.reader import StoreReader, read_store_uuid
 from schemas.sites import SITES
 from schemas.zarr_layout import open_name
 from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, expected_pieces, until
 from writer_service import fs
-from writer_service.recovery import recover
+from writer_service.recovery import _block_frames, recover
 from writer_service.sealing import seal
 
 DTYPES = {"int8b64": "bfloat16", "raw": "float32", "raw16": "float16", "topk8:k=5": "bfloat16",
@@ -233,6 +233,18 @@ def test_rot_in_a_block_is_named_and_costs_only_its_frame(tmp_path: Path) -> Non
         assert_rows(reader.slice(capture, SITE, [1], 0, 5), 1, range(5))
         with pytest.raises(CorruptError, match=f"w0-00000001.zarr/q/c/0/0/0 at byte {second}"):
             reader.slice(capture, SITE, [1], 5, 8)
+
+
+def test_a_frame_that_a_block_leaves_out_is_not_taken_from_it(tmp_path: Path) -> None:
+    """It was given up before: its sender sends it again, and the next erasure clears its place."""
+    block, _ = filled(tmp_path, "int8b64", 64)
+    uuid, listed = read_store_uuid(tmp_path / "store"), block / "frame" / "c" / "0"
+    offsets = np.fromfile(listed, "<u8").tolist()
+    assert len(offsets) > 1 and [view.offset for view in _block_frames(block, 1, uuid)] == offsets
+    np.array(offsets[1:], "<u8").tofile(listed)
+    assert [view.offset for view in _block_frames(block, 1, uuid)] == offsets[1:]
+    listed.unlink()  # then every whole one counts
+    assert [view.offset for view in _block_frames(block, 1, uuid)] == offsets
 
 
 def test_every_site_has_a_name_that_can_be_stored() -> None:

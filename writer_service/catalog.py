@@ -400,6 +400,8 @@ def _index_rows(db: sqlite3.Connection, item: Indexed) -> set[str]:
         if not _indexable(db, item, capture):
             _note_stray(db, item, capture)
             continue
+        db.execute("DELETE FROM strays WHERE capture = ? AND segment = ? AND offset = ?",
+                   (capture, item.segment, item.offset))
         positions, flags = table.position[rows], table.flags[rows]
         columns = np.stack([positions, rows.astype(np.uint32), table.token_id[rows], flags], axis=1).astype("<u4")
         highest = int(positions[flags & FLAG_DRAFT == 0].max(initial=0))  # a draft may be of no length to come

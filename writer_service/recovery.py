@@ -356,9 +356,14 @@ def _made(view: FrameView, number: int) -> SegmentMade:
 
 
 def _note_all(db: sqlite3.Connection, state: Recovered, number: int, views: list[FrameView]) -> set[str]:
-    """Index frames that the catalog lacks and count them for their streams."""
+    """Index frames that the catalog lacks and count them for their streams.
+
+    Those with rows that were not served are looked at again: what opens their capture may have come since.
+    """
+    strays = {row["offset"] for row in db.execute("SELECT offset FROM strays WHERE segment = ?", (number,))}
     known = {(row["stream"], row["epoch"], row["seq"])
-             for row in db.execute("SELECT stream, epoch, seq FROM frames WHERE segment = ?", (number,))}
+             for row in db.execute("SELECT stream, epoch, seq, offset FROM frames WHERE segment = ?", (number,))
+             if row["offset"] not in strays}
     changes: list[Change] = [_made(views[0], number)] if views else []
     for view in views:
         header = view.header
@@ -427,18 +432,20 @@ def _block_frames(block: Path, number: int, uuid: bytes) -> list[FrameView]:
     try:
         listed = set(memoryview((block / "frame" / "c" / "0").read_bytes()).cast("Q").tolist())
     except (OSError, TypeError):
-        listed = set()
+        listed = None
     path = block / main_chunk(main)
     data = map_file(path)
     views: dict[int, FrameView] = {}
-    for start in sorted({0, *listed}):
+    for start in sorted({0, *(listed or ())}):
         if start not in views:
             views.update((view.offset, view) for view in walk(data, uuid, number, path, verify=False, start=start))
-    return [view for view in views.values() if view.offset in listed or _is_whole(view, path)]
+    # A whole frame that the list leaves out was given up before the block was sealed: its sender sends it again, and
+    # the next erasure clears it.
+    return [view for view in views.values() if (_is_whole(view, path) if listed is None else view.offset in listed)]
 
 
 def _is_whole(view: FrameView, path: Path) -> bool:
-    """Whether a frame that the block does not list was left out for no damage of its own."""
+    """Whether a frame's bytes are what its head says."""
     try:
         verify_payload(view, path)
     except CorruptError:
