@@ -430,22 +430,24 @@ def _block_frames(block: Path, number: int, uuid: bytes) -> list[FrameView]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError("read block", block, repr(error), "put a good copy of it in its place") from None
     try:
-        listed = set(memoryview((block / "frame" / "c" / "0").read_bytes()).cast("Q").tolist())
+        listed = memoryview((block / "frame" / "c" / "0").read_bytes()).cast("Q").tolist()
     except (OSError, TypeError):
-        listed = None
+        listed = []
     path = block / main_chunk(main)
     data = map_file(path)
     views: dict[int, FrameView] = {}
-    for start in sorted({0, *(listed or ())}):
+    for start in sorted({0, *listed}):
         if start not in views:
             views.update((view.offset, view) for view in walk(data, uuid, number, path, verify=False, start=start))
-    # A whole frame that the list leaves out was given up before the block was sealed: its sender sends it again, and
-    # the next erasure clears it.
-    return [view for view in views.values() if (_is_whole(view, path) if listed is None else view.offset in listed)]
+    if listed and listed == sorted(set(listed)) and views.keys() >= set(listed):
+        # A whole frame that such a list leaves out was given up before the block was sealed: its sender sends it again,
+        # and the next erasure clears it.
+        return [views[offset] for offset in listed]
+    return [view for view in views.values() if view.offset in listed or _is_whole(view, path)]
 
 
 def _is_whole(view: FrameView, path: Path) -> bool:
-    """Whether a frame's bytes are what its head says."""
+    """Whether a frame that a damaged list does not name is one nevertheless."""
     try:
         verify_payload(view, path)
     except CorruptError:
