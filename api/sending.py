@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-__all__ = ["Bounded"]
+__all__ = ["Bounded", "tell_stalled"]
 
 log = logging.getLogger("vllm_tap.api")
 
@@ -39,5 +39,9 @@ class Bounded(StreamingResponse):
         except Exception:
             if not stalled:
                 raise
-            # The answer has begun: leaving it unfinished makes the server cut the connection.
-            log.warning("%s: the caller took nothing for %g s and was cut off", scope["path"], self.stall_s)
+            tell_stalled(scope, self.stall_s)
+
+
+def tell_stalled(scope: Scope, stall_s: float) -> None:
+    """Log that a caller was cut off: leaving an answer that has begun unfinished makes the server do that."""
+    log.warning("%s: the caller took nothing for %g s and was cut off", scope["path"], stall_s)

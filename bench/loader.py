@@ -24,6 +24,7 @@ import torch
 import xxhash
 import zmq
 
+from bench.content import content
 from schemas import codecs
 from schemas.control import Ack, EngineInfo, Finish, Frame, Hello, Open, StreamPart, Welcome, decode_from_writer, encode
 from schemas.frame import RowTable
@@ -41,13 +42,8 @@ SITE, DTYPE = "resid_post", "bfloat16"
 
 def fill(store: Path, codec: str, gib: float) -> None:
     """A store of so many GiB of stored rows, in captures of 1,024 tokens."""
-    random = np.random.default_rng(0)
-    pieces = []
-    for stream in codecs.streams(codec, WIDTH, DTYPE):
-        data = random.integers(0, 60, ROWS * LAYERS * stream.nbytes, np.uint8)
-        if stream.name == "outlier_index":
-            data = np.tile(np.arange(8, dtype="<u2"), ROWS * LAYERS).view(np.uint8)
-        pieces.append((stream.name, data.tobytes()))
+    names = [stream.name for stream in codecs.streams(codec, WIDTH, DTYPE)]
+    pieces = list(zip(names, content(codec, WIDTH, DTYPE, ROWS * LAYERS), strict=True))
     parts = [StreamPart(name, len(data), xxhash.xxh3_64_intdigest(data)) for name, data in pieces]
     count = max(CAPTURE_FRAMES, int(gib * 2**30 / sum(len(data) for _, data in pieces)))
     layers = list(range(LAYERS))

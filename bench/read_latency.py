@@ -27,6 +27,7 @@ import numpy as np
 import xxhash
 import zmq
 
+from bench.content import content
 from schemas import codecs, limits
 from schemas.catalog import CATALOG_VERSION, DDL, connect_write
 from schemas.control import (
@@ -62,25 +63,13 @@ SITE, DTYPE = "resid_post", "bfloat16"
 Read = Callable[[], object]
 
 
-def content(codec: str, rows: int) -> list[bytes]:
-    """Pieces of so many rows of all layers that can be decoded, by stream."""
-    rng = np.random.default_rng(0)
-    made = []
-    for stream in codecs.streams(codec, WIDTH, DTYPE):
-        data = rng.integers(0, 60, rows * LAYERS * stream.nbytes, np.uint8)
-        if stream.name == "outlier_index":
-            data = np.tile(np.arange(8, dtype="<u2"), rows * LAYERS).view(np.uint8)
-        made.append(data.tobytes())
-    return made
-
-
 class _Engine:
     """Sends frames of about 8 MiB as fast as the writer acknowledges them."""
 
     def __init__(self, endpoint: str, ring: Path, codec: str) -> None:
         row = LAYERS * sum(stream.nbytes for stream in codecs.streams(codec, WIDTH, DTYPE))
         self.rows = limits.frame_bytes_target // row // GROUP * GROUP
-        pieces = content(codec, self.rows)
+        pieces = content(codec, WIDTH, DTYPE, self.rows * LAYERS)
         slot = -(-sum(map(len, pieces)) // limits.section_align_bytes) * limits.section_align_bytes
         ring.write_bytes(b"".join(b"".join(pieces).ljust(slot, b"\0") for _ in range(SLOTS)))
         hashes = [xxhash.xxh3_64_intdigest(data) for data in pieces]

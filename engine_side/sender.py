@@ -316,7 +316,7 @@ class Sender(threading.Thread):
                                "it is back", self._record_bytes >> 20)
 
     def _send_unsent(self) -> None:
-        if self._welcome is None:
+        if self._welcome is None or self._next > self._seq:
             return
         # Payload that leaves in messages is memory beside the ring until the writer has it.
         out = 0 if self._welcome.ring else sum(

@@ -300,6 +300,12 @@ def load_drops(db: sqlite3.Connection, capture: str) -> list[Drop]:
             for r in db.execute(query, (capture,))]
 
 
+def load_frames(db: sqlite3.Connection, segment: int) -> list[tuple[int, int]]:
+    """Where the catalog has frames of a segment, and how many bytes each, in order."""
+    query = "SELECT offset, bytes FROM frames WHERE segment = ? ORDER BY offset"
+    return [(row["offset"], row["bytes"]) for row in db.execute(query, (segment,))]
+
+
 def load_segment(db: sqlite3.Connection, number: int) -> Segment | None:
     """A segment by its number."""
     r = db.execute("SELECT * FROM segments WHERE number = ?", (number,)).fetchone()

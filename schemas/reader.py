@@ -412,12 +412,11 @@ class StoreReader:
         Those of them that are durable, and what ``appended`` has found beyond.
         """
         with self._catalog.moment() as now:
-            query = "SELECT seq, segment, offset FROM extents WHERE capture = ? AND site = ? AND seq > ? ORDER BY seq"
-            found: dict[int, FrameAt] = {}
-            for row in now.db.execute(query, (capture, site, after)):
-                segment = load_segment(now.db, row["segment"])
-                if segment is not None:
-                    found[row["seq"]] = FrameAt(row["seq"], segment, row["offset"], True)
+            query = "SELECT seq, segment, offset FROM extents WHERE capture = ? AND site = ? AND seq > ?"
+            rows = now.db.execute(query, (capture, site, after)).fetchall()
+            segments = {number: load_segment(now.db, number) for number in {row["segment"] for row in rows}}
+        found = {row["seq"]: FrameAt(row["seq"], segment, row["offset"], True) for row in rows
+                 if (segment := segments[row["segment"]]) is not None}
         for frame in self._tail.frames(capture, site):
             if frame.seq > after:
                 found.setdefault(frame.seq, frame)

@@ -126,16 +126,23 @@ def running(folder: Path, dtype: str = "bfloat16", *api: str, owner: str = "", w
     ``api`` are more arguments of the API, which is ``program``; with an ``owner`` it has keys, and the stack asks with
     that owner's.
     """
-    sockets = tempfile.mkdtemp(prefix="tap-")
-    stack = Stack(folder / "store", f"ipc://{sockets}/writer.sock")
-    if owner:
-        stack.key = make_key(stack.store / KEYS_FILE, owner)
-    try:
+    with stack_in(folder) as stack:
+        if owner:
+            stack.key = make_key(stack.store / KEYS_FILE, owner)
         stack.start_writer(writer)
         stack.processes["writer"].wait_ready()
         stack.start_upstream(dtype)
         stack.start_api(None, *api, program=program)
         stack.wait_ready()
+        yield stack
+
+
+@contextmanager
+def stack_in(folder: Path) -> Iterator[Stack]:
+    """A stack of which nothing runs yet; what was started is ended afterwards, the last first."""
+    sockets = tempfile.mkdtemp(prefix="tap-")
+    stack = Stack(folder / "store", f"ipc://{sockets}/writer.sock")
+    try:
         yield stack
     finally:
         stack.http.close()

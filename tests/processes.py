@@ -1,8 +1,16 @@
-"""Processes of this machine, as /proc shows them."""
+"""Processes of this machine, as /proc shows them, and ports for them."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def runs(pid: int) -> bool:

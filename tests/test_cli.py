@@ -23,8 +23,8 @@ from schemas.ids import new_ulid
 from schemas.probes import parse_probes
 from schemas.spec import parse_spec
 from tests.engine_player import WIDTH, EnginePlayer, decoded
-from tests.processes import runs
-from tests.test_supervisor import free_port, until
+from tests.processes import free_port, runs
+from tests.test_supervisor import until
 from vllm_tap import open_store
 from vllm_tap.export import choose_layers
 from vllm_tap.offline import CaptureJob

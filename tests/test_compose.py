@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 
 from tests.api_stack import ROOT
 from tests.compose import SERVICES, Compose, engine
+from tests.processes import free_port
 from vllm_tap.tiny_model import tiny_model
 
 needs_containers = pytest.mark.skipif("TAP_COMPOSE" not in os.environ, reason="the compose file was not run: "
@@ -30,9 +30,7 @@ def service() -> Iterator[tuple[Compose, httpx.Client]]:
     """Everything up, and a client with a key."""
     compose = engine()
     assert compose is not None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     compose.environment |= {
         "MODEL_DIR": str(tiny_model()), "MODEL_NAME": "tiny", "DTYPE": "float32", "PORT": port,
         "CPU_CI": "1", "CPU_KVCACHE_GB": "1", "RING_BYTES": str(64 << 20), "ENGINE_MEMORY": "8g",

@@ -24,6 +24,7 @@ from schemas.curve import make_sender, secure_sender
 from schemas.errors import ProtocolError, StartError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
+from tests.processes import free_port
 from tests.store_helpers import SITE, Sender, WriterProcess, engine_info, until
 from tests.test_sender import LAYERS, MIB, Tapped, manifest_of
 from vllm_tap.cli import app
@@ -35,9 +36,7 @@ class Place:
     """A writer that listens on a port of this host, and the keys of one engine."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.endpoint = f"tcp://127.0.0.1:{found.getsockname()[1]}"
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         self.curve = folder / "curve"
         self.keys = make_sender(self.curve, "gpu-1")
         self.writer = WriterProcess(folder / "store", "--listen", self.endpoint, "--curve", str(self.curve))

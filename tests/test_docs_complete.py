@@ -24,9 +24,9 @@ from schemas.codecs import CODECS
 from schemas.manifest import REASONS, STATUSES
 from schemas.sites import SITES
 from schemas.spec import CaptureSpec
+from tests.processes import free_port
 from tests.reference_pages import DOCS, commands, commands_page, with_limits
 from tests.store_helpers import WriterProcess
-from tests.test_writer_metrics import free_port
 
 ROOT: Final = Path(__file__).parents[1]
 SHIPPED: Final = ("engine_side", "writer_service", "api", "schemas", "vllm_tap")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from schemas.errors import StartError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from schemas.zarr_layout import endpoint_name
-from tests.api_stack import ROOT, Stack
+from tests.api_stack import ROOT, Stack, stack_in
 from tests.processes import runs
 from tests.store_helpers import until
 from vllm_tap.endpoint_plugin import CaptureRoutes, config_of, writer_of
@@ -46,9 +45,7 @@ SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
 @contextmanager
 def server(folder: Path, *more: str) -> Iterator[Stack]:
     """The model server with the service in it, the writer beside it."""
-    sockets = tempfile.mkdtemp(prefix="tap-")
-    stack = Stack(folder / "store", f"ipc://{sockets}/writer.sock")
-    try:
+    with stack_in(folder) as stack:
         stack.start_writer()
         stack.processes["writer"].wait_ready()
         stack.start_upstream("bfloat16", "--store", str(stack.store), *more)
@@ -56,11 +53,6 @@ def server(folder: Path, *more: str) -> Iterator[Stack]:
         stack.http = httpx.Client(base_url=stack.url, timeout=30)
         assert until(lambda: stack.http.get("/v1/capabilities").json().get("engine"))
         yield stack
-    finally:
-        stack.http.close()
-        for process in reversed(stack.processes.values()):
-            process.stop()
-        shutil.rmtree(sockets, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

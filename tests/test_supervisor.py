@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import StartError
-from tests.processes import runs
+from tests.processes import free_port, runs
 from tests.programs.supervised import PACE
 from vllm_tap.guard import session_members
 from vllm_tap.services import ServeConfig, check_port, make_socket_dir, services
@@ -69,12 +69,6 @@ def until(condition: Callable[[], bool], seconds: float, explain: Callable[[], s
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {explain()}"
         time.sleep(0.03)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

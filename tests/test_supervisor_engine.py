@@ -16,9 +16,9 @@ import httpx
 import pytest
 from safetensors.numpy import load_file
 
-from tests.processes import descendants, runs
+from tests.processes import descendants, free_port, runs
 from tests.readme import blocks, commands
-from tests.test_supervisor import free_port, until
+from tests.test_supervisor import until
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(420)

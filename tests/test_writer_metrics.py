@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -14,16 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from schemas.control import TapCounters
 from schemas.ids import new_ulid
+from tests.processes import free_port
 from tests.store_helpers import ROOT, Sender, WriterProcess, until
 from tests.test_sender import LAYERS, Tapped
 from writer_service.counters import Counters
 from writer_service.metrics import HELP, PREFIX, TAP_HELP, TAP_PREFIX
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def scrape(port: int) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import Final
 _IOV_MAX: Final = 1024  # Linux's UIO_MAXIOV
 _PUNCH_KEEP_SIZE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _START_WRITING: Final = 0x02  # SYNC_FILE_RANGE_WRITE
+_libc: Final = ctypes.CDLL(None, use_errno=True)
 
 Buffer = bytes | bytearray | memoryview
 
@@ -97,14 +98,13 @@ def sync_files(paths: Sequence[Path]) -> None:
 
     All are sent on their way before any is waited for: one commit of the file system's journal then does for all.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
     with contextlib.ExitStack() as stack:
         fds = []
         for path in paths:
             fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             stack.callback(os.close, fds[-1])
-            if hasattr(libc, "sync_file_range"):  # a hint: what it cannot do, and what fails, datasync does and tells
-                libc.sync_file_range(fds[-1], ctypes.c_int64(0), ctypes.c_int64(0), _START_WRITING)
+            if hasattr(_libc, "sync_file_range"):  # a hint: what it cannot do, and what fails, datasync does and tells
+                _libc.sync_file_range(fds[-1], ctypes.c_int64(0), ctypes.c_int64(0), _START_WRITING)
         for fd in fds:
             datasync(fd)
 
@@ -135,10 +135,9 @@ def remove_tree(path: Path) -> None:
 
 def punch(fd: int, offset: int, nbytes: int) -> bool:
     """Free the blocks of a byte range, which then reads as zeros; False where the file system cannot."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "fallocate"):
+    if not hasattr(_libc, "fallocate"):
         return False
-    call = libc.fallocate
+    call = _libc.fallocate
     call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return int(call(fd, _PUNCH_KEEP_SIZE, offset, nbytes)) == 0
 

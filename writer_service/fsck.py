@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from schemas.catalog import Segment, connect_read, load_segment, unpack_layers
+from schemas.catalog import Segment, connect_read, load_frames, load_segment, unpack_layers
 from schemas.cold import CHUNK_ROWS, ColdBlock, ColdFrame
 from schemas.errors import CorruptError, StoreError
 from schemas.map_file import map_file
@@ -194,8 +194,7 @@ def _check_open(
     store: Path, uuid: bytes, path: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, View]
 ) -> Iterator[Bad]:
     """A journal file: frames that the catalog has, and those that follow up to the first that is not whole."""
-    query = "SELECT offset, bytes FROM frames WHERE segment = ? ORDER BY offset"
-    known = {row["offset"]: row["offset"] + row["bytes"] for row in db.execute(query, (segment.number,))}
+    known = {offset: offset + nbytes for offset, nbytes in load_frames(db, segment.number)}
     data, offset = map_file(path), 0  # after the catalog was asked: it may grow meanwhile
     file = _below(store, path)
     while offset < max(len(data), *known.values(), 0):
@@ -253,11 +252,10 @@ def _check_block(
             wrong[:, at] = found != block.checksum[np.ix_(rows, at)]
             yield from _block_rows_bad(str(error.reason), file, offset, block, rows, wrong & block.present[rows])
     there = set(block.frames.tolist())
-    query = "SELECT offset, bytes FROM frames WHERE segment = ? ORDER BY offset"
-    for frame in db.execute(query, (segment.number,)):
-        if frame["offset"] not in there:  # left out when the segment was sealed
-            yield Bad("the frame was damaged before its segment was sealed", file, frame["offset"], segment.site)
-            yield from _lost_extents(db, segment, file, frame["offset"], frame["offset"] + frame["bytes"])
+    for offset, nbytes in load_frames(db, segment.number):
+        if offset not in there:  # left out when the segment was sealed
+            yield Bad("the frame was damaged before its segment was sealed", file, offset, segment.site)
+            yield from _lost_extents(db, segment, file, offset, offset + nbytes)
     yield from _check_arrays(store, block, index, whole)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from schemas import codecs, limits
-from schemas.catalog import CATALOG_VERSION, connect_write
+from schemas.catalog import CATALOG_VERSION, connect_write, load_frames
 from schemas.cold import ColdBlock, cold_attributes
 from schemas.control import Bye, Hello
 from schemas.errors import CorruptError, StartError, StoreError
@@ -463,9 +463,7 @@ def _scan_open(db: sqlite3.Connection, store: Path, state: Recovered) -> set[str
         number = int(path.stem)
         state.next_segment = max(state.next_segment, number + 1)
         data = map_file(path)
-        known = [(row["offset"], row["bytes"]) for row in db.execute(
-            "SELECT offset, bytes FROM frames WHERE segment = ? AND offset + bytes <= ? ORDER BY offset",
-            (number, len(data)))]
+        known = [(offset, nbytes) for offset, nbytes in load_frames(db, number) if offset + nbytes <= len(data)]
         views: list[FrameView] = []
         for found in whole_frames(data, state.uuid, number, path, known):
             if isinstance(found, FrameView):

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+from schemas.catalog import load_frames
 from schemas.zarr_layout import open_name
 from writer_service import fs, says
 from writer_service.catalog import SegmentGone, SegmentSealed
@@ -69,7 +70,8 @@ class Sealer:
             self._waiting.append(number)
         if self._running is None and self._waiting and (not busy or len(self._waiting) > patience_max):
             number = self._waiting.popleft()
-            self._running = self._pool.submit(self._seal, number, self._engines(), self._known(number)), number
+            known = load_frames(self._db, number)
+            self._running = self._pool.submit(self._seal, number, self._engines(), known), number
             self._running[0].add_done_callback(lambda _: self._waker.wake())
         return change
 
@@ -87,11 +89,6 @@ class Sealer:
             return seal(self._store, self._uuid, number, fd, self._epoch, engines, known)
         finally:
             fs.close(fd)
-
-    def _known(self, number: int) -> list[tuple[int, int]]:
-        """Where the catalog has frames of a segment, and how many bytes each."""
-        query = "SELECT offset, bytes FROM frames WHERE segment = ? ORDER BY offset"
-        return [(row["offset"], row["bytes"]) for row in self._db.execute(query, (number,))]
 
     def _engines(self) -> dict[str, dict[str, Any]]:
         """The newest engines, by stream, as blocks name them."""

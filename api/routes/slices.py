@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import Iterator
 from typing import Annotated, Final
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError, BadParam
+from api.sending import tell_stalled
 from api.service import Service, check_ref, owner_of, service_of
 from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES
 from api.slice_query import SliceQuery, parse_slice_query
@@ -24,7 +24,6 @@ from schemas.reader import StoreReader
 from schemas.sites import SITES
 
 router = APIRouter()
-log = logging.getLogger("vllm_tap.api")
 
 _PIECE_BYTES: Final = 1 << 20  # of one write to the socket
 _SHORT_BYTES: Final = 1 << 16
@@ -176,8 +175,7 @@ class _Sending(Response):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
-            # The answer has begun: leaving it unfinished makes the server cut the connection.
-            log.warning("%s: the caller took nothing for %g s and was cut off", scope["path"], stall_s)
+            tell_stalled(scope, stall_s)
         finally:
             self.held.release()
 

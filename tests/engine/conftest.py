@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from schemas.curve import make_sender
 from schemas.reader import StoreReader
 from tests.engine.engines import model
 from tests.engine.reference import Reference
+from tests.processes import free_port
 from vllm_tap.tiny_model import cache_dir
 
 ENVIRONMENT = {
@@ -49,9 +49,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     path = tmp_path_factory.mktemp("store")
     with tempfile.TemporaryDirectory(prefix="vllm-tap-") as directory:
         endpoint = f"ipc://{directory}/writer.sock"
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            listen = f"tcp://127.0.0.1:{found.getsockname()[1]}"
+        listen = f"tcp://127.0.0.1:{free_port()}"
         keys = make_sender(Path(directory) / "curve", "test")
         writer = subprocess.Popen(
             [sys.executable, "-m", "writer_service", "--store", str(path), "--endpoint", endpoint,

@@ -27,9 +27,8 @@ from schemas.reader import StoreReader
 from tests.engine.conftest import ENVIRONMENT
 from tests.engine.installed import ROOT, entry_points
 from tests.engine.reference import Reference
-from tests.processes import descendants, runs
+from tests.processes import descendants, free_port, runs
 from tests.store_helpers import until
-from tests.test_supervisor import free_port
 from vllm_tap.client import Client
 from vllm_tap.tiny_model import LAYERS, cache_dir, tiny_model
 

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +28,7 @@ from schemas.reader import StoreReader
 from tests.engine.conftest import ENVIRONMENT
 from tests.engine.installed import ROOT, entry_points
 from tests.engine.reference import Reference
-from tests.processes import descendants, runs
+from tests.processes import descendants, free_port, runs
 from tests.readme import blocks
 from tests.store_helpers import until
 from vllm_tap.client import Client
@@ -100,15 +99,9 @@ def probe_file(folder: Path) -> Path:
     return folder / "tone.safetensors"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[str], Reference]) -> Iterator[Service]:
-    store, port, engine_port = tmp_path_factory.mktemp("serve") / "captures", _free_port(), _free_port()
+    store, port, engine_port = tmp_path_factory.mktemp("serve") / "captures", free_port(), free_port()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
     environment |= {k: v for k, v in ENVIRONMENT.items() if not k.startswith("VLLM_TAP_")}
     environment |= {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "PYTHONUNBUFFERED": "1"}
