@@ -39,7 +39,7 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
         app.state.service = Service(config, metrics, ControlChannel(config.endpoint, "api"),
                                     new_client(config.upstream, config.upstream_connect_s, transport))
         if keys is not None:
-            app.state.service.quota_bytes = keys.quota_bytes
+            app.state.service.quotas.of = keys.quota_bytes
         try:
             yield
         finally:

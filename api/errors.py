@@ -69,12 +69,14 @@ class BadParam(ApiError):
 
 
 class OverQuota(ApiError):
-    """No more captures for this owner; not 429, since asking again changes nothing."""
+    """No more captures for this owner; not 429, since asking again changes nothing, or little."""
 
-    def __init__(self, owner: str, used: int, more: int, quota: int) -> None:
-        super().__init__(413, "over_quota", f"the captures of {owner!r} take {used} bytes, this request's would take "
-                         f"about {more}, quota {quota}; delete some, or ask for fewer rows or a larger quota (vllm-tap "
-                         "keys set); without a capture the request is served", "capture")
+    def __init__(self, owner: str, used: int, coming: int, more: int, quota: int) -> None:
+        """Bytes that there are, that requests in flight may yet add, that this one's captures would take."""
+        others = f"requests in flight may yet add {coming}, " if coming else ""
+        super().__init__(413, "over_quota", f"the captures of {owner!r} take {used} bytes, {others}this request's "
+                         f"would take about {more}, quota {quota}; delete some, or ask for fewer rows or a larger "
+                         "quota (vllm-tap keys set); without a capture the request is served", "capture")
 
 
 def status_of(error: TapError) -> tuple[int, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -31,7 +32,8 @@ GENERATIONS: Final = frozenset(("/v1/completions", "/v1/chat/completions", "/v1/
 class Guard:
     """ASGI middleware: refuses whom ``who`` does not know, and answers 429 over an owner's limits.
 
-    What ``who`` says becomes ``request.state.owner``.
+    What ``who`` says becomes ``request.state.owner``. What a request holds until it has been answered, or not, it gives
+    back by ``request.state.at_end``.
     """
 
     def __init__(self, app: ASGIApp, config: Config, who: Who) -> None:
@@ -51,11 +53,13 @@ class Guard:
             await error_response(error.status, error.code, error.message, error.param, error.headers)(
                 scope, receive, send)
             return
-        scope.setdefault("state", {})["owner"] = owner
+        state = scope.setdefault("state", {})
+        state["owner"] = owner
         self._requests[owner] += 1
         self._generations[owner] += generation
         try:
-            await self.app(scope, receive, send)
+            with ExitStack() as state["at_end"]:
+                await self.app(scope, receive, send)
         finally:
             self._requests[owner] -= 1
             self._generations[owner] -= generation

@@ -20,6 +20,7 @@ from api.config import Config
 from api.errors import ApiError
 from api.feed import Feed
 from api.metrics import Metrics
+from api.quotas import Quotas
 from api.shares import share
 from schemas import limits
 from schemas.channel import ControlChannel
@@ -43,12 +44,12 @@ class Service:
     metrics: Metrics
     channel: ControlChannel
     upstream: httpx.AsyncClient
-    quota_bytes: Callable[[str], int] = lambda owner: 0  # that an owner's captures may take, 0 for any
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     streams: set[httpx.Response] = field(default_factory=set)  # answers being passed on
     unsettled: dict[str, str] = field(default_factory=dict)  # captures that no engine began yet → why none may
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     feed: Feed = field(init=False)
+    quotas: Quotas = field(init=False)
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     slice_bytes: Counter[str] = field(default_factory=Counter)  # by owner
     token_texts: OrderedDict[int, str] = field(default_factory=OrderedDict)  # least used first
@@ -65,6 +66,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.feed = Feed(self.reader)
+        self.quotas = Quotas(self.reader)
 
     def reader(self) -> StoreReader:
         """The store's reader; opened on first use, since the writer makes the store. StoreError while there is none.

@@ -176,6 +176,13 @@ class StoreReader:
             found = now.db.execute("SELECT bytes FROM owners WHERE owner = ?", (owner,)).fetchone()
         return 0 if found is None else int(found["bytes"])
 
+    def request_bytes(self, owner: str, ulids: Sequence[str]) -> dict[str, int]:
+        """Of requests of an owner, by their ULIDs, how many of its bytes are their captures'."""
+        query = """SELECT total(beside + (SELECT total(bytes) FROM extents WHERE capture = id)) AS bytes
+                   FROM captures WHERE ulid = ? AND owner = ?"""
+        with self._catalog.moment() as now:
+            return {ulid: int(now.db.execute(query, (ulid, owner)).fetchone()["bytes"]) for ulid in ulids}
+
     def samples(self, ref: str, owner: str | None = None) -> list[str]:
         """The capture ids under a ULID or an alias, in the order of their numbers."""
         with self._catalog.moment() as now:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,59 @@ def test_a_quota_is_a_keys_own(stack: Stack, others: dict[str, str]) -> None:
         assert not refused(prompt=[7] * 4000, capture={"sites": ["resid_post"], "positions": "last"})
         set_quota(keys, "quentin", 0)
         assert not refused()
+
+
+def test_a_quota_is_for_all_requests_at_once(stack: Stack, others: dict[str, str]) -> None:
+    """What one in flight may yet add is kept for it, and is free again however it ends."""
+    keys = stack.store / KEYS_FILE
+    body = {"model": "played", "prompt": list(b"hello"), "max_tokens": 4, "capture": SPEC}
+    key = make_key(keys, "paula", quota_bytes=10**6)
+    with httpx.Client(base_url=stack.url, headers={"x-api-key": key}, timeout=30) as paula, \
+            StoreReader(stack.store) as reader:
+
+        def ask(**fields: object) -> int:
+            return paula.post("/v1/completions", json={**body, **fields}).status_code
+
+        def room_for(count: int) -> None:
+            """A quota of so many requests more than there are."""
+            assert until(lambda: all(row.status != "running" for row in reader.captures("paula")))
+            set_quota(keys, "paula", reader.owner_bytes("paula") + count * asked)
+
+        assert ask() == 200
+        assert until(lambda: reader.captures("paula")[0].status == "complete")
+        asked = reader.owner_bytes("paula")
+        for _ in range(5):
+            room_for(1)
+            with ThreadPoolExecutor(2) as pool:
+                assert sorted(pool.map(lambda _: ask(play={"delay_s": 0.3}), range(2))) == [200, 413]
+        room_for(2)
+        before = reader.owner_bytes("paula")
+        slow = {**body, "stream": True, "play": {"delay_s": 0.4, "live": True}}
+        with paula.stream("POST", "/v1/completions", json=slow) as answer:
+            lines = answer.iter_lines()
+            for _ in range(4):
+                next(lines)
+            assert until(lambda: reader.owner_bytes("paula") > before + asked / 2)
+            assert ask() == 200, "what is stored of one in flight counts once"
+            refused = paula.post("/v1/completions", json=body)
+            assert refused.status_code == 413 and "in flight may yet add" in refused.json()["error"]["message"]
+            assert paula.post("/v1/completions", json={**body, "capture": None}).status_code == 200
+        ends: tuple[dict[str, object], ...] = (
+            {"play": {"status": 500}}, {"play": {"fail": True}}, {"stream": True, "play": {"break_after": 1}},
+            {"capture": {**SPEC, "id": reader.captures("paula")[0].id}})
+        for fields in ends:
+            room_for(1)
+            ask(**fields)
+            room_for(1)
+            assert ask() == 200, fields
+        for stream in (False, True):
+            room_for(1)
+            with pytest.raises(httpx.ReadTimeout), paula.stream(
+                    "POST", "/v1/completions", json={**body, "stream": stream, "play": {"delay_s": 60}}, timeout=0.5
+                    ) as left:
+                left.read()
+            room_for(1)
+            assert until(lambda: ask() == 200), "who left keeps nothing"
 
 
 def test_the_owner_survives_a_rebuilt_catalog(stack: Stack, others: dict[str, str], hers: dict[str, str]) -> None:

@@ -67,7 +67,7 @@ async def generate(request: Request, chat: bool) -> Response:
             del body["capture"]
             changed = True
         if "capture" in body or service.config.capture_all:
-            planned = await _plan(service, body, chat, request.headers.get("x-request-id"), owner_of(request))
+            planned = await _plan(service, request, body, chat)
         if planned is None:
             return await passed(service, request, json.dumps(body).encode() if changed else data)
         _check_content_type(request)
@@ -76,18 +76,20 @@ async def generate(request: Request, chat: bool) -> Response:
         return Response(status_code=499)  # nobody reads it; the number shows in the metrics
 
 
-async def _plan(service: Service, body: dict[str, Any], chat: bool, request_id: str | None, owner: str
-                ) -> Plan | None:
-    """What is to be captured; None where all requests are, and this one, which did not ask for it, cannot be."""
+async def _plan(service: Service, request: Request, body: dict[str, Any], chat: bool) -> Plan | None:
+    """What is to be captured, its bytes reserved; None where all requests are, and this one, which did not ask for it,
+    cannot be.
+    """
+    request_id = request.headers.get("x-request-id")
     if "capture" in body:
         asked = wish(body, chat, request_id)
         planned = plan(asked, await service.read(StoreReader.engine))
-        await _check_quota(service, owner, planned)
+        await _reserve(service, request, planned)
         return planned
     engine = await service.read(StoreReader.engine)
     try:
         planned = plan(wish({**body, "capture": json.loads(service.config.capture_all)}, chat, request_id), engine)
-        await _check_quota(service, owner, planned)
+        await _reserve(service, request, planned)
     except (BadParam, OverQuota, SpecError, LimitError) as error:
         service.metrics.captures.labels("impossible").inc()
         log.warning("a request is not captured: %s", error)
@@ -95,11 +97,9 @@ async def _plan(service: Service, body: dict[str, Any], chat: bool, request_id: 
     return planned
 
 
-async def _check_quota(service: Service, owner: str, planned: Plan) -> None:
-    """Of what is durable now and what is asked for: other requests in flight may yet add theirs."""
-    quota = service.quota_bytes(owner)
-    if quota and (used := await service.read(lambda reader: reader.owner_bytes(owner))) + planned.nbytes > quota:
-        raise OverQuota(owner, used, planned.nbytes, quota)
+async def _reserve(service: Service, request: Request, planned: Plan) -> None:
+    """Until the request ends, however it does; what its captures took by then is in the store, or is in a moment."""
+    request.state.at_end.callback(await service.quotas.reserve(owner_of(request), planned.ulid, planned.nbytes))
 
 
 def _check_content_type(request: Request) -> None:
