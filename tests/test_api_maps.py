@@ -195,6 +195,20 @@ def test_tokens_have_their_text(stack: Stack, capture: str) -> None:
     assert stack.http.get(f"/v1/captures/{capture}/tokens?format=json").status_code == 400
 
 
+def test_tokens_of_a_capture_that_is_being_made_are_those_of_its_rows(stack: Stack) -> None:
+    """As far as there is no gap in them; the newest token has no row yet."""
+    some = [[0, 5], [len(PROMPT) + 1, len(PROMPT) + 3]]
+    for positions, asked in (("all", [(0, 99, [*PROMPT, *"abcde"]), (len(PROMPT) + 2, len(PROMPT) + 4, ["c", "d"])]),
+                             (some, [(0, 99, [*PROMPT]), (len(PROMPT) + 1, 99, ["b", "c"])])):
+        running = stack.complete(PROMPT, max_tokens=G, stream=True, play={"unfinished": True, "live": True},
+                                 capture={**SPEC, "positions": positions})
+        for start, stop, texts in asked:
+            answer = stack.http.get(
+                f"/v1/captures/{running.headers['x-tap-capture']}/tokens?start={start}&stop={stop}").json()
+            assert answer["texts"] == texts and answer["token_ids"] == [ord(text) for text in texts]
+            assert (answer["start"], answer["stop"]) == (start, start + len(texts))
+
+
 @pytest.mark.parametrize("path", sorted(FILES))
 def test_the_page_loads_nothing_from_elsewhere(stack: Stack, path: str) -> None:
     answer = stack.http.get(path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -100,7 +101,7 @@ def told(page: Any, n: int = 0) -> Any:
     return page.locator(f"#map-{n}-told")
 
 
-def cell(page: Any, layer: int, position: int, n: int = 0) -> dict[str, float]:
+def cell(page: Any, layer: int, position: int, n: int = 0, rows: int = 4) -> dict[str, float]:
     """Where a cell's middle lies on the map's canvas, and how many different colours its inside has."""
     found: dict[str, float] = page.evaluate("""([n, row, column, rows]) => {
         const canvas = document.querySelector(`#map-${n} canvas`);
@@ -113,7 +114,7 @@ def cell(page: Any, layer: int, position: int, n: int = 0) -> dict[str, float]:
         const colours = new Set();
         for (let i = 0; i < data.length; i += 4) colours.add(data.slice(i, i + 4).join());
         return {x: x + width / 2, y: y + height / 2, colours: colours.size, columns};
-    }""", [n, layer, position, 4])
+    }""", [n, layer, position, rows])
     return found
 
 
@@ -302,6 +303,195 @@ def test_makes_a_capture(page: Any, stack: Stack) -> None:
     expect(told(page)).to_have_text(f"token M, position 0, layer 0, norm {shown(norm(0, 0, 'attn_out'))}")
 
 
+# ── probes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def probed(stack: Stack) -> str:
+    return made(stack, PROMPT, play={"drop": ["probe.tone", [2], 9, 11], "nan": [7]},
+                capture={"sites": ["resid_post"], "probe": ["tone"], "codec": "raw"})
+
+
+def scores(positions: list[int]) -> Any:
+    return rows(0, "probe.tone", 2, positions, "bfloat16")
+
+
+def look_at_scores(page: Any, stack: Stack, capture: str) -> Any:
+    """Opens a capture and chooses its probe; the text in colours."""
+    page.goto(f"{stack.url}/#{capture}")
+    page.get_by_label("Site").select_option("probe.tone")
+    text = page.locator("#text-0")
+    text.wait_for()
+    return text
+
+
+def chosen_score(page: Any) -> Any:
+    return page.get_by_role("combobox", name=re.compile("^Score"))
+
+
+def tint(word: Any) -> list[int]:
+    """Red, green and blue behind a token."""
+    return [int(part) for part in word.evaluate("e => getComputedStyle(e).backgroundColor").strip("rgb()").split(",")]
+
+
+def test_a_probes_scores_are_a_map_with_signs(page: Any, stack: Stack, probed: str) -> None:
+    look_at_scores(page, stack, probed)
+    low, high = scores([at for at in range(P + G - 1) if at not in (7, 9, 10)]).flatten()[
+        np.argsort(scores([at for at in range(P + G - 1) if at not in (7, 9, 10)]).flatten())[[0, -1]]]
+    expect(page.locator(".legend")).to_contain_text(f"scores of tonefrom {shown(low)} to {shown(high)}")
+    expect(page.locator(".legend")).to_contain_text("dropped under pressure")
+    canvas = page.locator("#map-0 canvas[data-columns]")
+    for score, name, at in ((0, "glad", 5), (1, "sad", 2)):  # the first on top
+        where = cell(page, 1 - score, at, rows=2)
+        assert where["colours"] == 1
+        canvas.hover(position={"x": where["x"], "y": where["y"]})
+        tip = page.locator(".tip")
+        expect(tip.locator("b")).to_have_text(PROMPT[at])
+        expect(tip).to_contain_text(f"position {at}{name} {shown(scores([at])[0][score])}")
+    assert cell(page, 0, 9, rows=2)["colours"] > 1 and cell(page, 1, 7, rows=2)["colours"] > 1
+
+
+def test_the_text_is_in_the_colours_of_the_chosen_score(page: Any, stack: Stack, probed: str) -> None:
+    text = look_at_scores(page, stack, probed)
+    words = text.locator(".word")
+    expect(words).to_have_text(list(PROMPT) + list("abcdefgh")[:G - 1])
+    for score, name in enumerate(("glad", "sad")):
+        chosen_score(page).select_option(name)
+        expect(text).to_have_attribute("aria-label", f"tone, scores × tokens, coloured by {name}")
+        for at in (1, 2, 5, 6, P + 2):
+            value, (red, _, blue) = scores([at])[0][score], tint(words.nth(at))
+            assert abs(value) < 0.2 or (red > blue) == (value > 0), (at, value, red, blue)
+    for at in (7, 9, 10):
+        assert "hatch" in words.nth(at).get_attribute("class")
+    words.nth(5).hover()
+    expect(page.locator(".readout")).to_have_text(f"{PROMPT[5]} position 5 · sad {shown(scores([5])[0][1])}")
+    words.nth(9).hover()
+    expect(page.locator(".readout")).to_contain_text("sad missing: dropped under pressure")
+    words.nth(7).hover()
+    expect(page.locator(".readout")).to_contain_text("sad no number")
+
+
+def test_the_keyboard_goes_through_the_text_and_to_all_scores_of_a_token(page: Any, stack: Stack, probed: str) -> None:
+    text = look_at_scores(page, stack, probed)
+    text.focus()
+    expect(told(page)).to_have_text(f"token T, position 0, glad {shown(scores([0])[0][0])}")
+    for key in ("End", "PageUp", "ArrowLeft"):
+        text.press(key)
+    at = P + G - 2 - 11
+    value = scores([at])[0]
+    expect(told(page)).to_have_text(f"token {PROMPT[at]}, position {at}, glad {shown(value[0])}")
+    expect(page.locator(".readout")).to_contain_text(f"position {at} · glad {shown(value[0])}")
+    area = page.locator("#map-0")
+    area.focus()
+    area.press("ArrowDown")
+    expect(told(page)).to_have_text(f"token {PROMPT[at]}, position {at}, sad {shown(value[1])}")
+    expect(chosen_score(page)).to_have_value("1")  # the text follows
+    area.press("Enter")
+    panel = page.get_by_role("region", name="row")
+    expect(panel).to_contain_text(f"tone, position {at}")
+    for name, number in zip(("glad", "sad"), value, strict=True):
+        expect(panel.locator("tr", has_text=name)).to_contain_text(shown(number))
+    page.get_by_text("Values as a table").click()
+    table = page.get_by_role("region", name="values as a table")
+    expect(table.locator("tbody tr").first).to_contain_text(f"glad{shown(scores([0])[0][0])}")
+
+
+def test_the_highest_tokens_are_listed_and_lead_to_their_place(page: Any, stack: Stack) -> None:
+    long = made(stack, "x" * 700 + "y" * 6, capture={"probe": ["tone"]})
+    look_at_scores(page, stack, long)
+    expect(page.locator(".pager")).to_contain_text("positions 0–511 of 713")
+    letters, glad = "x" * 700 + "y" * 6 + "abcdefg", scores(list(range(713)))[:, 0]
+    order = np.argsort(-glad)[:10].tolist()
+    assert any(at >= 512 for at in order), "one of them is to be on the other page"
+    expect(page.locator(".highest li .soft")).to_have_text([str(at) for at in order])
+    expect(page.locator(".highest li b")).to_have_text([letters[at] for at in order])
+    there = next(at for at in order if at >= 512)
+    page.get_by_role("button", name=f"position {there}, glad {shown(glad[there])}").press("Enter")
+    expect(page.locator(".pager")).to_contain_text("positions 512–712 of 713")
+    expect(told(page)).to_have_text(f"token {letters[there]}, position {there}, glad {shown(glad[there])}")
+
+
+def test_scores_are_watched_as_they_come(page: Any, stack: Stack) -> None:
+    def generate() -> None:
+        stack.complete("Slowly", max_tokens=26, stream=True, play={"delay_s": 0.2, "live": True},
+                       capture={"probe": ["tone"], "id": "01HYYYYYYYYYYYYYYYYYYYYYYY"})
+
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    generating = threading.Thread(target=generate)
+    generating.start()
+    try:
+        page.goto(stack.url)
+        page.locator(".captures li", has_text="running").first.click()
+        text = page.locator("#text-0")
+        expect(text.locator(".word").nth(8)).to_have_text("c")
+        texts = list[str]()
+        while page.locator(".live").is_visible():
+            texts.append(text.inner_text().replace("\n", ""))
+            page.wait_for_timeout(150)
+        assert len(set(texts)) >= 5 and min(map(len, texts)) < 25, texts
+        assert sum("/live?" in url for url in asked) == 1  # told, not asked for again and again
+        expect(text.locator(".word")).to_have_text(list("Slowlyabcdefghijklmnopqrstuvwxy"))
+        assert sum("/activations?" in url for url in asked) == 1  # what is stored, once it is
+        assert all(cell(page, score, at, rows=2)["colours"] == 1 for score in (0, 1) for at in range(31))
+        text.focus()
+        text.press("End")
+        expect(told(page)).to_have_text(f"token y, position 30, glad {shown(scores([30])[0][0])}")
+    finally:
+        generating.join()
+
+
+def test_two_texts_are_held_against_each_other(page: Any, stack: Stack, probed: str, capture: str) -> None:
+    other = made(stack, PROMPT.replace("fox", "cat"), capture={"probe": ["tone"]})
+    page.goto(f"{stack.url}/#{probed}~{other}")
+    page.get_by_label("Site").select_option("probe.tone")
+    expect(page.locator("#text-1 .word.differs")).to_have_text(["c", "a", "t"])
+    page.get_by_label("Comparison").select_option("difference")
+    page.locator("#text-0").focus()
+    expect(told(page)).to_have_text("token T, position 0, difference of glad 0")
+    page.goto(f"{stack.url}/#{probed}~{capture}")
+    page.get_by_label("Site").select_option("probe.tone")
+    expect(page.get_by_role("alert")).to_contain_text("has no scores of this probe")
+    expect(page.locator("#text-0")).to_be_visible()
+
+
+def test_scores_alone_are_asked_for_from_the_page(page: Any, stack: Stack) -> None:
+    page.goto(stack.url)
+    page.get_by_text("New capture").click()
+    page.get_by_label("Tokens to generate").fill("5")
+    expect(page.get_by_label("tone")).to_be_checked()
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator("#text-0 .word").last).to_have_text("d")
+    expect(page.get_by_label("Site").locator("option")).to_have_text(["probe.tone"])
+
+
+def test_every_colour_can_be_read_on_and_a_sigmoid_has_but_one_side(page: Any, stack: Stack) -> None:
+    page.goto(stack.url)
+    found = page.evaluate("""async () => {
+        const { scaleOf } = await import("/page/colours.js");
+        const map = { layers: [0], values: [[-1, 0, 0.5, 1]] };
+        const told = (how) => {
+            const scale = scaleOf([map], how);
+            return Array.from({ length: 201 }, (_, i) => [scale.colour(i / 100 - 1, 0), scale.ink(i / 100 - 1, 0)]);
+        };
+        return [told({ mode: "linear", signed: true, fixed: [-1, 1] }),
+                told({ mode: "linear", signed: true, rising: true, fixed: [0, 1] })];
+    }""")
+
+    def luminance(colour: str) -> float:
+        parts = np.array([int(c) for c in colour[4:-1].split(",")] if colour[0] == "r" else
+                         [255 * (colour == "#fff")] * 3) / 255
+        linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    for colour, ink in found[0] + found[1]:
+        dark, light = sorted((luminance(colour), luminance(ink)))
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, (colour, ink)
+    signed, rising = ([colour for colour, _ in scale] for scale in found)
+    assert signed[0] == "rgb(33,102,172)" and signed[200] == rising[200] == "rgb(178,24,43)"
+    assert signed[100] == "rgb(247,247,246)" and rising[0] == rising[100] == "rgb(247,247,247)"
+
+
 def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(page: Any, stack: Stack, tmp_path: Path) -> None:
     from api.keys import make_key
 
@@ -328,17 +518,23 @@ def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(page: Any, stack: Sta
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("what", ["start", "capture", "pair"])
-def test_accessible(page: Any, stack: Stack, capture: str, holed: str, what: str, scheme: str) -> None:
+@pytest.mark.parametrize("what", ["start", "capture", "pair", "probe"])
+def test_accessible(page: Any, stack: Stack, capture: str, holed: str, probed: str, what: str, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="`make page-test` installs it")
     # The checker is put in by the test: the page itself would not let it.
     page.close()
     context = page.context.browser.new_context(bypass_csp=True, color_scheme=scheme, reduced_motion="reduce")
     tab = context.new_page()
     try:
-        tab.goto(f"{stack.url}/#{dict(start='', capture=capture, pair=f'{capture}~{holed}')[what]}")
+        tab.goto(f"{stack.url}/#{dict(start='', capture=capture, pair=f'{capture}~{holed}', probe=probed)[what]}")
         tab.locator(".captures li").first.wait_for()
-        if what != "start":
+        if what == "probe":
+            tab.get_by_label("Site").select_option("probe.tone")
+            tab.locator("#text-0").focus()
+            tab.locator("#map-0").press("Enter")
+            tab.locator(".scores").wait_for()
+            tab.get_by_text("Values as a table").click()
+        elif what != "start":
             tab.locator("#map-0 canvas").click(position=cell_of(tab, 1, 6))
             tab.locator(".bars").wait_for()
             tab.get_by_text("Values as a table").click()

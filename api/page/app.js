@@ -1,9 +1,11 @@
 // The page: the list on the left, a capture on the right; what is open stands in the address, so it can be shared.
 
-import { html, render, useEffect, useState } from "/page/vendor/preact-htm.js";
-import { Captures, NewCapture } from "/page/captures.js";
-import { json, key } from "/page/service.js";
-import { View } from "/page/view.js";
+import { html, render, useEffect, useState } from "./vendor/preact-htm.js";
+import { Captures, NewCapture } from "./captures.js";
+import { json, key } from "./service.js";
+import { View } from "./view.js";
+
+const NOTHING = { armed: {}, probes: {}, limits: {}, model: null };
 
 const opened = () => {
   const [ref, compared] = decodeURIComponent(location.hash.slice(1)).split("~");
@@ -13,32 +15,33 @@ const opened = () => {
 function App() {
   const [{ ref, compared }, setOpened] = useState(opened);
   const [visit, setVisit] = useState(0); // another key: ask for everything again
-  const [about, setAbout] = useState({ armed: {}, limits: {}, model: null });
+  const [about, setAbout] = useState(NOTHING);
   useEffect(() => {
     const moved = () => setOpened(opened());
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);
   }, []);
   useEffect(() => {
-    Promise.all([json("/v1/capabilities"), json("/v1/models").catch(() => ({ data: [] }))])
-      .then(([{ armed, limits }, models]) => setAbout({ armed, limits, model: models.data[0]?.id ?? null }))
-      .catch((error) => setAbout({ armed: {}, limits: {}, model: null, error }));
+    Promise.all([json("v1/capabilities"), json("v1/models").catch(() => ({ data: [] }))])
+      .then(([{ armed, probes, limits }, models]) => setAbout({ armed, probes, limits, model: models.data[0]?.id ?? null }))
+      .catch((error) => setAbout({ ...NOTHING, error }));
   }, [visit]);
   const open = (id) => { location.hash = encodeURIComponent(id); };
   const compare = (id) => { location.hash = encodeURIComponent(id ? `${ref}~${id}` : ref); };
   return html`
     <header class="top">
-      <a class="brand" href="#"><img src="/page/icon.svg" alt="" width="22" height="22" /> vllm-tap</a>
+      <a class="brand" href="#"><img src="page/icon.svg" alt="" width="22" height="22" /> vllm-tap</a>
       <span class="soft model">${about.model?.replace(/^\/.*\//, "") ?? (about.error ? "" : "no model")}</span>
       <${Key} onChange=${() => setVisit((n) => n + 1)} needed=${about.error?.status === 401} />
     </header>
     <div class="columns">
-      <aside><${NewCapture} armed=${about.armed} model=${about.model} onOpen=${open} />
+      <aside><${NewCapture} armed=${about.armed} probes=${about.probes} model=${about.model} onOpen=${open} />
         <${Captures} open=${ref} compared=${compared} visit=${visit} onOpen=${open} onCompare=${compare} /></aside>
       <main>${ref ? html`<${View} ref_=${ref} compared=${compared} limits=${about.limits} visit=${visit} onCompare=${compare} />`
     : html`<section class="view welcome" id="capture"><h1>Read the inside of a model while it serves</h1>
         <p>Choose a capture on the left. Each is drawn as a map: tokens to the right, layers upwards, one number in each
-        cell. Move with the mouse or the arrow keys; Enter opens a row; ⇄ holds a second capture against the first.</p></section>`}</main>
+        cell; the scores of a probe are drawn as its text in colours. Move with the mouse or the arrow keys; Enter opens a
+        row; ⇄ holds a second capture against the first.</p></section>`}</main>
     </div>`;
 }
 

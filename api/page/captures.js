@@ -1,8 +1,8 @@
 // The list of captures, with its search, and the form that makes a new one.
 
-import { html, useEffect, useState } from "/page/vendor/preact-htm.js";
-import { filtersOf, isRunning, listed, useCaptures } from "/page/data.js";
-import { ask, eventsOf } from "/page/service.js";
+import { html, useEffect, useState } from "./vendor/preact-htm.js";
+import { filtersOf, isRunning, listed, useCaptures } from "./data.js";
+import { ask, eventsOf } from "./service.js";
 
 const SETTLE_MS = 200;
 const STATUSES = ["", "running", "complete", "incomplete", "failed"];
@@ -58,19 +58,25 @@ export function Captures({ open, compared, visit, onOpen, onCompare }) {
   </nav>`;
 }
 
+/** What a filled form asks for: without a site but with a probe nothing but scores is taken. */
+function chosen(form) {
+  const [sites, probe] = [form.getAll("site"), form.getAll("probe")];
+  return { ...(sites.length || !probe.length ? { sites } : {}), ...(probe.length ? { probe } : {}) };
+}
+
 /** A prompt for the model that serves here; the capture is opened as soon as it exists, and grows while it is watched. */
-export function NewCapture({ armed, model, onOpen }) {
+export function NewCapture({ armed, probes, model, onOpen }) {
   const [state, setState] = useState({ busy: false, text: "", error: null });
-  const sites = Object.keys(armed);
+  const [sites, scored] = [Object.keys(armed), Object.keys(probes)];
   const send = async (event) => {
     event.preventDefault();
     const form = new FormData(event.target);
     setState({ busy: true, text: "", error: null });
     try {
-      const answer = await ask("/v1/completions", {
+      const answer = await ask("v1/completions", {
         method: "POST", headers: { "Content-Type": "application/json" },
         body: JSON.stringify({ model, prompt: form.get("prompt"), max_tokens: Number(form.get("tokens")), stream: true,
-          capture: { sites: form.getAll("site"), tags: { from: "page" } } }),
+          capture: { ...chosen(form), tags: { from: "page" } } }),
       });
       onOpen(answer.headers.get("X-Tap-Capture"));
       for await (const data of eventsOf(answer)) {
@@ -85,11 +91,13 @@ export function NewCapture({ armed, model, onOpen }) {
       setState((now) => ({ ...now, busy: false, error }));
     }
   };
-  if (!model || !sites.length) return null;
+  const box = (name, value, on) => html`<label class="inline"><input type="checkbox" name=${name} value=${value} defaultChecked=${on} /> ${value}</label>`;
+  if (!model || !(sites.length || scored.length)) return null;
   return html`<details class="new"><summary>New capture</summary><form onSubmit=${send}>
     <label>Prompt<textarea name="prompt" rows="3" required>The capital of France is</textarea></label>
     <label class="inline">Tokens to generate <input name="tokens" type="number" min="1" max="2048" value="32" /></label>
-    <fieldset><legend>Sites</legend>${sites.map((site, i) => html`<label class="inline"><input type="checkbox" name="site" value=${site} defaultChecked=${i === 0} /> ${site}</label>`)}</fieldset>
+    ${sites.length ? html`<fieldset><legend>Sites</legend>${sites.map((site, i) => box("site", site, i === 0 && !scored.length))}</fieldset>` : null}
+    ${scored.length ? html`<fieldset><legend>Probes</legend>${scored.map((name, i) => box("probe", name, i === 0))}</fieldset>` : null}
     <button class="primary" disabled=${state.busy}>${state.busy ? "Generating…" : "Generate"}</button>
     ${state.error && html`<p class="notice" role="alert">${state.error.message}</p>`}
     ${state.text && html`<p class="generated">${state.text}</p>`}

@@ -1,16 +1,18 @@
 // What the page shows of captures, kept up to date: the list, a manifest, its tokens, a map of it.
 
-import { useEffect, useRef, useState } from "/page/vendor/preact-htm.js";
-import { ask, captureUrl, eventsOf, json, query } from "/page/service.js";
+import { useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { ask, captureUrl, eventsOf, json, query } from "./service.js";
 
 const LIST_PAUSE_MS = 3000;
 const LIVE_PAUSE_MS = 400;
 const RUNNING = new Set(["pending", "running"]);
 
 export const isRunning = (capture) => RUNNING.has(capture?.status);
+/** One past the last position that has a row, or is to have one. */
+export const endOf = (manifest) => Math.max(manifest?.end ?? 0, (manifest?.total_len ?? 0) - 1);
 
 /** Runs `work(signal)` now and again `pause()` ms after it ended, until the component goes or pause() is 0. */
-function useRepeated(work, pause, inputs) {
+export function useRepeated(work, pause, inputs) {
   useEffect(() => {
     const ended = new AbortController();
     let timer;
@@ -36,7 +38,7 @@ export function filtersOf(words, status) {
     text: parts.filter((part) => !special(part)).join(" ") };
 }
 
-export const listed = async (filters, more = {}, options = {}) => json(`/v1/captures${query({ ...filters, limit: 100, ...more })}`, options);
+export const listed = async (filters, more = {}, options = {}) => json(`v1/captures${query({ ...filters, limit: 100, ...more })}`, options);
 
 /** `{rows, more(), error}`: the newest captures that fit, older ones where they were asked for. */
 export function useCaptures(filters, visit) {
@@ -90,20 +92,24 @@ export function useManifest(ref, visit) {
 /** The text of each token by position (null where unknown); asks only for what it does not have. */
 export function useTexts(manifest, start, stop) {
   const [texts, setTexts] = useState({ ref: null, known: [] });
-  const known = manifest ? manifest.prompt_token_ids.length + manifest.output_token_ids.length : 0;
-  const last = Math.min(stop, known);
+  const shown = useRef();
+  shown.current = manifest?.id;
+  const running = isRunning(manifest);
+  const last = Math.min(stop, running ? manifest.end : manifest?.total_len ?? 0);
   useEffect(() => {
-    if (!manifest || last <= start) return undefined;
-    const ended = new AbortController();
-    json(captureUrl(manifest.id, `/tokens${query({ start, stop: last })}`), { signal: ended.signal })
-      .then((page) => setTexts((now) => {
-        const filled = now.ref === manifest.id ? [...now.known] : [];
+    // Those of a capture that runs may be guesses that are taken back: once it is final all are asked for again.
+    const has = texts.ref === manifest?.id && texts.running === running ? texts.known : [];
+    let from = start;
+    while (from < last && has[from] !== undefined) from += 1;
+    if (!manifest || last <= from) return;
+    json(captureUrl(manifest.id, `/tokens${query({ start: from, stop: last })}`))
+      .then((page) => page.capture === shown.current && setTexts((now) => {
+        const filled = now.ref === page.capture ? [...now.known] : [];
         page.texts.forEach((text, i) => { filled[page.start + i] = text; });
-        return { ref: manifest.id, known: filled };
+        return { ref: page.capture, running, known: filled };
       }))
       .catch(() => {});
-    return () => ended.abort();
-  }, [manifest?.id, start, last]);
+  }, [manifest?.id, running, start, last]);
   return texts.ref === manifest?.id ? texts.known : [];
 }
 
@@ -147,6 +153,24 @@ export function useMap(asked) {
     return () => ended.abort();
   }, [same, last, asked?.status]);
   return { ...state, map: state.of === same ? state.map : null, before: state.map };
+}
+
+/** Every cell of `b` less that of `a`; a row missing in either is missing, with its reason. */
+export function difference(a, b) {
+  const columns = Math.max(a.stop, b.stop) - a.start;
+  const values = a.layers.map((layer, row) => {
+    const other = b.values[b.layers.indexOf(layer)] ?? [];
+    return Array.from({ length: columns }, (_, i) => {
+      const [left, right] = [a.values[row][i] ?? null, other[i] ?? null];
+      return left === null || right === null ? null : right - left;
+    });
+  });
+  const past = (map) => (map.stop < a.start + columns
+    ? map.layers.map((layer) => ({ layer, start: map.stop, stop: a.start + columns, reason: "past_the_end", capture: map.capture })) : []);
+  return { ...a, stop: a.start + columns, values, measure: `difference of ${a.measure}`,
+    names: a.names?.map((name) => `difference of ${name}`),
+    token_ids: Array.from({ length: columns }, (_, i) => a.token_ids[i] ?? b.token_ids[i]),
+    missing: [...a.missing, ...past(a), ...b.missing, ...past(b)] };
 }
 
 /** Why there is no number in a cell: the reason of the missing row, by [layer index][position - start]. */

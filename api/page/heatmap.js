@@ -1,15 +1,21 @@
 // The map: layers upwards, positions to the right, drawn on a canvas; moved through with mouse or arrow keys.
 
-import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "/page/vendor/preact-htm.js";
-import { shown } from "/page/colours.js";
-import { REASONS, reasonsOf } from "/page/data.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
+import { shown } from "./colours.js";
+import { REASONS, reasonsOf } from "./data.js";
 
 const LABELS_PX = 74; // below the cells: tokens written upwards, where there is room
+const NAMES_PX = 112; // beside the cells: the names of rows that are no layers
+const NAME_CHARS = 16;
 const TICKS_PX = 20;
+const TALL_PX = 560; // beyond, the map scrolls
 const JUMP = 10;
 
 export const tokenText = (text, id) => (text === undefined || text === null ? `#${id ?? "?"}` : text);
 export const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
+
+/** What a row of a map is of: a layer, or in a map with `names` what it names. */
+export const rowName = (map, layer) => map.names?.[layer] ?? `layer ${layer}`;
 
 /** What a cell says, in words. */
 export function cellText(map, reasons, texts, layer, position) {
@@ -17,10 +23,12 @@ export function cellText(map, reasons, texts, layer, position) {
   const value = map.values[row]?.[column];
   const token = visible(tokenText(texts[position], map.token_ids[column]));
   const gap = reasons[row]?.[column];
-  const what = value !== null && value !== undefined ? `${map.measure} ${shown(value)}`
+  const what = value !== null && value !== undefined ? `${map.names ? "" : `${map.measure} `}${shown(value)}`
     : gap ? `missing: ${REASONS[gap.reason] ?? gap.reason}${gap.capture && gap.capture !== map.capture ? " (in the other capture)" : ""}`
       : "no number";
-  return { token, what, position, layer };
+  const [where, told] = map.names ? [`position ${position}`, `${rowName(map, layer)} ${what}`]
+    : [`position ${position} · ${rowName(map, layer)}`, what];
+  return { token, where, what: told, spoken: `token ${token}, position ${position}, ${map.names ? "" : `${rowName(map, layer)}, `}${told}` };
 }
 
 function sizes(map, room, span) {
@@ -95,7 +103,8 @@ function draw(canvas, gutter, { map, texts, scale, selected, size, prompt }) {
     pen.strokeStyle = ink;
     pen.strokeRect(x - 0.5, y - 0.5, size.width, size.height);
   }
-  const side = fit(gutter, 34, high + size.below, ratio);
+  const beside = map.names ? NAMES_PX : 34;
+  const side = fit(gutter, beside, high + size.below, ratio);
   side.font = "11px system-ui, sans-serif";
   side.textAlign = "right";
   const each = Math.ceil(13 / size.height);
@@ -103,7 +112,8 @@ function draw(canvas, gutter, { map, texts, scale, selected, size, prompt }) {
     if (row % each && row !== rows - 1) continue;
     if (row === rows - 1 && row % each && row % each < each / 2) continue;
     side.fillStyle = selected?.layer === map.layers[row] ? ink : soft;
-    side.fillText(String(map.layers[row]), 28, (rows - 0.5 - row) * size.height + 4);
+    const name = String(map.names?.[map.layers[row]] ?? map.layers[row]);
+    side.fillText(name.length > NAME_CHARS ? `${name.slice(0, NAME_CHARS - 1)}…` : name, beside - 6, (rows - 0.5 - row) * size.height + 4);
   }
   side.fillStyle = line;
 }
@@ -118,7 +128,7 @@ function fit(canvas, width, height, ratio) {
   return pen;
 }
 
-const MOVES = {
+export const MOVES = {
   ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [1, 0], ArrowDown: [-1, 0], PageUp: [0, -JUMP], PageDown: [0, JUMP],
   Home: [0, -Infinity], End: [0, Infinity],
 };
@@ -153,7 +163,10 @@ export function HeatMap({ id, title, map, span, texts, scale, prompt, selected, 
     const [left, box] = [(selected.position - map.start) * size.width, area.current];
     if (left < box.scrollLeft) box.scrollLeft = left - size.width;
     if (left + size.width > box.scrollLeft + box.clientWidth) box.scrollLeft = left + 2 * size.width - box.clientWidth;
-  }, [selected?.position]);
+    const [top, body] = [(map.layers.length - 1 - map.layers.indexOf(selected.layer)) * size.height, box.parentElement];
+    if (top < body.scrollTop) body.scrollTop = top;
+    if (top + size.height > body.scrollTop + body.clientHeight) body.scrollTop = top + size.height - body.clientHeight;
+  }, [selected?.position, selected?.layer]);
 
   const cellAt = (event) => {
     const box = canvas.current.getBoundingClientRect();
@@ -186,7 +199,7 @@ export function HeatMap({ id, title, map, span, texts, scale, prompt, selected, 
   return html`
     <figure class="map" ref=${frame}>
       <figcaption id=${`${id}-title`}>${title}</figcaption>
-      <div class="map-body">
+      <div class=${map.layers.length * size.height > TALL_PX ? "map-body tall" : "map-body"}>
         <canvas class="gutter" ref=${gutter} aria-hidden="true"></canvas>
         <div class="map-area" ref=${area} id=${id} role="application" tabindex="0"
             aria-roledescription="heat map" aria-labelledby=${`${id}-title`} aria-describedby=${`${id}-how`}
@@ -195,21 +208,21 @@ export function HeatMap({ id, title, map, span, texts, scale, prompt, selected, 
             onClick=${(event) => { const cell = cellAt(event); if (cell) { onSelect(cell); onOpen(cell); } }}></canvas>
         </div>
       </div>
-      <p class="sr" id=${`${id}-how`}>Arrow keys move by layer and token, Page Up and Page Down by ten tokens, Home and End
+      <p class="sr" id=${`${id}-how`}>Arrow keys move by ${map.names ? "score" : "layer"} and token, Page Up and Page Down by ten tokens, Home and End
         to the ends, Enter opens the row.</p>
-      <p class="sr" aria-live="polite" id=${`${id}-told`}>${told && `token ${told.token}, position ${told.position}, layer ${told.layer}, ${told.what}`}</p>
+      <p class="sr" aria-live="polite" id=${`${id}-told`}>${told && told.spoken}</p>
       ${tip && html`<div class=${`tip${hover.flip ? " flip" : ""}`} role="presentation" style=${{ left: `${hover.x}px`, top: `${hover.y}px` }}>
-        <b>${tip.token}</b><span>position ${tip.position} · layer ${tip.layer}</span><span>${tip.what}</span></div>`}
+        <b>${tip.token}</b><span>${tip.where}</span><span>${tip.what}</span></div>`}
     </figure>`;
 }
 
-/** Colour bar, and what the hatching means in these maps. */
-export function Legend({ scale, maps, name }) {
+/** Colour bar, what it is of (`range`: from where to where that goes), and what the hatching means in these maps. */
+export function Legend({ scale, maps, name, range }) {
   const bar = `linear-gradient(90deg, ${scale.colours.filter((_, i) => i % 16 === 0 || i === 255).join(",")})`;
   const reasons = [...new Set(maps.flatMap((map) => map.missing.map((gap) => gap.reason)))];
   return html`<div class="legend">
     <span>${scale.ends[0]}</span><span class="bar" role="img" aria-label=${`colours of ${name}`} style=${{ background: bar }}></span><span>${scale.ends[1]}</span>
-    <span class="legend-name">${name}</span>
+    <span class="legend-name">${name}</span>${range && html`<span>from ${shown(range[0])} to ${shown(range[1])}</span>`}
     ${reasons.map((reason) => html`<span class="key"><i class="hatch" aria-hidden="true"></i>${REASONS[reason] ?? reason}</span>`)}
   </div>`;
 }
@@ -220,11 +233,11 @@ export function ValueTable({ title, map, texts, selected }) {
   const first = Math.max(map.start, Math.min((selected?.position ?? map.start) - 12, map.stop - 24));
   const positions = Array.from({ length: Math.min(24, map.stop - first) }, (_, i) => first + i);
   return html`<div class="table-scroll" tabindex="0" role="region" aria-label=${`values as a table: ${title}`}><table class="values">
-    <thead><tr><th scope="col">layer</th>${positions.map((at) => html`<th scope="col"><span class="position">${at}</span>
+    <thead><tr><th scope="col">${map.names ? "score" : "layer"}</th>${positions.map((at) => html`<th scope="col"><span class="position">${at}</span>
       ${visible(tokenText(texts[at], map.token_ids[at - map.start]))}</th>`)}</tr></thead>
     <tbody>${[...map.layers].reverse().map((layer) => {
     const row = map.layers.indexOf(layer);
-    return html`<tr><th scope="row">${layer}</th>${positions.map((at) => {
+    return html`<tr><th scope="row">${map.names?.[layer] ?? layer}</th>${positions.map((at) => {
       const value = map.values[row][at - map.start] ?? null;
       return value === null ? html`<td class="hatch">${reasons[row][at - map.start]?.reason ?? "no number"}</td>` : html`<td>${shown(value)}</td>`;
     })}</tr>`;

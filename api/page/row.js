@@ -1,10 +1,10 @@
 // One row: the vector as bars, its largest entries, and the shown measure through the layers of its token.
 
-import { html, useEffect, useLayoutEffect, useRef, useState } from "/page/vendor/preact-htm.js";
-import { shown } from "/page/colours.js";
-import { REASONS } from "/page/data.js";
-import { tokenText, visible } from "/page/heatmap.js";
-import { captureUrl, json, query } from "/page/service.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { shown } from "./colours.js";
+import { REASONS } from "./data.js";
+import { tokenText, visible } from "./heatmap.js";
+import { captureUrl, json, query } from "./service.js";
 
 const TOP = 12;
 
@@ -49,12 +49,13 @@ export function Row({ manifest, less, map, texts, cell, onClose }) {
 const bySize = (numbers) => numbers.map((_, i) => i).filter((i) => numbers[i] !== null)
   .sort((a, b) => Math.abs(numbers[b]) - Math.abs(numbers[a]));
 
-function Largest({ numbers }) {
+/** Of the numbers of a row; `names` where they have some. */
+export function Largest({ numbers, names }) {
   const top = bySize(numbers).slice(0, TOP);
   const most = Math.abs(numbers[top[0]]) || 1;
   return html`<div><h3>Largest entries</h3>
-    <table class="largest"><thead><tr><th scope="col">dimension</th><th scope="col">value</th><th scope="col"><span class="sr">size</span></th></tr></thead>
-      <tbody>${top.map((i) => html`<tr><td>${i}</td><td class="number">${shown(numbers[i])}</td>
+    <table class="largest"><thead><tr><th scope="col">${names ? "score" : "dimension"}</th><th scope="col">value</th><th scope="col"><span class="sr">size</span></th></tr></thead>
+      <tbody>${top.map((i) => html`<tr><td>${names?.[i] ?? i}</td><td class="number">${shown(numbers[i])}</td>
         <td><i class=${numbers[i] < 0 ? "size negative" : "size"} style=${{ width: `${(100 * Math.abs(numbers[i])) / most}%` }}></i></td></tr>`)}</tbody></table></div>`;
 }
 

@@ -1,6 +1,8 @@
 // The service behind the page: requests with the key, errors with their reason, a generation as a stream.
 
 const KEY = "vllm-tap-key";
+// The page is at / of a gateway and at /captures/ of vLLM's own port, either of them perhaps below a path of a proxy.
+const ROOT = import.meta.url.replace(/(captures\/)?page\/service\.js$/, "");
 
 export class Refused extends Error {
   constructor(status, message, code) {
@@ -17,7 +19,7 @@ export const key = {
 
 export async function ask(path, { headers = {}, ...options } = {}) {
   const secret = key.get();
-  const answer = await fetch(path, {
+  const answer = await fetch(`${ROOT}${path}`, {
     cache: "no-store",
     ...options,
     headers: { ...(secret && { Authorization: `Bearer ${secret}` }), ...headers },
@@ -38,7 +40,7 @@ export function query(params) {
   return kept.length ? `?${new URLSearchParams(kept)}` : "";
 }
 
-export const captureUrl = (ref, rest = "") => `/v1/captures/${encodeURIComponent(ref)}${rest}`;
+export const captureUrl = (ref, rest = "") => `v1/captures/${encodeURIComponent(ref)}${rest}`;
 
 /** The data of each server-sent event of an answer, until it ends. */
 export async function* eventsOf(answer) {

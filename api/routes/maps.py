@@ -17,7 +17,9 @@ from api.service import check_ref, owner_of, service_of
 from api.slice_query import SliceQuery, one_of, parse_slice_query
 from api.token_text import texts
 from api.upstream import ClientGone, read_body
+from api.waiting import FINAL
 from schemas import limits
+from schemas.control import EngineInfo
 from schemas.errors import LimitError, NotFoundError
 from schemas.manifest import Manifest
 from schemas.reader import StoreReader
@@ -81,16 +83,36 @@ async def tokens(
     start: _Start = None,
     stop: _Stop = None,
 ) -> Json:
-    """Token ids and, where the model that made them still serves, each token's text (else null)."""
+    """Token ids and, where the model that made them still serves, each token's text (else null).
+
+    Of a capture that is being made as many as its rows tell of without a gap.
+    """
     query = parse_slice_query(_only(request.query_params, ("start", "stop")), None)
     service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
-    found, engine = await service.read(lambda reader: (_one(reader, ref, owner), reader.engine()))
-    ids = [*found.prompt_token_ids, *found.output_token_ids]
-    last = min(len(ids), query.start + limits.map_positions_max, len(ids) if query.stop is None else query.stop)
-    ids = ids[query.start : last]
+    last = query.start + limits.map_positions_max
+    last = last if query.stop is None else min(last, query.stop)
+
+    def read(reader: StoreReader) -> tuple[Manifest, EngineInfo | None, list[int]]:
+        found = _one(reader, ref, owner)
+        known = [*found.prompt_token_ids, *found.output_token_ids]
+        more = _tokens_of_rows(reader, found, max(query.start, len(known)), last)
+        return found, reader.engine(), known[query.start : last] + more
+
+    found, engine, ids = await service.read(read)
     same = engine is not None and engine.model == found.engine.get("model")
     return Json({"capture": found.id, "start": query.start, "stop": query.start + len(ids), "token_ids": ids,
                  "texts": await texts(service, ids) if same else [None] * len(ids)})
+
+
+def _tokens_of_rows(reader: StoreReader, running: Manifest, start: int, stop: int) -> list[int]:
+    """The ids at ``start`` and on, as far as there are rows of them, of a capture whose output is not known yet."""
+    if start >= stop or running.status in FINAL or not running.sites:
+        return []
+    site = min(running.sites, key=lambda info: info.decoded_width).site
+    rows = reader.slice(running.id, site, running.resolved["layers"][site][:1], start, stop)
+    there = rows.positions == np.arange(start, start + len(rows.positions))
+    ids: list[int] = rows.token_ids[: int(there.argmin()) if not there.all() else None].tolist()
+    return ids
 
 
 async def _answer(request: Request, ref: str, data: bytes | None) -> Json:
