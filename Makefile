@@ -53,7 +53,7 @@ compose-test: $(STAMP)  ## docker/compose.yml for real: Docker, or as root podma
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" UV_FIND_LINKS='$(find_links)' $(PY) -m tests.compose
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" TAP_COMPOSE=1 $(PY) -m pytest tests/test_compose.py -o timeout=900 $(ARGS)
 
-soak: $(STAMP)  ## the long tests: random requests on random engines (SEEDS=17 or SEEDS=20:40 chooses)
+soak: $(STAMP)  ## the long tests: random requests on random engines (SEEDS=17 or SEEDS=20:40 chooses) and the rest (K="schema" chooses)
 	$(if $(SEEDS),TAP_SOAK_SEEDS=$(SEEDS)) $(PY) -m pytest -m soak -s $(if $(K),-k "$(K)") $(ARGS)
 
 faults: $(STAMP)  ## the writer and its store under every fault of docs/faults.md, which it writes (ROWS="1 11", SEED=7)

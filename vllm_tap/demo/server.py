@@ -18,7 +18,7 @@ from schemas.errors import TapError
 __all__ = ["Server"]
 
 _GUARD: Final = (sys.executable, "-I", "-S", str(Path(__file__).parent.with_name("guard.py")))
-_READY_S: Final = 300.0
+_READY_S: Final = 900.0  # a first start reads 4 GB and compiles: minutes, where disk or cores are slow
 _STOP_S: Final = 20.0
 
 
