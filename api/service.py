@@ -51,7 +51,8 @@ class Service:
     feed: Feed = field(init=False)
     quotas: Quotas = field(init=False)
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
-    slice_bytes: Counter[str] = field(default_factory=Counter)  # by owner
+    slice_bytes: Counter[str] = field(default_factory=Counter)  # by owner; ``slice_lock`` is held to change it
+    slice_lock: threading.Lock = field(default_factory=threading.Lock)
     token_texts: OrderedDict[int, str] = field(default_factory=OrderedDict)  # least used first
     map_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(_MAPS))
     map_turns: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)  # by owner

@@ -59,19 +59,27 @@ def slice_bytes(config: Config, manifest: Manifest, chosen: dict[str, list[int]]
 
 
 class Held:
-    """Memory that a slice takes until its last byte is sent; ApiError 429 where all together would be too much."""
+    """Memory that a slice takes until its last byte is sent; ApiError 429 where all together would be too much.
+
+    For any thread.
+    """
 
     def __init__(self, service: Service, owner: str, nbytes: int) -> None:
-        held, limit = service.slice_bytes, service.config.slices_in_flight_bytes_max
-        if not fits(held, owner, nbytes, limit):
-            raise ApiError(429, "too_many_slices", f"{held.total()} bytes of slices are being sent, of yours "
-                           f"{held[owner]}; limit {limit}, for one key {share(limit, owner)}; ask again in a moment",
-                           headers={"Retry-After": "1"})
         self.service, self.owner, self.nbytes = service, owner, 0
-        self.only(nbytes)
+        held, limit = service.slice_bytes, service.config.slices_in_flight_bytes_max
+        with service.slice_lock:
+            if not fits(held, owner, nbytes, limit):
+                raise ApiError(429, "too_many_slices", f"{held.total()} bytes of slices are being sent, of yours "
+                               f"{held[owner]}; limit {limit}, for one key {share(limit, owner)}; ask again in a "
+                               "moment", headers={"Retry-After": "1"})
+            self._set(nbytes)
 
     def only(self, nbytes: int) -> None:
         """What is left of it: the answer, once it is made."""
+        with self.service.slice_lock:
+            self._set(nbytes)
+
+    def _set(self, nbytes: int) -> None:
         self.service.slice_bytes[self.owner] += nbytes - self.nbytes
         self.service.metrics.slices_in_flight.set(self.service.slice_bytes.total())
         self.nbytes = nbytes

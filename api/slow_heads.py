@@ -11,6 +11,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 __all__ = ["bounded_heads"]
 
 
+class _Uncopied(h11.Connection):
+    """Hands what is sent through as it is: joining the one piece of a body makes a copy of every slice."""
+
+    def send(self, event: h11.Event) -> Any:
+        pieces = self.send_with_data_passthrough(event)
+        return pieces[0] if pieces and len(pieces) == 1 else b"".join(pieces or ())
+
+
 class _BoundedHeads(H11Protocol):
     """Closes a connection whose next request's head is not whole after ``head_s`` seconds.
 
@@ -19,6 +27,10 @@ class _BoundedHeads(H11Protocol):
 
     head_s: ClassVar[float]
     _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _Uncopied(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

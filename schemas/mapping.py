@@ -52,12 +52,21 @@ def _compare(stored: npt.NDArray[np.uint64], main: Iterable[Bytes], sides: list[
                            "vllm-tap fsck names all that do not")
 
 
+def _side_by_side(places: I64, step: int) -> bool:
+    return len(places) > 0 and bool((np.diff(places) == step).all())
+
+
 def _gather(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) -> None:
     """Copy the bytes that begin at each of ``starts`` to those rows of ``out``, uint8 ``[rows, piece bytes]``.
 
-    Little by little: what is copied on the way stays in the processor's cache, and in memory that is there already.
+    Rows that lie side by side here and there, as those of a prompt do, in one piece; else little by little: what is
+    copied on the way stays in the processor's cache, and in memory that is there already.
     """
-    nbytes = out.shape[1]
+    nbytes, count = out.shape[1], len(starts)
+    if _side_by_side(target, 1) and _side_by_side(starts, nbytes) and starts[0] + count * nbytes <= len(data):
+        piece = data[starts[0]:starts[0] + count * nbytes]
+        out[target[0]:target[0] + count] = np.frombuffer(piece, np.uint8).reshape(count, nbytes)
+        return
     pieces: npt.NDArray[np.void] = np.ndarray((max(len(data) - nbytes + 1, 0),), f"V{nbytes}", data, strides=(1,))
     whole, few = out.view(f"V{nbytes}")[:, 0], max(1, _GATHERED_BYTES // nbytes)
     try:

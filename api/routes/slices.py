@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from typing import Annotated, Final
+from typing import Final
 
 import xxhash
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError, BadParam
 from api.sending import tell_stalled
-from api.service import Service, check_ref, owner_of, service_of
+from api.service import check_ref, owner_of, service_of
 from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES
 from api.slice_query import SliceQuery, parse_slice_query
 from api.slice_reading import Answer, Held, captured, read_slices, slice_bytes
 from api.waiting import FINAL, poll
+from schemas.errors import NotFoundError
 from schemas.manifest import Manifest
 from schemas.reader import StoreReader
 from schemas.sites import SITES
@@ -31,31 +32,74 @@ _ENCODING: Final = 1  # grows when the same rows become other bytes
 _BYTES: Final = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})", re.ASCII)
 
 
-@router.get("/v1/captures/{ref}/activations", tags=["captures"], response_class=Response)
-async def activations(
-    request: Request,
-    ref: str,
-    site: Annotated[list[str] | None, Query(description="Site or TransformerLens name; repeatable.")] = None,
-    layer: Annotated[list[str] | None, Query(description='"3", "0,2", "a:b:c" or "all"; repeatable.')] = None,
-    start: Annotated[str | None, Query(description="First position.")] = None,
-    stop: Annotated[str | None, Query(description="Position past the last one.")] = None,
-    positions: Annotated[str | None, Query(description='Positions and ranges, such as "0,5,8:12"; instead of start and '
-                                                       "stop.")] = None,
-    format: Annotated[str | None, Query(description=", ".join(FORMATS))] = None,
-    dtype: Annotated[str | None, Query(description=", ".join(DTYPES))] = None,
-    wait: Annotated[str | None, Query(description="complete, rows")] = None,
-    timeout: Annotated[str | None, Query(description="Seconds to wait at most.")] = None,
-    rows: Annotated[str | None, Query(description="accepted (default); rejected: the drafts of speculative decoding "
-                                                  "that were not accepted.")] = None,
-) -> Response:
+_QUERY: Final = {  # as the description has it; the framework need not take it apart, since it is checked here
+    "site": "Site or TransformerLens name; repeatable.",
+    "layer": '"3", "0,2", "a:b:c" or "all"; repeatable.',
+    "start": "First position.",
+    "stop": "Position past the last one.",
+    "positions": 'Positions and ranges, such as "0,5,8:12"; instead of start and stop.',
+    "format": ", ".join(FORMATS),
+    "dtype": ", ".join(DTYPES),
+    "wait": "complete, rows",
+    "timeout": "Seconds to wait at most.",
+    "rows": "accepted (default); rejected: the drafts of speculative decoding that were not accepted.",
+}
+
+
+@router.get("/v1/captures/{ref}/activations", tags=["captures"], response_class=Response, openapi_extra={
+    "parameters": [{"name": name, "in": "query", "required": False, "description": about}
+                   for name, about in _QUERY.items()]})
+async def activations(request: Request) -> Response:
     """A slice; what is missing is named in X-Tap-Missing and never filled in."""
-    service, owner = service_of(request), owner_of(request)
+    service, ref = service_of(request), check_ref(request.path_params["ref"])
     query = parse_slice_query(request.query_params, request.headers.get("accept"))
-    ref = check_ref(ref)
-    manifest = await _manifest(service, ref, owner, query)
+
+    def look() -> tuple[Manifest, Response | NotFoundError | None]:
+        reader = service.reader()
+        manifest = _manifest(reader, ref, owner_of(request))
+        if query.wait and manifest.status not in FINAL and not _rows_there(manifest, query):
+            return manifest, None
+        try:
+            return manifest, _answer(request, reader, manifest, query)
+        except NotFoundError as error:
+            return manifest, error  # there is a capture without it: waiting for that makes no difference
+
+    # All in one go, since each turn of a thread takes as long as reading a page of rows.
+    manifest, answer = await poll(service, look, lambda found: found[1] is not None,
+                                  query.timeout_s if query.wait else 0.0, service.slice_limit)
+    if answer is None:
+        raise ApiError(504, "timeout", f"capture {manifest.id} is {manifest.status} after {query.timeout_s:g} s; "
+                       "ask again, or without wait to get the rows that are there")
+    if isinstance(answer, NotFoundError):
+        raise answer
+    return answer
+
+
+def _manifest(reader: StoreReader, ref: str, owner: str) -> Manifest:
+    samples = reader.samples(ref, owner)
+    if len(samples) > 1:
+        shown = ", ".join(samples[:8]) + (", …" if len(samples) > 8 else "")
+        raise ApiError(400, "several_captures", f"{ref!r} names {len(samples)} captures; ask for one: {shown}", "ref")
+    return reader.manifest(samples[0], owner)
+
+
+def _rows_there(manifest: Manifest, query: SliceQuery) -> bool:
+    """Whether every position before ``query.stop`` of what is asked is there, or known to be missing."""
+    if query.wait != "rows" or query.stop is None or manifest.end < query.stop:
+        return False
+    chosen = query.choose(captured(manifest), int(manifest.engine.get("n_layers", 0)))
+    return not any(
+        gap.start < query.stop and gap.stop > query.start and gap.reason == "pending"
+        for row in manifest.rows if row.layer in chosen.get(row.site, ()) for gap in row.missing
+    )
+
+
+def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: SliceQuery) -> Response:
+    """What the capture has of it, read and encoded; runs in a thread."""
+    service, owner = service_of(request), owner_of(request)
     if not manifest.resolved:
         # Never begun, or failed: the reader knows which, and its NotFoundError says so.
-        await service.read(lambda reader: reader.slice(manifest.id, next(iter(SITES)), [0], owner=owner))
+        reader.slice(manifest.id, next(iter(SITES)), [0], owner=owner)
     chosen = query.choose(captured(manifest), int(manifest.engine.get("n_layers", 0)))
     if query.format == "npy" and [len(layers) for layers in chosen.values()] != [1]:
         raise BadParam("format", "npy", "holds one array: name one site and one layer, or use safetensors or npz")
@@ -69,29 +113,24 @@ async def activations(
     if tag and tag in [each.strip() for each in request.headers.get("if-none-match", "").split(",")]:
         return Response(status_code=304, headers={"ETag": tag, "Vary": "Accept"})
     held = Held(service, owner, slice_bytes(service.config, manifest, chosen, query))
-    wants_sha = "sha-256" in request.headers.get("want-repr-digest", "")
     try:
-        answer, headers = await service.read(lambda reader: _read(reader, manifest, chosen, query, owner, wants_sha),
-                                             service.slice_limit)
+        answer = read_slices(reader, manifest, chosen, query, owner)
         part = _part(request, answer.size, tag)
+        headers = {**answer.headers(manifest, query), "X-Tap-Xxh3": answer.xxh3(), "Vary": "Accept",
+                   "Content-Length": str(part.stop - part.start)}
+        if "sha-256" in request.headers.get("want-repr-digest", ""):
+            headers["Repr-Digest"] = answer.sha256()
     except BaseException:
         held.release()
         raise
     held.only(answer.size)
     service.metrics.slice_bytes.inc(part.stop - part.start)
-    headers |= {"Content-Length": str(part.stop - part.start), "Vary": "Accept",
-                **({"ETag": tag, "Accept-Ranges": "bytes"} if tag else {})}
+    if tag:
+        headers |= {"ETag": tag, "Accept-Ranges": "bytes"}
     whole = part == slice(0, answer.size)
     if not whole:
         headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{answer.size}"
     return _Sending(answer, held, headers, MEDIA_TYPES[query.format][0], part, 200 if whole else 206)
-
-
-def _read(reader: StoreReader, manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery, owner: str,
-          sha: bool) -> tuple[Answer, dict[str, str]]:
-    answer = read_slices(reader, manifest, chosen, query, owner)
-    headers = {**answer.headers(manifest, query), "X-Tap-Xxh3": answer.xxh3()}
-    return answer, {**headers, "Repr-Digest": answer.sha256()} if sha else headers
 
 
 def _tag(manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery) -> str:
@@ -119,39 +158,6 @@ def _part(request: Request, size: int, tag: str) -> slice:
         raise ApiError(416, "out_of_range", f"Range = {match[0]!r}: the slice has {size} bytes", "Range",
                        {"Content-Range": f"bytes */{size}"})
     return part
-
-
-async def _manifest(service: Service, ref: str, owner: str, query: SliceQuery) -> Manifest:
-    """The capture's manifest, after the waiting that was asked for; ApiError 504 where that was in vain."""
-
-    def look() -> tuple[Manifest, bool]:
-        reader = service.reader()
-        samples = reader.samples(ref, owner)
-        if len(samples) > 1:
-            shown = ", ".join(samples[:8]) + (", …" if len(samples) > 8 else "")
-            raise ApiError(400, "several_captures", f"{ref!r} names {len(samples)} captures; ask for one: {shown}",
-                           "ref")
-        manifest = reader.manifest(samples[0], owner)
-        there = query.wait == "rows" and query.stop is not None and _rows_there(manifest, query)
-        return manifest, query.wait is None or manifest.status in FINAL or there
-
-    manifest, enough = await poll(service, look, lambda found: found[1], query.timeout_s if query.wait else 0.0)
-    if not enough:
-        raise ApiError(504, "timeout", f"capture {manifest.id} is {manifest.status} after {query.timeout_s:g} s; "
-                       "ask again, or without wait to get the rows that are there")
-    return manifest
-
-
-def _rows_there(manifest: Manifest, query: SliceQuery) -> bool:
-    """Whether every position before ``query.stop`` of what is asked is there, or known to be missing."""
-    assert query.stop is not None
-    if manifest.end < query.stop:
-        return False
-    chosen = query.choose(captured(manifest), int(manifest.engine.get("n_layers", 0)))
-    return not any(
-        gap.start < query.stop and gap.stop > query.start and gap.reason == "pending"
-        for row in manifest.rows if row.layer in chosen.get(row.site, ()) for gap in row.missing
-    )
 
 
 class _Sending(Response):
