@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,8 +26,8 @@ from schemas.control import Frame, StreamPart, unpack
 from schemas.errors import CorruptError, ProtocolError, StoreError
 from schemas.frame import FLAG_ERASED, RowTable, check_frame, check_table
 
-__all__ = ["FrameHeader", "FrameView", "Layout", "encode_head", "frame_layout", "frames_end", "parse_frame",
-           "read_frame", "redacted_head", "verify_payload", "walk", "whole_frames"]
+__all__ = ["FrameHeader", "FrameView", "Layout", "check_streams", "encode_head", "frame_layout", "frames_end",
+           "parse_frame", "read_frame", "redacted_head", "verify_payload", "walk", "whole_frames"]
 
 MAGIC: Final = b"TAPFRM01"
 SEGMENT_VERSION: Final = 1
@@ -254,23 +254,32 @@ def newer_frame(data: memoryview, offset: int, store: bytes) -> bool:
 
 def verify_payload(view: FrameView, path: object) -> None:
     """CorruptError where a stream's bytes do not match its checksum."""
-    for part, at in zip(view.frame.streams, view.layout.parts, strict=True):
-        start = view.offset + at
-        if xxhash.xxh3_64_intdigest(view.data[start : start + part.nbytes]) != part.xxh3:
+    starts = (view.offset + at for at in view.layout.parts)
+    check_streams(view, (xxhash.xxh3_64_intdigest(view.data[start : start + part.nbytes])
+                         for start, part in zip(starts, view.frame.streams, strict=True)), path)
+
+
+def check_streams(view: FrameView, digests: Iterable[int], path: object) -> None:
+    """CorruptError where the xxh3 of a frame's streams are not those that its head names."""
+    for part, digest in zip(view.frame.streams, digests, strict=True):
+        if digest != part.xxh3:
             raise CorruptError("read frame", f"{path} at byte {view.offset}", f"stream {part.name} does not match "
                                "its checksum", "the rows of this frame are lost; others are not affected")
 
 
+Verify = Callable[[FrameView, object], object]
+
+
 def walk(
-    data: memoryview, store: bytes, number: int, path: object, verify: bool, start: int = 0
+    data: memoryview, store: bytes, number: int, path: object, verify: Verify | None, start: int = 0
 ) -> Iterator[FrameView]:
     """The frames of a segment from ``start`` up to the first that is not whole; with ``verify``, payload included."""
     offset = start
     while offset < len(data):
         try:
             view = parse_frame(data, offset, store, number, path)
-            if verify:
-                verify_payload(view, path)
+            if verify is not None:
+                verify(view, path)
         except CorruptError:
             return
         yield view
@@ -278,24 +287,29 @@ def walk(
 
 
 def whole_frames(
-    data: memoryview, store: bytes, number: int, path: object, known: Sequence[tuple[int, int]]
+    data: memoryview, store: bytes, number: int, path: object, known: Sequence[tuple[int, int]],
+    verify: Verify = verify_payload,
 ) -> Iterator[FrameView | CorruptError]:
     """The frames of a journal file that are whole, in order, and what is wrong with others.
 
     ``known`` are (offset, bytes) of frames that were acknowledged, in order: a damaged one costs no other. What follows
-    them ends at the first that is not whole.
+    them ends at the first that is not whole. ``verify`` raises CorruptError where a frame's payload is not whole.
     """
-    end = 0
-    for offset, nbytes in known:
-        end = offset + nbytes
+    parsed: list[FrameView | CorruptError] = []
+    for offset, _ in known:  # all heads first: after megabytes of payload none of this is in the processor's cache
         try:
-            view = parse_frame(data, offset, store, number, path)
-            verify_payload(view, path)
+            parsed.append(parse_frame(data, offset, store, number, path))
         except CorruptError as error:
-            yield error
-        else:
-            yield view
-    yield from walk(data, store, number, path, verify=True, start=end)
+            parsed.append(error)
+    for found in parsed:
+        if isinstance(found, FrameView):
+            try:
+                verify(found, path)
+            except CorruptError as error:
+                yield error
+                continue
+        yield found
+    yield from walk(data, store, number, path, verify, start=sum(known[-1]) if known else 0)
 
 
 def frames_end(views: Sequence[FrameView], known: Sequence[tuple[int, int]]) -> int:

@@ -22,6 +22,7 @@ from schemas.segment import PRELUDE, FrameHeader, encode_head, parse_frame, seal
 from writer_service import fs
 from writer_service.catalog import SegmentMade
 from writer_service.crc32c import crc32c
+from writer_service.frame_hashes import FrameHasher
 from writer_service.segments import OpenSegment
 
 UUID = bytes(range(16))
@@ -82,7 +83,7 @@ def test_round_trip(tmp_path: Path, codec: str, runs: list[int], layers: list[in
     built = [build(seq, runs, layers, codec, dtype="float32" if codec == "raw" else "bfloat16") for seq in (1, 2)]
     ends = segment_of(tmp_path / "s", built)
     data = memoryview((tmp_path / "s").read_bytes())
-    views = list(walk(data, UUID, 3, "s", verify=True))
+    views = list(walk(data, UUID, 3, "s", verify=verify_payload))
     assert [view.end for view in views] == ends
     for view, (frame, _, _, content) in zip(views, built, strict=True):
         assert all(not part.extents for part in view.frame.streams)
@@ -93,6 +94,28 @@ def test_round_trip(tmp_path: Path, codec: str, runs: list[int], layers: list[in
             assert np.array_equal(view.section(number)[index], content[stream.name])
         some = view.pieces([len(layers) - 1], [view.rows - 1])
         assert np.array_equal(view.section(0)[some][0, 0], content[view.declared[0].name][-1, -1])
+
+
+def test_one_pass_proves_frames_and_hashes_their_rows(tmp_path: Path) -> None:
+    """More pieces than are hashed at a time, and one hasher for frames of several codecs and widths."""
+    hasher = FrameHasher()
+    for seq, (codec, width) in enumerate([("int8b64", 80), ("raw16", 80), ("int8b64", 192), ("topk8:k=5", 96)], 1):
+        built = build(seq, [500, 1, 27], [3, 7, 9], codec, width)
+        segment_of(tmp_path / str(seq), [built])
+        data = bytearray((tmp_path / str(seq)).read_bytes())
+        view = parse_frame(memoryview(data), 0, UUID, 3, "s")
+        main, *sides = (built[3][stream.name] for stream in view.declared)
+        found = hasher.prove(view, "s")[view.pieces(range(3), range(view.rows))]
+        for layer, row in ((0, 0), (0, 499), (1, 499), (2, 500), (0, 527), (2, 527)):
+            seed = xxhash.xxh3_64_intdigest(b"".join(side[layer, row].tobytes() for side in sides)) if sides else 0
+            assert found[layer, row] == xxhash.xxh3_64_intdigest(main[layer, row].tobytes(), seed)
+        for part, start in zip(view.frame.streams, view.layout.parts, strict=True):
+            for at in (start, start + part.nbytes // 2, start + part.nbytes - 1):
+                data[at] ^= 1
+                with pytest.raises(CorruptError, match=f"at byte 0: stream {part.name} does not match"):
+                    hasher.prove(view, "s")
+                data[at] ^= 1
+        assert (hasher.prove(view, "s")[view.pieces(range(3), range(view.rows))] == found).all()
 
 
 def middle(prelude_field: slice, value: bytes) -> Any:
@@ -147,7 +170,7 @@ def test_the_longest_valid_prefix_survives(tmp_path: Path, name: str) -> None:
     ends = segment_of(tmp_path / "s", [build(seq, [3, 40], [0, 1, 2]) for seq in (1, 2, 3)])
     edit, survivors = EDITS[name]
     data = edit(bytearray((tmp_path / "s").read_bytes()), ends)
-    views = list(walk(memoryview(bytes(data)), UUID, 3, "s", verify=True))
+    views = list(walk(memoryview(bytes(data)), UUID, 3, "s", verify=verify_payload))
     assert [view.frame.seq for view in views] == [1, 2, 3][:survivors]
 
 
@@ -215,14 +238,14 @@ def test_no_bytes_make_the_walk_fail_or_read_changed_frames(data: st.DataObject)
     for _ in range(data.draw(st.integers(1, 4))):
         zone = data.draw(st.sampled_from(checked))
         body[data.draw(st.sampled_from(zone))] ^= data.draw(st.integers(1, 255))
-    views = list(walk(memoryview(bytes(body)), UUID, 3, "s", verify=True))
+    views = list(walk(memoryview(bytes(body)), UUID, 3, "s", verify=verify_payload))
     assert len(views) == (1 if bytes(body) == original else 0)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=9000))
 def test_arbitrary_bytes_hold_no_frame(junk: bytes) -> None:
-    assert list(walk(memoryview(junk), UUID, 3, "s", verify=True)) == []
+    assert list(walk(memoryview(junk), UUID, 3, "s", verify=verify_payload)) == []
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,6 +6,8 @@ the CRC of A|B is that of A carried over len(B) zero bytes (a linear map of 32 b
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -32,6 +34,7 @@ def _apply(columns: U32, values: U32) -> U32:
     return out
 
 
+@lru_cache(64)
 def _zeros(nbytes: int) -> U32:
     """The map that carries a CRC over ``nbytes`` zero bytes."""
     result = _BITS.copy()

@@ -22,16 +22,17 @@ from schemas.cold import CHUNK_ROWS, ColdBlock, ColdFrame
 from schemas.errors import CorruptError, StoreError
 from schemas.map_file import map_file
 from schemas.reader import read_store_uuid
-from schemas.segment import FrameView, parse_frame, verify_payload
+from schemas.segment import FrameView, check_streams, parse_frame, verify_payload
 from schemas.zarr_layout import WRITER, block_name, building_name, journal_folder, main_chunk, open_name
 from writer_service.block import Block, open_block
 from writer_service.cold_blocks import need_library
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.crc32c import crc32c
 from writer_service.erasing import read_redo, redo_paths
+from writer_service.frame_hashes import FrameHasher
 from writer_service.recovery import is_free
 from writer_service.removal import COVERED, read_covered, removable
-from writer_service.sealing import MISSING, ROW_COLUMNS, gather, piece_checksums
+from writer_service.sealing import MISSING, ROW_COLUMNS, gather
 
 erasing_s: Final = 60.0  # how long an erasure takes at most
 recheck_s: Final = 0.5  # a writer may be moving or erasing what is being read
@@ -220,7 +221,7 @@ def _check_open(
 def _check_block(
     store: Path, uuid: bytes, folder: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, View]
 ) -> Iterator[Bad]:
-    block, whole = open_block(folder), list[tuple[FrameView, int]]()
+    block, whole, hasher = open_block(folder), list[tuple[FrameView, int, Index]](), FrameHasher()
     path = folder / main_chunk(block.declared[0].name)
     # Read and not mapped: to fault in a page of what was erased, a tmpfs that is full would have to find space for it.
     data, file = memoryview(path.read_bytes()), _below(store, path)
@@ -240,14 +241,15 @@ def _check_block(
             row = int(rows[-1]) + 1 if len(rows) else row
             continue
         starts[offset], row = row, row + view.rows
+        streams, checksums = hasher.hash(view)
         try:
-            verify_payload(view, path)
+            check_streams(view, streams, path)
             good[offset] = view
-            whole.append((view, starts[offset]))
+            whole.append((view, starts[offset], checksums))
         except CorruptError as error:
             rows = np.arange(starts[offset], row)
             at = np.searchsorted(block.layers, view.frame.layers)
-            found = piece_checksums(view)[view.pieces(np.arange(len(at)), np.arange(view.rows)).T]
+            found = checksums[view.pieces(np.arange(len(at)), np.arange(view.rows)).T]
             wrong = np.zeros((len(rows), len(block.layers)), bool)
             wrong[:, at] = found != block.checksum[np.ix_(rows, at)]
             yield from _block_rows_bad(str(error.reason), file, offset, block, rows, wrong & block.present[rows])
@@ -307,14 +309,13 @@ def _rows_between(block: Block, index: Index | None, offset: int) -> I64:
 
 
 def _check_arrays(
-    store: Path, block: Block, index: Index | None, frames: Sequence[tuple[FrameView, int]]
+    store: Path, block: Block, index: Index | None, frames: Sequence[tuple[FrameView, int, Index]]
 ) -> Iterator[Bad]:
-    """The block's arrays against what they are made of."""
+    """The block's arrays against what they are made of: frames, the first row and the rows' checksums of each."""
     if not frames:
         return
-    views = [view for view, _ in frames]
-    columns = gather(views, [piece_checksums(view) for view in views], block.declared, block.layers)
-    rows = np.concatenate([np.arange(start, start + view.rows) for view, start in frames])
+    columns = gather([view for view, _, _ in frames], [found for _, _, found in frames], block.declared, block.layers)
+    rows = np.concatenate([np.arange(start, start + view.rows) for view, start, _ in frames])
 
     def differ(name: str, found: npt.NDArray[Any], made: npt.NDArray[Any]) -> Iterator[Bad]:
         """``found`` and ``made`` are ``[rows, …]`` or ``[rows, layers, …]``."""

@@ -438,7 +438,7 @@ def _block_frames(block: Path, number: int, uuid: bytes) -> list[FrameView]:
     views: dict[int, FrameView] = {}
     for start in sorted({0, *listed}):
         if start not in views:
-            views.update((view.offset, view) for view in walk(data, uuid, number, path, verify=False, start=start))
+            views.update((view.offset, view) for view in walk(data, uuid, number, path, verify=None, start=start))
     if listed and listed == sorted(set(listed)) and views.keys() >= set(listed):
         # A whole frame that such a list leaves out was given up before the block was sealed: its sender sends it again,
         # and the next erasure clears it.

@@ -9,6 +9,7 @@ Steps, each of which can be done again after a crash:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from schemas.codecs import Stream
 from schemas.errors import StoreError
 from schemas.frame import FLAG_ERASED
 from schemas.map_file import map_file
-from schemas.row_checksums import piece_digests
 from schemas.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, frames_end, whole_frames
 from schemas.zarr_layout import (
     WRITER,
@@ -35,9 +35,9 @@ from schemas.zarr_layout import (
 )
 from writer_service import fs, says
 from writer_service.crc32c import crc32c
+from writer_service.frame_hashes import FrameHasher
 
 MISSING: Final = np.uint64(2**64 - 1)
-pieces_at_once: Final = 512
 ROW_COLUMNS: Final = ("capture", "position", "token_id", "flags")
 
 Array = npt.NDArray[Any]
@@ -53,7 +53,7 @@ class Columns:
     row: dict[str, npt.NDArray[np.uint32]]  # by ROW_COLUMNS, [R]
     present: npt.NDArray[np.bool_]  # [R, L]
     index: npt.NDArray[np.uint64]  # [R, L, 2]: offset and bytes of the main piece
-    checksum: npt.NDArray[np.uint64]  # [R, L]: see piece_checksums
+    checksum: npt.NDArray[np.uint64]  # [R, L]: see schemas.row_checksums
     sides: dict[str, Array]  # [L, R, *shape]: a layer lies together, as its chunk will
     frames: npt.NDArray[np.uint64]  # byte offset of each frame
     first_rows: npt.NDArray[np.uint64]  # and its first row
@@ -68,8 +68,8 @@ def gather(
     frames: Sequence[FrameView], checksums: Sequence[U64], declared: tuple[Stream, ...],
     layers: list[int] | None = None,
 ) -> Columns:
-    """Columns of a segment's frames and their ``piece_checksums``, in the order of the file; ``layers`` where they are
-    not all of the frames'.
+    """Columns of a segment's frames and their pieces' checksums (FrameHasher), in the order of the file; ``layers``
+    where they are not all of the frames'.
     """
     layers = layers or sorted({layer for view in frames for layer in view.frame.layers})
     rows, width = sum(view.rows for view in frames), len(layers)
@@ -78,45 +78,37 @@ def gather(
     present = np.zeros((rows, width), bool)
     index = np.full((rows, width, 2), MISSING, np.uint64)
     checksum = np.zeros((rows, width), np.uint64)
-    sides = {s.name: np.empty((width, rows, *s.shape), s.dtype) for s in declared[1:]}
+    sides = {s.name: np.empty((width, rows), f"V{s.nbytes}") for s in declared[1:]}  # a piece is copied at once
     start = 0
     for view, digests in zip(frames, checksums, strict=True):
         stop = start + view.rows
-        at = np.searchsorted(layers, view.frame.layers)
+        has = view.frame.layers
+        at = slice(None) if has == layers else np.searchsorted(layers, has)  # a slice is cheaper by far
         known = np.array([captures.setdefault(name, len(captures)) for name in view.frame.captures], np.uint32)
         row["capture"][start:stop] = known[view.table.capture]
         row["position"][start:stop] = view.table.position
         row["token_id"][start:stop] = view.table.token_id
         row["flags"][start:stop] = view.table.flags
         present[start:stop, at] = True
-        pieces = view.pieces(np.arange(len(at)), np.arange(view.rows)).T  # [rows, layers]
-        index[start:stop, at, 0] = view.offset + view.layout.parts[0] + pieces * declared[0].nbytes
+        pieces = view.pieces(np.arange(len(has)), np.arange(view.rows))  # [layers, rows]
+        index[start:stop, at, 0] = (view.offset + view.layout.parts[0] + pieces * declared[0].nbytes).T
         index[start:stop, at, 1] = declared[0].nbytes
-        checksum[start:stop, at] = digests[pieces]
+        checksum[start:stop, at] = digests[pieces.T]
         for number, side in enumerate(declared[1:], 1):
-            stored = view.section(number)[pieces.T].reshape(-1).view(side.dtype)
-            sides[side.name][at, start:stop] = stored.reshape(len(at), view.rows, *side.shape)
+            stored = view.section(number).view(f"V{side.nbytes}")[:, 0]
+            in_order = len(view.frame.runs) == 1  # then what indexing would copy first lies as it is wanted
+            sides[side.name][at, start:stop] = stored.reshape(pieces.shape) if in_order else stored[pieces]
         if view.flags & FLAG_REDACTED:
             erased = start + np.flatnonzero(view.table.flags & FLAG_ERASED)
             present[erased], index[erased], checksum[erased] = False, MISSING, 0
         start = stop
+    typed = {s.name: sides[s.name].view(s.dtype).reshape(width, rows, *s.shape) for s in declared[1:]}
     if not present.all():
         for side in declared[1:]:
-            sides[side.name][~present.T] = fill_of(side)
+            typed[side.name][~present.T] = fill_of(side)
     offsets = np.array([view.offset for view in frames], np.uint64)
     counts = np.array([view.rows for view in frames], np.uint64)
-    return Columns(layers, list(captures), row, present, index, checksum, sides, offsets, np.cumsum(counts) - counts)
-
-
-def piece_checksums(view: FrameView) -> U64:
-    """schemas.row_checksums of all pieces of a frame: uint64 ``[rows × layers]``."""
-    main = view.section(0)
-    sides = [view.section(number) for number in range(1, len(view.declared))]
-    out = np.empty(len(main), np.uint64)
-    for start in range(0, len(main), pieces_at_once):  # each round holds the interpreter
-        part = slice(start, start + pieces_at_once)
-        out[part] = piece_digests(main[part], [side[part] for side in sides])
-    return out
+    return Columns(layers, list(captures), row, present, index, checksum, typed, offsets, np.cumsum(counts) - counts)
 
 
 def seal(
@@ -132,10 +124,14 @@ def seal(
     path = store / open_name(number)
     data = map_file(path)
     frames, checksums = list[FrameView](), list[U64]()
-    for found in whole_frames(data, uuid, number, path, known):
+    hasher = FrameHasher()
+
+    def prove(view: FrameView, path: object) -> None:
+        checksums.append(hasher.prove(view, path))
+
+    for found in whole_frames(data, uuid, number, path, known, prove):
         if isinstance(found, FrameView):
             frames.append(found)
-            checksums.append(piece_checksums(found))  # now that the processor has its bytes at hand
         else:
             says.warn("frame_damaged", f"sealing leaves out a frame: {found}", segment=number, error=str(found))
     end = frames_end(frames, known)
@@ -240,13 +236,13 @@ def _write_layered(folder: Path, array: Array, stream: Stream) -> None:
 
 def sync_tree(folder: Path) -> None:
     """A folder, its name and all that is below it are on the disk."""
-    below = list(folder.rglob("*"))
-    fs.sync_files([path for path in below if not path.is_dir()])
-    for path in below:
-        if path.is_dir():
-            fs.sync_dir(path)
-    fs.sync_dir(folder)
-    fs.sync_dir(folder.parent)
+    files, folders = list[Path](), [folder.parent]
+    for name, _, names in os.walk(folder):
+        folders.append(Path(name))
+        files += [folders[-1] / file for file in names]
+    fs.sync_files(files)
+    for place in reversed(folders):
+        fs.sync_dir(place)
 
 
 def _attributes(
