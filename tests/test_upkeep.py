@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 
 from schemas.catalog import connect_write
 from schemas.control import Delete, Hold, Open
-from schemas.errors import NotFoundError
+from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, engine_info, until
 from tests.test_recovery import dump
+from vllm_tap import store_control
 from vllm_tap.store_control import delete, hold
 from writer_service import catalog, fs
 from writer_service.commits import Waker
@@ -26,6 +28,7 @@ from writer_service.control_log import Entry
 from writer_service.fsck import fsck
 from writer_service.keeper import Keeper
 from writer_service.rebuild import rebuild
+from writer_service.recovery import take_lock
 from writer_service.usage import disk_bytes
 
 WIDTH = 4096
@@ -208,6 +211,24 @@ def test_the_commands_with_a_writer_and_without(tmp_path: Path) -> None:
     assert not list((store / "blocks").iterdir()) and settled(store)
     missing = tap("rm", one, "--store", store)
     assert missing.returncode == 2 and "no capture" in missing.stderr
+
+
+def test_a_writer_that_does_not_listen_yet_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the store, and what is said of where the writer listens is the word of the one before it."""
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store) as writer, Sender(writer.endpoint, role="api") as api:
+        api.own(capture)
+        api.wait()
+        writer.stop()
+    time.sleep(0.02)  # a file's time is no finer than the kernel's clock
+    lock, _ = take_lock(store)
+    threading.Timer(0.3, fs.close, [lock]).start()
+    assert hold(store, capture, True) == capture
+    lock, _ = take_lock(store)
+    monkeypatch.setattr(store_control, "listens_s", 0.1)
+    with pytest.raises(StoreError, match=r"does not listen yet, after 0\.1 s"):
+        delete(store, [capture])
+    fs.close(lock)
 
 
 def test_a_name_of_several_owners_is_refused(tmp_path: Path) -> None:

@@ -11,16 +11,17 @@ from typing import Final
 
 from schemas.channel import ControlChannel
 from schemas.control import Delete, Hold
+from schemas.errors import StoreError
 from schemas.reader import StoreReader
-from schemas.zarr_layout import endpoint_name
 from vllm_tap.services import make_socket_dir
 from vllm_tap.writer_process import WriterProcess
-from writer_service.recovery import is_free
+from writer_service.recovery import is_free, listens
 
 __all__ = ["delete", "hold"]
 
 _SUBMIT_S: Final = 10.0
 _ERASE_S: Final = 60.0
+listens_s: Final = 30.0  # how long a writer that starts is waited for
 
 
 def delete(store: Path, refs: list[str]) -> list[str]:
@@ -47,8 +48,8 @@ def hold(store: Path, ref: str, on: bool) -> str:
 def _channel(store: Path) -> Iterator[tuple[ControlChannel, bool]]:
     """A channel to the store's writer, and whether that was started for it."""
     StoreReader(store).close()  # no store, no writer
-    if not is_free(store):
-        channel = ControlChannel((store / endpoint_name()).read_text(), "cli")
+    if (endpoint := _endpoint(store)) is not None:
+        channel = ControlChannel(endpoint, "cli")
         try:
             yield channel, False
         finally:
@@ -65,3 +66,16 @@ def _channel(store: Path) -> Iterator[tuple[ControlChannel, bool]]:
                 channel.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _endpoint(store: Path) -> str | None:
+    """Where the store's writer listens, None where it has none. StoreError where one does not listen in time."""
+    deadline = time.monotonic() + listens_s
+    while not is_free(store):
+        if (found := listens(store)) is not None:
+            return found
+        if time.monotonic() > deadline:
+            raise StoreError("reach the writer of", store, f"it does not listen yet, after {listens_s:g} s",
+                             "it is starting, or another command has the store: try again when it is done")
+        time.sleep(0.05)
+    return None
