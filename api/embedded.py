@@ -3,6 +3,10 @@
 It stands as a middleware before the server's own application, behind the one that asks for keys. What is not about
 captures goes by untouched, and goes on where the service itself cannot be had. A generation that is captured only
 because all are goes by as well, where it cannot be: nobody's request fails for what it did not ask for.
+
+The page is below /captures/, and asks for a key where the server around it does: its files say nothing, and whatever it
+asks for is below /v1, as that of everybody else. The service's metrics are among those of the process, so that a
+server that tells its own tells these.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from contextlib import AsyncExitStack
 from typing import Any, Final
 
 from fastapi import FastAPI
+from prometheus_client import REGISTRY
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.app import create_app
@@ -21,12 +27,15 @@ from api.config import Config
 from api.errors import error_response
 from api.guard import by_address
 from api.in_process import Asked, InProcess, asked
+from api.routes.page import FILES
+from api.service import Service
 
 __all__ = ["Embedded", "embeddable"]
 
 log = logging.getLogger("vllm_tap.api")
 
 _GENERATIONS: Final = ("/v1/completions", "/v1/chat/completions")
+_PAGE: Final = "/captures"
 
 
 def embeddable(config: Config, keyed: Callable[[], bool]) -> dict[str, Any]:
@@ -64,8 +73,17 @@ class Embedded:
                 await self.app(scope, _again(messages, receive), send)
         elif path in ("/v1/capabilities", "/v1/captures") or path.startswith("/v1/captures/"):
             await self._answer(Asked(scope), path, receive, send)
+        elif path == _PAGE:
+            await RedirectResponse(f"{scope.get('root_path', '')}{_PAGE}/")(scope, receive, send)
+        elif path.startswith(_PAGE) and path.removeprefix(_PAGE) in FILES:  # nothing else: no key is asked for there
+            await self._answer(Asked(scope), path.removeprefix(_PAGE), receive, send)
         else:
+            if path in ("/metrics", "/metrics/") and (service := self._running()) is not None:
+                service.metrics.look(service.channel)
             await self.app(scope, receive, send)
+
+    def _running(self) -> Service | None:
+        return None if self.service is None else getattr(self.service.state, "service", None)
 
     async def _answer(self, request: Asked, path: str, receive: Receive, send: Send) -> None:
         if self.service is None:
@@ -120,6 +138,9 @@ class Embedded:
             if self.service is not None:
                 try:
                     await stack.enter_async_context(self.service.router.lifespan_context(self.service))
+                    metrics = self.service.state.service.metrics.registry
+                    REGISTRY.register(metrics)
+                    stack.callback(REGISTRY.unregister, metrics)
                 except Exception as error:
                     log.exception("there are no captures on this server's port")
                     self.service, self.reason = None, str(error)

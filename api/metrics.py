@@ -7,11 +7,17 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from schemas.channel import ControlChannel
+
 __all__ = ["CountRequests", "Metrics"]
 
 
 class Metrics:
-    """The metrics of one application, in a registry of its own."""
+    """The metrics of one application, in a registry of its own.
+
+    ``multiprocess_mode`` says what is shown of several processes, where they tell their metrics together
+    (PROMETHEUS_MULTIPROC_DIR), as front ends of one model server do.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -24,12 +30,18 @@ class Metrics:
         self.slice_bytes = Counter("vllm_tap_api_slice_bytes_total", "Bytes of slices handed out.",
                                    registry=self.registry)
         self.slices_in_flight = Gauge("vllm_tap_api_slices_in_flight_bytes", "Memory held by slices being answered.",
-                                      registry=self.registry)
+                                      registry=self.registry, multiprocess_mode="livesum")
         self.upstream_failures = Counter("vllm_tap_api_upstream_failures_total",
                                          "Requests that the upstream server failed.", ["kind"], registry=self.registry)
-        self.writer_alive = Gauge("vllm_tap_api_writer_alive", "Whether the writer answers.", registry=self.registry)
+        self.writer_alive = Gauge("vllm_tap_api_writer_alive", "Whether the writer answers.", registry=self.registry,
+                                  multiprocess_mode="mostrecent")  # of who is asked, who has just looked
         self.control_pending = Gauge("vllm_tap_api_control_pending", "Control records not yet durable.",
-                                     registry=self.registry)
+                                     registry=self.registry, multiprocess_mode="livesum")
+
+    def look(self, channel: ControlChannel) -> None:
+        """Sets what is known only when one looks; to be called before the metrics are told."""
+        self.writer_alive.set(channel.alive)
+        self.control_pending.set(channel.pending)
 
 
 class CountRequests:

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,6 +30,7 @@ from api.config import Config
 from api.embedded import Embedded, embeddable
 from api.errors import ApiError
 from api.guard import by_address
+from api.routes.page import FILES
 from schemas.errors import StartError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
@@ -43,14 +45,16 @@ SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
 
 
 @contextmanager
-def server(folder: Path, *more: str) -> Iterator[Stack]:
-    """The model server with the service in it, the writer beside it."""
+def server(folder: Path, *more: str, key: str = "") -> Iterator[Stack]:
+    """The model server with the service in it, the writer beside it; ``key`` is sent with what is asked."""
     with stack_in(folder) as stack:
         stack.start_writer()
         stack.processes["writer"].wait_ready()
         stack.start_upstream("bfloat16", "--store", str(stack.store), *more)
         stack.url = stack.upstream_url
         stack.http = httpx.Client(base_url=stack.url, timeout=30)
+        if key:
+            stack.http.headers["authorization"] = f"Bearer {key}"
         assert until(lambda: stack.http.get("/v1/capabilities").json().get("engine"))
         yield stack
 
@@ -124,7 +128,58 @@ def test_without_a_capture_it_is_the_servers_own(stack: Stack) -> None:
         assert len(stack.seen()) - before == (content != b"{capture")
     assert stack.http.get("/v1/models").json()["data"][0]["id"] == "played"
     assert stack.http.get("/healthz").json() == {"detail": "Not Found"}
-    assert stack.http.get("/metrics").status_code == 404
+    for path in ("/", "/page/app.js", "/readyz", "/captures/v1/captures", "/captures/metrics", "/captures/healthz"):
+        assert stack.http.get(path).json() == {"detail": "Not Found"}
+
+
+# ── the page and the metrics ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("path", sorted(FILES))
+def test_the_page_is_below_captures_and_is_the_gateways(stack: Stack, path: str) -> None:
+    answer = stack.http.get(f"/captures{path}")
+    assert answer.status_code == 200 and answer.content == FILES[path].data
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    assert stack.http.get(f"/captures{path}", headers={"if-none-match": answer.headers["etag"]}).status_code == 304
+
+
+def test_captures_leads_to_the_page(stack: Stack) -> None:
+    answer = stack.http.get("/captures", follow_redirects=True)
+    assert str(answer.url) == f"{stack.url}/captures/" and answer.content == FILES["/"].data
+    for method, path, status in (("POST", "/captures/", 405), ("GET", "/captures/page/", 404),
+                                 ("GET", "/capturespage/app.js", 404)):
+        answer = stack.http.request(method, path)
+        assert answer.status_code == status, (path, answer.text)
+
+
+def metrics_of(stack: Stack) -> dict[str, float]:
+    return {f"{sample.name} {' '.join(sorted(sample.labels.values()))}".strip(): sample.value
+            for family in text_string_to_metric_families(stack.http.get("/metrics").text) for sample in family.samples}
+
+
+def test_with_a_key_the_pages_files_alone_come_without(tmp_path: Path) -> None:
+    with server(tmp_path, "--key", "k", key="k") as stack:
+        assert all(httpx.get(f"{stack.url}/captures{path}").status_code == 200 for path in FILES)
+        for path, status in (("/v1/captures", 401), ("/v1/capabilities", 401), ("/captures/v1/captures", 404),
+                             ("/captures//v1/captures", 404), ("/captures/%2fv1/captures", 404),
+                             ("/captures/page/%2e%2e/v1/captures", 404)):
+            assert httpx.get(f"{stack.url}{path}").status_code == status, path
+        assert stack.http.get("/v1/captures").status_code == 200
+
+
+@pytest.mark.parametrize("processes", ["one", "several"])
+def test_metrics_are_among_the_servers_own(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str) -> None:
+    if processes == "several":  # as vLLM has it with more than one front end
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    with server(tmp_path) as stack:
+        assert stack.complete("x", capture=SPEC).status_code == 200
+        found = metrics_of(stack)
+        assert found["vllm_tap_api_requests_total /v1/completions 200 POST"] == 1
+        assert found["vllm_tap_api_writer_alive"] == 1 and found["vllm_tap_api_control_pending"] == 0
+        assert ("python_info" in stack.http.get("/metrics").text) == (processes == "one")  # the server's are there too
+        stack.processes["writer"].kill()
+        assert until(lambda: metrics_of(stack)["vllm_tap_api_writer_alive"] == 0, 20)
 
 
 ESCAPED = '{"model": "played", "prompt": "x", "\\u0063apture": {"sites": ["resid_post"]}}'
@@ -303,6 +358,7 @@ def test_a_failure_leaves_the_servers_own_routes_alone(
     assert len([record for record in caplog.records if record.exc_info]) == 1 and says in caplog.text
     assert asyncio.run(asked(app, "POST", "/v1/completions", json={"prompt": "capture"})).json() == "vLLM's"
     for method, path, body in (("GET", "/v1/captures", None), ("GET", "/v1/capabilities", None),
+                               ("GET", "/captures/", None),
                                ("POST", "/v1/completions", {"capture": {}})):
         answer = asyncio.run(asked(app, method, path, json=body))
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "captures_unavailable"

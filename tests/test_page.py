@@ -19,6 +19,7 @@ import pytest
 
 from tests.api_stack import Process, Stack, running
 from tests.engine_player import WIDTH, rows
+from tests.test_embedded import server
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page was NOT tested: `make page-test` installs "
                                                                "playwright and says how to get a browser")
@@ -515,6 +516,25 @@ def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(page: Any, stack: Sta
         expect(page.get_by_text("A key is needed")).to_be_visible()
     finally:
         process.stop()
+
+
+def test_the_same_page_is_on_the_model_servers_own_port(page: Any, tmp_path: Path) -> None:
+    with server(tmp_path, "--key", "the-only-one", key="the-only-one") as stack:
+        mine = made(stack, PROMPT, capture={"sites": ["resid_post"], "codec": "raw"})
+        page.goto(f"{stack.url}/captures")
+        assert page.url == f"{stack.url}/captures/"
+        expect(page.get_by_text("A key is needed")).to_be_visible()
+        page.get_by_label("API key").fill("the-only-one")
+        page.get_by_role("button", name="Use").click()
+        page.locator(".captures li").first.click()
+        area = page.locator("#map-0")
+        area.focus()
+        expect(told(page)).to_have_text(f"token T, position 0, layer 0, norm {shown(norm(0, 0))}")
+        assert page.url == f"{stack.url}/captures/#{mine}"
+        page.get_by_text("New capture").click()
+        page.get_by_label("Tokens to generate").fill("5")
+        page.get_by_role("button", name="Generate").click()
+        expect(page.locator("#text-0 .word").last).to_have_text("d")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import socket
 import threading
 import time
@@ -28,11 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest, multiprocess
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.config import Config
 from api.embedded import Embedded, embeddable
@@ -240,6 +244,29 @@ class Work:
             "model": MODEL, **value}).encode() + b"\n\n"
 
 
+class AsksForKey:
+    """ASGI middleware: as vLLM with ``--api-key``, which guards what is below /v1 and nothing else."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app, self.key = app, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1") and (
+                Headers(scope=scope).get("authorization") != f"Bearer {self.key}"):
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+async def metrics(request: Request) -> Response:
+    """As vLLM does: those of the process, or of all processes that tell them together where there are several."""
+    registry = REGISTRY
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return Response(generate_latest(registry), media_type="text/plain")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--endpoint", default="")
@@ -247,6 +274,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--store", type=Path, help="the service of captures on this server's own port too")
     parser.add_argument("--keyed", action="store_true", help="… which takes this server to have asked for a key")
+    parser.add_argument("--key", default="", help="… which does ask for this one")
     parser.add_argument("--capture-all", default="", help="… and captures what does not ask for it as this says")
     args = parser.parse_args()
     upstream = Upstream(args.endpoint, args.dtype)
@@ -257,10 +285,13 @@ def main() -> None:
         Route("/v1/completions", upstream.generate, methods=["POST"]),
         Route("/v1/chat/completions", upstream.generate, methods=["POST"]),
         Route("/v1/responses", upstream.generate, methods=["POST"]),
+        Route("/metrics", metrics),
     ], exception_handlers={HTTPException: as_json})
     if args.store:
         config = Config(args.store, args.endpoint, "http://vllm", capture_all=args.capture_all)
-        app.add_middleware(Embedded, **embeddable(config, lambda: args.keyed))
+        app.add_middleware(Embedded, **embeddable(config, lambda: args.keyed or bool(args.key)))
+    if args.key:
+        app.add_middleware(AsksForKey, key=args.key)
     listening = socket.create_server(("127.0.0.1", args.port))
     print(f"upstream ready http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listening])

@@ -125,8 +125,7 @@ async def _upstream(service: Service) -> str:
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
     service = service_of(request)
-    service.metrics.writer_alive.set(service.channel.alive)
-    service.metrics.control_pending.set(service.channel.pending)
+    service.metrics.look(service.channel)
     text = await anyio.to_thread.run_sync(generate_latest, service.metrics.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 

@@ -22,6 +22,7 @@ import openai
 import pytest
 from safetensors.numpy import load
 
+from api.routes.page import FILES
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from tests.engine.conftest import ENVIRONMENT
@@ -194,7 +195,9 @@ def test_vllm_asks_for_its_key(server: Server) -> None:
 
 def test_what_is_vllms_stays_vllms(server: Server) -> None:
     assert HTTP.get(f"{server.url}/v1/captures/{new_ulid()}").status_code == 404
-    assert "vllm:" in HTTP.get(f"{server.url}/metrics").text
+    metrics = HTTP.get(f"{server.url}/metrics").text
+    assert "vllm:" in metrics and "vllm_tap_api_writer_alive 1.0" in metrics
+    assert httpx.get(f"{server.url}/captures/").content == FILES["/"].data  # the page asks for the key
     assert "/v1/completions" in HTTP.get(f"{server.url}/openapi.json").json()["paths"]
     assert HTTP.get(f"{server.url}/healthz").json() == {"detail": "Not Found"}
     assert HTTP.post(f"{server.url}/v1/completions", content=b"{capture").status_code == 400
