@@ -86,7 +86,6 @@ bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, 
 	    --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer
 	$(PY) -m bench --shape 8b --engines base,tap --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer
 	$(PY) -m bench.serving --shape 3b
-	$(PY) -m bench.serving --shape 3b --probe
 	$(PY) -m bench.report
 
 # ── setting up ──────────────────────────────────────────────────────────────────────────────────────────────────

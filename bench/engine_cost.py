@@ -31,7 +31,7 @@ class Series:
 
     seconds: list[list[float]] = field(default_factory=list)
     durable: list[list[float]] = field(default_factory=list)
-    ratio: list[list[float]] = field(default_factory=list)  # over the base that ran just before
+    ratio: list[list[float]] = field(default_factory=list)  # over the mean of the base before and after
     tokens: list[str] = field(default_factory=list)  # digests of all answers that differ
 
 
@@ -145,14 +145,14 @@ def standing(names: Sequence[str], pairs: int, shape: str, loads: Sequence[str],
 
         begin = time.monotonic()
         for number, processes in enumerate(sets):
-            for name in names:
+            for name in filter(lambda name: number == 0 or ENGINES[name].every_set, names):
                 processes[name] = Process(name, shape, loads, Path(folder) / str(number))
                 stack.callback(close, name, processes[name])
                 if not on_gpu:
                     wait(processes, name)
         if on_gpu:
             for processes in sets:
-                for name in names:
+                for name in list(processes):
                     wait(processes, name)
         for processes in sets:
             say(f"{', '.join(processes)} stand after {time.monotonic() - begin:.0f} s")
@@ -161,29 +161,30 @@ def standing(names: Sequence[str], pairs: int, shape: str, loads: Sequence[str],
 
 def measure(shape: str, names: Sequence[str], loads: Sequence[str], rounds: int, pairs: int, iterations: int,
             scenarios: Sequence[str], result: Result, say: Callable[[str], None], save: Callable[[], None]) -> None:
-    """``rounds`` of ``pairs`` sets of fresh processes, "base" first; iterations in turns: the base, two scenarios."""
+    """``rounds`` of ``pairs`` sets of fresh processes, "base" first; iterations in turns: the base, two scenarios, …"""
     on_gpu = _on_gpu()
     for number in range(rounds):
         say(f"round {number + 1}/{rounds}")
         with standing(names, pairs, shape, loads, result, say, on_gpu) as sets:
             for load in loads:
-                _load(sets, load, iterations, scenarios, result)
+                _load(sets, load, iterations, scenarios, result, save)
                 for name, series in result.series.get(load, {}).items():
                     if found := [ratio for ratios in series.ratio[-len(sets):] for ratio in ratios]:
                         say(f"    {load:10} {name:28} {statistics.median(found):6.3f} × base")
-                save()
             for processes in sets:
                 _outputs(processes, loads[0], result)
         save()
 
 
-def _load(sets: list[dict[str, Process]], load: str, iterations: int, scenarios: Sequence[str], result: Result) -> None:
+def _load(sets: list[dict[str, Process]], load: str, iterations: int, scenarios: Sequence[str], result: Result,
+          save: Callable[[], None]) -> None:
     turns = [_Turns(processes, load, scenarios, result) for processes in sets]
     for turn in turns:
         turn.warm()
     for iteration in range(iterations):
         for turn in turns:
             turn.go(iteration)
+        save()  # a run that is cut short has what it measured
 
 
 class _Turns:
@@ -209,16 +210,15 @@ class _Turns:
         self._discard()
 
     def go(self, iteration: int) -> None:
-        """Every scenario once."""
-        since = 2  # scenarios since the base was asked
-        for process, name in self.chosen:
-            if iteration >= process.engine.iterations_max:
-                continue
-            if since == 2:
-                before, since = self._ask(self.processes["base"], "base"), 0
-            seconds = self._ask(process, name)
-            self.result.of(self.load, name).ratio[self.at[name]].append(seconds / before)
-            since += 1
+        """Every scenario once, two between two runs of the base."""
+        chosen = [one for one in self.chosen if iteration < one[0].engine.iterations_max]
+        before = self._ask(self.processes["base"], "base")
+        for two in (chosen[at : at + 2] for at in range(0, len(chosen), 2)):
+            seconds = [(name, self._ask(process, name)) for process, name in two]
+            after = self._ask(self.processes["base"], "base")
+            for name, taken in seconds:
+                self.result.of(self.load, name).ratio[self.at[name]].append(2 * taken / (before + after))
+            before = after
         self._discard()
 
     def _ask(self, process: Process, scenario: str) -> float:

@@ -61,6 +61,9 @@ def markdown(result: Result) -> str:
     for name, memory in result.memory.items():
         text.append(f"- {name}: host {memory[0]['host'] / 2**30:.2f} → {memory[-1]['host'] / 2**30:.2f} GiB over "
                     f"{len(memory)} iterations")
+    if (base := result.memory.get("base")) and "device" in base[0]:
+        text.append(f"- the device, all engines that stand on it: {base[0]['device'] / 2**30:.2f} → "
+                    f"{base[-1]['device'] / 2**30:.2f} GiB")
     text += [f"- rows missing in all captures: {result.dropped}",
              f"- captures that do not add up, or rows of other tokens: {len(result.bad)} {result.bad[:3] or ''}"]
     text += [f"- {name}: log-probability of the first sampled token moves by at most {shift:.2g}"

@@ -1,10 +1,10 @@
 """The server under load: time to first token and between tokens, capture off and on in turns.
 
-    python -m bench.serving [--shape 3b] [--windows 3] [--seconds 12] [--probe]
+    python -m bench.serving [--shape 3b] [--windows 3] [--seconds 12]
 
 One ``vllm serve`` with the plugin, asked as clients do: requests arrive at random (Poisson) at half the rate that it
-can serve, each a prompt of token ids and a streamed answer. Windows without and with capture alternate; what is
-captured is every row of the residual stream, or, with --probe, the score of one probe at every token.
+can serve, each a prompt of token ids and a streamed answer. Windows alternate: nothing is captured; every row of the
+residual stream; the score of one probe at every token.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from vllm_tap.writer_process import WriterProcess
 
 PROMPT, GENERATED = 256, 128
 Spec = dict[str, Any]
+KINDS: dict[str, Spec | None] = {"nothing": None, "int8b64": {"codec": "int8b64"}, "probe": {"probe": ["probe"]}}
 
 
 def served_model(shape: str) -> Path:
@@ -65,7 +66,8 @@ def server(shape: str) -> Iterator[str]:
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(served_model(shape)),
              "--served-model-name", "m", "--load-format", "dummy", "--dtype", "bfloat16", "--port", str(port),
              "--max-model-len", str(PROMPT + GENERATED), "--no-enable-prefix-caching",
-             "--no-enable-log-requests", "--gpu-memory-utilization", "0.5"],
+             "--no-enable-log-requests", "--gpu-memory-utilization", "0.1",
+             "--kv-cache-memory-bytes", str(4 << 30)],
             env=environment, stdout=log, stderr=log)
         url = f"http://127.0.0.1:{port}"
         try:
@@ -88,11 +90,11 @@ def _wait(url: str, engine: subprocess.Popen[bytes], log: Any) -> None:
     sys.exit("bench.serving: the server did not start:\n" + log.read()[-3000:])
 
 
-async def ask(client: httpx.AsyncClient, url: str, vocabulary: int, spec: Spec | None, first: list[float],
+async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], spec: Spec | None, first: list[float],
               between: list[float]) -> None:
     """One streamed request; what it waited for its first token, and for each that followed, in seconds."""
     body: dict[str, Any] = {
-        "model": "m", "prompt": [random.randrange(10, vocabulary - 10) for _ in range(PROMPT)], "temperature": 0,
+        "model": "m", "prompt": prompt, "temperature": 0,
         "max_tokens": GENERATED, "stream": True, "ignore_eos": True,
     }
     if spec is not None:
@@ -108,50 +110,57 @@ async def ask(client: httpx.AsyncClient, url: str, vocabulary: int, spec: Spec |
                 last, seen = now, seen + 1
 
 
-async def window(url: str, vocabulary: int, rate: float, seconds: float, spec: Spec | None
+async def window(url: str, rate: float, seconds: float, spec: Spec | None, seed: int
                  ) -> tuple[list[float], list[float]]:
-    """Requests that arrive at random for a while, until the last has its answer."""
+    """Requests that arrive at random for a while, until the last has its answer; with one seed at the same times."""
+    draw = random.Random(seed)
     first: list[float] = []
     between: list[float] = []
     async with httpx.AsyncClient(timeout=120.0, limits=httpx.Limits(max_connections=2000)) as client:
         tasks = []
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
-            tasks.append(asyncio.create_task(ask(client, url, vocabulary, spec, first, between)))
-            await asyncio.sleep(random.expovariate(rate))
+            tasks.append(asyncio.create_task(ask(client, url, prompt_of(draw), spec, first, between)))
+            await asyncio.sleep(draw.expovariate(rate))
         await asyncio.gather(*tasks)
     return first, between
 
 
-async def saturation(url: str, vocabulary: int, requests: int) -> float:
+def prompt_of(draw: random.Random) -> list[int]:
+    """Token ids of the small model's vocabulary."""
+    return [draw.randrange(10, 500) for _ in range(PROMPT)]
+
+
+async def saturation(url: str, requests: int) -> float:
     """Requests a second that the server answers when all come at once."""
+    draw = random.Random(0)
     async with httpx.AsyncClient(timeout=120.0, limits=httpx.Limits(max_connections=2000)) as client:
         for _ in range(2):
             begin = time.perf_counter()
-            await asyncio.gather(*(ask(client, url, vocabulary, None, [], []) for _ in range(requests)))
+            await asyncio.gather(*(ask(client, url, prompt_of(draw), None, [], []) for _ in range(requests)))
             seconds = time.perf_counter() - begin
     return requests / seconds
 
 
-def measure(shape: str, windows: int, seconds: float, load: float, requests: int, spec: Spec) -> dict[str, Any]:
-    """Medians and 99th percentiles of each kind of window, and their ratios."""
-    vocabulary = json.loads((tiny_model() / "config.json").read_text())["vocab_size"]
+def measure(shape: str, windows: int, seconds: float, load: float, requests: int) -> dict[str, Any]:
+    """Medians and 99th percentiles of each kind of window in milliseconds, and their ratios to nothing captured."""
     with server(shape) as url:
-        rate = load * asyncio.run(saturation(url, vocabulary, requests))
+        rate = load * asyncio.run(saturation(url, requests))
         print(f"{rate:.1f} requests a second: {load:.0%} of what it can serve", file=sys.stderr, flush=True)
-        asyncio.run(window(url, vocabulary, rate, 3.0, spec))  # warm
-        found: dict[bool, tuple[list[float], list[float]]] = {False: ([], []), True: ([], [])}
+        for spec in KINDS.values():  # warm
+            asyncio.run(window(url, rate, 2.0, spec, -1))
+        found: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in KINDS}
         for number in range(windows):
-            for capture in ((False, True), (True, False))[number % 2]:
-                got = asyncio.run(window(url, vocabulary, rate, seconds, spec if capture else None))
-                for kept, new in zip(found[capture], got, strict=True):
+            for kind in list(KINDS)[:: -1 if number % 2 else 1]:
+                got = asyncio.run(window(url, rate, seconds, KINDS[kind], number))
+                for kept, new in zip(found[kind], got, strict=True):
                     kept.extend(new)
-    result: dict[str, Any] = {"shape": shape, "captured": spec, "requests_a_second": rate,
-                              "requests": len(found[True][0])}
+    result: dict[str, Any] = {"shape": shape, "requests_a_second": rate, "requests": len(found["nothing"][0])}
     for at, name in enumerate(("first_token", "between_tokens")):
         for share in (50, 99):
-            off, on = (statistics.quantiles(found[capture][at], n=100)[share - 1] for capture in (False, True))
-            result[f"{name}_p{share}"] = {"off_ms": 1000 * off, "on_ms": 1000 * on, "ratio": on / off}
+            taken = {kind: 1000 * statistics.quantiles(series[at], n=100)[share - 1] for kind, series in found.items()}
+            result[f"{name}_p{share}"] = taken | {f"{kind}_ratio": taken[kind] / taken["nothing"]
+                                                  for kind in list(KINDS)[1:]}
     return result
 
 
@@ -163,17 +172,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--load", type=float, default=0.5, help="share of what the server can serve (default: 0.5)")
     parser.add_argument("--requests", type=int, default=256, help="at once, to find out what it can serve")
-    parser.add_argument("--probe", action="store_true", help="capture the scores of a probe, not rows")
     args = parser.parse_args()
-    spec: Spec = {"probe": ["probe"]} if args.probe else {"codec": "int8b64"}
-    result = measure(args.shape, args.windows, args.seconds, args.load, args.requests, spec)
+    result = measure(args.shape, args.windows, args.seconds, args.load, args.requests)
     text = json.dumps(result, indent=1)
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
-    (results / f"serving-{args.shape}{'-probe' if args.probe else ''}.json").write_text(text + "\n")
+    (results / f"serving-{args.shape}.json").write_text(text + "\n")
     print(text)
-    print(f"added time between tokens: p50 {result['between_tokens_p50']['ratio'] - 1:+.2%}, "
-          f"p99 {result['between_tokens_p99']['ratio'] - 1:+.2%}")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,11 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+U8 = npt.NDArray[np.uint8]
 ALIGN: Final = 64
 _PREFIX: Final = "vllm-tap-ring-"
 
@@ -30,6 +33,7 @@ class Ring:
         self.capacity = capacity - capacity % mmap.PAGESIZE
         self.path = self._create()
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._bytes = np.frombuffer(self._map, np.uint8)
         self._pinned = pinned
         if pinned:
             error = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.capacity, 0)
@@ -83,6 +87,10 @@ class Ring:
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """The bytes themselves, for checksums and for sending across hosts."""
         return memoryview(self._map)[offset : offset + nbytes]
+
+    def blocks_at(self, offset: int, nbytes: int, count: int, stride: int) -> U8:
+        """``count`` blocks of ``nbytes``, ``stride`` apart, in place: uint8 [count, nbytes]."""
+        return np.lib.stride_tricks.as_strided(self._bytes[offset:], (count, nbytes), (stride, 1), writeable=False)
 
     def close(self) -> None:
         """Remove the file; the mapping goes with the process."""

@@ -91,6 +91,7 @@ class Sender(threading.Thread):
         self._progress = (0, time.monotonic())  # (durable, since when)
         self._closing = threading.Event()
         self._socket: Any = None
+        self._copied = np.empty(0, np.uint8)  # where pieces are put together; kept: new memory has to be touched
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -276,8 +277,7 @@ class Sender(threading.Thread):
     def _column(self, run: Run, offset: int, dtype: str) -> Any:
         """A column of all steps of a run that lies in the ring from ``offset`` on."""
         size = np.dtype(dtype).itemsize * len(run.slot)
-        return np.concatenate([np.frombuffer(self._ring.bytes_at(offset + step * run.stride, size), dtype)
-                               for step in range(run.steps)])
+        return self._ring.blocks_at(offset, size, run.steps, run.stride).copy().view(dtype).reshape(-1)
 
     def _positions(self, run: Run) -> Any:
         """The positions that the model used; they differ from the host's only where the host had to guess."""
@@ -289,11 +289,26 @@ class Sender(threading.Thread):
 
     def _stream_part(self, name: str, runs: list[Run]) -> control.StreamPart:
         digest = xxhash.xxh3_64()
-        extents = [(run.extents[name][0] + step * run.stride, run.extents[name][1])
-                   for run in runs for step in range(run.steps)]
-        for offset, size in extents:
-            digest.update(self._ring.bytes_at(offset, size))
+        extents: list[tuple[int, int]] = []
+        for run in runs:
+            offset, size = run.extents[name]
+            extents += [(offset + step * run.stride, size) for step in range(run.steps)]
+            digest.update(self._together(offset, size, run))
         return control.StreamPart(name, sum(size for _, size in extents), digest.intdigest(), extents)
+
+    def _together(self, offset: int, size: int, run: Run) -> Any:
+        """The bytes of a stream in all steps of a run, side by side.
+
+        A checksum of many pieces gives the interpreter away and asks for it back once a piece, and each time the step
+        thread, which launches hundreds of kernels a step, may have to wait: a copy is cheaper.
+        """
+        if run.steps == 1:
+            return self._ring.bytes_at(offset, size)
+        if len(self._copied) < run.steps * size:
+            self._copied = np.empty(run.steps * size, np.uint8)
+        together = self._copied[: run.steps * size]
+        np.copyto(together.reshape(run.steps, size), self._ring.blocks_at(offset, size, run.steps, run.stride))
+        return together
 
     # ── the wire ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
@@ -116,8 +116,12 @@ RULES: Final[dict[str, Rule]] = {
 }
 
 
-def install(points: Iterable[Point], staging: Staging) -> int:
-    """Wrap every point's module once; returns how many taps there are."""
+def install(points: Iterable[Point], staging: Staging,
+            straight: Mapping[int, Callable[[Any, torch.Tensor], None]] | None = None) -> int:
+    """Wrap every point's module once; returns how many taps there are.
+
+    ``straight``: by ``id``, how a joint projection is made to write q, k and v into their buffer without a copy.
+    """
     ordered = sorted(points, key=lambda point: id(point.module))
     for _, points_of in groupby(ordered, key=lambda point: id(point.module)):
         taps = list(points_of)
@@ -125,7 +129,11 @@ def install(points: Iterable[Point], staging: Staging) -> int:
         copies = [(tap.site, tap.rule, staging.buffers[tap.site][staging.index(tap.site, tap.layer)]) for tap in taps]
         if staging.joint is not None and {tap.rule for tap in taps} >= set(JOINT):
             copies = [copy for copy in copies if copy[1] not in JOINT]
-            copies.append(("qkv", "qkv", staging.joint[staging.index(JOINT[0], taps[0].layer)]))
+            buffer = staging.joint[staging.index(JOINT[0], taps[0].layer)]
+            if straight and id(module) in straight:
+                straight[id(module)](module, buffer)
+            else:
+                copies.append(("qkv", "qkv", buffer))
         for site, _, buffer in copies:
             if isinstance(module, nn.Module):
                 module.register_buffer(_name(site), buffer, persistent=False)

@@ -19,6 +19,7 @@ from engine_side import worker
 from engine_side.architectures import SHARED_OUT, Point, find_entry, find_points
 from engine_side.config import TAP_VERSION, TESTED_VERSIONS, EngineConfig, from_environment, in_tested_range
 from engine_side.probes import scorer
+from engine_side.seams import projections
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.seams.self_test import self_test
 from engine_side.staging import allocate
@@ -107,7 +108,7 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         model.register_buffer(f"vllm_tap_directions_{probe.name}", made.directions, persistent=False)
         model.register_buffer(f"vllm_tap_bias_{probe.name}", made.bias, persistent=False)
         logger.info("vllm-tap: probe %s: %d %s", probe, len(loaded.bias), loaded.about.meaning)
-    install(points, staging)
+    install(points, staging, projections.find(model))
     info = EngineInfo(
         model=str(model_config.served_model_name or model_config.model),
         model_dtype=str(dtype).removeprefix("torch."),

@@ -1,0 +1,31 @@
+"""q, k and v written straight into staging are those that a copy would have taken, and generation is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make bench-gpu on one")
+
+
+def test_straight_rows_are_the_copied_ones(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
+    ways = ("straight", "copied")
+    runs = [subprocess.Popen([sys.executable, "-m", "tests.gpu.captures_projections", str(tmp_path / way), way],
+                             env=environment, cwd=Path(__file__).parents[2], text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT) for way in ways]
+    seen: list[dict[str, Any]] = []
+    for run in runs:
+        text, _ = run.communicate(timeout=300)
+        lines = [line for line in text.splitlines() if line.startswith("SEEN ")]
+        assert lines, text[-4000:]
+        seen.append(json.loads(lines[0].removeprefix("SEEN ")))
+    assert [one.pop("straight") for one in seen] == [12, 0]
+    assert seen[0] == seen[1]
