@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,13 @@ from schemas.row_checksums import BlockChecksums, piece_digests
 from schemas.segment import FrameView, parse_frame, verify_payload
 from schemas.zarr_layout import block_name, segment_places
 
-__all__ = ["SegmentMaps", "View", "map_file"]
+__all__ = ["SegmentMaps", "View", "map_file", "opened"]
 
 maps_max: Final = 256
 frames_max: Final = 4096
 _GATHERED_BYTES: Final = 1 << 17
 View = FrameView | ColdFrame
+T = TypeVar("T")
 _GONE: Final = "the block was compacted or taken away since, or the store is not complete"
 
 
@@ -256,17 +257,22 @@ class SegmentMaps:
             if not fresh and segment.number in self._maps:
                 self._maps.move_to_end(segment.number)
                 return self._maps[segment.number]
-        places = segment_places(self._store, segment.number, segment.main)
-        # A segment moves once, from the last place to the first, while it is sealed. Looking from the last to the
-        # first and then once more finds it wherever it is at that moment.
-        for path in (*places[::-1], *places):
-            try:
-                mapped = (path, map_file(path))
-            except FileNotFoundError:
-                continue
-            with self._lock:
-                self._maps[segment.number] = mapped
-                while len(self._maps) > maps_max:
-                    self._maps.popitem(last=False)
-            return mapped
-        raise StoreError("open segment", places[0], "no such file", _GONE)
+        mapped = opened(self._store, segment, map_file)
+        with self._lock:
+            self._maps[segment.number] = mapped
+            while len(self._maps) > maps_max:
+                self._maps.popitem(last=False)
+        return mapped
+
+
+def opened(store: Path, segment: Segment, how: Callable[[Path], T]) -> tuple[Path, T]:
+    """Where a segment lies, and what ``how`` makes of it; StoreError where it is nowhere."""
+    places = segment_places(store, segment.number, segment.main)
+    # A segment moves once, from the last place to the first, while it is sealed. Looking from the last to the
+    # first and then once more finds it wherever it is at that moment.
+    for path in (*places[::-1], *places):
+        try:
+            return path, how(path)
+        except FileNotFoundError:
+            continue
+    raise StoreError("open segment", places[0], "no such file", _GONE)

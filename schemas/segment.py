@@ -27,7 +27,7 @@ from schemas.errors import CorruptError, ProtocolError, StoreError
 from schemas.frame import FLAG_ERASED, RowTable, check_frame, check_table
 
 __all__ = ["FrameHeader", "FrameView", "Layout", "check_streams", "encode_head", "frame_layout", "frames_end",
-           "parse_frame", "read_frame", "redacted_head", "verify_payload", "walk", "whole_frames"]
+           "head_digest", "parse_frame", "read_frame", "redacted_head", "verify_payload", "walk", "whole_frames"]
 
 MAGIC: Final = b"TAPFRM01"
 SEGMENT_VERSION: Final = 1
@@ -157,9 +157,9 @@ class FrameView:
         return self.offset + self.layout.total
 
     @property
-    def stale(self) -> bool:
-        """Whether the head is another now: rows were erased since it was parsed. Heads are rewritten before rows go."""
-        return bool(PRELUDE.unpack_from(self.data, self.offset)[-1] != self.digest)
+    def whole(self) -> bool:
+        """Whether its payload can be had, and not only its head."""
+        return len(self.data) >= self.end
 
     def pieces(self, layers: npt.ArrayLike, rows: npt.ArrayLike) -> Index:
         """Index of the piece of each (layer, row) in any of the streams: int64 ``[len(layers), len(rows)]``.
@@ -242,6 +242,15 @@ def read_frame(fd: int, offset: int, store: bytes, number: int, path: object, pa
     if len(data) < wanted:
         raise CorruptError("read frame", f"{path} at byte {offset}", "the file was cut")
     return parse_frame(memoryview(data), 0, store, number, f"{path} from byte {offset} on,", 0 if payload else left)
+
+
+def head_digest(fd: int, offset: int) -> int | None:
+    """The digest that the head at ``offset`` of an open file has now; None where the file ends before it.
+
+    Where rows were erased since, it is not a view's ``digest`` any more: heads are rewritten before rows go.
+    """
+    prelude = os.pread(fd, PRELUDE.size, offset)
+    return int(PRELUDE.unpack(prelude)[-1]) if len(prelude) == PRELUDE.size else None
 
 
 def newer_frame(data: memoryview, offset: int, store: bytes) -> bool:

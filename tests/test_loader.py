@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import shutil
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,14 +22,16 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from schemas import codecs  # noqa: E402
 from schemas.errors import CorruptError, NotFoundError, SpecError  # noqa: E402
-from schemas.frame import FLAG_ERASED  # noqa: E402
 from schemas.ids import new_ulid  # noqa: E402
 from schemas.reader import StoreReader  # noqa: E402
+from schemas.segment import parse_frame  # noqa: E402
 from tests.store_helpers import Sender, WriterProcess, engine_info, expected_pieces, until  # noqa: E402
-from vllm_tap import open_store  # noqa: E402
-from vllm_tap.loader import RowDataset, _Frames, activations, rows  # noqa: E402
+from vllm_tap import open_store, row_files  # noqa: E402
+from vllm_tap.loader import RowDataset, activations, rows  # noqa: E402
 from vllm_tap.row_decode import decode  # noqa: E402
+from vllm_tap.row_files import RowFiles, _stretches  # noqa: E402
 from vllm_tap.row_index import Kind  # noqa: E402
+from vllm_tap.row_window import WindowMemory  # noqa: E402
 from writer_service.erasing import erase  # noqa: E402
 
 WIDTH = 72  # not a multiple of int8b64's block
@@ -309,22 +313,39 @@ def sealed_copy(made: Made, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_dataset_of_before_hands_out_no_erased_row(made: Made, sealed_copy: Path, verify: bool) -> None:
-    """Whether heads were parsed before the erasure, after it or in the middle of a copy."""
+@pytest.mark.parametrize("moment", ["_read", "_stale"])
+def test_a_dataset_of_before_hands_out_no_erased_row(made: Made, sealed_copy: Path, verify: bool, moment: str) -> None:
+    """Whether heads were parsed before the erasure or after it, and whether it came before or after the copy."""
     gone = made.ids[4]
     data = rows(sealed_copy, "resid_post", 1, where=lambda row: row.id in made.ids[3:6], codec="int8b64", batch=8,
                 window=8, shuffle=False, verify=verify)
-    frames = _Frames(data.index, verify)
-    number = int(data.index.frame[0][data.index.capture == data.captures.index(gone)][0])
-    segment = int(data.index.frames[number, 0])
-    erased_in_view = []
+    of_gone = np.flatnonzero(data.index.capture == data.captures.index(gone))[:1]
+    segment = int(data.index.frames[data.index.frame[0][of_gone[0]], 0])
+
+    class ErasedMeanwhile(RowFiles):
+        moments: ClassVar[list[str]]
+
+        def _erase(self, now: str) -> None:
+            self.moments.append(now)
+            if self.moments.count(moment) == 1 and now == moment:
+                assert erase(sealed_copy, data.index.uuid, segment, [gone])
+
+        def _read(self, *piece: Any) -> None:
+            self._erase("_read")
+            super()._read(*piece)
+
+        def _stale(self, *frame: Any) -> bool:
+            self._erase("_stale")
+            return super()._stale(*frame)
+
     parsed = iter(data)
     next(parsed)
-    for view in frames.until_settled(number):
-        if not erased_in_view:
-            assert erase(sealed_copy, data.index.uuid, segment, [gone])
-        erased_in_view.append(bool((view.table.flags & FLAG_ERASED).any()))
-    assert erased_in_view == [False, True]
+    files = ErasedMeanwhile(data.index, verify)
+    files.moments = []
+    with pytest.raises(NotFoundError, match=gone):
+        files.copy([0], of_gone, WindowMemory().take(data.index, 1), np.zeros(1, np.int64))
+    assert files.moments == ["_read"] * 4 + ["_stale"]  # and then it was seen, before anything was read once more
+    files.close()
     for batches in (parsed, iter(data)):
         with pytest.raises(NotFoundError, match=gone):
             list(batches)
@@ -336,18 +357,92 @@ def test_a_dataset_of_before_hands_out_no_erased_row(made: Made, sealed_copy: Pa
             assert row.numpy().tobytes() == want.tobytes()
 
 
-def test_a_damaged_row_is_noticed_where_it_is_asked_for(made: Made, tmp_path: Path) -> None:
-    """Last in this module: with ``verify`` no damaged byte is trained on."""
-    shutil.copytree(made.path, tmp_path / "store")
-    with StoreReader(made.path) as reader:
-        place = reader.places(made.ids[0], "resid_post", [1])
-        assert until(lambda: reader.segment(int(place.segment[0, 0])).sealed)
-    shutil.rmtree(tmp_path / "store")
-    shutil.copytree(made.path, tmp_path / "store")
-    main, = (tmp_path / "store" / "blocks").glob(f"*{int(place.segment[0, 0]):08d}.zarr/q/c/0/0/0")
-    data = bytearray(main.read_bytes())
-    at = int(place.offset[0, 0]) + 8192
-    data[at] ^= 0xFF
-    main.write_bytes(data)
-    with pytest.raises(CorruptError):
-        list(rows(tmp_path / "store", "resid_post", 1, codec="int8b64", verify=True))
+def test_a_damaged_row_is_noticed_where_it_is_asked_for(sealed_copy: Path) -> None:
+    """With ``verify`` no damaged byte is trained on, and none that nobody asked for is in the way."""
+    def data(layer: int, verify: bool) -> RowDataset:
+        return rows(sealed_copy, "resid_post", layer, codec="int8b64", verify=verify)
+
+    index = data(1, verify=True).index
+    number, offset = index.frames[index.frame[0][0]].tolist()
+    main, = (sealed_copy / "blocks").glob(f"*{number:08d}.zarr/q/c/0/0/0")
+    stored = bytearray(main.read_bytes())
+    view = parse_frame(memoryview(stored), offset, index.uuid, number, main)
+    piece = int(view.pieces([1], [index.row[0][0]])[0, 0])
+    stored[offset + view.layout.parts[0] + piece * WIDTH] ^= 0xFF
+    main.write_bytes(stored)
+    with pytest.raises(CorruptError, match="fsck"):
+        list(data(1, verify=True))
+    assert [sum(len(batch["position"]) for batch in data(*asked)) for asked in ((2, True), (1, False))] == [
+        index.rows, index.rows]
+
+
+def test_what_was_decoded_stays_while_it_is_looked_at() -> None:
+    memory = WindowMemory()
+    first = memory.lend(2, 4, 8)
+    where = first.ctypes.data
+    rest = torch.from_numpy(first).view(torch.float32)[1:]
+    second = memory.lend(2, 4, 8)
+    del first
+    assert len({where, second.ctypes.data, memory.lend(2, 4, 8).ctypes.data}) == 3
+    del rest
+    again = WindowMemory()
+    where = again.lend(2, 4, 8).ctypes.data
+    other = again.lend(2, 3, 8)
+    assert again.lend(2, 4, 8).ctypes.data == where != other.ctypes.data
+
+
+@pytest.mark.parametrize("site", list(CODECS))
+def test_rows_that_lie_apart_are_read_apart(made: Made, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read() -> list[Any]:
+        data = rows(made.path, site, 2, codec=CODECS[site], batch=64, window=512, where={"half": "1"})
+        return [batch[f"{site}.2"] for batch in data]
+
+    near = read()
+    monkeypatch.setattr(row_files, "_GAP_BYTES", 0)
+    monkeypatch.setattr(row_files, "_SCRATCH_BYTES", 5 * WIDTH)
+    assert all(torch.equal(a, b) for a, b in zip(near, read(), strict=True))
+
+
+def test_stretches_hold_every_piece_within_bounds() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        pieces = np.sort(rng.choice(rng.integers(60, 400), rng.integers(1, 60), replace=False))
+        nbytes, most = int(rng.choice([16, 8192, 20_000])), int(rng.integers(1, 50))
+        runs = list(_stretches(pieces, nbytes, most))
+        assert np.concatenate([pieces[a:b] for a, b in runs]).tolist() == pieces.tolist()
+        for a, b in runs:
+            assert pieces[b - 1] - pieces[a] < most
+            assert (np.diff(pieces[a:b]) * nbytes <= max(row_files._GAP_BYTES, nbytes)).all()
+    assert list(_stretches(np.arange(7, 20), 8192, 100)) == [(0, 13)]
+
+
+def test_batches_stay_as_they_were_while_windows_take_turns(made: Made) -> None:
+    """Batches of what is stored as wanted are views of a window, whose memory the next one takes when they are gone."""
+    data = rows(made.path, "mlp_out", 1, batch=64, window=320, dtype=torch.bfloat16)
+    for epoch in range(2):
+        data.set_epoch(epoch)
+        held, then = [], []
+        for batch in data:
+            held.append(batch["mlp_out.1"])
+            then.append(held[-1].clone())
+            if len(held) % 12 == 0:
+                held[:], then[:] = held[-3:], then[-3:]
+            assert all(torch.equal(a, b) for a, b in zip(held, then, strict=True))
+    memory = WindowMemory()
+    first = memory.take(data.index, 10)
+    assert memory.take(data.index, 10) is not first  # of another iteration
+    looked_at = first[0]["x"][2:4]
+    memory.give(first, [weakref.ref(looked_at)])
+    second = memory.take(data.index, 10)
+    assert second is not first
+    memory.give(second, [])
+    assert memory.take(data.index, 9) is second
+    memory.give(first, [weakref.ref(looked_at)])
+    seen_through = torch.from_numpy(looked_at)[1:]
+    del looked_at
+    assert memory.take(data.index, 10) is not first
+    memory.give(first, [])
+    assert memory.take(data.index, 11) is not first
+    memory.give(first, [])
+    assert copy.deepcopy(memory).take(data.index, 1)[0]["x"].shape == (1, 2 * WIDTH)  # as when it is pickled: empty
+    assert memory.take(data.index, 10) is first and len(seen_through) == 1

@@ -21,13 +21,12 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from schemas.errors import CorruptError, NotFoundError, SpecError, StoreError
-from schemas.frame import FLAG_ERASED
-from schemas.mapping import SegmentMaps, View
+from schemas.errors import CorruptError, SpecError, StoreError
 from vllm_tap.listing import Where
 from vllm_tap.progress import Report
-from vllm_tap.row_decode import decode, is_as_stored
+from vllm_tap.row_files import RowFiles
 from vllm_tap.row_index import BLOCK_ROWS, RowIndex, build_index, found_again, keys_of, name_of
+from vllm_tap.row_window import Batch, Window, WindowMemory
 from vllm_tap.store import Store
 
 __all__ = ["Activations", "RowDataset", "activations", "rows"]
@@ -35,7 +34,6 @@ __all__ = ["Activations", "RowDataset", "activations", "rows"]
 WINDOW_ROWS: Final = 1 << 16
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 I64 = npt.NDArray[np.int64]
-Batch = dict[str, torch.Tensor]
 
 
 def rows(store: str | Path | Store, site: str | Sequence[str], layer: int | Sequence[int] | None = None, *,
@@ -47,8 +45,8 @@ def rows(store: str | Path | Store, site: str | Sequence[str], layer: int | Sequ
     Several sites or layers (``["resid_mid.3", "mlp_out.3"]``, or one site and a list of layers) come aligned: row i of
     each is of the same token. ``where``: tags that a capture must have, or a function of its ``CaptureRow``; ``codec``
     chooses among captures that are stored in different ways. ``rank`` and ``world`` are those of torch.distributed
-    where it is running. ``verify`` holds every frame against its checksums, which reads all its layers; without it
-    only heads are.
+    where it is running. ``verify`` holds every row against its checksum (in a segment that is not sealed yet:
+    every frame, which reads all its layers); without it only heads of frames are.
 
     A batch is a dict: ``site.layer`` [batch, width] of ``dtype`` for each, ``position``, ``token_id`` and ``capture``
     (a number in ``captures``), int64 [batch]. The last batch of a shard may be smaller. Iterating raises NotFoundError
@@ -91,6 +89,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         self.index, self.batch, self.dtype, self.seed, self.shuffle = index, batch, dtype, seed, shuffle
         self.window = -(-max(window, batch) // batch) * batch  # whole batches: no batch reaches into the next window
         self.rank, self.world, self.verify, self.epoch = rank, world, verify, 0
+        self._memory = WindowMemory()
         self._done = 0  # batches of this process that are behind
         self._resume: dict[str, Any] | None = None
 
@@ -183,31 +182,36 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         firsts = blocks * BLOCK_ROWS
         ends = np.cumsum(np.minimum(firsts + BLOCK_ROWS, self.rows) - firsts)  # of the blocks, in this order
         total = int(ends[-1]) if len(ends) else 0
-        frames = _Frames(self.index, self.verify)
+        files = RowFiles(self.index, self.verify)
         try:
             for number in range(skip * self.batch // self.window, -(-total // self.window)):
                 begin, end = number * self.window, min((number + 1) * self.window, total)
                 chosen = _between(firsts, ends, begin, end)
                 slots = self._slots(len(chosen), worker, workers, number)
-                filled = self._filled(frames, chosen, slots)
-                for at in range(max(0, skip * self.batch - begin), len(chosen), self.batch):
-                    self._done += 1
-                    # Another process would be sent the whole window with the first view of it.
-                    yield filled.batch(at, min(at + self.batch, len(chosen)), copied=get_worker_info() is not None)
+                filled = self._filled(files, chosen, slots, min(self.window, total))
+                try:
+                    for at in range(max(0, skip * self.batch - begin), len(chosen), self.batch):
+                        self._done += 1
+                        # Another process would be sent the whole window with the first view of it, and the last batch
+                        # is still looked at when the next window is filled.
+                        copied = get_worker_info() is not None or at + self.batch >= len(chosen)
+                        yield filled.batch(at, min(at + self.batch, len(chosen)), copied)
+                finally:
+                    filled.close()
         finally:
-            frames.close()
+            files.close()
 
-    def _filled(self, frames: _Frames, chosen: I64, slots: I64) -> _Window:
+    def _filled(self, files: RowFiles, chosen: I64, slots: I64, most: int) -> Window:
         try:
-            return _Window(self.index, frames, chosen, slots, self.dtype)
+            return Window(files, chosen, slots, self._memory, most, self.dtype)
         except CorruptError:
             raise
         except StoreError:
             moved = found_again(self.index)
             if np.array_equal(moved.frames, self.index.frames):
                 raise
-            self.index = frames.index = moved
-            return _Window(self.index, frames, chosen, slots, self.dtype)
+            self.index = files.index = moved
+            return Window(files, chosen, slots, self._memory, most, self.dtype)
 
     def _blocks(self, worker: int, workers: int, epoch: int) -> I64:
         """The blocks of a worker, in the order in which they are read."""
@@ -248,103 +252,6 @@ def _between(firsts: I64, ends: I64, begin: int, end: int) -> I64:
     sizes = ends[a:b + 1] - starts[a:b + 1]
     every = np.repeat(firsts[a:b + 1] - starts[a:b + 1], sizes) + np.arange(starts[a], ends[b])
     return every[begin - starts[a]:end - starts[a]]
-
-
-class _Frames:
-    """Frames of the index, mapped in this process."""
-
-    def __init__(self, index: RowIndex, verify: bool) -> None:
-        self.index, self._verify, self._maps = index, verify, SegmentMaps(index.store, index.uuid)
-
-    def until_settled(self, number: int) -> Iterator[View]:
-        """The frame, to be copied from; again where rows of it were erased meanwhile: the last copy is of one moment.
-
-        Its head is rewritten before rows are erased, so a head that is still the same after the copy vouches for it.
-        """
-        segment, offset = self.index.frames[number].tolist()
-        while True:
-            try:
-                view = self._maps.frame(self.index.segments[segment], offset, self._verify)
-            except CorruptError:  # known from before an erasure, or damaged
-                self._maps.forget(segment)
-                view = self._maps.frame(self.index.segments[segment], offset, self._verify)
-            yield view
-            if not view.stale:
-                return
-            self._maps.forget(segment)
-
-    def close(self) -> None:
-        self._maps.close()
-
-
-class _Window:
-    """The stored bytes of some rows, each at its slot; decoded a batch at a time."""
-
-    def __init__(self, index: RowIndex, frames: _Frames, chosen: I64, slots: I64, dtype: torch.dtype) -> None:
-        self._index, self._dtype = index, dtype
-        # Fresh memory for each window: what was handed out as a view of one stays as it is.
-        self._stored = [{stream.name: np.empty((len(chosen), stream.nbytes), np.uint8) for stream in kind.streams}
-                        for kind in index.kinds]
-        self._token_id = np.empty(len(chosen), np.int64)
-        self._row = np.empty(len(chosen), np.int64)
-        self._row[slots] = chosen
-        for members in self._alike():
-            self._fill(members, frames, chosen, slots)
-
-    def _alike(self) -> list[list[int]]:
-        """Keys whose rows lie in the same rows of the same frames, which are looked up once for all of them."""
-        groups: list[list[int]] = []
-        for key in range(len(self._index.keys)):
-            for group in groups:
-                if self._index.frame[group[0]] is self._index.frame[key]:
-                    group.append(key)
-                    break
-            else:
-                groups.append([key])
-        return groups
-
-    def _fill(self, members: list[int], frames: _Frames, chosen: I64, slots: I64) -> None:
-        frame, row = self._index.frame[members[0]][chosen], self._index.row[members[0]][chosen]
-        order = np.lexsort((row, frame))
-        bounds = np.flatnonzero(np.diff(frame[order], prepend=-1, append=-1))
-        layers = [self._index.keys[key][1] for key in members]
-        streams = self._index.kinds[members[0]].streams
-        for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            at = order[begin:end]
-            inside, where = row[at], slots[at]
-            for view in frames.until_settled(int(frame[at[0]])):
-                pieces = view.pieces([view.frame.layers.index(layer) for layer in layers], inside)
-                for number, stream in enumerate(streams):
-                    section = view.section(number)
-                    for key, piece in zip(members, pieces, strict=True):
-                        self._stored[key][stream.name][where] = section[_run(piece)]
-                if members[0] == 0:
-                    self._token_id[where] = view.table.token_id[inside]
-            erased = view.table.flags[inside] & FLAG_ERASED != 0
-            if erased.any():
-                gone = self._index.captures[self._index.capture[chosen[at[erased][0]]]]
-                raise NotFoundError(f"capture {gone} was deleted after the dataset was made; make the dataset again: "
-                                    "it is left out then")
-
-    def batch(self, begin: int, end: int, copied: bool) -> Batch:
-        """Rows at the slots ``[begin, end)``."""
-        taken = self._row[begin:end]
-        made: Batch = {}
-        for key, kind, stored in zip(self._index.keys, self._index.kinds, self._stored, strict=True):
-            part = {name: array[begin:end] for name, array in stored.items()}
-            values = decode(kind, part, self._dtype)
-            made[name_of(key)] = values.clone() if copied and is_as_stored(kind, self._dtype) else values
-        made["position"] = torch.from_numpy(self._index.position[taken].astype(np.int64))
-        made["token_id"] = torch.from_numpy(self._token_id[begin:end].copy())
-        made["capture"] = torch.from_numpy(self._index.capture[taken].astype(np.int64))
-        return made
-
-
-def _run(pieces: I64) -> slice | I64:
-    """A slice where the pieces lie side by side: then nothing is gathered before it is copied."""
-    first = int(pieces[0])
-    side_by_side = int(pieces[-1]) - first + 1 == len(pieces) and bool((np.diff(pieces) == 1).all())
-    return slice(first, first + len(pieces)) if side_by_side else pieces
 
 
 class Activations(Iterator[torch.Tensor]):

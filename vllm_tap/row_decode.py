@@ -5,10 +5,11 @@ What is fast is bit for bit what decoding to float32 and rounding once gives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from schemas import codecs
@@ -16,9 +17,10 @@ from schemas.codecs import raw16
 from schemas.codecs.int8b64 import BLOCK
 from schemas.slices import Kind
 
-__all__ = ["decode", "empty", "is_as_stored"]
+__all__ = ["decode", "fresh", "is_as_stored"]
 
 _CACHED_ROWS: Final = 64
+Bytes = npt.NDArray[np.uint8]
 _TORCH: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -32,29 +34,34 @@ def _stored_dtype(kind: Kind) -> torch.dtype | None:
     return {"raw": _TORCH[kind.dtype], "raw16": _TORCH[raw16.kept(kind.dtype)]}.get(kind.codec)
 
 
-def decode(kind: Kind, stored: Mapping[str, np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-    """Rows ``[n, decoded width]`` of ``dtype`` from the bytes of their pieces, uint8 ``[n, piece bytes]`` by stream."""
+def fresh(rows: int, nbytes: int) -> Bytes:
+    """Memory uint8 ``[rows, nbytes]``: NumPy asks the system for huge pages, torch for thousands of small ones."""
+    return np.empty((rows, nbytes), np.uint8)
+
+
+def decode(kind: Kind, stored: Mapping[str, Bytes], dtype: torch.dtype, memory: Callable[[int, int], Bytes] = fresh
+           ) -> torch.Tensor:
+    """Rows ``[n, decoded width]`` of ``dtype`` from the bytes of their pieces, uint8 ``[n, piece bytes]`` by stream.
+
+    They are a view of ``stored`` where that is what is wanted, or may be in memory asked for as from ``fresh``.
+    """
     if (plain := _stored_dtype(kind)) is not None:
         return torch.from_numpy(stored["x"]).view(plain).to(dtype)
     if kind.codec == "int8b64":
-        return _int8b64(kind, stored, dtype)
+        return _int8b64(kind, stored, dtype, memory)
     pieces = {stream.name: stored[stream.name].view(stream.dtype).reshape(-1, *stream.shape) for stream in kind.streams}
     return torch.from_numpy(codecs.decode(kind.codec, pieces, kind.width, kind.dtype)).to(dtype)
 
 
-def empty(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Fresh memory ``[rows, width]``: NumPy asks the system for huge pages, torch for thousands of small ones."""
-    return torch.from_numpy(np.empty((rows, width * dtype.itemsize), np.uint8)).view(dtype)
-
-
-def _int8b64(kind: Kind, stored: Mapping[str, np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+def _int8b64(kind: Kind, stored: Mapping[str, Bytes], dtype: torch.dtype, memory: Callable[[int, int], Bytes]
+             ) -> torch.Tensor:
     """A code times its scale is exact in float32; bfloat16 products of the two are rounded once, as from there."""
     working = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     q = torch.from_numpy(stored["q"]).view(torch.int8)
     scale = torch.from_numpy(stored["scale"]).view(torch.bfloat16)
     wide = stored["outlier_index"].view(np.uint16 if kind.width <= 0xFFFF else np.uint32)
     columns, values = torch.from_numpy(wide.astype(np.int64)), torch.from_numpy(stored["outlier_value"])
-    x = empty(len(q), kind.width, working)
+    x = torch.from_numpy(memory(len(q), kind.width * working.itemsize)).view(working)
     inside = kind.width // BLOCK * BLOCK
     for begin in range(0, len(q), _CACHED_ROWS):  # few enough that every pass finds them in the cache
         rows = slice(begin, begin + _CACHED_ROWS)

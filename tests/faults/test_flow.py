@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import resource
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from schemas.control import Finish, Open, encode
-from schemas.errors import TapError
+from schemas.errors import NotFoundError, TapError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from schemas.spec import Resolved
@@ -24,6 +25,8 @@ from tests.faults.conftest import times
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.traffic import Traffic
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
+from vllm_tap.loader import RowDataset
+from vllm_tap.loader import rows as training_rows
 from writer_service.fsck import fsck
 
 Record = Callable[[str, object], None]
@@ -144,11 +147,11 @@ def test_row_06_a_disk_that_is_really_full(
     record_property("times", f"{rounds} times full, {kills} of them killed and started, {rows} rows compared")
 
 
-def test_row_06_a_check_where_what_was_erased_lies_on_a_full_tmpfs(
-    nursery: Nursery, tmp_path: Path, record_property: Record
-) -> None:
-    """Pages that erasing freed are none to be had: whoever faults them in there dies."""
-    disk, captures = tmp_path / "disk", [new_ulid() for _ in range(2)]
+@contextmanager
+def erased_on_a_full_disk(nursery: Nursery, disk: Path) -> Iterator[tuple[Path, list[str], RowDataset]]:
+    """A store of two captures, the first of which was erased, their ids, and a dataset of before. Pages that erasing
+    freed are none to be had: whoever faults them in there dies."""
+    captures = [new_ulid() for _ in range(2)]
     with small_disk(disk, 8 << 20):
         store, writer = disk / "store", Forked(nursery, disk / "store")
         writer.begin()
@@ -161,16 +164,45 @@ def test_row_06_a_check_where_what_was_erased_lies_on_a_full_tmpfs(
                 engine.finish(capture, end=150)
             engine.wait()
             assert until(lambda: list((store / "blocks").glob("w0-*.zarr")))
+            before = training_rows(store, SITE, 1)
             engine.delete(captures[0])
             engine.wait()
             with StoreReader(store) as reader:
                 assert until(lambda: not reader.erasing())
         writer.end(signal.SIGTERM)
         fill(disk / "ballast", 64 << 10)
+        yield store, captures, before
+
+
+def test_row_06_a_check_where_what_was_erased_lies_on_a_full_tmpfs(
+    nursery: Nursery, tmp_path: Path, record_property: Record
+) -> None:
+    with erased_on_a_full_disk(nursery, tmp_path / "disk") as (store, _, _):
         done = subprocess.run([sys.executable, "-m", "vllm_tap", "fsck", str(store)], capture_output=True, text=True,
                               cwd=ROOT, timeout=60)
         assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
     record_property("times", "one check")
+
+
+def train_on_what_is_left(store: Path, captures: list[str], before: RowDataset) -> None:
+    left = training_rows(store, SITE, 1, verify=True)
+    assert left.captures == captures[1:] and sum(len(batch["position"]) for batch in left) == 150
+    for verify in (False, True):
+        before.verify = verify
+        with pytest.raises(NotFoundError, match=captures[0]):
+            list(before)
+
+
+def test_row_06_training_where_what_was_erased_lies_on_a_full_tmpfs(
+    nursery: Nursery, tmp_path: Path, record_property: Record
+) -> None:
+    """What is left is read, with ``verify`` too, and a dataset of before says what was deleted."""
+    with erased_on_a_full_disk(nursery, tmp_path / "disk") as given:
+        child = multiprocessing.get_context("spawn").Process(target=train_on_what_is_left, args=given)
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+    record_property("times", "three datasets")
 
 
 def test_row_08_a_limit_on_the_size_of_files(
