@@ -1,10 +1,12 @@
 """The training loader against reading the same files from front to back: rows/s and GB/s, both decoded to 16 bits.
 
-    python -m bench.loader [--gib 1] [--rounds 3] [--codec raw16,int8b64] [--store DIR]
+    python -m bench.loader [--gib 4] [--rounds 7] [--codec raw16,int8b64] [--store DIR]
 
 The store is made through a real writer: frames of 64 rows × 8 layers × 4096 numbers, one site. Both sides read one
-layer and give batches of 4,096 rows in bfloat16; the sequential side knows the files' order and decodes each frame's
-rows straight into the batch. In turns, so that both meet the same machine; files that fit are read from its page cache.
+layer in one thread, hold every frame's head against its hash and give batches of 4,096 rows in bfloat16. The sequential
+side knows the files' order: it reads each frame's rows straight to where a batch is decoded from, or stays. They take
+turns, so that both meet the same machine, after a warming round: files that fit are read from the page cache. A round
+is an epoch of one dataset. ``cpu_ratio`` is of CPU seconds, which others on the machine disturb least.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +33,12 @@ from schemas import codecs
 from schemas.control import Ack, EngineInfo, Finish, Frame, Hello, Open, StreamPart, Welcome, decode_from_writer, encode
 from schemas.frame import RowTable
 from schemas.ids import new_ulid
-from schemas.mapping import SegmentMaps
+from schemas.mapping import opened
+from schemas.segment import read_frame
+from schemas.slices import Kind
 from schemas.spec import Armed, Resolved
 from vllm_tap.loader import RowDataset, rows
-from vllm_tap.row_decode import decode, empty
+from vllm_tap.row_decode import decode, is_as_stored
 from vllm_tap.services import make_socket_dir
 from vllm_tap.writer_process import WriterProcess
 
@@ -79,45 +85,75 @@ def fill(store: Path, codec: str, gib: float) -> None:
 
 
 def sequential(data: RowDataset) -> Iterator[torch.Tensor]:
-    """Batches in the order of the files, each row decoded straight to where it stays."""
-    index = data.index
-    maps = SegmentMaps(index.store, index.uuid)
-    batch, at = empty(BATCH, WIDTH, torch.bfloat16), 0
-    for segment, offset in index.frames.tolist():
-        view = maps.frame(index.segments[segment], offset, verify=False)
-        pieces = view.pieces([view.frame.layers.index(LAYER)], np.arange(view.rows))[0]
-        run = slice(int(pieces[0]), int(pieces[-1]) + 1)
-        stored = {stream.name: view.section(number)[run] for number, stream in enumerate(view.declared)}
-        batch[at:at + view.rows] = decode(index.kinds[0], stored, torch.bfloat16)
+    """Batches in the order of the files."""
+    index, kind = data.index, data.index.kinds[0]
+    stored, at, file = empty_batch(kind), 0, (-1, Path(), -1)
+    for number, offset in index.frames.tolist():
+        if number != file[0]:
+            close(file[2])
+            file = (number, *opened(index.store, index.segments[number], lambda path: os.open(path, os.O_RDONLY)))
+        view = read_frame(file[2], offset, index.uuid, number, file[1], payload=False)
+        first = int(view.pieces([view.frame.layers.index(LAYER)], [0])[0, 0])
+        for begin, rows_of in zip(view.layout.parts, stored.values(), strict=True):
+            part = rows_of[at:at + view.rows]
+            assert os.preadv(file[2], [part.data], offset + begin + first * rows_of.shape[1]) == part.size
         at += view.rows
         if at == BATCH:
-            yield batch
-            batch, at = empty(BATCH, WIDTH, torch.bfloat16), 0
-    maps.close()
+            yield decode(kind, stored, torch.bfloat16)
+            at = 0
+            if is_as_stored(kind, torch.bfloat16):  # then what was given is that memory
+                stored = empty_batch(kind)
+    close(file[2])
 
 
-def timed(batches: Iterator[torch.Tensor]) -> tuple[float, int]:
-    """Seconds, and rows."""
-    began, count = time.perf_counter(), 0
+def empty_batch(kind: Kind) -> dict[str, np.ndarray]:
+    """Memory for the stored bytes of a batch, by stream."""
+    return {stream.name: np.empty((BATCH, stream.nbytes), np.uint8) for stream in kind.streams}
+
+
+def close(fd: int) -> None:
+    """Close a file if one was open."""
+    if fd >= 0:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """So many rows took so long, of the clock and of the CPU."""
+
+    rows: int
+    wall_s: float
+    cpu_s: float
+
+    def figures(self) -> dict[str, float]:
+        """Speeds, and what a row costs."""
+        rows_s = self.rows / self.wall_s
+        return {"rows_s": rows_s, "gb_s": rows_s * WIDTH * 2 / 1e9, "cpu_us_row": self.cpu_s / self.rows * 1e6}
+
+
+def timed(batches: Iterable[torch.Tensor]) -> Timed:
+    """Take all batches."""
+    began, began_cpu, count = time.perf_counter(), time.process_time(), 0
     for batch in batches:
         count += len(batch)
-    return time.perf_counter() - began, count
+    return Timed(count, time.perf_counter() - began, time.process_time() - began_cpu)
 
 
 def measure(codec: str, gib: float, rounds: int, folder: Path) -> dict[str, float]:
     """Medians over the rounds; one warming round before them is thrown away."""
     store = folder / codec
     fill(store, codec, gib)
+    data = rows(store, SITE, LAYER, batch=BATCH, dtype=torch.bfloat16)
+    name, = data.names
     results = []
     for number in range(rounds + 1):
-        data = rows(store, SITE, LAYER, batch=BATCH, dtype=torch.bfloat16, seed=number)
-        name, = data.names
-        seconds, count = timed(sequential(data))
-        shuffled_s, shuffled = timed(batch[name] for batch in itertools.islice(data, count // BATCH))
-        line = {"sequential_rows_s": count / seconds, "loader_rows_s": shuffled / shuffled_s,
-                "sequential_gb_s": count * WIDTH * 2 / seconds / 1e9,
-                "loader_gb_s": shuffled * WIDTH * 2 / shuffled_s / 1e9,
-                "ratio": (shuffled / shuffled_s) / (count / seconds)}
+        data.set_epoch(number)
+        ordered = timed(sequential(data))
+        shuffled = timed(batch[name] for batch in itertools.islice(data, ordered.rows // BATCH))
+        line = {f"{side}_{unit}": value for side, run in (("sequential", ordered), ("loader", shuffled))
+                for unit, value in run.figures().items()}
+        line["ratio"] = line["loader_rows_s"] / line["sequential_rows_s"]
+        line["cpu_ratio"] = line["sequential_cpu_us_row"] / line["loader_cpu_us_row"]
         if number:
             results.append(line)
         print(codec, " ".join(f"{key}={value:.3g}" for key, value in line.items()) + ("" if number else " (warming)"),
@@ -128,8 +164,8 @@ def measure(codec: str, gib: float, rounds: int, folder: Path) -> dict[str, floa
 def main() -> None:
     """Print the medians by codec as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=float, default=2.0, help="of stored rows, all layers together")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gib", type=float, default=4.0, help="of stored rows, all layers together")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--codec", default="raw16,int8b64")
     parser.add_argument("--store", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk to measure")
     args = parser.parse_args()
