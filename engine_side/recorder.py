@@ -79,6 +79,7 @@ class Recorder:
     compiled: Compiled = field(init=False)
     captures: CaptureTable = field(default_factory=CaptureTable)
     counters: TapCounters = field(default_factory=TapCounters)
+    launch: int = 0  # odd while a step with prompts is launched on a device: the sender gives way
     writer_away: bool = False  # set by the sender thread: too much waits for the writer, no capture is begun
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about

@@ -37,6 +37,8 @@ _IDLE_POLL_MS = 10
 _BUSY_POLL_MS = 4
 _STALL_S = 3.0
 _ALONE_S = 10.0
+_GIVE_WAY_S = 0.03  # at most, for each launch
+_NAP_S = 0.001
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class Sender(threading.Thread):
         self._progress = (0, time.monotonic())  # (durable, since when)
         self._closing = threading.Event()
         self._socket: Any = None
+        self._gave_way = 0  # to this launch
         self._copied = np.empty(0, np.uint8)  # where pieces are put together; kept: new memory has to be touched
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -111,6 +114,7 @@ class Sender(threading.Thread):
         deadline: float | None = None
         try:
             while True:
+                self._give_way()
                 busy, now = True, time.monotonic()
                 try:
                     busy = self._take_events()
@@ -151,11 +155,24 @@ class Sender(threading.Thread):
             self.join(timeout_s)
         self._ring.close()
 
+    def _give_way(self) -> None:
+        """For a moment, while a step with prompts is launched.
+
+        Such a step is limited by the host, which launches hundreds of kernels: each gives the interpreter away for a
+        moment, and a thread that takes it then makes that moment long. Between launches there is time.
+        """
+        launch = self._recorder.launch
+        if launch % 2 and launch != self._gave_way:
+            self._gave_way, until = launch, time.monotonic() + _GIVE_WAY_S
+            while self._recorder.launch == launch and time.monotonic() < until:
+                time.sleep(_NAP_S)
+
     # ── events to messages ──────────────────────────────────────────────────────────────────────────────────────
 
     def _take_events(self) -> bool:
         taken = False
         while self._outbox:
+            self._give_way()
             event = self._outbox[0]
             if isinstance(event, Run | Freed) and event.ready is not None and not event.ready.query():
                 break
@@ -291,6 +308,7 @@ class Sender(threading.Thread):
         digest = xxhash.xxh3_64()
         extents: list[tuple[int, int]] = []
         for run in runs:
+            self._give_way()
             offset, size = run.extents[name]
             extents += [(offset + step * run.stride, size) for step in range(run.steps)]
             digest.update(self._together(offset, size, run))
@@ -305,7 +323,8 @@ class Sender(threading.Thread):
         if run.steps == 1:
             return self._ring.bytes_at(offset, size)
         if len(self._copied) < run.steps * size:
-            self._copied = np.empty(run.steps * size, np.uint8)
+            self._gave_way = 0  # to this launch
+        self._copied = np.empty(run.steps * size, np.uint8)
         together = self._copied[: run.steps * size]
         np.copyto(together.reshape(run.steps, size), self._ring.blocks_at(offset, size, run.steps, run.stride))
         return together

@@ -107,6 +107,23 @@ def test_waiting_loses_nothing_however_small_the_ring(writer: WriterProcess) -> 
     assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
 
 
+def test_while_a_prompt_is_launched_the_sender_gives_way_for_a_moment(writer: WriterProcess) -> None:
+    tapped = Tapped(writer.endpoint)
+    manifest_of(writer.store, tapped.whole(4))  # the writer is there
+    tapped.recorder.launch += 1
+    time.sleep(0.015)  # it naps now, of the 30 ms at most
+    capture = tapped.open(4)
+    assert len(tapped.recorder.outbox) == 1, "taken while a prompt is launched"
+    tapped.recorder.launch += 1
+    until(lambda: not tapped.recorder.outbox, 5.0)
+    tapped.recorder.launch += 1  # one that never ends
+    tapped.step(capture, 0, 4)
+    tapped.finish(capture, 4)
+    manifest = manifest_of(writer.store, capture)
+    tapped.sender.close()
+    assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
+
+
 def test_a_writer_with_another_store_is_served_from_there_on(writer: WriterProcess, tmp_path: Path) -> None:
     tapped = Tapped(writer.endpoint)
     assert manifest_of(writer.store, tapped.whole(100)).status == "complete"

@@ -70,9 +70,16 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
             _guarded(_open, current.recorder, request)
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             _guarded(_resume, current.recorder, scheduler_output.scheduled_cached_reqs)
-        _guarded(_before, current.recorder, scheduler_output.total_num_scheduled_tokens)
-        result = original(self, scheduler_output, *args, **kwargs)
-        ran = scheduler_output.total_num_scheduled_tokens and current.recorder.captures
+        tokens = scheduler_output.total_num_scheduled_tokens
+        _guarded(_before, current.recorder, tokens)
+        on_device = current.recorder.crossing.scratch is not None
+        launch = on_device and tokens > len(scheduler_output.num_scheduled_tokens)
+        current.recorder.launch += launch
+        try:
+            result = original(self, scheduler_output, *args, **kwargs)
+        finally:
+            current.recorder.launch += launch
+        ran = tokens and current.recorder.captures
         if ran and not _guarded(_after, current.recorder, self, scheduler_output, layout):
             _guarded(_miss, current.recorder)
         return result
