@@ -14,7 +14,7 @@ from schemas.segment import FrameView, check_streams
 
 U64 = npt.NDArray[np.uint64]
 
-cache_bytes: Final = 512 * 1024  # hashed twice while the processor's own cache has them
+cache_bytes: Final = 1024 * 1024  # hashed twice while the processor's own cache has them
 pieces_at_once: Final = 512  # of small ones: each round holds the interpreter
 
 
