@@ -49,7 +49,7 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
                   lifespan=lifespan, redirect_slashes=False, redoc_url=None)
     errors.install(app)
     describe(app)
-    for part in (generate, captures, holds, slices, live, maps, about, page):
+    for part in (slices, generate, captures, holds, live, maps, about, page):  # what is asked most is found first
         app.include_router(part.router)
     app.add_middleware(Guard, config=config, who=who)
     app.add_middleware(CountRequests, metrics=metrics)

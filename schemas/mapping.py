@@ -53,28 +53,36 @@ def _compare(stored: npt.NDArray[np.uint64], main: Iterable[Bytes], sides: list[
                            "vllm-tap fsck names all that do not")
 
 
-def _side_by_side(places: I64, step: int) -> bool:
-    return len(places) > 0 and bool((np.diff(places) == step).all())
+def _count_up(*numbers: I64) -> bool:
+    return all(len(each) > 0 and (np.diff(each) == 1).all() for each in numbers)
+
+
+def _copy(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) -> None:
+    """``_gather`` where one begins as another ends, here and there: in one piece."""
+    rows = out[target[0]:target[0] + len(target)]
+    piece = data[starts[0]:starts[0] + rows.nbytes]
+    if len(piece) < rows.nbytes:
+        raise _beyond(path, len(data))
+    rows[:] = np.frombuffer(piece, np.uint8).reshape(rows.shape)
 
 
 def _gather(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) -> None:
     """Copy the bytes that begin at each of ``starts`` to those rows of ``out``, uint8 ``[rows, piece bytes]``.
 
-    Rows that lie side by side here and there, as those of a prompt do, in one piece; else little by little: what is
-    copied on the way stays in the processor's cache, and in memory that is there already.
+    Little by little: what is copied on the way stays in the processor's cache, and in memory that is there already.
     """
-    nbytes, count = out.shape[1], len(starts)
-    if _side_by_side(target, 1) and _side_by_side(starts, nbytes) and starts[0] + count * nbytes <= len(data):
-        piece = data[starts[0]:starts[0] + count * nbytes]
-        out[target[0]:target[0] + count] = np.frombuffer(piece, np.uint8).reshape(count, nbytes)
-        return
+    nbytes = out.shape[1]
     pieces: npt.NDArray[np.void] = np.ndarray((max(len(data) - nbytes + 1, 0),), f"V{nbytes}", data, strides=(1,))
     whole, few = out.view(f"V{nbytes}")[:, 0], max(1, _GATHERED_BYTES // nbytes)
     try:
         for begin in range(0, len(starts), few):
             whole[target[begin:begin + few]] = pieces[starts[begin:begin + few]]
     except IndexError:
-        raise CorruptError("read rows", path, f"it has {len(data)} bytes, rows lie beyond") from None
+        raise _beyond(path, len(data)) from None
+
+
+def _beyond(path: Path, nbytes: int) -> CorruptError:
+    return CorruptError("read rows", path, f"it has {nbytes} bytes, rows lie beyond")
 
 
 class SegmentMaps:
@@ -179,17 +187,21 @@ class SegmentMaps:
         if segment.cold:
             block = self.cold(segment.number)
             path, pieces = block.main, block.pieces(table[ROW], layers).reshape(-1)
+            take = _copy if _count_up(pieces, target) else _gather
             for number, out in enumerate(flat):
                 section = block.section(number)
                 if isinstance(section, Packed):
                     out[target] = section[pieces]
                 else:
-                    _gather(section.reshape(-1).data, pieces * out.shape[1], out, target, path)
+                    take(section.reshape(-1).data, pieces * out.shape[1], out, target, path)
         else:
             path, data = self._map(segment, fresh=False)
-            pieces = table[FIRST] + columns[:, table[KIND]] * table[STEP]
+            pieces = (table[FIRST] + columns[:, table[KIND]] * table[STEP]).reshape(-1)
+            parts = np.tile(table[PARTS:], len(layers))
+            # Rows of a prompt lie side by side in their one frame.
+            take = _copy if _count_up(pieces, target) and (table[OFFSET] == table[OFFSET, 0]).all() else _gather
             for number, out in enumerate(flat):
-                _gather(data, (table[PARTS + number] + pieces * out.shape[1]).reshape(-1), out, target, path)
+                take(data, parts[number] + pieces * out.shape[1], out, target, path)
         checksums = self.checksums(segment)
         if checksums is None or not (table[ROW] >= 0).all():
             for offset in np.unique(table[OFFSET]).tolist():

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import json
+import socket
 import struct
 import time
 import tracemalloc
@@ -366,6 +367,15 @@ def test_a_caller_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
                 time.sleep(0.1)
             with pytest.raises(httpx.RemoteProtocolError):
                 got.read()
+        with socket.create_connection(("127.0.0.1", int(stack.url.rpartition(":")[2]))) as slow:  # but not cut off
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            slow.sendall(f"GET {whole} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            taken, began_s = b"", time.monotonic()
+            while some := slow.recv(1 << 17):
+                taken += some
+                time.sleep(0.02)
+            head, _, body = taken.partition(b"\r\n\r\n")
+            assert f"content-length: {len(body)}\r\n".encode() in head.lower() and time.monotonic() > began_s + 1.5
         assert "Traceback" not in (stack.store.parent / "api.log").read_text()
 
 
