@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["bounded_heads"]
+__all__ = ["ENDS_WHAT_IT_CLOSES", "bounded_heads"]
+
+ENDS_WHAT_IT_CLOSES: Final = "vllm_tap_ends_what_it_closes"  # in the state of requests that come over such a connection
+_LOOK_S: Final = 0.5
 
 
 class _Uncopied(h11.Connection):
@@ -22,15 +25,18 @@ class _Uncopied(h11.Connection):
 class _BoundedHeads(H11Protocol):
     """Closes a connection whose next request's head is not whole after ``head_s`` seconds.
 
-    The server itself times the pause between two requests alone: who sends a byte now and then would stay for ever.
+    The server itself times the pause between two requests alone: who sends a byte now and then would stay for ever. And
+    what it closes stays until the caller has taken what was sent: one who takes nothing would keep that in memory.
     """
 
     head_s: ClassVar[float]
     _timer: asyncio.TimerHandle | None = None
+    _full: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = _Uncopied(h11.SERVER)
+        self.app_state = {**self.app_state, ENDS_WHAT_IT_CLOSES: True}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -42,7 +48,24 @@ class _BoundedHeads(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_if_closed()
+
+    def resume_writing(self) -> None:
+        if self._full is not None:
+            self._full.cancel()
+            self._full = None
+        super().resume_writing()
+
+    def _end_if_closed(self) -> None:
+        if self.transport.is_closing():
+            self.transport.abort()
+        else:
+            self._full = self.loop.call_later(_LOOK_S, self._end_if_closed)
 
     def _watch(self) -> None:
         if self.conn.their_state is not h11.IDLE:

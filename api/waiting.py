@@ -22,18 +22,17 @@ _FIRST_S, _LAST_S = 0.01, 0.25  # the pauses between looks grow from one to the 
 _APPEARS_S: Final = 0.5  # what is durable shows in the catalog within this time
 
 
-async def poll(service: Service, look: Callable[[], T], enough: Callable[[T], bool], timeout_s: float,
-               limiter: anyio.CapacityLimiter | None = None) -> T:
+async def poll(service: Service, look: Callable[[], T], enough: Callable[[T], bool], timeout_s: float) -> T:
     """The first ``look()`` that is ``enough``, else the last one before ``timeout_s`` seconds have passed.
 
-    ``look`` runs in a thread, as ``limiter`` lets it; NotFoundError from it is raised only after a moment, since what
-    is durable may not be in the catalog yet.
+    ``look`` runs in a thread; NotFoundError from it is raised only after a moment, since what is durable may not be in
+    the catalog yet.
     """
     started_s, pause_s = time.monotonic(), _FIRST_S
     end_s = started_s + timeout_s
     while True:
         try:
-            found = await anyio.to_thread.run_sync(look, limiter=limiter)
+            found = await anyio.to_thread.run_sync(look)
             if enough(found) or time.monotonic() >= end_s:
                 return found
         except NotFoundError:

@@ -323,8 +323,7 @@ class Sender(threading.Thread):
         if run.steps == 1:
             return self._ring.bytes_at(offset, size)
         if len(self._copied) < run.steps * size:
-            self._gave_way = 0  # to this launch
-        self._copied = np.empty(run.steps * size, np.uint8)
+            self._copied = np.empty(run.steps * size, np.uint8)
         together = self._copied[: run.steps * size]
         np.copyto(together.reshape(run.steps, size), self._ring.blocks_at(offset, size, run.steps, run.stride))
         return together

@@ -349,6 +349,12 @@ def test_a_slice_is_counted_with_all_the_memory_that_making_it_takes(
     assert answer.size < peak < slice_bytes(Config(stack.store, stack.endpoint), manifest, chosen, query)
 
 
+def sockets(stack: Stack) -> int:
+    """That the service has open."""
+    folder = Path(f"/proc/{stack.processes['api'].child.pid}/fd")
+    return sum(str(fd.readlink()).startswith("socket:") for fd in folder.iterdir() if fd.is_symlink())
+
+
 def test_a_caller_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
     """One who went to sleep would hold the memory of all slices for ever."""
     with running(tmp_path) as stack:
@@ -357,6 +363,8 @@ def test_a_caller_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
         stack.wait_ready()
         ulid = stack.complete("x" * 4000, max_tokens=1, capture={"codec": "raw"}).json()["capture"]["id"]
         whole = f"/v1/captures/{ulid}/activations"
+        stack.http.get("/metrics")
+        before = sockets(stack)
         with httpx.Client(base_url=stack.url) as asleep, asleep.stream("GET", whole) as got:
             assert got.status_code == 200
             held = "vllm_tap_api_slices_in_flight_bytes 0.0"
@@ -364,6 +372,9 @@ def test_a_caller_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
             end_s = time.monotonic() + 10
             while held not in stack.http.get("/metrics").text:
                 assert time.monotonic() < end_s
+                time.sleep(0.1)
+            while sockets(stack) > before:
+                assert time.monotonic() < end_s, "the connection is still there, with what was sent through it"
                 time.sleep(0.1)
             with pytest.raises(httpx.RemoteProtocolError):
                 got.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,4 +76,17 @@ def test_a_projection_writes_into_staging_what_a_copy_would_put_there(compiled: 
 
 
 def test_what_is_not_a_plain_product_on_a_gpu_is_copied() -> None:
-    assert projections.find(Attention()) == {}  # on a CPU, and not vLLM's own method
+    assert projections.find(Attention(), SimpleNamespace()) == {}  # on a CPU, and not vLLM's own method
+
+
+@pytest.mark.parametrize("flag", ["enable_qk_norm_rope_fusion", "fuse_qk_norm_rope_kvcache"])
+def test_where_norm_and_rotation_work_in_place_q_and_k_are_copied(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projections, "_plain", lambda _projection: True)
+    assert len(projections.find(Attention(), SimpleNamespace(**{flag: False}))) == 1
+    assert projections.find(Attention(), SimpleNamespace(**{flag: True})) == {}
+
+
+def test_vllm_still_calls_such_a_pass_so() -> None:
+    from vllm.config import CompilationConfig
+
+    assert any("qk_norm_rope" in name for name in vars(CompilationConfig().pass_config))

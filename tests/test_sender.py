@@ -124,6 +124,21 @@ def test_while_a_prompt_is_launched_the_sender_gives_way_for_a_moment(writer: Wr
     assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
 
 
+def test_the_steps_of_a_burst_are_put_together_in_memory_that_stays(writer: WriterProcess) -> None:
+    tapped = Tapped(writer.endpoint)
+    kept = []
+    for prompt_len in (40, 10):
+        capture = tapped.open(prompt_len)
+        for position in range(prompt_len):  # bursts: a row a step
+            tapped.step(capture, position, 1)
+        tapped.finish(capture, prompt_len)
+        manifest = manifest_of(writer.store, capture)
+        assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
+        kept.append(tapped.sender._copied)
+    tapped.sender.close()
+    assert len(kept[0]) > 0 and kept[0] is kept[1]
+
+
 def test_a_writer_with_another_store_is_served_from_there_on(writer: WriterProcess, tmp_path: Path) -> None:
     tapped = Tapped(writer.endpoint)
     assert manifest_of(writer.store, tapped.whole(100)).status == "complete"

@@ -19,8 +19,8 @@ from api.service import check_ref, owner_of, service_of
 from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES
 from api.slice_query import SliceQuery, parse_slice_query
 from api.slice_reading import Answer, Held, captured, read_slices, slice_bytes
+from api.slow_heads import ENDS_WHAT_IT_CLOSES
 from api.waiting import FINAL, poll
-from schemas.errors import NotFoundError
 from schemas.manifest import Manifest
 from schemas.reader import StoreReader
 from schemas.sites import SITES
@@ -64,25 +64,18 @@ async def activations(request: Request) -> Response:
     service, ref = service_of(request), check_ref(request.path_params["ref"])
     query = parse_slice_query(request.query_params, request.headers.get("accept"))
 
-    def look() -> tuple[Manifest, Response | NotFoundError | None]:
-        reader = service.reader()
-        manifest = _manifest(reader, ref, owner_of(request))
-        if query.wait and manifest.status not in FINAL and not _rows_there(manifest, query):
-            return manifest, None
-        try:
-            return manifest, _answer(request, reader, manifest, query)
-        except NotFoundError as error:
-            return manifest, error  # there is a capture without it: waiting for that makes no difference
+    def look() -> tuple[Manifest, bool]:
+        manifest = _manifest(service.reader(), ref, owner_of(request))
+        return manifest, manifest.status in FINAL or _rows_there(manifest, query)
 
+    if query.wait:
+        manifest, there = await poll(service, look, lambda found: found[1], query.timeout_s)
+        if not there:
+            raise ApiError(504, "timeout", f"capture {manifest.id} is {manifest.status} after {query.timeout_s:g} s; "
+                           "ask again, or without wait to get the rows that are there")
     # All in one go, since each turn of a thread takes as long as reading a page of rows.
-    manifest, answer = await poll(service, look, lambda found: found[1] is not None,
-                                  query.timeout_s if query.wait else 0.0, service.slice_limit)
-    if answer is None:
-        raise ApiError(504, "timeout", f"capture {manifest.id} is {manifest.status} after {query.timeout_s:g} s; "
-                       "ask again, or without wait to get the rows that are there")
-    if isinstance(answer, NotFoundError):
-        raise answer
-    return answer
+    return await service.read(
+        lambda reader: _answer(request, reader, _manifest(reader, ref, owner_of(request)), query), service.slice_limit)
 
 
 def _manifest(reader: StoreReader, ref: str, owner: str) -> Manifest:
@@ -185,6 +178,8 @@ class _Sending(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop, stall_s = asyncio.get_running_loop(), self.held.service.config.slice_stall_s
         moved_s, left = loop.time(), len(self.pieces)
+        # A connection that keeps what it was given for as long as the caller likes gets pieces of its own.
+        lent = scope.get("state", {}).get(ENDS_WHAT_IT_CLOSES, False)
         try:
             async with asyncio.timeout(1.1 * stall_s) as limit:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -193,7 +188,8 @@ class _Sending(Response):
                         moved_s = loop.time()
                         limit.reschedule(moved_s + 1.1 * stall_s)
                     left -= 1
-                    await send({"type": "http.response.body", "body": piece, "more_body": left > 0})
+                    await send({"type": "http.response.body", "body": piece if lent else bytes(piece),
+                                "more_body": left > 0})
         except TimeoutError:
             tell_stalled(scope, stall_s)
         finally:

@@ -108,7 +108,7 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
         model.register_buffer(f"vllm_tap_directions_{probe.name}", made.directions, persistent=False)
         model.register_buffer(f"vllm_tap_bias_{probe.name}", made.bias, persistent=False)
         logger.info("vllm-tap: probe %s: %d %s", probe, len(loaded.bias), loaded.about.meaning)
-    install(points, staging, projections.find(model))
+    install(points, staging, projections.find(model, vllm_config.compilation_config.pass_config))
     info = EngineInfo(
         model=str(model_config.served_model_name or model_config.model),
         model_dtype=str(dtype).removeprefix("torch."),

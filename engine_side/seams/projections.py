@@ -3,7 +3,7 @@
 A copy is a kernel of its own in every layer, since nothing fuses with the product before it: 1.3 % of a decode step of
 a 3B model on an H200. Where the product is a plain one, the same kernel gets staging for its output instead. What it
 makes must not be changed in place afterwards, as a rotary embedding may: hence only where q and k are normed first,
-which makes new tensors.
+which makes new tensors, and not where vLLM is told to fuse norm and rotation into one that works in place.
 """
 
 from __future__ import annotations
@@ -34,8 +34,13 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("vllm_tap::project", _project_fake, lib=_library)
 
 
-def find(model: nn.Module) -> dict[int, Callable[[Any, torch.Tensor], None]]:
-    """What makes a projection write into staging, by the ``id`` of every one in a model that can."""
+def find(model: nn.Module, passes: Any) -> dict[int, Callable[[Any, torch.Tensor], None]]:
+    """What makes a projection write into staging, by the ``id`` of every one in a model that can.
+
+    ``passes``: vLLM's choice of what its compiler fuses (``compilation_config.pass_config``).
+    """
+    if any(chosen for name, chosen in vars(passes).items() if "qk_norm_rope" in name):
+        return {}
     return {id(module.qkv_proj): write_into for module in model.modules()
             if _normed(module) and _plain(module.qkv_proj)}
 

@@ -73,7 +73,8 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
         tokens = scheduler_output.total_num_scheduled_tokens
         _guarded(_before, current.recorder, tokens)
         on_device = current.recorder.crossing.scratch is not None
-        launch = on_device and tokens > len(scheduler_output.num_scheduled_tokens)
+        drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        launch = on_device and tokens - drafts > len(scheduler_output.num_scheduled_tokens)
         current.recorder.launch += launch
         try:
             result = original(self, scheduler_output, *args, **kwargs)

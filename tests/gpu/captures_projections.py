@@ -24,7 +24,7 @@ def main(store: str, way: str) -> None:
     from engine_side.seams import projections
 
     if way == "copied":
-        projections.find = lambda _model: {}
+        projections.find = lambda *_: {}
     with vllm_tap.recording(store, arm="q,k,v,resid_post") as tape:
         llm = LLM(str(make_model("small")), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
                   max_model_len=512, gpu_memory_utilization=0.2)
