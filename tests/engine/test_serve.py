@@ -408,8 +408,9 @@ def test_rows_are_live_while_tokens_are_generated(service: Service) -> None:
     late_ms = np.sort([(rows[prompt_len + i] - tokens[i + 1]) * 1000 for i in range(20, 199)])
     print(f"\na live row after its token: p50 {late_ms[len(late_ms) // 2]:.0f} ms, p99 {late_ms[-2]:.0f} ms, "
           f"most {late_ms[-1]:.0f} ms")
-    # It is live on any machine; how late it is on a busy one says little.
-    assert rows[prompt_len + 20] < tokens[-1] and late_ms[len(late_ms) // 2] < 5000
+    # It is live on any machine; how late it is on a busy one says little, and what was there before anybody listened
+    # comes once it is durable.
+    assert sorted(rows.values())[total // 2] < tokens[-1] and late_ms[len(late_ms) // 2] < 5000
 
 
 def test_the_python_client_reads_rows_by_name(service: Service) -> None:
