@@ -64,7 +64,8 @@ class Report:
             if report.outcome == "failed":
                 found.failed += 1
             elif report.outcome == "skipped":
-                found.skipped.append(str(report.longrepr[2] if isinstance(report.longrepr, tuple | list) else report.longrepr))
+                why = report.longrepr
+                found.skipped.append(str(why[2] if isinstance(why, tuple | list) else why))
             else:
                 found.passed += 1
                 found.done += [str(value) for key, value in report.user_properties if key == "times"]
