@@ -11,6 +11,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -262,18 +263,24 @@ def test_a_name_of_several_captures_offers_each(page: Any, stack: Stack) -> None
     expect(page.locator(".head .id")).to_have_text(both["ids"][1])
 
 
-def test_watches_a_capture_grow(page: Any, stack: Stack) -> None:
-    def generate() -> None:
-        stack.complete("Slowly", max_tokens=50, stream=True, play={"delay_s": 0.2, "live": True},
-                       capture={"sites": ["resid_post"], "id": "01HZZZZZZZZZZZZZZZZZZZZZZZ", "codec": "raw"})
-
+@contextmanager
+def watching(page: Any, stack: Stack, tokens: int, **capture: Any) -> Iterator[list[str]]:
+    """The page on a capture while it is slowly generated; what it asks for."""
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    generating = threading.Thread(target=generate)
+    generating = threading.Thread(target=lambda: stack.complete(
+        "Slowly", max_tokens=tokens, stream=True, play={"delay_s": 0.2, "live": True}, capture=capture))
     generating.start()
     try:
         page.goto(stack.url)
         page.locator(".captures li", has_text="running").first.click()
+        yield asked
+    finally:
+        generating.join()
+
+
+def test_watches_a_capture_grow(page: Any, stack: Stack) -> None:
+    with watching(page, stack, 50, sites=["resid_post"], id="01HZZZZZZZZZZZZZZZZZZZZZZZ", codec="raw") as asked:
         page.locator("#map-0 canvas[data-columns]").wait_for()
         expect(page.locator(".live")).to_be_visible()
         seen = set()
@@ -285,8 +292,6 @@ def test_watches_a_capture_grow(page: Any, stack: Stack) -> None:
         expect(page.locator(".head")).to_contain_text("220 of 220")
         assert sum(url.endswith("/events") for url in asked) == 1  # told, not polled
         assert all(cell(page, layer, position)["colours"] == 1 for layer in (0, 3) for position in range(55))
-    finally:
-        generating.join()
 
 
 def test_makes_a_capture(page: Any, stack: Stack) -> None:
@@ -413,17 +418,7 @@ def test_the_highest_tokens_are_listed_and_lead_to_their_place(page: Any, stack:
 
 
 def test_scores_are_watched_as_they_come(page: Any, stack: Stack) -> None:
-    def generate() -> None:
-        stack.complete("Slowly", max_tokens=26, stream=True, play={"delay_s": 0.2, "live": True},
-                       capture={"probe": ["tone"], "id": "01HYYYYYYYYYYYYYYYYYYYYYYY"})
-
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    generating = threading.Thread(target=generate)
-    generating.start()
-    try:
-        page.goto(stack.url)
-        page.locator(".captures li", has_text="running").first.click()
+    with watching(page, stack, 26, probe=["tone"], id="01HYYYYYYYYYYYYYYYYYYYYYYY") as asked:
         text = page.locator("#text-0")
         expect(text.locator(".word").nth(8)).to_have_text("c")
         texts = list[str]()
@@ -438,8 +433,6 @@ def test_scores_are_watched_as_they_come(page: Any, stack: Stack) -> None:
         text.focus()
         text.press("End")
         expect(told(page)).to_have_text(f"token y, position 30, glad {shown(scores([30])[0][0])}")
-    finally:
-        generating.join()
 
 
 def test_two_texts_are_held_against_each_other(page: Any, stack: Stack, probed: str, capture: str) -> None:
