@@ -24,7 +24,7 @@ _SCORES_MAX: Final = 16  # more are for a product of matrices
 _VECTOR: Final = 16  # bytes of the widest load
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _MODULES: Final = {
-    "raw": "copies", "raw16": "copies", "int8b64": "blocks", "nf4b64": "blocks", "fp8row": "fp8row", "full8": "row8",
+    "raw": "copies", "raw16": "copies", "int8b64": "blocks", "nf4b64": "blocks", "fp8row": "row8", "full8": "row8",
     "kv8": "heads", "qk8": "heads", "topk": "largest", "topk8": "largest",
 }
 

@@ -118,6 +118,22 @@ def largest_left(keys, least, KIND: tl.constexpr, BITS: tl.constexpr):
     return magnitude_of(tl.max(tl.max(tl.where(keys < least, keys, 0), axis=2), axis=1), KIND, BITS)
 
 
+@triton.jit
+def scaled_by(scale, x, keys, least, number, scratch, o_scale, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    """Write a row's scales [blocks], bits of bfloat16; in float32 the scales, and the numbers that are coded by them.
+
+    Of a block whose scale is 0 or no number the scale is 1 and the numbers are 0, as are the outliers.
+    """
+    USED: tl.constexpr = (WIDTH + 63) // 64
+    block = tl.arange(0, BLOCKS)
+    tl.store((scratch + whole(o_scale)).to(tl.pointer_type(tl.uint16)) + number * USED + block, scale,
+             mask=block < USED)
+    step = bfloat16(scale)
+    usable = (step > 0) & (step < float("inf"))
+    values = tl.where(keys < tl.where(usable, least, 0)[:, None, None], single(x), 0.0)
+    return tl.where(usable, step, 1.0), values
+
+
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
 def int8b64(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
             positions, position_step: tl.int64, scratch, o0: tl.int64, o1: tl.int64, o2: tl.int64, o3: tl.int64,
@@ -126,29 +142,20 @@ def int8b64(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: t
     """``int8b64``. ``o0`` … ``o3``: q, scale, outlier_index, outlier_value; ``o4``, ``o5``: token ids and positions."""
     row, number = row_of(buffer, to_layer, to_row, layers, rows, first, ids, id_step, positions, position_step, scratch,
                          o4, o5, GATHERED, VECTOR)
-    block = tl.arange(0, BLOCKS)
     x, keys, least, column = without_largest(row, number, scratch, o2, o3, WIDTH, BLOCKS, BITS)
     scale = bfloat16_bits(tl.div_rn(largest_left(keys, least, x.dtype, BITS), 127.0))
-    USED: tl.constexpr = (WIDTH + 63) // 64
-    scale_out = (scratch + whole(o1)).to(tl.pointer_type(tl.uint16)) + number * USED
-    tl.store(scale_out + block, scale, mask=block < USED)
-
-    # Codes of a block whose scale is 0 or no number are 0, as are the outliers'.
-    step = bfloat16(scale)
-    usable = (step > 0) & (step < float("inf"))
-    values_in = tl.where(keys < tl.where(usable, least, 0)[:, None, None], single(x), 0.0)
-    step = tl.where(usable, step, 1.0)
+    step, values = scaled_by(scale, x, keys, least, number, scratch, o1, WIDTH, BLOCKS)
     if tl.min(step) < _TINY:
         # Such a scale has no reciprocal, or few bits: lift both; and as it may be rounded far down, clamp.
         lift = tl.where(step < _TINY, _LIFT, 1.0)
         step *= lift
-        most_in = (127 * step)[:, None, None]
-        values_in = tl.minimum(tl.maximum(values_in * lift[:, None, None], -most_in), most_in)
+        most = (127 * step)[:, None, None]
+        values = tl.minimum(tl.maximum(values * lift[:, None, None], -most), most)
     step = step[:, None, None]
     # x * (1 / s) in place of x / s is off by less than 2^-15. The first sum rounds it to a multiple of 2^-13, which
     # makes the ties of 16-bit numbers exact again: any other quotient of theirs is further from one. The second rounds
     # to a whole number, half to even, in the low bits.
-    near = values_in * tl.div_rn(1.0, step) + 1536.0 if BITS == 16 else tl.div_rn(values_in, step)
+    near = values * tl.div_rn(1.0, step) + 1536.0 if BITS == 16 else tl.div_rn(values, step)
     shifted = near + (12581376.0 if BITS == 16 else 12582912.0)
     codes = shifted.to(tl.int32, bitcast=True).to(tl.int8).to(tl.uint8, bitcast=True)
     tl.store(scratch + whole(o0) + number * WIDTH + column, codes, mask=column < WIDTH)
@@ -161,22 +168,16 @@ def nf4b64(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl
            BLOCKS: tl.constexpr, BITS: tl.constexpr):
     """``nf4b64``. ``o0`` … ``o3``: q, scale, outlier_index, outlier_value; ``o4``, ``o5``: token ids and positions."""
     row, number = row_of(buffer, to_layer, to_row, layers, rows, first, ids, id_step, positions, position_step, scratch,
-                        o4, o5, GATHERED, VECTOR)
-    block = tl.arange(0, BLOCKS)
+                         o4, o5, GATHERED, VECTOR)
     x, keys, least, _ = without_largest(row, number, scratch, o2, o3, WIDTH, BLOCKS, BITS)
     scale = bfloat16_bits_up(largest_left(keys, least, x.dtype, BITS))
-    USED: tl.constexpr = (WIDTH + 63) // 64
-    scale_out = (scratch + whole(o1)).to(tl.pointer_type(tl.uint16)) + number * USED
-    tl.store(scale_out + block, scale, mask=block < USED)
-
-    step = bfloat16(scale)
-    usable = step > 0  # nor NaN; infinite it never is
-    values = tl.where(keys < tl.where(usable, least, 0)[:, None, None], single(x), 0.0)
-    quotients = tl.div_rn(values, tl.where(usable, step, 1.0)[:, None, None])
+    step, values = scaled_by(scale, x, keys, least, number, scratch, o1, WIDTH, BLOCKS)
+    quotients = tl.div_rn(values, step[:, None, None])
     numbers = tl.zeros_like(values).to(tl.int32)
     for i in tl.static_range(14):
         numbers += (quotients > _BETWEEN[i]).to(tl.int32)
     low, high = tl.split(tl.reshape(numbers, [BLOCKS, 8, 4, 2]))
-    byte = block[:, None, None] * 32 + tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    byte = (tl.arange(0, BLOCKS)[:, None, None] * 32 + tl.arange(0, 8)[None, :, None] * 4
+            + tl.arange(0, 4)[None, None, :])
     BYTES: tl.constexpr = (WIDTH + 1) // 2
     tl.store(scratch + whole(o0) + number * BYTES + byte, (low | (high << 4)).to(tl.uint8), mask=byte < BYTES)
