@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine_side.architectures import find_points
-from engine_side.seams.loader import check_ids
+from engine_side.seams.tapping import check_ids
 from engine_side.staging import allocate
 from engine_side.taps import install
 from schemas.errors import StartError

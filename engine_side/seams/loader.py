@@ -5,32 +5,18 @@ Wraps ``BaseModelLoader.load_model`` and the workers' ``compile_or_warm_up_model
 
 from __future__ import annotations
 
-import logging
 import types
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from engine_side import worker
-from engine_side.architectures import SHARED_OUT, Point, find_entry, find_points
-from engine_side.config import TAP_VERSION, TESTED_VERSIONS, EngineConfig, from_environment, in_tested_range
-from engine_side.probes import scorer
-from engine_side.seams import projections
+from engine_side.config import from_environment
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.seams.self_test import self_test
-from engine_side.staging import allocate
-from engine_side.taps import install
-from schemas.control import EngineInfo
-from schemas.errors import StartError
-from schemas.probes import LoadedProbe, Registered, load_probe
-from schemas.sites import PROBE, SITES, has_heads
-from schemas.spec import Armed
-
-logger = logging.getLogger("vllm.tap")
+from engine_side.seams.tapping import tap_model
 
 
 def connect() -> None:
@@ -62,111 +48,6 @@ def _drafts(vllm_config: Any) -> bool:
             and speculative.draft_model_config is not speculative.target_model_config)
 
 
-def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
-    """Allocate staging, install taps, make recorder and sender."""
-    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise StartError(f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}: valid: 1")
-    if (ranks := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
-        raise StartError(f"vllm-tap: prefill_context_parallel_size={ranks}: a rank has only its share of a prompt's "
-                         "rows; valid: 1")
-    probes = {probe: load_probe(probe) for probe in config.probes}
-    tapped = tuple(dict.fromkeys([*config.arm, *(loaded.about.site for loaded in probes.values())]))
-    drafter = getattr(vllm_config.speculative_config, "method", None)
-    if "embed" in tapped and drafter not in (None, "ngram", "ngram_gpu", "suffix"):
-        raise StartError(f"vllm-tap: embed cannot be armed with drafts by {drafter}: its drafter may use the same "
-                         "embedding module and overwrite the rows; resid_pre of layer 0 has them on most models")
-    if parallel.use_ubatching:
-        raise StartError("vllm-tap: dual-batch overlap (enable_dbo, ubatch_size) runs a step in parts that would "
-                         "overwrite each other's rows: switch it off")
-    if parallel.tensor_parallel_size > 1 and (shared := [site for site in tapped if site in SHARED_OUT]):
-        raise StartError(f"vllm-tap: tensor_parallel_size={parallel.tensor_parallel_size}: a rank has only its share "
-                         f"of {', '.join(shared)}; arm other sites, or run on one device")
-    if parallel.data_parallel_size > 1 and (ids := [site for site in config.arm if SITES[site].ids]):
-        raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: the rows that a router sees are "
-                         f"those of every rank; arm other sites than {', '.join(ids)}, or run without")
-    if not in_tested_range(_vllm_version()):
-        logger.warning("vllm-tap: vLLM %s is outside the tested range %s to %s; the self-test decides", _vllm_version(),
-                       *(".".join(map(str, version)) for version in TESTED_VERSIONS))
-    if config.capture_all:
-        logger.warning("vllm-tap: every request that brings no spec is captured: %s", config.capture_all)
-    n_layers = model_config.get_total_num_hidden_layers()
-    find = partial(find_points, model, list(model_config.architectures), n_layers=n_layers,
-                   hidden=model_config.get_hidden_size())
-    points = list(find(config.arm))
-    points += probe_points(probes, points, find)
-    layers = {site: [point.layer for point in points if point.site == site] for site in tapped}
-    widths = {point.site: point.width for point in points}
-    parameter = next(model.parameters())
-    dtype, device = model_config.dtype, parameter.device
-    check_ids(points, dtype)
-    staging, scratch = allocate(widths, layers, _tokens_max(vllm_config), dtype, device, config.staging_bytes_max,
-                                config.scratch_bytes)
-    for probe, loaded in probes.items():
-        staging.probes[f"{PROBE}{probe.name}"] = made = scorer(loaded, device)
-        # A deep sleep gives away what was allocated while the model was loaded, but for its buffers.
-        model.register_buffer(f"vllm_tap_directions_{probe.name}", made.directions, persistent=False)
-        model.register_buffer(f"vllm_tap_bias_{probe.name}", made.bias, persistent=False)
-        logger.info("vllm-tap: probe %s: %d %s", probe, len(loaded.bias), loaded.about.meaning)
-    install(points, staging, projections.find(model, vllm_config.compilation_config.pass_config))
-    info = EngineInfo(
-        model=str(model_config.served_model_name or model_config.model),
-        model_dtype=str(dtype).removeprefix("torch."),
-        fingerprint=_fingerprint(model, model_config),
-        revision=str(model_config.revision or ""),
-        tokenizer=str(model_config.tokenizer or ""),
-        n_layers=n_layers,
-        armed=Armed({site: layers[site] for site in config.arm}, n_layers,
-                    dict.fromkeys(filter(has_heads, config.arm), model_config.get_head_size()),
-                    {probe.name: loaded.about for probe, loaded in probes.items()}),
-        widths={**{site: widths[site] for site in config.arm},
-                **{site: made.count for site, made in staging.probes.items()}},
-        max_model_len=model_config.max_model_len,
-        vllm_version=_vllm_version(),
-        tap_version=TAP_VERSION,
-        runner="",  # known once a step is run
-        async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
-        speculative=_speculative(vllm_config.speculative_config),
-        world_size=parallel.world_size,
-        meaning={**{point.site: f"raw weights; {point.meaning}" for point in points},
-                 **{site: made.about.meaning for site, made in staging.probes.items()}},
-    )
-    entry = find_entry(model, list(model_config.architectures), config.arm)
-    worker.start(config, info, model, staging, entry, scratch, device, leads=_tensor_parallel_rank() == 0)
-
-
-def probe_points(probes: Mapping[Registered, LoadedProbe], armed: list[Point],
-                 find: Callable[[tuple[str, ...]], Iterable[Point]]) -> list[Point]:
-    """The points that probes read and nobody has armed; StartError where the model lacks one, or has other widths."""
-    more: dict[tuple[str, int], Point] = {}
-    for probe, loaded in probes.items():
-        site, layer, (k, width) = loaded.about.site, loaded.about.layer, loaded.directions.shape
-        which = f"vllm-tap: probe {probe.name!r}: {probe.path}:"
-        try:
-            there = [point for point in armed if point.site == site] or list(find((site,)))
-        except StartError as error:
-            raise StartError(f"{which} site = {site!r}: {error}") from None
-        point = next((point for point in there if point.layer == layer), None)
-        if point is None:
-            raise StartError(f"{which} layer = {layer}: this model has {site} in layers "
-                             f"{[point.layer for point in there]}")
-        if width != point.width:
-            raise StartError(f"{which} directions = [{k}, {width}]: rows of {site} have {point.width} numbers in this "
-                             "model")
-        if point not in armed:
-            more[site, layer] = point
-    return list(more.values())
-
-
-def check_ids(points: list[Point], dtype: torch.dtype) -> None:
-    """Ids share the staging of the model's dtype: they must be whole numbers that it holds exactly."""
-    ids_max = round(2 / torch.finfo(dtype).eps)
-    for point in points:
-        if point.ids - 1 > ids_max:
-            raise StartError(f"vllm-tap: cannot arm {point.site}: ids up to {point.ids - 1} are not exact in the "
-                             f"model's {str(dtype).removeprefix('torch.')}, which holds whole numbers up to {ids_max}")
-
-
 def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -180,64 +61,31 @@ def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_worker(module: types.ModuleType, name: str) -> None:
-    """Warm-up and shutdown of a worker class; one that only inherits shutdown gets one of its own."""
+    """Warm-up, sleep and shutdown of a worker class; one that only inherits shutdown gets one of its own."""
     wrap(module, f"{name}.compile_or_warm_up_model", _warm_up)
     cls = getattr(module, name)
     if "shutdown" not in cls.__dict__:
         inherited = cls.shutdown
         cls.shutdown = lambda self: inherited(self)
-
-    def sleep(original: Callable[..., Any]) -> Callable[..., Any]:
-        def slept(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if worker.CURRENT is not None and worker.CURRENT.recorder is not None:
-                worker.CURRENT.recorder.flush()  # scratch is memory that a deep sleep gives away
-                if torch.cuda.is_initialized():
-                    torch.cuda.synchronize()
-            return original(self, *args, **kwargs)
-
-        return slept
-
+    wrap(cls, "shutdown", _shutdown)
     if "sleep" in cls.__dict__:
-        wrap(cls, "sleep", sleep)
-
-    def shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
-        def stopped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            worker.stop()
-            return original(self, *args, **kwargs)
-
-        return stopped
-
-    wrap(cls, "shutdown", shutdown)
+        wrap(cls, "sleep", _sleep)
 
 
-def _speculative(config: Any) -> str:
-    """How drafts are made, "" where none are."""
-    return "" if config is None else f"{config.method}, {config.num_speculative_tokens} tokens"
+def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if worker.CURRENT is not None and worker.CURRENT.recorder is not None:
+            worker.CURRENT.recorder.flush()  # scratch is memory that a deep sleep gives away
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        return original(self, *args, **kwargs)
+
+    return sleep
 
 
-def _tensor_parallel_rank() -> int:
-    from vllm.distributed import get_tensor_model_parallel_rank
+def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
+    def shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
+        worker.stop()
+        return original(self, *args, **kwargs)
 
-    return int(get_tensor_model_parallel_rank())
-
-
-def _tokens_max(vllm_config: Any) -> int:
-    """Rows that one step may write: the scheduler's budget, or the largest captured graph."""
-    sizes = getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or [0]
-    return int(max(vllm_config.scheduler_config.max_num_batched_tokens, *sizes))
-
-
-def _fingerprint(model: nn.Module, model_config: Any) -> str:
-    """xxh3 of the model's configuration and of the first bytes of a few of its parameters."""
-    digest = xxhash.xxh3_128(model_config.hf_config.to_json_string().encode())
-    parameters = sorted(model.named_parameters(), key=lambda item: item[0])
-    for name, parameter in parameters[:: max(1, len(parameters) // 16)]:
-        digest.update(name.encode())
-        digest.update(parameter.detach().flatten()[:256].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _vllm_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
+    return shutdown

@@ -147,7 +147,7 @@ def test_a_probe_that_fits_nothing_ends_the_start(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, place: str, says: str
 ) -> None:
     from engine_side.config import from_environment
-    from engine_side.seams.loader import tap_model
+    from engine_side.seams.tapping import tap_model
 
     save_file({"directions": np.ones(width, np.float32)}, tmp_path / "p.safetensors")
     monkeypatch.setenv("VLLM_TAP_PROBES", f"p={tmp_path}/p.safetensors@{place}")
