@@ -30,7 +30,7 @@ from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, 
 from tests.test_recovery import dump
 from writer_service import catalog, fs, removal, sealing
 from writer_service.commits import Waker
-from writer_service.control_log import log_path
+from writer_service.control_log import log_numbers, log_path
 from writer_service.erasing import plan, write_redo
 from writer_service.fsck import fsck
 from writer_service.keeper import Keeper
@@ -331,6 +331,26 @@ def test_a_disk_that_is_full_when_sqlites_log_is_to_be_emptied(
         engine.wait()
         assert writer.process.poll() is None
         writer.stop()
+
+
+def test_a_log_left_after_a_write_that_failed_ends_with_its_last_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a full disk took of a record is no damage in the log, which is left for another so that it can be scrubbed.
+    """
+    monkeypatch.setenv("FAULT", "write_at:control-:5:1:ENOSPC")
+    store, captures = tmp_path / "store", [new_ulid() for _ in range(2)]
+    with WriterProcess(store, "--keep-s", "0.1", script=ROOT / "tests" / "faulty_writer.py") as writer, \
+            Sender(writer.endpoint, role="api") as api:  # the log's head, the Hello, and three records
+        api.own(captures[0], tags={"said": "secret"})
+        api.delete(captures[0])
+        api.own(captures[1], tags={"said": "x" * 200})
+        assert until(lambda: log_numbers(store / journal_folder()) == [1, 2] and not rows_in(store, "scrub"))
+        assert api.durable < api.seq
+        api.wait()
+        writer.stop()
+    assert fsck(store).bad == []
+    assert b"secret" not in log_path(store / journal_folder(), 1).read_bytes()
 
 
 def rows_in(store: Path, table: str) -> int:

@@ -7,6 +7,7 @@ It is the other half of the journal: catalog, owners, aliases and tombstones can
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -121,8 +122,13 @@ class ControlLog:
         return cls(number, path, fd, _HEAD.size, _HEAD.size)
 
     def append(self, entry: Entry) -> None:
-        """Write a record; OSError leaves ``tail`` where it was."""
-        self.tail = fs.write_at(self.fd, [_record(entry)], self.tail)
+        """Write a record. OSError leaves ``tail`` where it was, and nothing behind it: this may be the log's end."""
+        try:
+            self.tail = fs.write_at(self.fd, [_record(entry)], self.tail)
+        except OSError:
+            with contextlib.suppress(OSError):  # which takes no space; the next record overwrites what stays
+                fs.truncate(self.fd, self.tail)
+            raise
 
 
 def _record(entry: Entry) -> bytes:

@@ -16,6 +16,7 @@ ROWS: dict[int, tuple[str, tuple[str, ...]]] = {
     6: ("full disk", ("tests/test_recovery.py::test_a_full_disk_and_space_again",
                       "tests/test_writer_lanes.py::test_a_disk_that_fills_in_the_midst_of_a_burst")),
     7: ("full disk, the log alone", (
+        "tests/test_erasing.py::test_a_log_left_after_a_write_that_failed_ends_with_its_last_record",
         "tests/test_recovery.py::test_a_full_disk_and_space_again",
         "tests/test_recovery.py::test_a_full_disk_leaves_no_descriptors_and_files_behind",)),
     8: ("short writes, a limit on file size", ()),
