@@ -66,11 +66,13 @@ _PARAMETERS: Final[dict[str, tuple[Schema, Any]]] = {
     "measure": ({"type": "string", "enum": list(MEASURES)}, "norm"),
     "position": (_POSITION, 3),
     "against": (_REF, _ULID),
+    "also": ({"type": "array", "items": _REF, "maxItems": limits.watched_max - 1}, [_ULID]),
 }
 # Where a route takes less, or more than one.
 _NARROWER: Final[dict[tuple[str, str], Schema]] = {
     ("/v1/captures/{ref}", "wait"): {"type": "string", "enum": ["complete"]},
     ("/v1/captures/{ref}/activations", "site"): {"type": "array", "items": _SITE, "maxItems": limits.spec_sites_max},
+    ("/v1/captures/{ref}/events", "site"): {"type": "array", "items": _SITE, "maxItems": limits.watched_max},
     ("/v1/captures/{ref}/live", "dtype"): {"type": "string", "enum": [name for name in DTYPES if name != "codes"]},
     ("/v1/captures", "model"): _TEXT,
 }

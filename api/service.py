@@ -146,11 +146,11 @@ def owner_of(request: Request) -> str:
     return owner
 
 
-def check_ref(ref: str) -> str:
+def check_ref(ref: str, param: str = "ref") -> str:
     """``ref`` if it can name a capture, else 404: it never becomes part of a path or of SQL text."""
     if split_capture_id(ref) is None and not is_alias(ref):
         raise ApiError(404, "not_found", f"no capture {ref[:100]!r}; a capture is named by its id (a ULID), "
-                       "the response id or the X-Request-Id", "ref")
+                       "the response id or the X-Request-Id", param)
     return ref
 
 

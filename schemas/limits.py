@@ -62,6 +62,7 @@ captures_scan_max: Final = 20_000  # looked at for one page, where filters leave
 filter_tags_max: Final = 16
 filter_chars_max: Final = 256
 followers_max: Final = 512  # streams of events at a time
+watched_max: Final = 64  # names of captures in one of them; captures × sites whose rows it tells
 live_event_bytes_max: Final = 1 << 20  # of rows in one event, where one row is not larger
 inline_bytes_max: Final = 16 << 20  # of arrays in the answer to a generation
 answer_scores_max: Final = 1 << 16  # numbers of probes in the answer to a generation

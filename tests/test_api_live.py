@@ -126,6 +126,30 @@ def test_events_of_several_captures(stack: Stack) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "several_captures"
 
 
+def test_one_stream_tells_of_several_captures_and_their_rows(stack: Stack, engine: EnginePlayer) -> None:
+    (one, resolved), (two, _) = begin(stack, engine), begin(stack, engine)
+    other = stack.complete("hello", capture={"sites": ["attn_out"]}).json()["capture"]["id"]  # has none of the rows
+    listener = Listener(stack, f"/v1/captures/{one}/events?also={two}&also={other}&also={one}"
+                               "&site=blocks.2.hook_resid_post&site=mlp_out")
+    assert [event["id"] for event in listener.wait("progress", 2)] == [one, two]
+    assert [event["id"] for event in listener.wait("finish")] == [other]
+    for capture, positions in ((one, [0, 1, 2, 3, 4, 5]), (two, [0, 1, 2, 3, 4, 5]), (one, [6]), (one, [7])):
+        engine.send_rows(capture, 0, resolved, 6, [*PROMPT, 20, 21, 22], positions)
+    engine.finish(two, "length", [], 6)
+    engine.finish(one, "length", [20, 21, 22], 8)
+    assert {event["id"] for event in listener.wait("finish", 3)} == {other, two, one}
+    listener.thread.join(5)
+    assert listener.ended
+    for capture, last in ((one, 8), (two, 6)):
+        rows = [event for event in listener.of("rows") if event["id"] == capture]
+        assert all((event["site"], event["layers"], event["dtype"]) == ("resid_post", [2], "float32") for event in rows)
+        assert [position for event in rows for position in event["positions"]] == list(range(last))
+        want = decoded("int8b64", 0, "resid_post", 2, list(range(last)), "bfloat16")
+        assert np.array_equal(np.concatenate([array(event)[0] for event in rows]), want)
+        told = [name for name, data, _, _ in listener.events if data["id"] == capture]
+        assert told[-1] == "finish" and told.count("finish") == 1  # no row comes after it
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_rows_come_as_they_are_made(stack: Stack, engine: EnginePlayer, dtype: str) -> None:
     ulid, resolved = begin(stack, engine)
@@ -227,7 +251,7 @@ def test_what_the_store_has_is_what_was_live(stack: Stack) -> None:
 
 def test_deleted_while_followed(stack: Stack, engine: EnginePlayer) -> None:
     ulid, _ = begin(stack, engine)
-    listeners = [Listener(stack, f"/v1/captures/{ulid}/{kind}") for kind in ("events", "live")]
+    listeners = [Listener(stack, f"/v1/captures/{ulid}/{of}") for of in ("events", "live", "events?site=resid_post")]
     assert stack.http.delete(f"/v1/captures/{ulid}").status_code == 204
     for listener in listeners:
         assert listener.wait("finish")[0]["status"] == "deleted"
@@ -237,7 +261,9 @@ def test_deleted_while_followed(stack: Stack, engine: EnginePlayer) -> None:
     ("live?site=nothing", 400, "site"), ("live?site=attn_out", 404, None), ("live?layer=1", 404, None),
     ("live?layer=x", 400, "layer"), ("live?dtype=int8", 400, "dtype"), ("live?after=x", 400, "after"),
     ("live?after=-1", 400, "after"), ("live?what=1", 400, "what"), ("live?site=resid_post&site=attn_out", 400, "site"),
-    ("events?what=1", 400, "what"),
+    ("events?what=1", 400, "what"), ("events?site=nothing", 400, "site"), ("events?also=a/b", 404, "also"),
+    ("events?also=nobody", 404, None), ("events?" + "also=a&" * limits.watched_max, 400, "also"),
+    ("events?" + "site=q&" * (limits.watched_max + 1), 400, "site"),
 ])
 def test_bad_streams_are_refused_before_they_begin(stack: Stack, path: str, status: int, param: str | None) -> None:
     ulid = stack.complete("hello", capture=SPEC).json()["capture"]["id"]

@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -264,19 +265,46 @@ def test_a_name_of_several_captures_offers_each(page: Any, stack: Stack) -> None
 
 
 @contextmanager
-def watching(page: Any, stack: Stack, tokens: int, **capture: Any) -> Iterator[list[str]]:
-    """The page on a capture while it is slowly generated; what it asks for."""
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    generating = threading.Thread(target=lambda: stack.complete(
+def generating(stack: Stack, tokens: int, **capture: Any) -> Iterator[None]:
+    """A capture that is slowly generated meanwhile."""
+    thread = threading.Thread(target=lambda: stack.complete(
         "Slowly", max_tokens=tokens, stream=True, play={"delay_s": 0.2, "live": True}, capture=capture))
-    generating.start()
+    thread.start()
     try:
+        yield
+    finally:
+        thread.join()
+
+
+@dataclass
+class Asked:
+    """What a page asks for."""
+
+    page: Any
+    urls: list[str] = field(default_factory=list)
+    streams: set[Any] = field(default_factory=set)  # that are open now
+    streams_max: int = 0
+
+    def __post_init__(self) -> None:
+        self.page.on("request", self._begun)
+        for kind in ("requestfinished", "requestfailed"):
+            self.page.on(kind, lambda request: self.streams.discard(request))
+
+    def _begun(self, request: Any) -> None:
+        self.urls.append(request.url)
+        if "/events" in request.url or "/live" in request.url:
+            self.streams.add(request)
+            self.streams_max = max(self.streams_max, len(self.streams))
+
+
+@contextmanager
+def watching(page: Any, stack: Stack, tokens: int, **capture: Any) -> Iterator[Asked]:
+    """The page on a capture while it is slowly generated."""
+    asked = Asked(page)
+    with generating(stack, tokens, **capture):
         page.goto(stack.url)
         page.locator(".captures li", has_text="running").first.click()
         yield asked
-    finally:
-        generating.join()
 
 
 def test_watches_a_capture_grow(page: Any, stack: Stack) -> None:
@@ -290,7 +318,7 @@ def test_watches_a_capture_grow(page: Any, stack: Stack) -> None:
         assert len(seen) >= 3 and min(seen) < 50, seen
         expect(page.locator(f"#map-0 canvas[data-columns='{6 + 49}']")).to_be_visible()
         expect(page.locator(".head")).to_contain_text("220 of 220")
-        assert sum(url.endswith("/events") for url in asked) == 1  # told, not polled
+        assert sum("/events" in url for url in asked.urls) == 1  # told, not polled
         assert all(cell(page, layer, position)["colours"] == 1 for layer in (0, 3) for position in range(55))
 
 
@@ -417,22 +445,40 @@ def test_the_highest_tokens_are_listed_and_lead_to_their_place(page: Any, stack:
     expect(told(page)).to_have_text(f"token {letters[there]}, position {there}, glad {shown(glad[there])}")
 
 
-def test_scores_are_watched_as_they_come(page: Any, stack: Stack) -> None:
-    with watching(page, stack, 26, probe=["tone"], id="01HYYYYYYYYYYYYYYYYYYYYYYY") as asked:
-        text = page.locator("#text-0")
+def test_scores_of_two_captures_are_watched_as_they_come_over_one_stream(page: Any, stack: Stack) -> None:
+    first, second = "01HYYYYYYYYYYYYYYYYYYYYYYY", "01HXXXXXXXXXXXXXXXXXXXXXXX"
+    with generating(stack, 18, probe=["tone"], id=second), watching(page, stack, 26, probe=["tone"], id=first) as asked:
+        page.goto(f"{stack.url}/#{first}~{second}")
+        text, other = page.locator("#text-0"), page.locator("#text-1")
         expect(text.locator(".word").nth(8)).to_have_text("c")
-        texts = list[str]()
+        expect(other.locator(".word").nth(8)).to_have_text("c")
+        texts = list[tuple[str, str]]()
         while page.locator(".live").is_visible():
-            texts.append(text.inner_text().replace("\n", ""))
+            texts.append((text.inner_text().replace("\n", ""), other.inner_text().replace("\n", "")))
             page.wait_for_timeout(150)
-        assert len(set(texts)) >= 5 and min(map(len, texts)) < 25, texts
-        assert sum("/live?" in url for url in asked) == 1  # told, not asked for again and again
+        mine, theirs = (set(each) for each in zip(*texts, strict=True))
+        assert len(mine) >= 5 and min(map(len, mine)) < 25 and len(theirs) >= 3, texts
         expect(text.locator(".word")).to_have_text(list("Slowlyabcdefghijklmnopqrstuvwxy"))
-        assert sum("/activations?" in url for url in asked) == 1  # what is stored, once it is
+        expect(other.locator(".word")).to_have_text(list("Slowlyabcdefghijklmnopq"))
+        assert asked.streams_max == 1 and not asked.streams  # a browser has six connections
+        # Told, not asked for again and again: with what is watched a stream begins anew.
+        assert sum("/events" in url for url in asked.urls) <= 5
+        assert sum("/activations?" in url for url in asked.urls) == 2  # what is stored, once it is
         assert all(cell(page, score, at, rows=2)["colours"] == 1 for score in (0, 1) for at in range(31))
         text.focus()
         text.press("End")
         expect(told(page)).to_have_text(f"token y, position 30, glad {shown(scores([30])[0][0])}")
+
+
+def test_what_is_deleted_while_it_is_watched_is_said_to_be_gone(page: Any, stack: Stack) -> None:
+    capture = "01HWWWWWWWWWWWWWWWWWWWWWWW"
+    with watching(page, stack, 10, probe=["tone"], id=capture) as asked:
+        expect(page.locator("#text-0 .word").nth(7)).to_be_visible()
+        assert stack.http.delete(f"/v1/captures/{capture}").status_code == 204
+        expect(page.get_by_role("alert")).to_contain_text("no capture")
+        before = len(asked.urls)
+        page.wait_for_timeout(1000)
+        assert not any(capture in url for url in asked.urls[before:]), "it is asked for no more"
 
 
 def test_two_texts_are_held_against_each_other(page: Any, stack: Stack, probed: str, capture: str) -> None:

@@ -1,7 +1,8 @@
 // What the page shows of captures, kept up to date: the list, a manifest, its tokens, a map of it.
 
 import { useEffect, useRef, useState } from "./vendor/preact-htm.js";
-import { ask, captureUrl, eventsOf, json, query } from "./service.js";
+import { captureUrl, json, query } from "./service.js";
+import { watch } from "./watch.js";
 
 const LIST_PAUSE_MS = 3000;
 const LIVE_PAUSE_MS = 400;
@@ -64,29 +65,50 @@ export function useCaptures(filters, visit) {
 
 /** `{manifest, error}`; while the capture runs it is asked for again whenever the service tells of progress. */
 export function useManifest(ref, visit) {
-  const [state, setState] = useState({ manifest: null, error: null });
-  const latest = useRef(null);
-  useEffect(() => {
-    latest.current = null;
-    setState({ manifest: null, error: null });
-  }, [ref]);
-  useRepeated(async (signal) => {
-    if (!ref) return;
-    const look = async () => {
-      latest.current = await json(captureUrl(ref), { signal });
-      setState({ manifest: latest.current, error: null });
-    };
+  const none = { manifest: null, error: null };
+  const [state, setState] = useState(none);
+  useEffect(() => setState(none), [ref, visit]);
+  const there = useRef(false);
+  const look = async (signal) => {
     try {
-      await look();
-      if (!isRunning(latest.current)) return;
-      for await (const event of eventsOf(await ask(captureUrl(ref, "/events"), { signal }))) {
-        if (event) await look();
-      }
+      const manifest = await json(captureUrl(ref), { signal });
+      there.current = true;
+      setState({ manifest, error: null });
     } catch (error) {
-      if (error.name !== "AbortError" && !latest.current) setState({ manifest: null, error });
+      const deleted = error.status === 404;
+      if (error.name !== "AbortError" && (deleted || !there.current)) setState({ manifest: null, error });
     }
-  }, () => (ref && (!latest.current || isRunning(latest.current)) ? LIVE_PAUSE_MS : 0), [ref, visit]);
+  };
+  useRepeated((signal) => {
+    there.current = false;
+    return ref ? look(signal) : Promise.resolve();
+  }, () => (ref && !there.current ? LIVE_PAUSE_MS : 0), [ref, visit]);
+  const running = isRunning(state.manifest);
+  useEffect(() => {
+    if (!running) return undefined;
+    const ended = new AbortController();
+    const stop = watch(state.manifest.id, null, oneByOne(() => look(ended.signal)));
+    return () => {
+      ended.abort();
+      stop();
+    };
+  }, [ref, visit, state.manifest?.id, running]);
   return state;
+}
+
+/** Does `work()` when called, one at a time: calls that come meanwhile are one more turn. */
+function oneByOne(work) {
+  let [busy, again] = [false, false];
+  return async () => {
+    again = true;
+    if (busy) return;
+    busy = true;
+    while (again) {
+      again = false;
+      await work();
+    }
+    busy = false;
+  };
 }
 
 /** The text of each token by position (null where unknown); asks only for what it does not have. */

@@ -1,12 +1,12 @@
 // Scores of a probe: those that are stored, and of a capture that is being made its rows as they come.
 
 import { useEffect, useState } from "./vendor/preact-htm.js";
-import { isRunning, useRepeated } from "./data.js";
-import { ask, captureUrl, eventsOf, json, query } from "./service.js";
+import { isRunning } from "./data.js";
+import { captureUrl, json, query } from "./service.js";
+import { watch } from "./watch.js";
 
 const PREFIX = "probe.";
 const NUMBERS_MAX = 1 << 18; // held at a time
-const AGAIN_MS = 400;
 
 /** `{name, site, names, activation, fingerprint}` of the probe whose scores a site of a capture is; null for other sites. */
 export function probeOf(manifest, site) {
@@ -43,21 +43,18 @@ export function useScores(manifest, probe, from, to) {
   const [state, setState] = useState({ of: null, rows: null, error: null });
   const running = isRunning(manifest);
   const same = probe && JSON.stringify([manifest.id, probe.site, from, to]);
-  useRepeated(async (signal) => {
-    if (!probe || !running) return;
-    const answer = await ask(captureUrl(manifest.id, `/live${query({ site: probe.site })}`), { signal });
-    for await (const data of eventsOf(answer)) {
-      const event = JSON.parse(data);
-      if (event.error) throw new Error(event.error.message);
-      const come = event.positions ? rowsOf(event).filter(([at]) => from <= at && at < to) : [];
-      if (!come.length) continue;
+  useEffect(() => {
+    if (!probe || !running) return undefined;
+    return watch(manifest.id, probe.site, (event) => {
+      const come = rowsOf(event).filter(([at]) => from <= at && at < to);
+      if (!come.length) return;
       setState((now) => { // the same Map: it may be long, and there are many events
         const rows = now.of === same && now.rows ? now.rows : new Map();
         come.forEach(([at, row]) => rows.set(at, row));
         return { of: same, rows, error: null };
       });
-    }
-  }, () => (probe && running ? AGAIN_MS : 0), [same, running]);
+    });
+  }, [same, running]);
   useEffect(() => {
     if (!probe || running) return undefined;
     const ended = new AbortController();

@@ -7,8 +7,7 @@ import base64
 import json
 import logging
 import sqlite3
-from collections.abc import AsyncIterator
-from functools import partial
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -23,27 +22,47 @@ from api.service import Service, check_ref, owner_of, service_of
 from api.slice_formats import cast
 from api.slice_query import SiteQuery, check_known, one_of, parse_site_query
 from api.waiting import FINAL, poll
+from schemas import limits
 from schemas.errors import NotFoundError, TapError
+from schemas.manifest import Manifest
 from schemas.reader import LiveRows, Progress, StoreReader
 
 router = APIRouter()
 log = logging.getLogger("vllm_tap.api")
 
 _QUIET_S: Final = 10.0  # after this long without an event a comment is sent, so that nothing on the way gives up
-_PROGRESS_S: Final = 0.1  # between two events of progress
+_PROGRESS_S: Final = 0.1  # between two looks of a stream that tells of progress
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 
 
 @router.get("/v1/captures/{ref}/events", tags=["captures"], response_class=Response)
-async def events(request: Request, ref: str) -> Response:
+async def events(
+    request: Request,
+    ref: str,
+    also: Annotated[list[str] | None, Query(description="Other captures that it tells of; repeatable.")] = None,
+    site: Annotated[list[str] | None, Query(description="Sites whose rows it tells as well; repeatable.")] = None,
+) -> Response:
     """How far a capture is, as server-sent events: ``progress`` whenever that changes, ``finish`` at its end.
 
-    Of a name of several captures each has events of its own; the stream ends when all are final.
+    One stream can carry all that somebody watches: several captures, and rows of sites, float32, of those that have
+    them. The captures of a name of several have events of their own; the stream ends when all are final.
     """
-    check_known(request.query_params, ())
-    service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
-    captures = await poll(service, lambda: service.reader().samples(ref, owner), bool, 1.0)
-    return EventStream(service, _progress(service, captures, owner))
+    params = request.query_params
+    check_known(params, ("also", "site"))
+    service, owner, sites = service_of(request), owner_of(request), parse_site_query(params).sites
+    refs = [check_ref(ref), *(check_ref(each, "also") for each in params.getlist("also"))]
+    if len(refs) > limits.watched_max:
+        raise BadParam("also", f"{len(refs) - 1} of them", f"at most {limits.watched_max - 1}")
+
+    def named() -> list[str]:
+        reader = service.reader()
+        return list(dict.fromkeys(capture for ref in refs for capture in reader.samples(ref, owner)))
+
+    captures = await poll(service, named, bool, 1.0)
+    if len(captures) * len(sites) > limits.watched_max:
+        raise BadParam("site", f"{len(sites)} of {len(captures)} captures",
+                       f"captures × sites at most {limits.watched_max}; open a stream for some of them")
+    return EventStream(service, _watched(service, captures, owner, sites))
 
 
 @router.get("/v1/captures/{ref}/live", tags=["captures"], response_class=Response)
@@ -82,33 +101,64 @@ def _after(params: QueryParams, header: str | None) -> int:
     return int(text)
 
 
-# ── progress ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── progress, and rows beside it ────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _progress(service: Service, captures: list[str], owner: str) -> AsyncIterator[bytes]:
-    told: dict[str, Progress] = {}
+class _Watched:
+    """One of the captures that a stream tells of."""
+
+    def __init__(self, capture: str, owner: str, sites: Sequence[tuple[str, int | None]]) -> None:
+        self.capture, self.owner, self.sites = capture, owner, sites
+        self.told: Progress | None = None
+        self.followers: list[Follower] | None = None  # of the sites that it has, once it is known which
+
+    def look(self, reader: StoreReader) -> Progress:
+        """How far it is; finds rows to send. What is final by then has all its rows among them."""
+        try:
+            found = reader.progress(self.capture, self.owner)
+            if self.followers is None and self.sites:
+                self.followers = self._follow(reader.manifest(self.capture, self.owner))
+        except NotFoundError:  # it was there when the stream began
+            return Progress(self.capture, "deleted", 0, 0, 0, 0, 0, None)
+        for follower in self.followers or ():
+            follower.look(reader)
+        return found
+
+    def _follow(self, manifest: Manifest) -> list[Follower] | None:
+        if not manifest.resolved:
+            return None
+        layers = manifest.resolved["layers"]
+        return [Follower(self.capture, self.owner, SiteQuery([(site, layer)], []), 0, self._event)
+                for site, layer in self.sites if layers.get(site) and layer in (None, *layers[site])]
+
+    def _event(self, site: str, rows: LiveRows) -> bytes:
+        return _event("rows", _row_event(self.capture, site, rows, "float32"))
+
+
+async def _watched(service: Service, captures: list[str], owner: str, sites: Sequence[tuple[str, int | None]]
+                   ) -> AsyncIterator[bytes]:
+    left = {capture: _Watched(capture, owner, sites) for capture in captures}
     with service.feed.follow(captures, owner) as moved:
+        looked = captures
         while True:
-            moved.clear()
-            for capture in captures:
-                if capture in told and told[capture].status in FINAL:
-                    continue
-                found = await service.read(partial(_look, capture=capture, owner=owner))
-                if found != told.get(capture):
-                    told[capture] = found
+            for watched in [left[capture] for capture in looked]:
+                found = await service.read(watched.look)
+                for follower in watched.followers or ():
+                    while follower.todo:
+                        if taken := await service.read(follower.take):
+                            yield taken
+                if found != watched.told:
+                    watched.told = found
                     yield _event("finish" if found.status in FINAL else "progress", msgspec.to_builtins(found))
-            if all(found.status in FINAL for found in told.values()):
+                if found.status in FINAL:
+                    del left[watched.capture]
+            if not left:
                 return
             await asyncio.sleep(_PROGRESS_S)
             async for comment in _until(service, moved):
                 yield comment
-
-
-def _look(reader: StoreReader, capture: str, owner: str) -> Progress:
-    try:
-        return reader.progress(capture, owner)
-    except NotFoundError:  # it was there when the stream began
-        return Progress(capture, "deleted", 0, 0, 0, 0, 0, None)
+            went = moved.take()
+            looked = [capture for capture in captures if capture in left and capture in went]
 
 
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
