@@ -96,7 +96,7 @@ class Journal:
         self.counters.rows += len(arrival.table.position)
         self.counters.payload_bytes += arrival.nbytes
 
-    def append_entry(self, state: SenderState, message: Message, urgent: bool = True) -> None:
+    def append_entry(self, state: SenderState, message: Message) -> None:
         """A record to the control log. OSError: nothing happened, it can come again."""
         log = self._log
         # A full log is left only when all of it is on the disk: the next commit syncs the new one alone.
@@ -107,7 +107,16 @@ class Journal:
         self._log.append(entry)
         self.change(entry)
         self._batch.nbytes += self._log.tail - before
-        self._batch.urgent |= urgent
+        self._batch.urgent = True
+
+    def try_append(self, state: SenderState, message: Message) -> bool:
+        """``append_entry``; False, with the error counted, where the disk does not take it now."""
+        try:
+            self.append_entry(state, message)
+        except OSError as error:
+            self.disk_error("append", self.folder, error)
+            return False
+        return True
 
     def rotate_log(self) -> bool:
         """Leave the log for a new one, where all of it is on the disk; whether that was so."""

@@ -112,12 +112,8 @@ class Senders:
         """Journal that a sender's open captures will not be finished by it."""
         if not state.open_captures:
             return
-        try:
-            self._journal.append_entry(state, Lost(sorted(state.open_captures), reason))
-        except OSError as error:
-            self._journal.disk_error("append", self._journal.folder, error)
-            return  # tried again at the next look
-        state.open_captures.clear()
+        if self._journal.try_append(state, Lost(sorted(state.open_captures), reason)):  # else at the next look
+            state.open_captures.clear()
 
     def forgive(self, seconds: float) -> None:
         """This process stood still for so long: nobody else was silent."""
