@@ -6,38 +6,20 @@ what must be there.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
-import zmq
 
 from schemas import codecs
-from schemas.control import (
-    Ack,
-    Dropped,
-    EngineInfo,
-    Finish,
-    Frame,
-    Hello,
-    Open,
-    Ping,
-    Record,
-    Refuse,
-    StreamPart,
-    Welcome,
-    decode_from_writer,
-    encode,
-)
+from schemas.control import Dropped, EngineInfo, Finish, Frame, Open, Ping, Record, encode
 from schemas.frame import FLAG_DRAFT, RowTable
-from schemas.ids import new_ulid
 from schemas.probes import Probe
 from schemas.sites import SITES, is_probe
 from schemas.spec import Armed, CaptureSpec, Resolved, intervals, resolve
+from tests.store_helpers import Sender, frame_of
 
 F32 = npt.NDArray[np.float32]
 
@@ -110,45 +92,30 @@ class EnginePlayer:
     """One engine stream; every method returns when the writer holds what was sent durably."""
 
     def __init__(self, endpoint: str, dtype: str = "bfloat16", ping: bool = True, armed: Armed = ARMED) -> None:
-        self.dtype, self.stream, self.seq = dtype, new_ulid(), 0
-        self._lock = threading.RLock()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.connect(endpoint)
+        self._info = engine_info(dtype, armed)
+        self._sender = Sender(endpoint, engine=self._info)
+        self._sender.hello()
+        self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._hello = Hello(stream=self.stream, role="engine", epoch=time.time_ns() // 1_000_000,
-                            engine=engine_info(dtype, armed))
-        self._socket.send(encode(self._hello))
-        assert isinstance(self._receive(), Welcome)
         if ping:
             threading.Thread(target=self._ping, daemon=True).start()
 
-    def _receive(self, timeout_s: float = 10.0) -> Welcome | Ack | Refuse:
-        if not self._socket.poll(int(timeout_s * 1000)):
-            raise TimeoutError("the writer did not answer")
-        return decode_from_writer(self._socket.recv())
-
     def _ping(self) -> None:
         while not self._closed.wait(0.5):
-            with self._lock, contextlib.suppress(TimeoutError):
-                self._send(encode(Ping()))
+            with self._lock:
+                if not self._closed.is_set():
+                    self._sender.socket.send(encode(Ping()))
+                    while self._sender.receive(0) is not None:
+                        pass
 
-    def _send(self, *parts: bytes, seq: int = 0) -> list[tuple[int, str, str]]:
-        with self._lock:
-            self._socket.send_multipart(parts)
-            refused: list[tuple[int, str, str]] = []
-            while True:
-                answer = self._receive()
-                assert isinstance(answer, Ack), answer
-                refused += answer.refused
-                if answer.durable >= seq:
-                    return refused
+    def _send(self, message: Record | Frame, *parts: bytes) -> None:
+        self._sender.send(message, *parts)
+        self._sender.wait()
 
-    def record(self, make: type[Record], **fields: object) -> list[tuple[int, str, str]]:
-        """A control record; what the writer refused of the stream."""
+    def record(self, make: type[Record], **fields: object) -> None:
+        """A control record."""
         with self._lock:
-            self.seq += 1
-            return self._send(encode(make(seq=self.seq, **fields)), seq=self.seq)
+            self._send(make(seq=self._sender.next(), **fields))
 
     def open(self, capture: str, spec: CaptureSpec, tokens: list[int], cached: int = 0) -> Resolved:
         """Begins a capture."""
@@ -170,7 +137,7 @@ class EnginePlayer:
             if not chosen or not layers:
                 continue
             codec = resolved.codec[site]
-            dtype = self._hello.engine.dtype_of(site) if self._hello.engine else self.dtype
+            dtype = self._info.dtype_of(site)
             x = np.stack([rows(sample, site, layer, chosen, dtype) for layer in layers])
             if is_probe(site):
                 x[:, np.isin(chosen, list(nan))] = np.nan
@@ -178,15 +145,11 @@ class EnginePlayer:
             table = RowTable(*(np.array(column, np.uint32) for column in (
                 [0] * len(chosen), chosen, [tokens[p] for p in chosen],
                 [int(p >= prompt_len) | FLAG_DRAFT * draft for p in chosen])))
-            data = table.to_bytes()
-            parts = [StreamPart(name, len(piece), xxhash.xxh3_64_intdigest(piece)) for name, piece in pieces.items()]
             with self._lock:
-                self.seq += 1
-                frame = Frame(seq=self.seq, site=site, codec=codec, dtype=dtype, width=x.shape[-1], layers=layers,
-                              captures=[capture], runs=[len(chosen)], table_xxh3=xxhash.xxh3_64_intdigest(data),
-                              streams=parts, fingerprint="f1", time_ns=time.time_ns())
-                refused = self._send(encode(frame), data, *pieces.values(), seq=self.seq)
-            assert not refused, refused
+                frame, parts = frame_of(self._sender.next(), site, codec, dtype, x.shape[-1], layers, [capture],
+                                        [len(chosen)], table, pieces, self._info.fingerprint)
+                self._send(frame, *parts)
+                assert frame.seq not in self._sender.refused, self._sender.refused
 
     def drop(self, capture: str, site: str, layers: list[int], start: int, stop: int) -> None:
         """Says that rows were not kept."""
@@ -201,5 +164,4 @@ class EnginePlayer:
         """Goes silent, as a killed engine does."""
         self._closed.set()
         with self._lock:
-            self._socket.close(linger=0)
-            self._context.term()
+            self._sender.close()

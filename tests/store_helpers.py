@@ -162,6 +162,20 @@ def key_of(capture: int, position: Any, layer: Any, version: int = 0) -> Any:
     return ((np.asarray(position, np.int64) * 131 + np.asarray(layer)) * 17 + capture) * 7 + version
 
 
+def frame_of(
+    seq: int, site: str, codec: str, dtype: str, width: int, layers: Sequence[int], captures: Sequence[str],
+    runs: Sequence[int], table: RowTable, pieces: Mapping[str, bytes], fingerprint: str = "f" * 16,
+    extents: Mapping[str, list[tuple[int, int]]] | None = None,
+) -> tuple[Frame, list[bytes]]:
+    """A frame's message with the parts that follow it; ``extents``, where the pieces lie in a ring, leave those out."""
+    data = table.to_bytes()
+    streams = [StreamPart(name, len(piece), xxhash.xxh3_64_intdigest(piece), (extents or {}).get(name, []))
+               for name, piece in pieces.items()]
+    frame = Frame(seq, site, codec, dtype, width, list(layers), list(captures), list(runs),
+                  xxhash.xxh3_64_intdigest(data), streams, fingerprint, time_ns=time.time_ns())
+    return frame, [data, *([] if extents else pieces.values())]
+
+
 class Sender:
     """Speaks the protocol as an engine or API would, synchronously; keeps what is not acknowledged."""
 
@@ -369,43 +383,26 @@ class Sender:
             position.astype(np.uint32),
             np.asarray([guesses.get(int(p), int(p) + 5000) for p in position], np.uint32),
             np.asarray([FLAG_DRAFT if int(p) in guesses else 0 for p in position], np.uint32),
-        ).to_bytes()
+        )
         bounds = np.cumsum([0, *runs])
-        streams, parts = [], []
+        pieces, extents = {}, {}
         for stream in codecs.streams(codec, width, dtype):
-            data = []
-            for a, b in pairwise(bounds):
-                keys = ((position[a:b] * 131 + np.asarray(layers)[:, None]) * 17 + content[a:b]) * 7 + version
-                data.append(pieces_of(codec, width, dtype, keys)[stream.name].tobytes())
-            joined = b"".join(data)
-            extents = []
+            data = [pieces_of(codec, width, dtype, key_of(content[a:b], position[a:b], np.asarray(layers)[:, None],
+                                                          version))[stream.name].tobytes() for a, b in pairwise(bounds)]
+            pieces[stream.name] = b"".join(data)
             if ring_at is not None and self.ring is not None:
+                extents[stream.name] = []
                 with open(self.ring, "r+b") as ring:
                     for run in data:
                         ring.seek(ring_at)
                         ring.write(run)
-                        extents.append((ring_at, len(run)))
+                        extents[stream.name].append((ring_at, len(run)))
                         ring_at += len(run)
-            else:
-                parts.append(joined)
-            streams.append(StreamPart(stream.name, len(joined), xxhash.xxh3_64_intdigest(joined), extents))
-        frame = Frame(
-            self.next(),
-            site,
-            codec,
-            dtype,
-            width,
-            list(layers),
-            captures,
-            runs,
-            xxhash.xxh3_64_intdigest(table),
-            streams,
-            "f" * 16,
-            time_ns=time.time_ns(),
-        )
+        frame, parts = frame_of(self.next(), site, codec, dtype, width, layers, captures, runs, table, pieces,
+                                extents=extents)
         if send:
-            self.send(frame, table, *parts)
-        return frame, [table, *parts]
+            self.send(frame, *parts)
+        return frame, parts
 
     def close(self) -> None:
         self.socket.close()
