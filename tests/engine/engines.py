@@ -105,13 +105,11 @@ class Engine:
 
 def shut_down(llm: Any) -> None:
     """End an engine, and make room for another where it lived in this process."""
-    core = llm.llm_engine.engine_core
-    core.shutdown()
-    if hasattr(core, "engine_core"):
+    llm.llm_engine.engine_core.shutdown()
+    if torch.distributed.is_initialized():  # before vLLM 0.32
         from vllm.distributed import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
-    gc.collect()
 
 
 def row_errors(rows: Any, reference: Any) -> Any:
@@ -139,6 +137,10 @@ def in_this_process(yes: bool = True) -> Iterator[None]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if yes else "1"
     # Speculative decoding imports it; the next start of vLLM looks at what all modules have, and fails at this one.
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)
+    if yes:
+        # vLLM collects garbage several times while it starts: of all that is here already, half a second each.
+        gc.collect()
+        gc.freeze()
     try:
         yield
     finally:
