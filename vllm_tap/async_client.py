@@ -162,14 +162,7 @@ class AsyncClient:
         found: list[Manifest] = []
         with reporting(progress, "waiting") as tell:
             for ref in names:
-                while True:
-                    left_s = max(end_s - time.monotonic(), 0.0)
-                    one = await self.manifest(ref, min(left_s, limits.wait_timeout_s_max))
-                    if one.status in FINAL:
-                        break
-                    if time.monotonic() >= end_s:
-                        raise NotComplete(f"capture {one.id} is still {one.status}")
-                found.append(one)
+                found.append(await self._final(ref, end_s))
                 tell(len(found), len(names))
         return found
 
@@ -201,23 +194,27 @@ class AsyncClient:
         return wire.read_rows(site, layers, await self._send(
             wire.ask_rows(ref, site, layers, start, stop, wait_s, rejected)))
 
+    async def _final(self, ref: str, end_s: float) -> Manifest:
+        while True:
+            left_s = max(end_s - time.monotonic(), 0.0)
+            found = await self.manifest(ref, min(left_s, limits.wait_timeout_s_max))
+            if found.status in FINAL:
+                return found
+            if time.monotonic() >= end_s:
+                raise NotComplete(f"capture {found.id} is still {found.status}")
+
     async def _json(self, ask: wire.Ask) -> dict[str, Any]:
         return wire.read_object(await self._send(ask))
 
     async def _send(self, ask: wire.Ask) -> httpx.Response:
-        attempt = 0
+        tries = wire.Tries(self._retry, self.base_url, ask)
         while True:
             try:
                 answer = await self._http.request(ask.method, ask.path, params=ask.params, json=ask.body)
             except httpx.HTTPError as error:
-                if (wait_s := self._retry.after_failure(attempt, ask, error)) is None:
-                    raise wire.failure_of(self.base_url, ask, error) from None
-                wire.say_again(ask, type(error).__name__, wait_s)
+                wait_s = tries.failed(error)
             else:
                 if not answer.is_error:
                     return answer
-                if (wait_s := self._retry.after_answer(attempt, answer)) is None:
-                    raise wire.error_of(answer)
-                wire.say_again(ask, answer.status_code, wait_s)
+                wait_s = tries.refused(answer)
             await asyncio.sleep(wait_s)
-            attempt += 1

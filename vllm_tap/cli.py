@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +13,27 @@ import typer
 from schemas import legacy as legacy_names
 from schemas.codecs import CODECS, DEFAULT_CODEC
 from schemas.errors import TapError
-from schemas.legacy import FLAGS, MODES
+from schemas.legacy import FLAGS
 from schemas.probes import parse_probes
-from vllm_tap import cli_upkeep
+from vllm_tap import cli_keys, cli_upkeep
+from vllm_tap.cli_options import (
+    ActBits,
+    ActMode,
+    Arm,
+    Durability,
+    Format,
+    Keys,
+    LogFormat,
+    MaxModelLen,
+    OnFull,
+    Probes,
+    Ref,
+    RpK,
+    RpSeed,
+    Store,
+    Tiny,
+    TopkK,
+)
 
 __all__ = ["app", "main"]
 
@@ -28,55 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-keys_app = typer.Typer(help="Make, list and revoke the keys of the HTTP service.", no_args_is_help=True,
-                       rich_markup_mode=None)
-app.add_typer(keys_app, name="keys")
-
-
-class OnFull(StrEnum):
-    """What happens when activations come faster than the disk takes them."""
-
-    drop = "drop"
-    wait = "wait"
-
-
-class Durability(StrEnum):
-    """When a row counts as safe."""
-
-    fsync = "fsync"
-    os = "os"
-
-
-class LogFormat(StrEnum):
-    """How the writer's lines look."""
-
-    text = "text"
-    json = "json"
-
-
-class Format(StrEnum):
-    """What `export` writes."""
-
-    npz = "npz"
-    safetensors = "safetensors"
-    npy = "npy"
-    hf = "hf"
-
-
-Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",
-                                     help="The folder of captures.")]
-ActMode = Annotated[str | None, typer.Option(
-    help=f"Legacy codec: {', '.join(f'{mode} ({CODECS[mode].error})' for mode in MODES)}.")]
-RpK = Annotated[int | None, typer.Option(help="rp8: numbers that a row becomes (default 512).")]
-RpSeed = Annotated[int | None, typer.Option(help="rp8: seed of the projection (default 0).")]
-TopkK = Annotated[int | None, typer.Option(help="topk8: entries kept of a row (default 4 % of them).")]
-ActBits = Annotated[int | None, typer.Option(help="Bits of a stored number: 8, no other.")]
-Keys = Annotated[Path | None, typer.Option("--keys", help="The API keys (default: keys.json of the store, where there "
-                                                          "is one); needed to listen beyond loopback.")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="Use a small model made on the spot instead of MODEL.")]
-Probes = Annotated[list[str] | None, typer.Option(
-    "--probe", help="Register a probe: NAME=FILE (safetensors), or NAME=FILE@resid_post.12; repeatable.")]
-Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …")]
+app.add_typer(cli_keys.app, name="keys")
 
 
 @app.command()
@@ -91,7 +60,7 @@ def serve(
     keys: Keys = None,
     arm: Arm = "resid_post",
     probe: Probes = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
+    max_model_len: MaxModelLen = None,
     on_full: Annotated[OnFull, typer.Option(help="Drop rows (named in the manifest) or let generation wait.")]
         = OnFull.drop,
     ring_bytes: Annotated[int | None, typer.Option(help="Bytes of activations that may wait for the writer.")] = None,
@@ -123,18 +92,16 @@ def serve(
     legacy = _legacy(activation_capture, act_mode, rp_k, rp_seed, topk_k, act_bits)
     capture_all = legacy_names.capture_all({**os.environ, **legacy}) or ""
     if legacy and not capture_all:
-        raise _usage(f"{FLAGS[next(iter(legacy))]}: says how --activation-capture captures; add that flag")
+        raise TapError(f"{FLAGS[next(iter(legacy))]}: says how --activation-capture captures; add that flag")
     chosen = _model(model, tiny)
-    environment, arguments = tiny_settings() if tiny else ({}, ())
-    if max_model_len is not None:
-        arguments = (*arguments, "--max-model-len", str(max_model_len))
+    environment, arguments = _engine(tiny, max_model_len, context.obj)
     raise typer.Exit(run(ServeConfig(
         model=chosen, served_name="tiny" if tiny else "", store=store, keys=keys, host=host, port=port,
         engine_port=engine_port, arm=arm, on_full=on_full.value, ring_bytes=ring_bytes,
         staging_bytes_max=staging_bytes_max, durability=durability.value, seal_idle_s=seal_idle_s,
         retain_days=retain_days, retain_bytes=retain_bytes, quota_bytes=quota_bytes, metrics_port=metrics_port,
         log_format=log_format.value,
-        engine_args=(*arguments, *context.obj), environment={**environment, **legacy}, capture_all=capture_all,
+        engine_args=arguments, environment={**environment, **legacy}, capture_all=capture_all,
         probes=parse_probes(probe or (), "--probe"),
     )))
 
@@ -161,7 +128,7 @@ def capture(
     probe: Annotated[list[str] | None, typer.Option(
         help="Take the scores of a probe: NAME=FILE, or NAME=FILE@resid_post.12; repeatable. Without --sites nothing "
              "else is taken.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
+    max_model_len: MaxModelLen = None,
     output: Annotated[Path | None, typer.Option(help="Write {line, capture, text, …} as JSON lines.")] = None,
     durability: Annotated[Durability, typer.Option()] = Durability.fsync,
     split: Annotated[str | None, typer.Option(help="Of a dataset: its split (default: train).")] = None,
@@ -185,18 +152,15 @@ def capture(
 
     legacy = _legacy(activation_capture, act_mode, rp_k, rp_seed, topk_k, act_bits)
     if codec is not None and act_mode is not None:
-        raise _usage(f"either --codec or --act-mode, not both (--codec {act_mode} says the same)")
+        raise TapError(f"either --codec or --act-mode, not both (--codec {act_mode} says the same)")
     if codec is None:
-        asked = {**os.environ, **legacy}
-        codec = legacy_names.act_codec(asked)
-    environment, arguments = tiny_settings() if tiny else ({}, ())
-    if max_model_len is not None:
-        arguments = (*arguments, "--max-model-len", str(max_model_len))
+        codec = legacy_names.act_codec({**os.environ, **legacy})
+    environment, arguments = _engine(tiny, max_model_len, context.obj)
     raise typer.Exit(run(CaptureJob(
         prompts=PromptSource(prompts, split, column, limit), model=_model(model, tiny, "--model M"), store=store,
         sites=sites, layers=layers,
         positions=positions, codec=codec, max_tokens=max_tokens, temperature=temperature, arm=arm, output=output,
-        durability=durability.value, engine_args=(*arguments, *context.obj), environment=environment,
+        durability=durability.value, engine_args=arguments, environment=environment,
         probes=parse_probes(probe or (), "--probe"),
     )))
 
@@ -216,7 +180,7 @@ def list_captures(
 
 @app.command()
 def show(
-    ref: Annotated[str, typer.Argument(help="A capture id, a response id or an X-Request-Id.")],
+    ref: Ref,
     store: Store = Path("captures"),
     json: Annotated[bool, typer.Option("--json", help="The whole manifest.")] = False,
 ) -> None:
@@ -252,58 +216,11 @@ def export(
         pairs = dict(_tag(text) for text in tag or ())
         paths = export_hf(store, ref, out, sites, layers, pairs, context, force, sys.stderr.isatty())
     elif ref is None or tag or context is not None:
-        raise _usage("name a capture; only --format hf takes several, --tag and --context")
+        raise TapError("name a capture; only --format hf takes several, --tag and --context")
     else:
         paths = run(store, ref, format.value, out, sites, layers, force)
     for path in paths:
         typer.echo(path)
-
-
-KeyName = Annotated[str, typer.Argument(help="Whose key it is: the owner of what is captured with it.")]
-
-
-Quota = Annotated[str | None, typer.Option(
-    help="Bytes that its captures may take, such as 50GB; none: any (default: as the name's old key).")]
-
-
-@keys_app.command("make")
-def make_key(
-    name: KeyName,
-    store: Store = Path("captures"),
-    keys: Keys = None,
-    replace: Annotated[bool, typer.Option("--replace", help="End the name's old key; the new one reads the same "
-                                                            "captures.")] = False,
-    quota: Quota = None,
-) -> None:
-    """Make a key and print it, this once: the file keeps its hash alone."""
-    from vllm_tap.keys_command import print_new_key
-
-    print_new_key(store, keys, name, replace, quota)
-
-
-@keys_app.command("set")
-def set_key(name: KeyName, quota: Annotated[str, typer.Option(help="Bytes, such as 50GB; none: any.")],
-            store: Store = Path("captures"), keys: Keys = None) -> None:
-    """Change what a key may have; a running service goes by it from the next request on."""
-    from vllm_tap.keys_command import change_quota
-
-    change_quota(store, keys, name, quota)
-
-
-@keys_app.command("ls")
-def list_keys(store: Store = Path("captures"), keys: Keys = None) -> None:
-    """List the names that have keys."""
-    from vllm_tap.keys_command import print_keys
-
-    print_keys(store, keys)
-
-
-@keys_app.command("revoke")
-def revoke_key(name: KeyName, store: Store = Path("captures"), keys: Keys = None) -> None:
-    """End a key; a running service refuses it from the next request on. Its captures stay."""
-    from vllm_tap.keys_command import revoke
-
-    revoke(store, keys, name)
 
 
 @app.command()
@@ -322,7 +239,7 @@ def main() -> None:
     own, dashes, for_vllm = _split(sys.argv[1:])
     try:
         if dashes and own[:1] not in (["serve"], ["capture"]):
-            raise _usage("only serve and capture pass arguments after -- on to vLLM")
+            raise TapError("only serve and capture pass arguments after -- on to vLLM")
         status = app(own, standalone_mode=False, obj=for_vllm)
     except TapError as error:
         _fail(str(error), 2)
@@ -341,10 +258,15 @@ def main() -> None:
     raise SystemExit(status or 0)
 
 
-def tiny_settings() -> tuple[dict[str, str], tuple[str, ...]]:
-    """Environment and vLLM arguments that fit the tiny model on a small machine."""
-    # Without --dtype vLLM would narrow a float32 model to 16 bits.
-    return {"VLLM_CPU_KVCACHE_SPACE": "1"}, ("--dtype", "float32")
+def _engine(tiny: bool, max_model_len: int | None, for_vllm: tuple[str, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Environment and vLLM arguments of a command that starts an engine."""
+    environment: dict[str, str] = {}
+    arguments: tuple[str, ...] = ()
+    if tiny:  # fit for a small machine; without --dtype vLLM would narrow a float32 model to 16 bits
+        environment, arguments = {"VLLM_CPU_KVCACHE_SPACE": "1"}, ("--dtype", "float32")
+    if max_model_len is not None:
+        arguments = (*arguments, "--max-model-len", str(max_model_len))
+    return environment, (*arguments, *for_vllm)
 
 
 def _legacy(on: bool, mode: str | None, rp_k: int | None, rp_seed: int | None, topk_k: int | None,
@@ -364,13 +286,13 @@ def _split(arguments: list[str]) -> tuple[list[str], bool, tuple[str, ...]]:
 
 def _model(model: str | None, tiny: bool, how: str = "MODEL") -> str:
     if tiny and model is not None:
-        raise _usage(f"either {how} or --tiny, not both")
+        raise TapError(f"either {how} or --tiny, not both")
     if tiny:
         from vllm_tap.tiny_model import tiny_model
 
         return str(tiny_model())
     if model is None:
-        raise _usage(f"name a model ({how}) or use --tiny")
+        raise TapError(f"name a model ({how}) or use --tiny")
     return model
 
 
@@ -387,12 +309,8 @@ def _value(error: Exception, arguments: list[str]) -> str:
 def _tag(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
-        raise _usage(f"--tag = {text!r}: must be KEY=VALUE")
+        raise TapError(f"--tag = {text!r}: must be KEY=VALUE")
     return key, value
-
-
-def _usage(text: str) -> TapError:
-    return TapError(text)
 
 
 def _version(name: str) -> str | None:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["add"]
+from vllm_tap.cli_options import Ref, Store, StorePath
 
-StorePath = Annotated[Path, typer.Argument(help="The folder of captures.", envvar="VLLM_ACT_OUTDIR")]
+__all__ = ["add"]
 
 
 def add(app: typer.Typer) -> None:
@@ -51,11 +51,6 @@ def compact(
     from vllm_tap.upkeep import compact_store
 
     raise typer.Exit(compact_store(store, older_than, zstd))
-
-
-Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",
-                                     help="The folder of captures.")]
-Ref = Annotated[str, typer.Argument(help="A capture id, a response id or an X-Request-Id.")]
 
 
 def remove(

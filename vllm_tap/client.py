@@ -237,19 +237,14 @@ class Client:
         return wire.read_object(self._send(ask))
 
     def _send(self, ask: wire.Ask) -> httpx.Response:
-        attempt = 0
+        tries = wire.Tries(self._retry, self.base_url, ask)
         while True:
             try:
                 answer = self._http.request(ask.method, ask.path, params=ask.params, json=ask.body)
             except httpx.HTTPError as error:
-                if (wait_s := self._retry.after_failure(attempt, ask, error)) is None:
-                    raise wire.failure_of(self.base_url, ask, error) from None
-                wire.say_again(ask, type(error).__name__, wait_s)
+                wait_s = tries.failed(error)
             else:
                 if not answer.is_error:
                     return answer
-                if (wait_s := self._retry.after_answer(attempt, answer)) is None:
-                    raise wire.error_of(answer)
-                wire.say_again(ask, answer.status_code, wait_s)
+                wait_s = tries.refused(answer)
             time.sleep(wait_s)
-            attempt += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,12 +11,13 @@ import numpy.typing as npt
 
 from schemas.errors import TapError
 from schemas.sites import transformer_lens_name
-from vllm_tap.captures import F32, Rows
 
 if TYPE_CHECKING:
     import datasets
     import torch
     import xarray
+
+    from vllm_tap.captures import F32, Rows
 
 __all__ = ["data_array", "dataset_of_sites", "hugging_face", "need", "tensor", "tensors"]
 
@@ -81,8 +83,7 @@ def aligned(parts: Sequence[Rows]) -> list[Rows]:
 def _only(rows: Rows, kept: npt.NDArray[np.bool_]) -> Rows:
     if kept.all():
         return rows
-    return Rows(rows.capture, rows.site, rows.layers, rows.start, rows.stop, rows.positions[kept],
-                rows.token_ids[kept], rows.values[:, kept], rows.missing, rows.clipped)
+    return replace(rows, positions=rows.positions[kept], token_ids=rows.token_ids[kept], values=rows.values[:, kept])
 
 
 def hugging_face(parts: Sequence[Rows]) -> datasets.Dataset:

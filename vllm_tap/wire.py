@@ -1,6 +1,6 @@
 """What goes over HTTP and what comes back, without any connection: shared by the client and the asynchronous one.
 
-An ``Ask`` is one request; the functions beside it read its answer. ``Retry`` says when to ask again.
+An ``Ask`` is one request; the functions beside it read its answer. ``Tries`` says when to ask again.
 """
 
 from __future__ import annotations
@@ -202,6 +202,30 @@ def failure_of(base_url: str, ask: Ask, error: httpx.HTTPError) -> TapError:
     return Unavailable(0, None, f"{what}: {error or type(error).__name__}; is the service running?")
 
 
-def say_again(ask: Ask, why: object, wait_s: float) -> None:
-    """A try that failed is logged, for whoever wonders why it takes long."""
-    logger.info("%s %s: %s; trying again in %.2f s", ask.method, ask.path, why, wait_s)
+# ── again ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Tries:
+    """The tries of one request: seconds until the next one, or the error where there is none."""
+
+    def __init__(self, retry: Retry, base_url: str, ask: Ask) -> None:
+        self._retry, self._base_url, self._ask, self._failed = retry, base_url, ask, 0
+
+    def failed(self, error: httpx.HTTPError) -> float:
+        """There was no answer."""
+        wait_s = self._retry.after_failure(self._failed, self._ask, error)
+        if wait_s is None:
+            raise failure_of(self._base_url, self._ask, error) from None
+        return self._again(type(error).__name__, wait_s)
+
+    def refused(self, answer: httpx.Response) -> float:
+        """The answer is an error."""
+        wait_s = self._retry.after_answer(self._failed, answer)
+        if wait_s is None:
+            raise error_of(answer)
+        return self._again(answer.status_code, wait_s)
+
+    def _again(self, why: object, wait_s: float) -> float:
+        self._failed += 1
+        logger.info("%s %s: %s; trying again in %.2f s", self._ask.method, self._ask.path, why, wait_s)
+        return wait_s

@@ -1,0 +1,64 @@
+"""What the commands take: options that several of them share, and the words that an option may be."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from schemas.codecs import CODECS
+from schemas.legacy import MODES
+
+__all__ = ["ActBits", "ActMode", "Arm", "Durability", "Format", "Keys", "LogFormat", "MaxModelLen", "OnFull", "Probes",
+           "Ref", "RpK", "RpSeed", "Store", "StorePath", "Tiny", "TopkK"]
+
+
+class OnFull(StrEnum):
+    """What happens when activations come faster than the disk takes them."""
+
+    drop = "drop"
+    wait = "wait"
+
+
+class Durability(StrEnum):
+    """When a row counts as safe."""
+
+    fsync = "fsync"
+    os = "os"
+
+
+class LogFormat(StrEnum):
+    """How the writer's lines look."""
+
+    text = "text"
+    json = "json"
+
+
+class Format(StrEnum):
+    """What `export` writes."""
+
+    npz = "npz"
+    safetensors = "safetensors"
+    npy = "npy"
+    hf = "hf"
+
+
+Ref = Annotated[str, typer.Argument(help="A capture id, a response id or an X-Request-Id.")]
+Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",
+                                     help="The folder of captures.")]
+StorePath = Annotated[Path, typer.Argument(help="The folder of captures.", envvar="VLLM_ACT_OUTDIR")]
+ActMode = Annotated[str | None, typer.Option(
+    help=f"Legacy codec: {', '.join(f'{mode} ({CODECS[mode].error})' for mode in MODES)}.")]
+RpK = Annotated[int | None, typer.Option(help="rp8: numbers that a row becomes (default 512).")]
+RpSeed = Annotated[int | None, typer.Option(help="rp8: seed of the projection (default 0).")]
+TopkK = Annotated[int | None, typer.Option(help="topk8: entries kept of a row (default 4 % of them).")]
+ActBits = Annotated[int | None, typer.Option(help="Bits of a stored number: 8, no other.")]
+Keys = Annotated[Path | None, typer.Option("--keys", help="The API keys (default: keys.json of the store, where there "
+                                                          "is one); needed to listen beyond loopback.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Use a small model made on the spot instead of MODEL.")]
+Probes = Annotated[list[str] | None, typer.Option(
+    "--probe", help="Register a probe: NAME=FILE (safetensors), or NAME=FILE@resid_post.12; repeatable.")]
+Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
