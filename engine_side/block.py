@@ -202,7 +202,7 @@ class Burst:
                        for name, offset, size in zip(piece.layout.names, at, piece.place.sizes, strict=False)}
             mark = (end, 0) if number == len(self.pieces) else (start, number)
             found.append(Run(piece.layout.entry, piece.slot, piece.position, piece.flags, extents, at[-2], at[-1],
-                             mark, None, self.done, self.step_bytes))
+                             mark, 0, self.done, self.step_bytes))
         return found
 
 

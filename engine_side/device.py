@@ -5,8 +5,9 @@ that by the order of the stream alone. Copies to the host have a stream of their
 behind what the step before them had to fetch: a device copies in one direction one thing after the other, so the
 sampled tokens that the scheduler waits for would otherwise stand behind a whole prompt's rows.
 
-Two hazards are ordered by events. Scratch is a ring: the model's stream waits for the copy of what lay there before.
-Ring memory is read by the sender: a run carries an event after its copy, asked before the run is sent.
+Two hazards are ordered. Scratch is a ring: the model's stream waits for the copy of what lay there before, by an event.
+Ring memory is read by the sender, which no event can tell in its own process: copies are numbered, and behind each the
+device writes its number beside the ring. A run carries the number of its copy.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from engine_side.events import Event, Freed, Run
 from engine_side.ring import Ring
+from engine_side.shared import COPIES, Outbox
 
 _AHEAD_BYTES: Final = 48 << 20  # of copies a step, beside what the step itself will make
 _COPIES_MAX: Final = 256  # events kept; older copies are waited for, which by then costs nothing
@@ -68,12 +70,18 @@ class Scratch:
 class Crossing:
     """What leaves the step: events in their order, and bytes on their way to the ring."""
 
-    def __init__(self, device: torch.device, ring: Ring, scratch: Scratch | None = None) -> None:
-        self.outbox: deque[Event] = deque()  # read by the sender thread
+    def __init__(self, device: torch.device, ring: Ring, scratch: Scratch | None = None,
+                 outbox: Outbox | deque[Event] | None = None) -> None:
+        self.outbox = deque[Event]() if outbox is None else outbox
         self.ring = ring
         self.scratch = scratch
         self._device = device
-        self._copying: Any = torch.cuda.Stream(device) if scratch is not None else None
+        if scratch is not None:
+            self._copying: Any = torch.cuda.Stream(device)
+            self._encoded = torch.cuda.Event()
+            self._over = [torch.cuda.Event() for _ in range(2 * _COPIES_MAX)]  # in turns: scratch keeps fewer
+            self._numbers = torch.arange(COPIES, device=device).unbind()
+        self._copies = 0  # ever made
         self._waiting: deque[tuple[Event, int, int, int, int]] = deque()  # event, from, to, bytes, scratch's head
 
     def room(self, base: int, nbytes: int) -> tuple[torch.Tensor, int]:
@@ -96,11 +104,11 @@ class Crossing:
 
     def free(self) -> None:
         """The region taken last, up to the ring's head, will hold no rows; what reads it now may finish."""
-        ready = None
-        if self.scratch is not None:
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(self._device))
-        self.say(Freed((self.ring.head, 0), ready))
+        freed = Freed((self.ring.head, 0))
+        if self.scratch is None:
+            self.outbox.append(freed)
+        else:
+            self._waiting.append((freed, 0, 0, 0, 0))
 
     def say(self, event: Event) -> None:
         """An event without bytes, after everything before it."""
@@ -126,28 +134,46 @@ class Crossing:
         """
         if self._waiting:
             self.move(_AHEAD_BYTES + 1.5 * tokens * bytes_a_token if tokens else float("inf"))
+        self.push()
+
+    def push(self) -> bool:
+        """Hand on what the sender had no room for when it was said; whether it has all."""
+        return not isinstance(self.outbox, Outbox) or self.outbox.push()
 
     def move(self, budget: float) -> None:
         """Enqueue copies of at most ``budget`` bytes, but one, behind everything on the model's stream so far."""
         if self.scratch is None or not self._waiting:
             return
-        self._copying.wait_stream(torch.cuda.current_stream(self._device))
-        ready = torch.cuda.Event()
+        self._encoded.record(torch.cuda.current_stream(self._device))
+        self._copying.wait_event(self._encoded)
+        self._copies += 1
         moved: list[Event] = []
         until = 0
         with torch.cuda.stream(self._copying):
             # Runs that share their bytes go together: those before the one that brings them are without any.
+            source = target = size = 0  # of a copy that may grow: what was encoded one after the other lies so
             while self._waiting and (budget > 0 or not isinstance(self._waiting[0][0], Run)):
                 event, at, base, nbytes, head = self._waiting.popleft()
                 if nbytes:
-                    self.ring.memory[base : base + nbytes].copy_(self.scratch.memory[at : at + nbytes],
-                                                                 non_blocking=True)
+                    if (source + size, target + size) != (at, base):
+                        self._copy(source, target, size)
+                        source, target, size = at, base, 0
+                    size += nbytes
                     budget -= nbytes
                     until = head
-                if isinstance(event, Run):
-                    event.ready = ready
+                if isinstance(event, Run | Freed):
+                    event.copied = self._copies
                 moved.append(event)
-        ready.record(self._copying)
+            self._copy(source, target, size)
+            self.ring.copied.copy_(self._numbers[self._copies % COPIES], non_blocking=True)
         if until:
-            self.scratch.copied(until, ready)
-        self.outbox.extend(moved)  # after the event was recorded: an event that never was counts as over
+            over = self._over[self._copies % len(self._over)]
+            over.record(self._copying)
+            self.scratch.copied(until, over)
+        self.outbox.extend(moved)
+
+    def _copy(self, source: int, target: int, nbytes: int) -> None:
+        if nbytes:
+            assert self.scratch is not None
+            self.ring.memory[target : target + nbytes].copy_(self.scratch.memory[source : source + nbytes],
+                                                             non_blocking=True)

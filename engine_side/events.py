@@ -1,14 +1,15 @@
-"""What the step thread hands to the sender thread, in order, through one deque."""
+"""What the step thread hands to the sender's process, in order; each is one message of msgpack in shared memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from engine_side.selection import Entry
+from schemas.control import TapCounters
 from schemas.spec import Resolved
 
 I64 = npt.NDArray[np.int64]
@@ -17,8 +18,7 @@ I64 = npt.NDArray[np.int64]
 Mark = tuple[int, int]
 
 
-@dataclass(slots=True)
-class Opened:
+class Opened(msgspec.Struct, tag=True, array_like=True):
     """A request with a capture is running in ``slot``."""
 
     slot: int
@@ -33,47 +33,43 @@ class Opened:
     adapter: str
 
 
-@dataclass(slots=True)
-class Run:
-    """Rows encoded into the ring; valid once ``ready`` (a device event, or None) has happened.
+class Run(msgspec.Struct, tag=True, array_like=True):
+    """Rows encoded into the ring; they lie there once the copies up to number ``copied`` are over.
 
     ``steps`` steps of decode made a block each, of the same requests one position further, ``stride`` bytes apart in
     the ring; the columns and offsets are those of the first.
     """
 
     entry: Entry
-    slot: I64
-    position: I64
-    flags: I64
+    slot: np.ndarray[Any, Any]  # int64 [rows], as are the next two
+    position: np.ndarray[Any, Any]
+    flags: np.ndarray[Any, Any]
     extents: dict[str, tuple[int, int]]  # stream → (offset, bytes)
     tokens: int  # offset of the rows' int32 token ids
     positions: int  # offset of the rows' int64 positions as the model used them
     mark: Mark
-    ready: Any = None
+    copied: int = 0
     steps: int = 1
     stride: int = 0
 
 
-@dataclass(slots=True)
-class Freed:
-    """A region of the ring that holds no rows after all; free once ``ready`` has happened."""
+class Freed(msgspec.Struct, tag=True, array_like=True):
+    """A region of the ring that holds no rows after all; free once the copies up to ``copied`` are over."""
 
     mark: Mark
-    ready: Any = None
+    copied: int = 0
 
 
-@dataclass(slots=True)
-class Lost:
+class Lost(msgspec.Struct, tag=True, array_like=True):
     """Rows that were selected and could not be kept, or that are never computed: the prefix cache has them."""
 
     entry: Entry
-    slot: I64
-    position: I64
+    slot: np.ndarray[Any, Any]  # int64 [rows], as is the next
+    position: np.ndarray[Any, Any]
     reason: str = "dropped"  # or "prefix_cached"
 
 
-@dataclass(slots=True)
-class Finished:
+class Finished(msgspec.Struct, tag=True, array_like=True):
     """The request in ``slot`` ended."""
 
     slot: int
@@ -85,4 +81,36 @@ class Finished:
     recomputed: int
 
 
-Event = Opened | Run | Freed | Lost | Finished
+class Counted(msgspec.Struct, tag=True, array_like=True):
+    """What the tap did so far."""
+
+    counters: TapCounters
+
+
+Event = Opened | Run | Freed | Lost | Finished | Counted
+
+
+def _bytes_of(value: Any) -> bytes:
+    """An array as it travels: its int64 numbers."""
+    if isinstance(value, np.ndarray):
+        return np.asarray(value, np.int64).tobytes()
+    raise NotImplementedError(f"{type(value).__name__} is no part of an event")
+
+
+def _array_of(kind: type, value: Any) -> Any:
+    return np.frombuffer(value, np.int64)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Event, dec_hook=_array_of)
+
+
+def encode(event: Event) -> bytes:
+    """The message of an event."""
+    return _encoder.encode(event)
+
+
+def decode(message: bytes | memoryview) -> Event:
+    """The event of a message; msgspec.MsgspecError on anything else."""
+    found: Event = _decoder.decode(message)
+    return found

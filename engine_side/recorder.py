@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,8 +20,9 @@ import torch
 from engine_side.block import Burst, Layout, Piece, layout_of
 from engine_side.compiled import Compiled
 from engine_side.device import Crossing
-from engine_side.events import I64, Event, Finished, Lost, Opened
+from engine_side.events import I64, Counted, Event, Finished, Lost, Opened
 from engine_side.selection import CaptureTable, Entry, Plan, Selected
+from engine_side.shared import Outbox
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas import codecs
@@ -34,6 +36,8 @@ _WAIT_S: Final = 0.0005
 _LAYOUTS_MAX: Final = 4096
 _BURST_STEPS_MAX: Final = 16
 _BURST_BYTES_MAX: Final = 16 << 20
+_COUNT_S: Final = 0.5
+_FLUSH_S: Final = 1.0
 _BURST_S: Final = 0.025  # rows are seen no later than that, and a step
 
 
@@ -70,7 +74,7 @@ class End:
 
 @dataclass(slots=True)
 class Recorder:
-    """Owned by the step thread; ``outbox`` is read by the sender thread."""
+    """Owned by the step thread; the sender's process takes what ``outbox`` is given."""
 
     staging: Staging
     dtype: str
@@ -79,8 +83,8 @@ class Recorder:
     compiled: Compiled = field(init=False)
     captures: CaptureTable = field(default_factory=CaptureTable)
     counters: TapCounters = field(default_factory=TapCounters)
-    launch: int = 0  # odd while a step with prompts is launched on a device: the sender gives way
-    writer_away: bool = False  # set by the sender thread: too much waits for the writer, no capture is begun
+    _counted: TapCounters = field(default_factory=TapCounters)  # what the sender was told
+    _count_at: float = 0.0
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
@@ -100,7 +104,7 @@ class Recorder:
         self._stale = True
 
     @property
-    def outbox(self) -> deque[Event]:
+    def outbox(self) -> Outbox | deque[Event]:
         """What the sender takes."""
         return self.crossing.outbox
 
@@ -111,7 +115,7 @@ class Recorder:
         if request in self._tickets:
             self.resume(request, cached)
             return
-        if self.writer_away:
+        if self._nobody_takes():
             self.counters.captures_refused += 1
             return
         self._end_burst()
@@ -158,7 +162,7 @@ class Recorder:
         """A request ended; one that never ran is opened first, so that its manifest exists."""
         self._end_burst()
         if end.request not in self._tickets:
-            if self.writer_away:
+            if self._nobody_takes():
                 return  # it was not begun
             self.open(end.request, end.ticket, end.prompt_token_ids, 0)
         slot = self.captures.close(end.request)
@@ -178,12 +182,30 @@ class Recorder:
         """A step of ``tokens`` comes (none: the engine will rest), and behind it goes what waits for the host."""
         if tokens == 0:
             self._end_burst()
+        if tokens == 0 or time.monotonic() > self._count_at:
+            self._count()
         self.crossing.before_step(tokens, self._bytes_a_token)
 
     def flush(self) -> None:
         """Nothing stays behind."""
         self._end_burst()
-        self.crossing.move(float("inf"))
+        self._count()
+        self.crossing.before_step(0, 0.0)
+        until = time.monotonic() + _FLUSH_S
+        while not self.crossing.push() and time.monotonic() < until:
+            time.sleep(_WAIT_S)
+
+    def _count(self) -> None:
+        """What was counted goes to the writer with the sender's next sign of life."""
+        self._count_at = time.monotonic() + _COUNT_S
+        if self.counters != self._counted:
+            self._counted = copy(self.counters)
+            self.crossing.say(Counted(self._counted))
+
+    def _nobody_takes(self) -> bool:
+        """Too much waits for a writer that is away, or there is no sender any more: no capture is begun."""
+        shared = self.crossing.ring.shared
+        return bool(shared.writer_away or shared.abandoned)
 
     def after_step(self, step: Step) -> None:
         """Take the wanted rows of the step that was just enqueued."""
@@ -355,9 +377,10 @@ class Recorder:
         region = ring.allocate(nbytes)
         if region is None and wait and self.on_full == "wait" and nbytes <= ring.capacity // 2:
             self.counters.waits += 1
-            self.crossing.move(float("inf"))  # what has not gone yet cannot be released
-            while region is None and not ring.abandoned:
+            self.crossing.before_step(0, 0.0)  # what has not gone yet cannot be released
+            while region is None and not ring.shared.abandoned:
                 time.sleep(_WAIT_S)
+                self.crossing.push()
                 region = ring.allocate(nbytes)
         return region
 

@@ -1,17 +1,15 @@
-"""The sender thread: closes frames, numbers what leaves, keeps it until the writer has it durable, sends again if not.
+"""The sender: closes frames, numbers what leaves, keeps it until the writer has it durable, sends again if not.
 
-It owns the socket and the ring's tail. Frames and control records leave in one sequence, so a Finish never overtakes
-the rows it speaks of.
+It runs in a process of its own (engine_side.sender_process) and owns the socket and the ring's tail. Frames and control
+records leave in one sequence, so a Finish never overtakes the rows it speaks of.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,9 @@ import numpy as np
 import xxhash
 import zmq
 
-from engine_side.events import Finished, Freed, Lost, Mark, Opened, Run
-from engine_side.recorder import Recorder
-from engine_side.ring import Ring
+from engine_side.events import Counted, Finished, Freed, Lost, Mark, Opened, Run
 from engine_side.selection import Entry
+from engine_side.shared import Events, Shared, is_over
 from schemas import codecs, control, limits
 from schemas.control import EngineInfo
 from schemas.curve import secure_sender
@@ -34,11 +31,10 @@ from schemas.ids import new_ulid
 logger = logging.getLogger("vllm.tap")
 
 _IDLE_POLL_MS = 10
-_BUSY_POLL_MS = 4
+_BUSY_POLL_MS = 2
 _STALL_S = 3.0
 _ALONE_S = 10.0
-_GIVE_WAY_S = 0.03  # at most, for each launch
-_NAP_S = 0.001
+_FLUSH_S = 5.0
 
 
 @dataclass(slots=True)
@@ -67,16 +63,18 @@ class Outgoing:
         return 0 if self.frame is None else sum(part.nbytes for part in self.frame.streams)
 
 
-class Sender(threading.Thread):
-    """One stream of one worker to one writer."""
+class Sender:
+    """One stream of one worker to one writer. ``engine``: the process that the rows are of."""
 
-    def __init__(self, endpoint: str, info: EngineInfo, ring: Ring, recorder: Recorder, curve: Path | None = None,
+    def __init__(self, endpoint: str, info: EngineInfo, shared: Shared, engine: int, curve: Path | None = None,
                  rank: int = 0) -> None:
-        super().__init__(name="vllm-tap-sender", daemon=True)
         self.stream = new_ulid()
         self.epoch = time.time_ns() // 1_000_000
-        self._endpoint, self.info, self._ring, self._rank, self._curve = endpoint, info, ring, rank, curve
-        self._recorder, self._outbox, self._counters = recorder, recorder.outbox, recorder.counters
+        self._endpoint, self._info, self._shared, self._engine = endpoint, info, shared, engine
+        self._rank, self._curve = rank, curve
+        self._events = Events(shared)
+        self._told = control.TapCounters()  # by the recorder
+        self._counters = control.TapCounters()  # of what happened here
         self._slots: dict[int, str] = {}
         self._pending: dict[Entry, Pending] = {}
         self._lost: dict[tuple[str, Entry, str], list[int]] = {}
@@ -91,15 +89,13 @@ class Sender(threading.Thread):
         self._welcome: control.Welcome | None = None
         self._refused: str | None = None
         self._progress = (0, time.monotonic())  # (durable, since when)
-        self._closing = threading.Event()
         self._socket: Any = None
-        self._gave_way = 0  # to this launch
         self._copied = np.empty(0, np.uint8)  # where pieces are put together; kept: new memory has to be touched
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def run(self) -> None:
-        """Until ``close``: take events, close frames, talk to the writer."""
+    def run(self, closing: Callable[[], bool]) -> None:
+        """Until ``closing``, and then what is there: take events, close frames, talk to the writer."""
         context = zmq.Context()
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
@@ -114,11 +110,10 @@ class Sender(threading.Thread):
         deadline: float | None = None
         try:
             while True:
-                self._give_way()
-                busy, now = True, time.monotonic()
+                busy, now, ending = True, time.monotonic(), closing()
                 try:
                     busy = self._take_events()
-                    self._close_old_frames(force=self._closing.is_set())
+                    self._close_old_frames(force=ending)
                     if now >= next_ping:
                         next_ping = now + (0.2 if self._welcome is None else limits.heartbeat_interval_ms / 1000)
                         self._say(self._hello() if self._welcome is None else control.Ping(self._state()))
@@ -132,51 +127,30 @@ class Sender(threading.Thread):
                     if self._socket.poll(_BUSY_POLL_MS if busy or self._pending else _IDLE_POLL_MS):
                         self._receive()
                 except Exception:
-                    # Never let the thread die: what it could not take is counted and the manifest will miss it.
+                    # Never end for one event: what could not be taken is counted and the manifest will miss it.
                     self._counters.failures += 1
                     logger.exception("vllm-tap: the sender failed on an event")
                     time.sleep(_BUSY_POLL_MS / 1000)
-                if self._closing.is_set():
-                    deadline = deadline or now + 5.0
-                    if now > deadline or not (self._unacked or self._outbox or self._pending):
+                if ending:
+                    deadline = deadline or now + _FLUSH_S
+                    if now > deadline or not (self._unacked or self._pending or self._events):
                         break
             self._say(control.Bye(self._seq))
             if self._unacked:
                 logger.warning("vllm-tap: %d messages were not acknowledged before the end", len(self._unacked))
         finally:
-            self._ring.abandoned = True
+            self._shared.abandoned = True
             self._socket.close(linger=500)
             context.term()
-
-    def close(self, timeout_s: float = 7.0) -> None:
-        """Flush what is there, say Bye and end; called once."""
-        self._closing.set()
-        if self.is_alive():
-            self.join(timeout_s)
-        self._ring.close()
-
-    def _give_way(self) -> None:
-        """For a moment, while a step with prompts is launched.
-
-        Such a step is limited by the host, which launches hundreds of kernels: each gives the interpreter away for a
-        moment, and a thread that takes it then makes that moment long. Between launches there is time.
-        """
-        launch = self._recorder.launch
-        if launch % 2 and launch != self._gave_way:
-            self._gave_way, until = launch, time.monotonic() + _GIVE_WAY_S
-            while self._recorder.launch == launch and time.monotonic() < until:
-                time.sleep(_NAP_S)
 
     # ── events to messages ──────────────────────────────────────────────────────────────────────────────────────
 
     def _take_events(self) -> bool:
         taken = False
-        while self._outbox:
-            self._give_way()
-            event = self._outbox[0]
-            if isinstance(event, Run | Freed) and event.ready is not None and not event.ready.query():
+        while (event := self._events.first()) is not None:
+            if isinstance(event, Run | Freed) and not is_over(event.copied, self._shared.copied):
                 break
-            self._outbox.popleft()
+            self._events.take()
             taken = True
             if isinstance(event, Run):
                 self._add_run(event)
@@ -187,6 +161,8 @@ class Sender(threading.Thread):
                 self._add_lost(event)
             elif isinstance(event, Opened):
                 self._open(event)
+            elif isinstance(event, Counted):
+                self._told = event.counters
             else:
                 self._finish(event)
         return taken
@@ -282,19 +258,19 @@ class Sender(threading.Thread):
             np.concatenate([np.tile(run.flags, run.steps) for run in pending.runs]).astype(np.uint32),
         ).to_bytes()
         return control.Frame(
-            seq=self._seq + 1, site=entry.site, codec=entry.codec, dtype=self.info.dtype_of(entry.site),
-            width=self.info.widths[entry.site], layers=list(entry.layers), captures=captures,
+            seq=self._seq + 1, site=entry.site, codec=entry.codec, dtype=self._info.dtype_of(entry.site),
+            width=self._info.widths[entry.site], layers=list(entry.layers), captures=captures,
             runs=[len(run.slot) for run in pending.runs for _ in range(run.steps)],
             table_xxh3=xxhash.xxh3_64_intdigest(table),
             streams=[self._stream_part(stream.name, pending.runs) for stream in
-                     codecs.streams(entry.codec, self.info.widths[entry.site], self.info.dtype_of(entry.site))],
-            fingerprint=self.info.fingerprint, rank=self._rank, time_ns=time.time_ns(),
+                     codecs.streams(entry.codec, self._info.widths[entry.site], self._info.dtype_of(entry.site))],
+            fingerprint=self._info.fingerprint, rank=self._rank, time_ns=time.time_ns(),
         ), table
 
     def _column(self, run: Run, offset: int, dtype: str) -> Any:
         """A column of all steps of a run that lies in the ring from ``offset`` on."""
         size = np.dtype(dtype).itemsize * len(run.slot)
-        return self._ring.blocks_at(offset, size, run.steps, run.stride).copy().view(dtype).reshape(-1)
+        return self._shared.blocks_at(offset, size, run.steps, run.stride).copy().view(dtype).reshape(-1)
 
     def _positions(self, run: Run) -> Any:
         """The positions that the model used; they differ from the host's only where the host had to guess."""
@@ -308,7 +284,6 @@ class Sender(threading.Thread):
         digest = xxhash.xxh3_64()
         extents: list[tuple[int, int]] = []
         for run in runs:
-            self._give_way()
             offset, size = run.extents[name]
             extents += [(offset + step * run.stride, size) for step in range(run.steps)]
             digest.update(self._together(offset, size, run))
@@ -317,21 +292,23 @@ class Sender(threading.Thread):
     def _together(self, offset: int, size: int, run: Run) -> Any:
         """The bytes of a stream in all steps of a run, side by side.
 
-        A checksum of many pieces gives the interpreter away and asks for it back once a piece, and each time the step
-        thread, which launches hundreds of kernels a step, may have to wait: a copy is cheaper.
+        One copy and one checksum are cheaper than a checksum of many small pieces.
         """
         if run.steps == 1:
-            return self._ring.bytes_at(offset, size)
+            return self._shared.bytes_at(offset, size)
         if len(self._copied) < run.steps * size:
             self._copied = np.empty(run.steps * size, np.uint8)
         together = self._copied[: run.steps * size]
-        np.copyto(together.reshape(run.steps, size), self._ring.blocks_at(offset, size, run.steps, run.stride))
+        np.copyto(together.reshape(run.steps, size), self._shared.blocks_at(offset, size, run.steps, run.stride))
         return together
 
     # ── the wire ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _state(self) -> control.TapState:
-        return control.TapState(self._counters, self._ring.capacity, self._ring.used, len(self._unacked))
+        counters = control.TapCounters(**{name: getattr(self._told, name) + getattr(self._counters, name)
+                                          for name in control.TapCounters.__struct_fields__})
+        used = self._marks[-1][0] - self._shared.tail if self._marks else 0
+        return control.TapState(counters, self._shared.capacity, used, len(self._unacked))
 
     def _number(self, message: control.Record | control.Frame, table: bytes = b"", marks: Sequence[Mark] = ()) -> None:
         self._seq += 1
@@ -343,8 +320,8 @@ class Sender(threading.Thread):
         else:
             self._unacked[self._seq] = Outgoing([control.encode(message)])
             self._record_bytes += len(self._unacked[self._seq].parts[0])
-            if self._record_bytes > limits.records_pending_bytes_max and not self._recorder.writer_away:
-                self._recorder.writer_away = True
+            if self._record_bytes > limits.records_pending_bytes_max and not self._shared.writer_away:
+                self._shared.writer_away = True
                 logger.warning("vllm-tap: %d MiB of records wait for a writer that is away: no capture is begun until "
                                "it is back", self._record_bytes >> 20)
 
@@ -376,7 +353,7 @@ class Sender(threading.Thread):
         bare = [msgspec.structs.replace(part, extents=[]) for part in frame.streams]
         parts: list[Any] = [control.encode(msgspec.structs.replace(frame, streams=bare)), outgoing.parts[1]]
         for stream in frame.streams:
-            payload = b"".join(self._ring.bytes_at(offset, size) for offset, size in stream.extents)
+            payload = b"".join(self._shared.bytes_at(offset, size) for offset, size in stream.extents)
             step = limits.payload_part_bytes
             parts += [payload[at : at + step] for at in range(0, len(payload), step)]
         return parts
@@ -389,8 +366,8 @@ class Sender(threading.Thread):
                 self._welcome = None  # nobody there: say Hello first when somebody is
 
     def _hello(self) -> control.Hello:
-        return control.Hello(stream=self.stream, role="engine", epoch=self.epoch, rank=self._rank, pid=os.getpid(),
-                             engine=self.info, ring_path=str(self._ring.path), ring_bytes=self._ring.capacity)
+        return control.Hello(stream=self.stream, role="engine", epoch=self.epoch, rank=self._rank, pid=self._engine,
+                             engine=self._info, ring_path=str(self._shared.path), ring_bytes=self._shared.capacity)
 
     def _receive(self) -> None:
         while True:
@@ -450,8 +427,8 @@ class Sender(threading.Thread):
             self._release(outgoing.marks)
             if outgoing.frame is None:
                 self._record_bytes -= len(outgoing.parts[0])
-        if self._recorder.writer_away and self._record_bytes < limits.records_pending_bytes_max // 2:
-            self._recorder.writer_away = False
+        if self._shared.writer_away and self._record_bytes < limits.records_pending_bytes_max // 2:
+            self._shared.writer_away = False
         now = time.monotonic()
         if durable > self._progress[0] or not self._unacked:
             self._progress = durable, now
@@ -467,4 +444,4 @@ class Sender(threading.Thread):
         while self._marks and self._marks[0] in self._released:
             mark = self._marks.popleft()
             self._released.discard(mark)
-            self._ring.tail = mark[0]
+            self._shared.tail = mark[0]

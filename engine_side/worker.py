@@ -14,7 +14,8 @@ from engine_side.config import EngineConfig
 from engine_side.device import Crossing, Scratch
 from engine_side.recorder import Recorder
 from engine_side.ring import Ring, free_bytes
-from engine_side.sender import Sender
+from engine_side.sender_process import SenderProcess
+from engine_side.shared import Outbox
 from engine_side.staging import Staging
 from schemas.control import EngineInfo
 from schemas.errors import StartError
@@ -31,7 +32,7 @@ class Worker:
     staging: Staging
     entry: Entry | None  # what the self-test holds the first rows against
     recorder: Recorder | None  # None on a rank whose rows another rank hands over
-    sender: Sender | None
+    sender: SenderProcess | None
 
 
 CURRENT: Worker | None = None
@@ -55,8 +56,9 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, stagin
     except OSError as error:
         raise StartError(f"vllm-tap: no ring of {size / 2**20:,.0f} MiB in shared memory ({error}): lower "
                          "VLLM_TAP_RING_BYTES, or give /dev/shm more (containers: --shm-size)") from None
-    recorder = Recorder(staging, info.model_dtype, config.on_full, Crossing(device, ring, scratch))
-    sender = Sender(config.endpoint, info, ring, recorder, config.curve)
+    recorder = Recorder(staging, info.model_dtype, config.on_full,
+                        Crossing(device, ring, scratch, Outbox(ring.shared)))
+    sender = SenderProcess(config.endpoint, info, ring.shared, config.curve)
     CURRENT = Worker(info, model, staging, entry, recorder, sender)
     atexit.register(stop)
 
@@ -74,7 +76,7 @@ def announce(runner: str) -> None:
     CURRENT.info = msgspec.structs.replace(CURRENT.info, runner=runner)
     if CURRENT.recorder is not None:
         CURRENT.recorder.compiled.usual(CURRENT.info.armed)
-    if CURRENT.sender is not None and not CURRENT.sender.is_alive():
+    if CURRENT.sender is not None and CURRENT.sender.pid is None:
         CURRENT.sender.info = CURRENT.info
         CURRENT.sender.start()
 
@@ -89,4 +91,5 @@ def stop() -> None:
         except Exception:  # of the device: what lies in the ring can still go, and vLLM has to end too
             logger.exception("vllm-tap: rows on the device were not brought to the host at the end")
         current.sender.close()
+        current.recorder.crossing.ring.close()
         logger.info("vllm-tap: stopped; %s", current.recorder.counters)

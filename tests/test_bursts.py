@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_side.device import Crossing
-from engine_side.events import Finished, Lost, Opened, Run
+from engine_side.events import Counted, Finished, Lost, Opened, Run
 from engine_side.recorder import End, Recorder, Step
 from engine_side.ring import Ring, view
 from engine_side.staging import Staging
@@ -53,7 +53,7 @@ def test_every_row_once_or_lost(
     full: bool
 ) -> None:
     """Requests (spec, prompt, answer, step at which they come); a stall (request, step, steps) holds one back."""
-    ring.tail = ring.head
+    ring.shared.tail = ring.head
     staging = Staging({site: torch.zeros(LAYERS, TOKENS, WIDTH) for site in ARMED.sites}, ARMED.sites)
     recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
     tickets: dict[int, Ticket] = {}
@@ -73,9 +73,9 @@ def test_every_row_once_or_lost(
             elif isinstance(event, Run):
                 _check(event)
                 if not full:
-                    ring.tail = event.mark[0]
+                    ring.shared.tail = event.mark[0]
             else:
-                assert isinstance(event, Finished)
+                assert isinstance(event, Finished | Counted)
 
     def _check(run: Run) -> None:
         n, begin = len(run.slot), run.extents["x"][0]
@@ -144,7 +144,7 @@ def test_every_row_once_or_lost(
 def test_what_is_no_next_step_ends_a_burst(
     ring: Ring, steps: list[tuple[str, int]], expected: list[tuple[str, int]]
 ) -> None:
-    ring.tail = ring.head
+    ring.shared.tail = ring.head
     staging = Staging({site: torch.zeros(LAYERS, TOKENS, WIDTH) for site in ARMED.sites}, ARMED.sites)
     recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
     for name in ("a", "b"):

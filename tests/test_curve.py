@@ -80,7 +80,7 @@ def test_rows_of_another_host_arrive_as_they_are(place: Place) -> None:
             for layer in range(LAYERS):
                 found = reader.slice(capture, SITE, [layer]).values()
                 assert np.array_equal(found[0], tapped.staging.buffers[SITE][layer, :rows].numpy())
-    tapped.sender.close()
+    tapped.close()
 
 
 def test_nobody_without_a_key_is_heard(place: Place, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_another_host_deletes_nothing(place: Place) -> None:
         channel.submit(lambda seq: Delete(seq=seq, capture=capture), 20.0)
     channel.close()
     assert manifest_of(place.store, capture).status == "complete"
-    tapped.sender.close()
+    tapped.close()
 
 
 def test_a_writer_that_stands_still_does_not_fill_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_a_writer_that_stands_still_does_not_fill_memory(place: Place, monkeypat
         place.writer.process.send_signal(signal.SIGCONT)
     manifest = manifest_of(place.store, capture)
     assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
-    tapped.sender.close()
+    tapped.close()
 
 
 class SlowLine:
@@ -194,7 +194,7 @@ def test_a_slow_line_carries_each_frame_once(place: Place, monkeypatch: pytest.M
     manifest = manifest_of(place.store, capture)
     assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
     assert sum(made) == 6 * MIB
-    tapped.sender.close()
+    tapped.close()
     line.close()
 
 
@@ -241,7 +241,7 @@ def test_an_engine_that_is_not_heard_says_so(place: Place, tmp_path: Path, monke
     tapped = Tapped(place.endpoint, curve=stranger)
     until(lambda: said != [], 10.0)
     time.sleep(1.2)
-    tapped.sender.close()
+    tapped.close()
     assert len(said) == 1 and f"no writer answers at {place.endpoint}" in said[0] and "this engine's key" in said[0]
 
 

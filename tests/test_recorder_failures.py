@@ -58,7 +58,7 @@ def release(recorder: Recorder) -> None:
     while recorder.outbox:
         event = recorder.outbox.popleft()
         if isinstance(event, Run | Freed):
-            recorder.crossing.ring.tail = event.mark[0]
+            recorder.crossing.ring.shared.tail = event.mark[0]
 
 
 def failing(*_: Any) -> NoReturn:

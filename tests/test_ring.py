@@ -27,12 +27,12 @@ def shared_ring() -> Ring:
 @given(actions=st.lists(st.one_of(st.just(0), st.integers(1, CAPACITY // 2)), max_size=60))
 def test_regions_held_at_once_never_overlap(shared_ring: Ring, actions: list[int]) -> None:
     ring = shared_ring
-    ring.tail = ring.head  # as if everything earlier had been released
+    ring.shared.tail = ring.head  # as if everything earlier had been released
     held: deque[tuple[int, int, int]] = deque()
     for size in actions:
         if size == 0:
             if held:
-                ring.tail = held.popleft()[2]
+                ring.shared.tail = held.popleft()[2]
             continue
         region = ring.allocate(size)
         if region is None:

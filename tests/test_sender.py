@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from engine_side.recorder import End, Recorder, Step
 from engine_side.ring import Ring
 from engine_side.selection import Entry
 from engine_side.sender import Sender
+from engine_side.shared import Outbox
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas import limits
@@ -44,10 +46,20 @@ class Tapped:
         self.info: EngineInfo = engine_info(width=width, n_layers=LAYERS)
         self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, width)}, ARMED.sites)
         self.ring = Ring(ring_bytes, pinned=False)
-        self.recorder = Recorder(self.staging, "float32", on_full, Crossing(torch.device("cpu"), self.ring))
-        self.sender = Sender(endpoint, self.info, self.ring, self.recorder, curve)
-        self.sender.start()
+        self.recorder = Recorder(self.staging, "float32", on_full,
+                                 Crossing(torch.device("cpu"), self.ring, outbox=Outbox(self.ring.shared)))
+        self.sender = Sender(endpoint, self.info, self.ring.shared, os.getpid(), curve)
+        self.ending = threading.Event()
+        self.thread = threading.Thread(target=self.sender.run, args=(self.ending.is_set,), daemon=True)
+        self.thread.start()
         self._tickets: dict[str, Ticket] = {}
+
+    def close(self, timeout_s: float = 7.0) -> None:
+        """Sends what is there."""
+        self.recorder.flush()
+        self.ending.set()
+        self.thread.join(timeout_s)
+        self.ring.close()
 
     def open(self, prompt_len: int) -> str:
         """Begins a capture of everything, raw; its id."""
@@ -103,24 +115,7 @@ def test_waiting_loses_nothing_however_small_the_ring(writer: WriterProcess) -> 
     tapped = Tapped(writer.endpoint, on_full="wait", ring_bytes=4 * MIB)
     capture = tapped.whole(TOKENS)  # 8 MiB of rows in one step, twice the ring
     manifest = manifest_of(writer.store, capture)
-    tapped.sender.close()
-    assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
-
-
-def test_while_a_prompt_is_launched_the_sender_gives_way_for_a_moment(writer: WriterProcess) -> None:
-    tapped = Tapped(writer.endpoint)
-    manifest_of(writer.store, tapped.whole(4))  # the writer is there
-    tapped.recorder.launch += 1
-    time.sleep(0.015)  # it naps now, of the 30 ms at most
-    capture = tapped.open(4)
-    assert len(tapped.recorder.outbox) == 1, "taken while a prompt is launched"
-    tapped.recorder.launch += 1
-    until(lambda: not tapped.recorder.outbox, 5.0)
-    tapped.recorder.launch += 1  # one that never ends
-    tapped.step(capture, 0, 4)
-    tapped.finish(capture, 4)
-    manifest = manifest_of(writer.store, capture)
-    tapped.sender.close()
+    tapped.close()
     assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
 
 
@@ -135,7 +130,7 @@ def test_the_steps_of_a_burst_are_put_together_in_memory_that_stays(writer: Writ
         manifest = manifest_of(writer.store, capture)
         assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
         kept.append(tapped.sender._copied)
-    tapped.sender.close()
+    tapped.close()
     assert len(kept[0]) > 0 and kept[0] is kept[1]
 
 
@@ -149,7 +144,7 @@ def test_a_writer_with_another_store_is_served_from_there_on(writer: WriterProce
     writer.start()
     tapped.finish(over, 200)
     manifests = [manifest_of(writer.store, capture) for capture in (over, tapped.whole(100))]
-    tapped.sender.close()
+    tapped.close()
     assert [(one.status, one.captured) for one in manifests] == [("complete", one.expected) for one in manifests]
 
 
@@ -166,7 +161,7 @@ def test_a_disk_that_is_full_when_the_engine_greets_is_asked_again(
         time.sleep(1.0)
         full.unlink()
         manifest = manifest_of(writer.store, capture)
-        tapped.sender.close()
+        tapped.close()
     assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
 
 
@@ -185,7 +180,7 @@ def test_an_event_that_cannot_be_taken_does_not_block_the_ring(writer: WriterPro
     tapped.recorder.outbox.append(
         Run(Entry(SITE, "raw", (0,)), nowhere, nowhere, nowhere, {"x": (offset, 256)}, offset, offset, (mark, 0)))
     manifest = manifest_of(writer.store, tapped.whole(TOKENS))
-    tapped.sender.close()
+    tapped.close()
     assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
 
 
@@ -195,7 +190,7 @@ def test_waiting_ends_when_the_sender_ends(tmp_path: Path) -> None:
     step.start()
     step.join(1.0)
     assert step.is_alive(), "the ring never filled: the test shows nothing"
-    tapped.sender.close(timeout_s=1.0)
+    tapped.close(timeout_s=1.0)
     step.join(10.0)
     assert not step.is_alive()
 
@@ -209,7 +204,7 @@ def test_a_writer_that_is_away_costs_no_memory_by_the_step(tmp_path: Path) -> No
     until(lambda: not tapped.recorder.outbox)
     assert tapped.recorder.counters.dropped > 0
     kept = len(tapped.sender._unacked)
-    tapped.sender.close(timeout_s=1.0)
+    tapped.close(timeout_s=1.0)
     assert kept < 100, kept
 
 
@@ -222,7 +217,7 @@ def test_a_writer_that_is_away_for_long_does_not_fill_memory(
     assert manifest_of(writer.store, tapped.whole(10)).status == "complete"
     writer.kill()
     kept = []
-    while not tapped.recorder.writer_away:
+    while not tapped.ring.shared.writer_away:
         kept.append(tapped.whole(100))
         time.sleep(0.002)
         assert len(kept) < 1000
@@ -231,9 +226,9 @@ def test_a_writer_that_is_away_for_long_does_not_fill_memory(
     assert tapped.sender._record_bytes < 80 << 10 and tapped.recorder.counters.captures_refused == before + 50
     writer.start()
     assert manifest_of(writer.store, kept[-1]).status in ("complete", "incomplete")
-    until(lambda: not tapped.recorder.writer_away, 5.0)
+    until(lambda: not tapped.ring.shared.writer_away, 5.0)
     assert manifest_of(writer.store, tapped.whole(10)).status == "complete"
-    tapped.sender.close()
+    tapped.close()
     with StoreReader(writer.store) as reader:
         there = {row.id for row in reader.captures(limit=1000)}
     assert set(kept) <= there and not there & set(refused)

@@ -72,10 +72,11 @@ def test_what_an_engine_says_of_itself(tmp_path: Path) -> None:
     with WriterProcess(tmp_path / "store", "--metrics-port", str(port)) as writer:
         tapped = Tapped(writer.endpoint)
         tapped.whole(10)
+        tapped.recorder.before_step(0)  # the engine rests, and tells its sender what it has counted
         name = f"[{tapped.sender.stream}]"
         until(lambda: scrape(port).get(f"{TAP_PREFIX}rows_total{name}") == 10 * LAYERS, 10.0)
         found = scrape(port)
         assert found[f"{TAP_PREFIX}steps_total{name}"] == 1 and found[f"{TAP_PREFIX}dropped_total{name}"] == 0
         assert found[f"{TAP_PREFIX}ring_bytes{name}"] == tapped.ring.capacity
-        tapped.sender.close()
+        tapped.close()
         until(lambda: not any(name in key for key in scrape(port)), 10.0)

@@ -72,11 +72,7 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
             _guarded(_resume, current.recorder, scheduler_output.scheduled_cached_reqs)
         tokens = scheduler_output.total_num_scheduled_tokens
         _guarded(_before, current.recorder, tokens)
-        _guarded(_launch, current.recorder, scheduler_output)
-        try:
-            result = original(self, scheduler_output, *args, **kwargs)
-        finally:
-            current.recorder.launch += current.recorder.launch % 2
+        result = original(self, scheduler_output, *args, **kwargs)
         ran = tokens and current.recorder.captures
         if ran and not _guarded(_after, current.recorder, self, scheduler_output, layout):
             _guarded(_miss, current.recorder)
@@ -101,14 +97,6 @@ def _guarded(body: Callable[..., None], *args: Any) -> bool:
 
 def _before(recorder: Any, tokens: int) -> None:
     recorder.before_step(tokens)
-
-
-def _launch(recorder: Any, scheduler_output: Any) -> None:
-    """A step is launched on a device in which some request computes more than a token and its drafts."""
-    if recorder.crossing.scratch is not None:
-        drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
-        if scheduler_output.total_num_scheduled_tokens - drafts > len(scheduler_output.num_scheduled_tokens):
-            recorder.launch += 1
 
 
 def _finish(recorder: Any, end: End) -> None:

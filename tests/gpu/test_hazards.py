@@ -14,6 +14,7 @@ from engine_side.device import Crossing, Scratch
 from engine_side.events import Run
 from engine_side.recorder import Recorder, Step
 from engine_side.ring import Ring, view
+from engine_side.shared import is_over
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas.ids import new_ulid
@@ -135,9 +136,10 @@ def test_the_ring_is_not_read_before_it_was_written(
     step(recorder, 2)
     recorder.flush()
     run = runs(recorder)[-1]
-    assert not run.ready.query(), "the copy was over already: the test shows nothing"
-    if ordered:  # as the sender does: what is not ready is left for later
-        while not run.ready.query():
+    shared = recorder.crossing.ring.shared
+    assert not is_over(run.copied, shared.copied), "the copy was over already: the test shows nothing"
+    if ordered:  # as the sender does: what is not there yet is left for later
+        while not is_over(run.copied, shared.copied):
             pass
     assert (values(recorder, run) == {2.0}) is ordered
 
