@@ -85,6 +85,8 @@ class Recorder:
     counters: TapCounters = field(default_factory=TapCounters)
     _counted: TapCounters = field(default_factory=TapCounters)  # what the sender was told
     _count_at: float = 0.0
+    _late: Step | None = None  # its rows are still to be taken
+    _hurried: bool = False
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
@@ -112,6 +114,7 @@ class Recorder:
 
     def open(self, request: str, ticket: Ticket, prompt_token_ids: list[int], cached: int) -> None:
         """A request is scheduled for the first time (on some runners again after a preemption)."""
+        self.catch_up()
         if request in self._tickets:
             self.resume(request, cached)
             return
@@ -137,6 +140,7 @@ class Recorder:
         Other requests may have filled the prefix cache further than this one had come itself: that part of its prompt
         is never computed.
         """
+        self.catch_up()
         self._end_burst()
         slot = self.captures.slot_of.get(request)
         if slot is None or cached <= self.captures.computed[slot]:
@@ -160,6 +164,7 @@ class Recorder:
 
     def finish(self, end: End) -> None:
         """A request ended; one that never ran is opened first, so that its manifest exists."""
+        self.catch_up()
         self._end_burst()
         if end.request not in self._tickets:
             if self._nobody_takes():
@@ -178,16 +183,25 @@ class Recorder:
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def before_step(self, tokens: int) -> None:
-        """A step of ``tokens`` comes (none: the engine will rest), and behind it goes what waits for the host."""
+    def before_step(self, tokens: int, hurried: bool = False) -> None:
+        """A step of ``tokens`` comes (none: the engine will rest), and behind it goes what waits for the host.
+
+        ``hurried``: the host that launches it is what that step waits for, and nothing overwrites staging, positions
+        and token ids between it and the next call of any kind. Then its rows are taken in that call, when the tokens
+        of the step before it are out; what waits for the host goes behind the next step, but not twice.
+        """
+        self.catch_up()
+        skipped, self._hurried = self._hurried, hurried
         if tokens == 0:
             self._end_burst()
         if tokens == 0 or time.monotonic() > self._count_at:
             self._count()
-        self.crossing.before_step(tokens, self._bytes_a_token)
+        if not hurried or skipped:
+            self.crossing.before_step(tokens, self._bytes_a_token)
 
     def flush(self) -> None:
         """Nothing stays behind."""
+        self.catch_up()
         self._end_burst()
         self._count()
         self.crossing.before_step(0, 0.0)
@@ -208,9 +222,27 @@ class Recorder:
         return bool(shared.writer_away or shared.abandoned)
 
     def after_step(self, step: Step) -> None:
-        """Take the wanted rows of the step that was just enqueued."""
-        if not self.captures:
-            return
+        """Take the wanted rows of the step that was just enqueued; later, where it was hurried."""
+        self.catch_up()
+        if self.captures and self._hurried:
+            self._late = step
+        elif self.captures:
+            self._take_rows(step)
+
+    def catch_up(self) -> None:
+        """Take the rows of a step that was left for later."""
+        step, self._late = self._late, None
+        if step is not None:
+            try:
+                with torch.inference_mode():
+                    self._take_rows(step)
+            except Exception:
+                self.counters.failures += 1
+                if self.counters.failures == 1:
+                    logger.exception("vllm-tap: taking a step's rows failed; they are missing (logged once)")
+                self.miss_step()
+
+    def _take_rows(self, step: Step) -> None:
         burst = self._burst
         if burst is not None:
             if burst.goes_on(step.requests, step.first.copy(), int(step.starts[-1]), step.drafts is not None) and (
@@ -250,6 +282,7 @@ class Recorder:
 
     def miss_step(self) -> None:
         """A step could not be looked at, so its rows are missing; drafts of the step before must not stand for them."""
+        self.catch_up()
         self._end_burst()
         if not self._guesses:
             return

@@ -47,12 +47,15 @@ def ring() -> Iterator[Ring]:
                       min_size=1, max_size=6),
     stalls=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60), st.integers(1, 9)), max_size=8),
     full=st.booleans(),
+    hurried=st.sets(st.integers(0, 69)),
 )
 def test_every_row_once_or_lost(
     ring: Ring, requests: list[tuple[dict[str, object] | None, int, int, int]], stalls: list[tuple[int, int, int]],
-    full: bool
+    full: bool, hurried: set[int]
 ) -> None:
-    """Requests (spec, prompt, answer, step at which they come); a stall (request, step, steps) holds one back."""
+    """Requests (spec, prompt, answer, step at which they come); a stall (request, step, steps) holds one back; the rows
+    of hurried steps are taken with the next call, which may be of any kind.
+    """
     ring.shared.tail = ring.head
     staging = Staging({site: torch.zeros(LAYERS, TOKENS, WIDTH) for site in ARMED.sites}, ARMED.sites)
     recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
@@ -105,7 +108,7 @@ def test_every_row_once_or_lost(
                 recorder.open(str(i), tickets[i], [1] * prompt, 0)
         counts = [requests[i][1] if done[i] == 0 else 1 for i in batch]
         rows = [(i, done[i] + k) for i, count in zip(batch, counts, strict=True) for k in range(count)]
-        recorder.before_step(len(rows))
+        recorder.before_step(len(rows), number in hurried)
         if rows:
             ids = torch.tensor([1000 * i + p for i, p in rows])
             for site, buffer in staging.buffers.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from engine_side.device import Crossing
 from engine_side.events import Lost, Opened, Run
-from engine_side.recorder import Recorder, Step
+from engine_side.recorder import End, Recorder, Step
 from engine_side.ring import Ring
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
@@ -46,10 +46,14 @@ def test_layers_that_the_model_lacks(
     assert taken == ([tuple(layer for layer in expected if layer in HAS)] if set(expected) & set(HAS) else [])
 
 
-def opened(recorder: Recorder, prompt_len: int) -> None:
+def ticket() -> Ticket:
     ulid = new_ulid()
     spec = parse_spec({"layers": [0], "id": ulid, "codec": "raw"})
-    recorder.open("r", Ticket(ulid, spec.to_json(), resolve(spec, ASKED), 0, 1, 1), [1] * prompt_len, 0)
+    return Ticket(ulid, spec.to_json(), resolve(spec, ASKED), 0, 1, 1)
+
+
+def opened(recorder: Recorder, prompt_len: int) -> None:
+    recorder.open("r", ticket(), [1] * prompt_len, 0)
 
 
 def step(first: int, rows: int, drafts: int, slack: int = 0) -> Step:
@@ -130,3 +134,30 @@ def test_a_step_that_fails_after_its_rows_were_chosen_takes_the_drafts_before_it
         recorder.after_step(step(3, 4, 3))
     recorder.miss_step()
     assert lost(recorder) == {3, 4, 5}
+
+
+CALLS: dict[str, Callable[[Recorder], None]] = {
+    "open": lambda recorder: recorder.open("s", ticket(), [1], 0),
+    "resume": lambda recorder: recorder.resume("r", 2),
+    "finish": lambda recorder: recorder.finish(End("r", ticket(), "abort", None, [1] * 4, [], 2)),
+    "before_step": lambda recorder: recorder.before_step(1),
+    "after_step": lambda recorder: recorder.after_step(step(2, 1, 0)),
+    "miss_step": lambda recorder: recorder.miss_step(),
+    "catch_up": lambda recorder: recorder.catch_up(),
+    "flush": lambda recorder: recorder.flush(),
+}
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_rows_of_a_hurried_step_are_taken_with_the_next_call_of_any_kind(recorder: Recorder, call: str) -> None:
+    def runs() -> list[list[int]]:
+        return [event.position.tolist() for event in recorder.outbox if isinstance(event, Run)]
+
+    opened(recorder, 4)
+    recorder.before_step(2, hurried=True)
+    recorder.after_step(step(0, 2, 0))
+    assert runs() == []
+    CALLS[call](recorder)
+    assert runs()[:1] == [[0, 1]]
+    later = [type(event).__name__ for event in recorder.outbox]
+    assert later[:2] == ["Opened", "Run"], "what the call says comes after the rows"

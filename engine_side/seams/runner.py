@@ -63,6 +63,7 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
         if current is None or current.recorder is None:
             return original(self, scheduler_output, *args, **kwargs)
         if kwargs.get("dummy_run"):
+            _guarded(_catch_up, current.recorder)
             return original(self, scheduler_output, *args, **kwargs)
         for end in getattr(scheduler_output, FINISHED, ()):
             _guarded(_finish, current.recorder, end)
@@ -71,7 +72,7 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             _guarded(_resume, current.recorder, scheduler_output.scheduled_cached_reqs)
         tokens = scheduler_output.total_num_scheduled_tokens
-        _guarded(_before, current.recorder, tokens)
+        _guarded(_before, current.recorder, self, scheduler_output)
         result = original(self, scheduler_output, *args, **kwargs)
         ran = tokens and current.recorder.captures
         if ran and not _guarded(_after, current.recorder, self, scheduler_output, layout):
@@ -95,8 +96,18 @@ def _guarded(body: Callable[..., None], *args: Any) -> bool:
         return False
 
 
-def _before(recorder: Any, tokens: int) -> None:
-    recorder.before_step(tokens)
+def _catch_up(recorder: Any) -> None:
+    recorder.catch_up()
+
+
+def _before(recorder: Any, runner: Any, scheduler_output: Any) -> None:
+    """A step with prompts on a device waits for the host that launches it, hundreds of kernels. (A drafter, or the
+    dummy steps of a data-parallel group, would come between it and the next step.)
+    """
+    tokens = scheduler_output.total_num_scheduled_tokens
+    recorder.before_step(tokens, hurried=(
+        recorder.crossing.scratch is not None and tokens > len(scheduler_output.num_scheduled_tokens)
+        and runner.speculative_config is None and runner.parallel_config.data_parallel_size == 1))
 
 
 def _finish(recorder: Any, end: End) -> None:

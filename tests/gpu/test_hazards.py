@@ -47,9 +47,9 @@ def opened(recorder: Recorder) -> None:
     recorder.open("r", Ticket(capture, spec.to_json(), resolved, 0, 1, 1), [1] * (1 << 20), 0)
 
 
-def step(recorder: Recorder, number: int, rows: int = TOKENS) -> None:
+def step(recorder: Recorder, number: int, rows: int = TOKENS, hurried: bool = False) -> None:
     """The model writes ``number`` into every row, as its graph does on the model's stream."""
-    recorder.before_step(rows)
+    recorder.before_step(rows, hurried)
     recorder.staging.buffers["resid_post"].fill_(number)
     positions = torch.arange(number * TOKENS, number * TOKENS + rows, device="cuda")
     recorder.after_step(Step(["r"], np.array([0, rows]), np.array([number * TOKENS]), positions,
@@ -101,6 +101,22 @@ def test_staging_is_not_rewritten_while_it_is_encoded(
     torch.cuda.synchronize()
     found = [values(recorder, run) for run in runs(recorder)]
     right = [{1.0}, {2.0}, {3.0}]
+    assert (found == right) is ordered, found
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_rows_of_a_hurried_step_are_taken_before_the_next_overwrites_them(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: bool
+) -> None:
+    opened(recorder)
+    if not ordered:
+        monkeypatch.setattr(Recorder, "before_step", lambda self, tokens, hurried: setattr(self, "_hurried", hurried))
+    for number in range(1, 7):
+        step(recorder, number, hurried=number not in (3, 5))
+    recorder.flush()
+    torch.cuda.synchronize()
+    found = [values(recorder, run) for run in runs(recorder)]
+    right = [{float(number)} for number in range(1, 7)]
     assert (found == right) is ordered, found
 
 
