@@ -32,7 +32,7 @@ MEDIA_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "json": ("application/json",),
 }
 FORMATS: Final = tuple(MEDIA_TYPES)
-_CAST_NUMBERS: Final = 1 << 16
+_CAST_NUMBERS: Final = 1 << 17
 _SAFETENSORS: Final = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8", "int16": "I16", "uint16": "U16",
                        "int32": "I32", "uint32": "U32", "int64": "I64", "uint64": "U64"}
 
@@ -55,12 +55,19 @@ def cast(values: npt.NDArray[np.float32], dtype: str) -> Array:
             return values.astype(np.float16)
     if dtype == "bfloat16":
         flat, rounded = values.reshape(-1), np.empty(values.shape, np.uint16)
-        into = rounded.reshape(-1)
+        into, scratch = rounded.reshape(-1), np.empty(min(len(flat), _CAST_NUMBERS), np.uint32)
         for begin in range(0, len(flat), _CAST_NUMBERS):  # few enough that every pass finds them in the cache
-            some = slice(begin, begin + _CAST_NUMBERS)
-            bits = flat[some].view(np.uint32)
-            into[some] = bits + np.uint32(0x7FFF) + (bits >> 16 & 1) >> 16
-            into[some][np.isnan(flat[some])] = 0x7FC0
+            some = flat[begin:begin + _CAST_NUMBERS]
+            bits, up = some.view(np.uint32), scratch[:len(some)]
+            np.right_shift(bits, 16, out=up)
+            up &= 1
+            up += 0x7FFF
+            up += bits
+            up >>= 16
+            target = into[begin:begin + _CAST_NUMBERS]
+            target[...] = up
+            if (nan := np.isnan(some)).any():
+                target[nan] = 0x7FC0
         return rounded
     return values
 

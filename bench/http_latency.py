@@ -8,7 +8,8 @@ beside them that read one byte a second.
 
 The clients share the machine with the service, so they cost as little as they can: they count what they read and keep
 none of it, and hold one answer in twenty against its checksum. What is left of them is printed beside the service's
-processor time: ``clients_cpu_ms`` a request, the producer's included.
+processor time: ``clients_cpu_ms`` a request, the producer's included. The first row is the floor: the same clients, at
+the same pace and beside the same producer, of a server that only sends as many bytes, which it has ready.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import os
 import random
 import socket
+import socketserver
 import subprocess
 import sys
 import tempfile
@@ -100,22 +102,47 @@ class Producer:
 
 
 @contextlib.contextmanager
+def started(*args: str) -> Iterator[tuple[int, int]]:
+    """A module as a process that says in its first line where it listens: the port, where there is one, and its pid."""
+    process = subprocess.Popen([sys.executable, "-m", *args], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().rpartition(":")[2]
+        yield int(port) if port.strip().isdecimal() else 0, process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@contextlib.contextmanager
 def service(folder: Path) -> Iterator[tuple[str, int, int]]:
     """Writer and API: the writer's endpoint, the API's port and its process."""
     endpoint = f"ipc://{folder}/s/writer.sock"
     common = ["--store", str(folder / "store"), "--endpoint", endpoint]
-    started = []
-    try:
-        for args in (["writer_service", *common], ["api", *common, "--port", "0", "--upstream", "http://127.0.0.1:9"]):
-            process = subprocess.Popen([sys.executable, "-m", *args], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-            started.append(process)
-            assert process.stdout is not None
-            line = process.stdout.readline()
-        yield endpoint, int(line.rsplit(":", 1)[1]), process.pid
-    finally:
-        for process in started[::-1]:
-            process.terminate()
-            process.wait(30)
+    with started("writer_service", *common), \
+            started("api", *common, "--port", "0", "--upstream", "http://127.0.0.1:9") as (port, pid):
+        yield endpoint, port, pid
+
+
+def send_ready(nbytes: int) -> None:
+    """A server whose every answer is the same bytes; prints its port."""
+    body = bytes(nbytes)
+    head = (f"HTTP/1.1 200 OK\r\nX-Tap-Xxh3: {xxhash.xxh3_64_hexdigest(body)}\r\n"
+            f"Content-Length: {nbytes}\r\n\r\n").encode()
+
+    class Ready(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while line := self.rfile.readline():
+                if line == b"\r\n":
+                    self.connection.sendall(head)
+                    self.connection.sendall(body)
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads, request_queue_size = True, 512
+
+    with Server(("127.0.0.1", 0), Ready) as server:
+        print(f"ready http://127.0.0.1:{server.server_address[1]}", flush=True)
+        server.serve_forever()
 
 
 class Client(asyncio.BufferedProtocol):
@@ -231,16 +258,21 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=500)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--mb-s", type=float, default=50.0, help="what the producer writes")
+    parser.add_argument("--send-ready", type=int, metavar="BYTES", help="be the server of the floor, until killed")
     args = parser.parse_args()
+    if args.send_ready:
+        send_ready(args.send_ready)
     with tempfile.TemporaryDirectory(prefix="tap-") as name, service(Path(name)) as (endpoint, port, pid):
         producer = Producer(endpoint)
         ids = [producer.make() for _ in range(CAPTURES)]
         time.sleep(1)
-        load(port, pid, ids, args.dtype, 2, 3)  # warm
+        warm = load(port, pid, ids, args.dtype, 2, 3)
         stop = threading.Event()
         threads = [threading.Thread(target=producer.pace, args=(args.mb_s, stop))]
         threads[0].start()
-        result = {"alone": load(port, pid, ids, args.dtype, args.clients, args.seconds)}
+        with started("bench.http_latency", "--send-ready", str(round(warm["mb"] * 1e6))) as ready:
+            result = {"floor": load(*ready, ids, args.dtype, args.clients, args.seconds)}
+        result["alone"] = load(port, pid, ids, args.dtype, args.clients, args.seconds)
         if args.slow:
             ready = threading.Event()
             threads.append(threading.Thread(target=read_slowly, args=(port, ids, args.slow, ready, stop)))

@@ -18,7 +18,7 @@ from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream, in
 
 BLOCK: Final = 64
 OUTLIERS: Final = 8
-_CACHED_NUMBERS: Final = 1 << 17
+_CACHED_NUMBERS: Final = 1 << 16
 
 
 def outliers(width: int) -> int:
