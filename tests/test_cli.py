@@ -26,8 +26,8 @@ from tests.engine_player import WIDTH, EnginePlayer, decoded
 from tests.processes import free_port, runs
 from tests.test_supervisor import until
 from vllm_tap import open_store
+from vllm_tap.capture_job import CaptureJob
 from vllm_tap.export import choose_layers
-from vllm_tap.offline import CaptureJob
 from vllm_tap.prompt_file import read_prompts
 from vllm_tap.prompt_source import PromptSource
 from vllm_tap.services import make_socket_dir

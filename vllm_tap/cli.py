@@ -147,7 +147,8 @@ def capture(
 
     Started again after a crash it goes on where it was: what is complete stays, nothing is captured twice.
     """
-    from vllm_tap.offline import CaptureJob, run
+    from vllm_tap.capture_job import CaptureJob
+    from vllm_tap.offline import run
     from vllm_tap.prompt_source import PromptSource
 
     legacy = _legacy(activation_capture, act_mode, rp_k, rp_seed, topk_k, act_bits)

@@ -1,0 +1,91 @@
+"""What ``vllm-tap capture`` is asked for, checked before anything is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from schemas.codecs import parse_codec
+from schemas.errors import TapError
+from schemas.probes import Registered, load_probe
+from schemas.sites import parse_site
+from schemas.spec import CaptureSpec, parse_spec
+from vllm_tap.prompt_source import PromptSource
+from vllm_tap.services import check_arm, check_model, check_store, check_writable
+
+__all__ = ["CaptureJob"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureJob:
+    """What ``vllm-tap capture`` was asked for; TapError where it cannot be."""
+
+    prompts: PromptSource
+    model: str
+    store: Path
+    sites: str | None = None
+    layers: str = "all"
+    positions: str = "all"
+    codec: str = "int8b64"
+    max_tokens: int = 16
+    temperature: float = 0.0
+    arm: str | None = None
+    output: Path | None = None
+    durability: str = "fsync"
+    engine_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    probes: tuple[Registered, ...] = ()  # whose scores every prompt gets; without ``sites`` nothing else
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        check_store(self.store)
+        check_arm(self.armed)
+        parse_codec(self.codec)
+        self.spec()
+        for probe in self.probes:
+            load_probe(probe)
+        if self.output is not None:
+            if self.output.is_dir():
+                raise TapError(f"--output = {str(self.output)!r}: is a folder; name a file")
+            check_writable(self.output.absolute().parent, f"--output = {str(self.output)!r}")
+
+    @property
+    def armed(self) -> str:
+        """The sites to tap: those of ``arm``, else those asked for, else resid_post."""
+        if self.arm is not None:
+            return self.arm
+        if self.sites is None:
+            return "resid_post"
+        return ",".join(dict.fromkeys(parse_site(name.strip())[0] for name in self.sites.split(",")))
+
+    def settings(self) -> dict[str, Any]:
+        """What makes one run another than the next, beside the prompts themselves."""
+        known = {probe.name: load_probe(probe).about.fingerprint for probe in self.probes}
+        return {"source": self.prompts.name, "model": self.model, "armed": self.armed,
+                "spec": self.spec().to_json(), "max_tokens": self.max_tokens, "temperature": self.temperature,
+                **({"probes": known} if known else {})}
+
+    def spec(self) -> CaptureSpec:
+        """The spec that every prompt gets; SpecError where it is malformed."""
+        asked: dict[str, Any] = {"codec": self.codec, "layers": _numbers(self.layers),
+                                 "positions": _numbers(self.positions)}
+        if self.sites is not None:
+            asked["sites"] = [name.strip() for name in self.sites.split(",")]
+        if self.probes:
+            asked["probe"] = [probe.name for probe in self.probes]
+        return parse_spec(asked)
+
+
+def _numbers(text: str) -> object:
+    """``[0, 5]`` of "0,5", the value of JSON text, else the text itself (a name or a slice)."""
+    if text.strip().startswith("["):
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise TapError(f"{text!r}: malformed list") from None
+    if all(part.strip().isdecimal() for part in text.split(",")):
+        return [int(part) for part in text.split(",")]
+    return text.strip()
