@@ -105,9 +105,11 @@ def main(argv: list[str]) -> int:
     collected = [path.as_posix() for path in sorted(Path("tests/faults").glob("test_*.py"))]
     names = sorted({f"{path}::{name}" for path in collected for name in re.findall(
         r"^def (test_row_\w+)", (ROOT / path).read_text(), re.M) if re.search(own, name)})
-    # Cases wait for disks and for each other's processes most of the time: several go side by side.
-    code = int(pytest.main(["-m", "not soak", "-q", "--timeout", "1200", "-n", os.environ.get("WORKERS", "4"),
-                            *extra.split(), *names, *dict.fromkeys(tests)], plugins=[report]))
+    # Cases wait for disks and for each other's processes most of the time: several go side by side. They take from a
+    # second to minutes, so whoever has no more of his own takes another's.
+    side_by_side = ["-n", os.environ.get("WORKERS", "4"), "--dist", "worksteal"]
+    code = int(pytest.main(["-m", "not soak", "-q", "--timeout", "1200", *side_by_side, *extra.split(), *names,
+                            *dict.fromkeys(tests)], plugins=[report]))
     if not rows.split() and not extra.strip():
         PAGE.write_text(page(report, (time.monotonic() - started) / 60, os.environ.get("TAP_FAULTS_SEED", "1")))
         print(f"written: {PAGE.relative_to(ROOT)}")
