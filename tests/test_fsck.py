@@ -19,7 +19,8 @@ from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, until
 from writer_service import fs
-from writer_service.fsck import Bad, fsck, ranges
+from writer_service.findings import Bad, ranges
+from writer_service.fsck import fsck
 from writer_service.rebuild import rebuild
 from writer_service.recovery import recover
 

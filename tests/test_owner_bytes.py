@@ -11,6 +11,7 @@ from schemas.control import ClientFinish, Delete, Finish, Open, Own, Record
 from schemas.ids import new_ulid, sample_id
 from schemas.spec import Resolved
 from writer_service import catalog
+from writer_service.catalog_entries import forget
 from writer_service.control_log import Entry
 
 
@@ -55,7 +56,7 @@ def test_the_sum_follows_the_rows(tmp_path: Path) -> None:
     put(db, "a", 2, 500)  # in place of what was there
     assert owners(db) == {"alice": 2 * empty + 2800, "bob": empty + 3300}
     db.execute("DELETE FROM extents WHERE segment = 1 AND seq = 1")  # as compaction does
-    catalog._forget(db, "c")
+    forget(db, "c")
     assert owners(db) == {"alice": 2 * empty + 2500, "bob": 0}
     with catalog.transaction(db):
         put(db, "c", 3, 7)

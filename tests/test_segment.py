@@ -20,7 +20,7 @@ from schemas.frame import RowTable
 from schemas.ids import new_ulid
 from schemas.segment import PRELUDE, FrameHeader, encode_head, parse_frame, seal_head, verify_payload, walk
 from writer_service import fs
-from writer_service.catalog import SegmentMade
+from writer_service.changes import SegmentMade
 from writer_service.crc32c import crc32c
 from writer_service.frame_hashes import FrameHasher
 from writer_service.segments import OpenSegment

@@ -44,6 +44,7 @@ from tests.store_helpers import (
     until,
 )
 from writer_service import catalog
+from writer_service.changes import Indexed
 from writer_service.control_log import Entry
 
 
@@ -735,7 +736,7 @@ def test_a_running_capture_costs_the_same_with_every_commit(tmp_path: Path) -> N
         for seq in range(2, 9):
             one = np.ones(1, np.uint32)
             frame = Frame(seq, SITE, "raw", "float32", 1, [0], [capture], [1], 0, [], "f")
-            indexed = catalog.Indexed(stream, 1, 0, 1, 4096 * seq, 4096, frame, RowTable(one * 0, one * seq, one, one))
+            indexed = Indexed(stream, 1, 0, 1, 4096 * seq, 4096, frame, RowTable(one * 0, one * seq, one, one))
             catalog.refresh(db, catalog.apply(db, [indexed]))
         db.set_trace_callback(None)
     assert not [statement for statement in said if "FROM extents" in statement]

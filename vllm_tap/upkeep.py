@@ -12,7 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from writer_service import fs
 from writer_service.compaction import compact
-from writer_service.fsck import Bad, Report, fsck, ranges
+from writer_service.findings import Bad, ranges
+from writer_service.fsck import Report, fsck
 from writer_service.rebuild import rebuild
 
 __all__ = ["check_store", "compact_store", "rebuild_catalog"]

@@ -1,107 +1,33 @@
-"""What the writer does to the catalog: apply journal entries, index frames, keep statuses true.
+"""What the writer does to the catalog: apply changes, index frames, keep statuses true.
 
 Everything here is a function of the journal alone and may be done twice: replaying a log or a segment changes nothing.
 """
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final
 
-import msgspec
 import numpy as np
 
-from schemas import codecs, limits
+from schemas import codecs
 from schemas.catalog import CATALOG_VERSION, DDL, find_capture, load_drops, load_extents, pack_layers
-from schemas.control import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Frame, Hello, Hold, Open, Own
 from schemas.coverage import Coverage, cover, status_of_cover
-from schemas.errors import TapError
-from schemas.frame import FLAG_DRAFT, FLAG_ERASED, RowTable
-from schemas.ids import sample_id, split_capture_id, ulid_ms
-from schemas.spec import parse_spec
-from writer_service.control_log import Entry, Lost, OverQuota
-from writer_service.scrubbing import content_of
-
-after_all_seqs: Final = 2**62  # a drop of this number supersedes every row
-
-
-@dataclass(frozen=True, slots=True)
-class Indexed:
-    """A frame that lies whole in a segment, as the catalog needs it."""
-
-    stream: str
-    epoch: int
-    covered: int
-    segment: int
-    offset: int
-    nbytes: int
-    frame: Frame
-    table: RowTable
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentMade:
-    """A segment that the catalog must know before its first frame."""
-
-    number: int
-    site: str
-    codec: str
-    dtype: str
-    width: int
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentSealed:
-    """A segment that is now a block."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentGone:
-    """A segment that ended without a frame, or a block that was taken away."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class LogBegun:
-    """The entries that follow lie in this control log."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Erased:
-    """Nothing of deleted captures is left in a block."""
-
-    segment: int
-    captures: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Scrubbed:
-    """A control log tells nothing of deleted captures any more."""
-
-    log: int
-    captures: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Compacted:
-    """A cold block that has taken over the rows of other blocks; these still lie there, and are taken away next."""
-
-    made: SegmentMade
-    replaces: list[int]
-    frames: list[Indexed]
-
-
-Change = Entry | Indexed | SegmentMade | SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed | Compacted
+from schemas.frame import FLAG_DRAFT, FLAG_ERASED
+from writer_service.catalog_entries import apply_entry, note_log
+from writer_service.changes import (
+    Change,
+    Compacted,
+    Erased,
+    Indexed,
+    LogBegun,
+    Scrubbed,
+    SegmentGone,
+    SegmentMade,
+    SegmentSealed,
+)
+from writer_service.control_log import Entry
 
 
 def create(db: sqlite3.Connection, uuid: str) -> None:
@@ -144,8 +70,8 @@ def apply(db: sqlite3.Connection, changes: Iterable[Change], log: int | None = N
     for change in changes:
         match change:
             case Entry():
-                touched |= _apply_entry(db, change)
-                _note_log(db, change, log)
+                touched |= apply_entry(db, change)
+                note_log(db, change, log)
             case LogBegun():
                 log = change.number
             case Erased():
@@ -184,174 +110,6 @@ def refresh(db: sqlite3.Connection, captures: Iterable[str]) -> None:
             total = max(total, capture.total_len)
         db.execute("UPDATE captures SET status = ?, total_len = ? WHERE id = ?",
                    (status_of_cover(capture, coverage), total, capture_id))
-
-
-def note_streams(db: sqlite3.Connection, covered: Iterable[tuple[str, int, str, int]]) -> None:
-    """Remember what of each (stream, epoch, role, number) is on the disk."""
-    db.executemany(
-        "INSERT INTO streams (stream, epoch, role, covered) VALUES (?, ?, ?, ?) ON CONFLICT (stream) DO UPDATE SET "
-        "epoch = excluded.epoch, role = excluded.role, bye = CASE WHEN excluded.epoch > epoch THEN 0 ELSE bye END, "
-        "covered = CASE WHEN excluded.epoch > epoch THEN excluded.covered ELSE max(covered, excluded.covered) END",
-        covered,
-    )
-
-
-# ── entries ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _apply_entry(db: sqlite3.Connection, entry: Entry) -> set[str]:
-    message = entry.message
-    match message:
-        case Hello():
-            note_streams(db, [(message.stream, message.epoch, message.role, 0)])
-            if message.engine is not None:
-                db.execute("INSERT OR REPLACE INTO engines VALUES (?, ?, ?, ?, ?)", (
-                    message.stream, message.epoch, message.rank, message.shard,
-                    msgspec.json.encode(message.engine).decode()))
-            return set()
-        case Bye():
-            db.execute("UPDATE streams SET bye = 1 WHERE stream = ? AND epoch = ?", (entry.stream, entry.epoch))
-            return set()
-        case Own():
-            return _own(db, entry, message)
-        case Open():
-            return _open(db, entry, message)
-        case Finish():
-            db.execute(
-                'UPDATE captures SET finish_seq = ?, finish_reason = ?, stop_reason = ?, output_tokens = ?, "end" = ?, '
-                "recomputed = ?, lost = 0 WHERE id = ? AND stream = ? AND deleted = 0",
-                (message.seq, message.reason, _json(message.stop_reason), message.output_token_ids, message.end,
-                 message.recomputed, message.capture, entry.stream))
-            return {message.capture}
-        case Dropped():
-            db.execute("INSERT OR REPLACE INTO drops SELECT id, ?, ?, ?, ?, ?, ? FROM captures WHERE id = ? AND "
-                       "deleted = 0", (message.site, message.seq, pack_layers(message.layers), message.start,
-                                       message.stop, message.reason, message.capture))
-            return {message.capture}
-        case ClientFinish():
-            _insert(db, message.capture, "pending", ulid_ms(message.capture))
-            db.execute("UPDATE captures SET client_reason = ?, client_stop = ?, client_tokens = ? "
-                       "WHERE id = ? AND deleted = 0",
-                       (message.reason, _json(message.stop_reason), message.output_token_ids, message.capture))
-            return {message.capture}
-        case Abandon():
-            ids = _ids(db, message.capture)
-            db.executemany("UPDATE captures SET failed = ? WHERE id = ? AND stream IS NULL",
-                           [(message.reason, capture) for capture in ids])
-            return set(ids)
-        case Delete():
-            ids = _ids(db, message.capture)
-            for capture in ids:
-                _forget(db, capture)
-            return set(ids)
-        case Hold():
-            ids = _ids(db, message.capture)
-            db.executemany("UPDATE captures SET hold = ? WHERE id = ?", [(int(message.on), capture) for capture in ids])
-            return set()
-        case OverQuota():
-            db.execute("UPDATE captures SET quota = 1 WHERE id = ?", (message.capture,))
-            known = find_capture(db, message.capture)
-            resolved = json.loads(known.resolved)["layers"] if known is not None and known.resolved else {}
-            db.executemany("INSERT OR REPLACE INTO drops VALUES (?, ?, ?, ?, 0, ?, 'quota')", [
-                (message.capture, site, after_all_seqs, pack_layers(layers), limits.position_max + 1)
-                for site, layers in resolved.items()])
-            return {message.capture}
-        case Lost():
-            db.executemany("UPDATE captures SET lost = 1 WHERE id = ? AND finish_seq IS NULL",
-                           [(capture,) for capture in message.captures])
-            return set(message.captures)
-    return set()
-
-
-def _json(value: str | int | None) -> str | None:
-    return None if value is None else json.dumps(value)
-
-
-def _ids(db: sqlite3.Connection, capture: str) -> list[str]:
-    """The captures that a record names: the exact one, or all samples of a ULID."""
-    query = "SELECT id FROM captures WHERE (id = ? OR ulid = ?) AND deleted = 0"
-    ids = [row["id"] for row in db.execute(query, (capture, capture))]
-    return [capture] if capture in ids else ids
-
-
-def _own(db: sqlite3.Connection, entry: Entry, own: Own) -> set[str]:
-    tags = json.dumps(own.tags)
-    made = set()
-    for index in range(own.count):
-        capture = sample_id(own.capture, index, own.count)
-        db.execute(
-            "INSERT INTO captures (id, ulid, sample, owner, status, created_ms, tags, own_stream, own_seq) VALUES "
-            "(?, ?, ?, ?, 'pending', ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
-            (capture, own.capture, index, own.owner, own.created_ms, tags, entry.stream, own.seq))
-        made.add(capture)
-    for alias in own.aliases:
-        known = db.execute("SELECT 1 FROM aliases WHERE alias = ? AND owner = ? AND ulid = ?",
-                           (alias, own.owner, own.capture)).fetchone()
-        if known is None:
-            db.execute("INSERT INTO aliases (alias, owner, ulid) VALUES (?, ?, ?)", (alias, own.owner, own.capture))
-    return made
-
-
-def _open(db: sqlite3.Connection, entry: Entry, opened: Open) -> set[str]:
-    _insert(db, opened.capture, "running", opened.created_ms)
-    db.execute("UPDATE captures SET tags = ? WHERE id = ? AND own_seq IS NULL AND tags = '{}'",
-               (_asked_tags(opened.asked), opened.capture))
-    db.execute(
-        "UPDATE captures SET stream = ?, epoch = ?, request = ?, open_seq = ?, asked = ?, resolved = ?, "
-        "prompt_len = ?, prompt_tokens = ?, cached = ?, adapter = ? WHERE id = ? AND stream IS NULL AND deleted = 0",
-        (entry.stream, entry.epoch, opened.request, opened.seq, opened.asked,
-         msgspec.json.encode(opened.resolved).decode(), opened.prompt_len, opened.prompt_token_ids, opened.cached,
-         opened.adapter, opened.capture))
-    return {opened.capture}
-
-
-def _asked_tags(asked: str) -> str:
-    """The tags of a spec that came without an announcement, as from a plain ``LLM``."""
-    try:
-        return json.dumps(parse_spec(asked).tags)
-    except TapError:
-        return "{}"
-
-
-def _insert(db: sqlite3.Connection, capture: str, status: str, created_ms: int) -> None:
-    """A capture that nobody announced, unless it is there already."""
-    ulid, index = split_capture_id(capture) or (capture, None)
-    # A sample that nobody announced belongs to whoever announced its siblings, never to everybody.
-    sibling = db.execute("SELECT owner, tags FROM captures WHERE ulid = ? AND own_seq IS NOT NULL LIMIT 1",
-                         (ulid,)).fetchone()
-    owner, tags = (sibling["owner"], sibling["tags"]) if sibling else ("", "{}")
-    db.execute("INSERT INTO captures (id, ulid, sample, owner, status, created_ms, tags) VALUES (?, ?, ?, ?, ?, ?, ?) "
-               "ON CONFLICT (id) DO NOTHING", (capture, ulid, index or 0, owner, status, created_ms, tags))
-
-
-def _forget(db: sqlite3.Connection, capture: str) -> None:
-    """A tombstone: the id stays taken, what was known of the content goes."""
-    db.execute(
-        "UPDATE captures SET deleted = 1, status = 'deleted', asked = NULL, resolved = NULL, adapter = '', "
-        "prompt_tokens = x'', output_tokens = x'', client_tokens = x'', tags = '{}', stop_reason = NULL, "
-        "client_stop = NULL, total_len = prompt_len WHERE id = ?",
-        (capture,))
-    db.execute("INSERT OR IGNORE INTO doomed SELECT segment, capture FROM extents WHERE capture = ? UNION "
-               "SELECT segment, capture FROM strays WHERE capture = ?", (capture, capture))
-    db.execute("INSERT OR IGNORE INTO scrub SELECT log, capture FROM log_refs WHERE capture = ?", (capture,))
-    for table in ("extents", "drops", "strays", "log_refs"):
-        db.execute(f"DELETE FROM {table} WHERE capture = ?", (capture,))
-
-
-def _note_log(db: sqlite3.Connection, entry: Entry, log: int) -> None:
-    """Remember which log tells something of a capture, to be scrubbed once the capture is deleted."""
-    named = content_of(entry)
-    if named is None:
-        return
-    message = entry.message
-    ids = ([sample_id(named, index, message.count) for index in range(message.count)] if isinstance(message, Own)
-           else [named])
-    for capture in ids:
-        row = db.execute("SELECT deleted FROM captures WHERE id = ?", (capture,)).fetchone()
-        if row is not None and row["deleted"]:
-            db.execute("INSERT OR IGNORE INTO scrub VALUES (?, ?)", (log, capture))
-        else:
-            db.execute("INSERT OR IGNORE INTO log_refs VALUES (?, ?)", (capture, log))
 
 
 # ── frames ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -27,7 +27,7 @@ from schemas.row_checksums import BlockChecksums
 from schemas.segment import FrameHeader
 from schemas.zarr_layout import WRITER, array_metadata, block_name, compacting_name, group_metadata, open_name
 from writer_service import catalog, fs, removal
-from writer_service.catalog import Compacted, Indexed, SegmentGone, SegmentMade
+from writer_service.changes import Compacted, Indexed, SegmentGone, SegmentMade
 from writer_service.crc32c import crc32c
 from writer_service.sealing import MISSING, fill_of, stream_attributes, sync_tree, write_whole
 

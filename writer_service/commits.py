@@ -17,7 +17,8 @@ from typing import Final
 
 from schemas.catalog import connect_write
 from writer_service import catalog, fs
-from writer_service.catalog import Change, Erased, Scrubbed
+from writer_service.catalog_entries import note_streams
+from writer_service.changes import Change, Erased, Scrubbed
 from writer_service.control_log import ControlLog
 from writer_service.segments import OpenSegment
 
@@ -196,6 +197,6 @@ def _apply(db: sqlite3.Connection, batch: Batch) -> None:
     with catalog.transaction(db):
         touched = catalog.apply(db, batch.changes)
         catalog.refresh(db, touched)
-        catalog.note_streams(db, [(stream, *rest) for stream, rest in batch.covered.items()])
+        note_streams(db, [(stream, *rest) for stream, rest in batch.covered.items()])
         if batch.log_position[0]:
             catalog.set_meta(db, "log", f"{batch.log_position[0]}:{batch.log_position[1]}")

@@ -27,7 +27,7 @@ from schemas.errors import StoreError
 from schemas.reader import read_store_uuid
 from schemas.zarr_layout import block_name, main_chunk
 from writer_service import catalog, fs, removal
-from writer_service.catalog import Compacted
+from writer_service.changes import Compacted
 from writer_service.cold_blocks import build, can_pack, take_away
 from writer_service.recovery import recover
 

@@ -14,7 +14,7 @@ from schemas.errors import ProtocolError
 from schemas.segment import FrameHeader
 from schemas.zarr_layout import WRITER
 from writer_service import fs, says
-from writer_service.catalog import Change, Compacted, Erased, Indexed, LogBegun, Scrubbed, SegmentGone, SegmentSealed
+from writer_service.changes import Change, Compacted, Erased, Indexed, LogBegun, Scrubbed, SegmentGone, SegmentSealed
 from writer_service.commits import Batch, CatalogThread, Syncer, SyncResult, Waker
 from writer_service.config import Config
 from writer_service.control_log import ControlLog, Entry, Message

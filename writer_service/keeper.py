@@ -20,7 +20,7 @@ from schemas.cold import ColdBlock
 from schemas.errors import StoreError
 from schemas.zarr_layout import block_name
 from writer_service import cold_blocks, removal, says
-from writer_service.catalog import Compacted, Erased, Scrubbed, SegmentGone
+from writer_service.changes import Compacted, Erased, Scrubbed, SegmentGone
 from writer_service.commits import Waker
 from writer_service.erasing import erase
 from writer_service.scrubbing import scrub_log

@@ -24,7 +24,8 @@ from schemas.reader import read_store_uuid
 from schemas.segment import FrameView, frames_end, newer_frame, verify_payload, walk, whole_frames
 from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, endpoint_name, main_chunk
 from writer_service import catalog, cold_blocks, erasing, fs, removal, says, sealing
-from writer_service.catalog import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
+from writer_service.catalog_entries import note_streams
+from writer_service.changes import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
 from writer_service.control_log import log_numbers, log_path, read_log
 
 apply_at_once = 512
@@ -195,7 +196,7 @@ def mend(store: Path, uuid: bytes, lock: int, epoch: int, db: sqlite3.Connection
             for name, sequence in state.streams.items():
                 sequence.settle()
                 _take_again(db, name, sequence)
-            catalog.note_streams(db, [(name, s.epoch, s.role, s.covered) for name, s in state.streams.items()])
+            note_streams(db, [(name, s.epoch, s.role, s.covered) for name, s in state.streams.items()])
             if state.log_read:  # with the numbers that were read there: a start cut short before this reads it again
                 catalog.set_meta(db, "log", state.log_read)
             # Records past a gap are not read again, and are no frames: nothing else would tell that they are there.

@@ -18,7 +18,7 @@ from typing import Any, Final
 from schemas.catalog import load_frames
 from schemas.zarr_layout import open_name
 from writer_service import fs, says
-from writer_service.catalog import SegmentGone, SegmentSealed
+from writer_service.changes import SegmentGone, SegmentSealed
 from writer_service.commits import Waker
 from writer_service.sealing import finish_cut, seal
 

@@ -18,7 +18,7 @@ from schemas.control import Frame
 from schemas.segment import FrameHeader, align, encode_head
 from schemas.zarr_layout import open_name
 from writer_service import fs
-from writer_service.catalog import SegmentMade
+from writer_service.changes import SegmentMade
 
 open_max: Final = 64
 lane_bytes: Final = 4 * 1024 * 1024  # what is written at once goes to another lane when this one has so much of it
