@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -40,15 +40,10 @@ def _verify(view: View, path: Path) -> None:
         verify_payload(view, path)
 
 
-def _compare(stored: npt.NDArray[np.uint64], main: Iterable[Bytes], sides: list[Bytes], path: Path, offsets: I64
-             ) -> None:
-    """CorruptError where pieces that were copied, as in ``piece_digests``, are not those stored, ``[layers, rows]``.
-
-    ``offsets`` [rows] are those of the rows' frames.
-    """
-    found = piece_digests(main, sides)
-    if found != stored.reshape(-1).tolist():
-        bad = np.flatnonzero(np.asarray(found, np.uint64) != stored.reshape(-1)) % stored.shape[1]
+def _compare(stored: npt.NDArray[np.uint64], found: npt.NDArray[np.uint64], path: Path, offsets: I64) -> None:
+    """CorruptError where rows' checksums are not those stored, ``[layers, rows]``; ``offsets`` [rows] of frames."""
+    if (found != stored).any():
+        bad = np.flatnonzero((found != stored).any(0))
         raise CorruptError("read rows", f"{path} at byte {offsets[bad].min()}", "a row does not match its checksum",
                            "vllm-tap fsck names all that do not")
 
@@ -156,8 +151,8 @@ class SegmentMaps:
             _verify(view, path)
             return
         main, *sides = (array.reshape(-1, array.shape[2]) for array in copied)
-        _compare(checksums.of_rows(checksums.start(view.offset) + rows, layers), main, sides, path,
-                 np.full(len(rows), view.offset))
+        stored = checksums.of_rows(checksums.start(view.offset) + rows, layers)
+        _compare(stored, piece_digests(main, sides).reshape(stored.shape), path, np.full(len(rows), view.offset))
 
     def place(self, segment: Segment, view: View, rows: I64) -> I64:
         """What schemas.placement says of rows of a frame, ``[columns, rows]``; KIND is left 0."""
@@ -207,9 +202,8 @@ class SegmentMaps:
             for offset in np.unique(table[OFFSET]).tolist():
                 _verify(self.frame(segment, offset, verify=False), path)
         else:
-            main = map(flat[0].__getitem__, target.tolist())
-            _compare(checksums.of_rows(table[ROW], layers), main, [out[target] for out in flat[1:]], path,
-                     table[OFFSET])
+            stored = checksums.of_rows(table[ROW], layers)
+            _compare(stored, piece_digests(flat[0], flat[1:], target).reshape(stored.shape), path, table[OFFSET])
 
     def checksums(self, segment: Segment) -> BlockChecksums | None:
         """Those of a block's rows; None where a segment has none, because it is not sealed or of an early version."""

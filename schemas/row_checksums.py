@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,37 @@ import xxhash
 
 from schemas.errors import CorruptError
 from schemas.map_file import map_file
+from schemas.native_xxh3 import loop_for
 
 __all__ = ["BlockChecksums", "piece_digests"]
 
 Bytes = npt.NDArray[np.uint8]
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
 
 
-def piece_digests(main: Iterable[Bytes], sides: list[Bytes]) -> list[int]:
+def piece_digests(main: Bytes, sides: Sequence[Bytes], which: I64 | None = None) -> U64:
     """Of each piece the xxh3 of its main bytes, seeded with that of its side streams' bytes one after the other
-    (0 where the codec has none). All are ``[pieces, piece bytes]``.
+    (0 where the codec has none). All are ``[pieces, piece bytes]``; ``which`` of them in what order, None: all.
 
     Seeded, because the main bytes are then hashed where they lie: joining them first would cost more than hashing.
     """
-    digest: Callable[..., int] = xxhash.xxh3_64_intdigest
     if not sides:
-        return list(map(digest, main))
-    joined = sides[0] if len(sides) == 1 else np.concatenate(sides, axis=1)
-    return list(map(digest, main, map(digest, np.ascontiguousarray(joined))))
+        return _digests(main, which, None)
+    if len(sides) == 1:
+        return _digests(main, which, _digests(sides[0], which, None))
+    joined = np.concatenate(sides if which is None else [side[which] for side in sides], axis=1)
+    return _digests(main, which, _digests(joined, None, None))
+
+
+def _digests(pieces: Bytes, which: I64 | None, seeds: U64 | None) -> U64:
+    loop = loop_for(len(pieces) if which is None else len(which))
+    if loop is not None:
+        return loop(pieces, which, seeds)
+    digest: Callable[..., bytes] = xxhash.xxh3_64_digest
+    rows = pieces if which is None else map(pieces.__getitem__, which.tolist())
+    found = map(digest, rows) if seeds is None else map(digest, rows, seeds.tolist())
+    return np.frombuffer(b"".join(found), ">u8").astype(np.uint64)
 
 
 @dataclass(frozen=True, slots=True)

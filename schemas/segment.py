@@ -261,16 +261,16 @@ def newer_frame(data: memoryview, offset: int, store: bytes) -> bool:
     return bool(magic == MAGIC and version > SEGMENT_VERSION and uuid == store)
 
 
-def verify_payload(view: FrameView, path: object) -> None:
-    """CorruptError where a stream's bytes do not match its checksum."""
-    starts = (view.offset + at for at in view.layout.parts)
+def verify_payload(view: FrameView, path: object, first: int = 0) -> None:
+    """CorruptError where a stream's bytes do not match its checksum; of streams from number ``first`` on."""
+    starts = (view.offset + at for at in view.layout.parts[first:])
     check_streams(view, (xxhash.xxh3_64_intdigest(view.data[start : start + part.nbytes])
-                         for start, part in zip(starts, view.frame.streams, strict=True)), path)
+                         for start, part in zip(starts, view.frame.streams[first:], strict=True)), path, first)
 
 
-def check_streams(view: FrameView, digests: Iterable[int], path: object) -> None:
-    """CorruptError where the xxh3 of a frame's streams are not those that its head names."""
-    for part, digest in zip(view.frame.streams, digests, strict=True):
+def check_streams(view: FrameView, digests: Iterable[int], path: object, first: int = 0) -> None:
+    """CorruptError where the xxh3 of a frame's streams, from ``first`` on, are not those that its head names."""
+    for part, digest in zip(view.frame.streams[first:], digests, strict=True):
         if digest != part.xxh3:
             raise CorruptError("read frame", f"{path} at byte {view.offset}", f"stream {part.name} does not match "
                                "its checksum", "the rows of this frame are lost; others are not affected")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,17 @@ from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
 from schemas.sites import SITES
 from schemas.zarr_layout import open_name
-from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, expected_pieces, until
-from writer_service import fs
+from tests.processes import free_port
+from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, expected_pieces, until
+from tests.test_segment import build
+from writer_service import fs, kept
+from writer_service.block import open_block
+from writer_service.fsck import fsck
+from writer_service.kept import Kept, KeptChecksums
 from writer_service.recovery import _block_frames, recover
 from writer_service.sealing import seal
 
+NATIVE = ROOT / "tests" / "native_writer.py"
 DTYPES = {"int8b64": "bfloat16", "raw": "float32", "raw16": "float16", "topk8:k=5": "bfloat16",
           "rp8:k=32,seed=7": "bfloat16"}
 
@@ -151,6 +158,83 @@ def test_every_byte_and_name_of_a_block_is_synced(tmp_path: Path, monkeypatch: p
     for path in (store / "blocks" / "w0-00000001.zarr").rglob("*"):
         info = path.stat()
         assert info.st_ino in names_of if path.is_dir() else bytes_of.get(info.st_ino) == info.st_size, path
+
+
+def spoiled(path: Path, wanted: np.ndarray[Any, Any]) -> int:
+    """Flip a bit of the bytes in a file; where."""
+    at = path.read_bytes().index(wanted.tobytes())
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([wanted.reshape(-1).view(np.uint8)[0] ^ 1]))
+    return at
+
+
+def test_checksums_are_of_what_was_acknowledged(tmp_path: Path) -> None:
+    """They are made as rows come; what the disk gives back later does not get into them. Sealing reads sides alone."""
+    store, capture, width = tmp_path / "store", new_ulid(), 192
+    args: dict[str, Any] = {"width": width, "dtype": "bfloat16"}
+    port = free_port()
+    flags = ("--seal-idle-s", "60", "--metrics-port", str(port))
+    with WriterProcess(store, *flags, script=NATIVE) as writer, \
+            Sender(writer.endpoint, engine=engine_info(width, dtype="bfloat16")) as engine:
+        engine.open(capture)
+        engine.frame([(capture, 1, range(5))], runs=[2, 3], **args)
+        engine.frame([(capture, 1, range(5, 8))], **args)
+        engine.wait()
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+        assert "vllm_tap_writer_frames_checksummed_total 2.0\n" in metrics
+        pieces = expected_pieces(1, range(8), range(4), **args)
+        journal = store / open_name(1)
+        spoiled(journal, pieces["q"][2, 1])
+        second = spoiled(journal, pieces["outlier_value"][:, 5:8])
+        writer.stop()
+    block = open_block(store / "blocks" / "w0-00000001.zarr")
+    assert block.frames.tolist() == [0] and second > 4096  # the second is damaged in what sealing copies
+    wanted = [[xxhash.xxh3_64_intdigest(pieces["q"][layer, row].tobytes(), xxhash.xxh3_64_intdigest(b"".join(
+        pieces[side][layer, row].tobytes() for side in list(pieces)[1:]))) for layer in range(4)] for row in range(5)]
+    assert block.checksum.tolist() == wanted and block.present.all()
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(capture, SITE, [0, 1, 3], 0, 5), 1, range(5))
+        assert_rows(reader.slice(capture, SITE, [2], 2, 5), 1, range(2, 5))
+        with pytest.raises(CorruptError, match="at byte 0: a row does not match"):
+            reader.slice(capture, SITE, [2], 0, 2)
+    found = [(bad.layers, bad.positions) for bad in fsck(store).bad if bad.positions]
+    assert found == [((2,), (1,)), ((0, 1, 2, 3), (5, 6, 7))]
+
+
+def test_what_was_found_after_a_crash_is_read_to_be_sealed(tmp_path: Path) -> None:
+    """So are frames that checksums of others are kept for."""
+    store, capture, width = tmp_path / "store", new_ulid(), 192
+    with WriterProcess(store, "--seal-idle-s", "60", script=NATIVE) as writer, Sender(writer.endpoint) as engine:
+        engine.open(capture)
+        for start in (0, 4):
+            engine.frame([(capture, 1, range(start, start + 4))], width=width)
+        engine.wait()
+        writer.kill()
+    second = spoiled(store / open_name(1), expected_pieces(1, [5], [2], width=width)["q"][0, 0])
+    state = recover(store)
+    fd = fs.open_existing(store / open_name(1))
+    others = {0: Kept((1, 2, 3, 4), np.zeros(16, np.uint64))}
+    assert seal(store, state.uuid, 1, fd, state.epoch, {}, [(0, 8192), (8192, 8192)], others)
+    fs.close(fd)
+    fs.close(state.lock)
+    block = open_block(store / "blocks" / "w0-00000001.zarr")
+    assert block.frames.tolist() == [0] and second > 8192 and block.checksum.all()
+
+
+def test_only_so_many_checksums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "kept_bytes_max", 4096)
+    frame, _ = build(1, [3], [0])[:2]
+    checksums = KeptChecksums()
+    for number in range(10):
+        checksums.keep(number, 0, frame, np.zeros(100, np.uint64))
+    assert [len(checksums.of(number)) for number in range(10)] == [1] * 3 + [0] * 7
+    assert not checksums.full
+    checksums.forget(1)
+    checksums.keep(4, 0, frame, np.zeros(250, np.uint64))
+    assert not checksums.of(4) and not checksums.of(1)
+    checksums.keep(4, 0, frame, np.zeros(100, np.uint64))
+    assert checksums.of(4)[0].is_of(frame)
 
 
 def test_readers_go_on_while_segments_are_sealed(tmp_path: Path) -> None:

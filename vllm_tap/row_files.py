@@ -130,7 +130,7 @@ class RowFiles:
         """Whether every row that was copied has its checksum; True where frames are held against theirs as a whole."""
         checksums = self._maps.checksums(segment)
         return checksums is None or all(
-            piece_digests(main[slots], [side[slots] for side in sides]) == expected.tolist()
+            bool((piece_digests(main, sides, slots) == expected).all())
             for expected, (main, *sides) in zip(checksums.of(offset, layers, rows),
                                                 (arrays.values() for arrays in copied), strict=True))
 

@@ -11,6 +11,7 @@ class Counters:
 
     frames: int = 0
     rows: int = 0
+    frames_checksummed: int = 0
     records: int = 0
     payload_bytes: int = 0
     acks: int = 0

@@ -16,13 +16,13 @@ import numpy.typing as npt
 from schemas.catalog import Segment, load_frames
 from schemas.cold import CHUNK_ROWS, ColdBlock
 from schemas.errors import CorruptError, StoreError
+from schemas.frame_hashes import hash_frame
 from schemas.map_file import map_file
 from schemas.segment import FrameView, check_streams, parse_frame, verify_payload
 from schemas.zarr_layout import main_chunk
 from writer_service.block import Block, open_block
 from writer_service.crc32c import crc32c
 from writer_service.findings import I64, Bad, View, below, block_rows_bad, extents_bad, lost_extents, rows_bad
-from writer_service.frame_hashes import FrameHasher
 from writer_service.sealing import MISSING, ROW_COLUMNS, gather
 
 Index = npt.NDArray[np.uint64]
@@ -59,7 +59,7 @@ def check_block(
     store: Path, uuid: bytes, folder: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, View]
 ) -> Iterator[Bad]:
     """A sealed block: its frames, what is left of those that are damaged, and its arrays."""
-    block, whole, hasher = open_block(folder), list[tuple[FrameView, int, Index]](), FrameHasher()
+    block, whole = open_block(folder), list[tuple[FrameView, int, Index]]()
     path = folder / main_chunk(block.declared[0].name)
     # Read and not mapped: to fault in a page of what was erased, a tmpfs that is full would have to find space for it.
     data, file = memoryview(path.read_bytes()), below(store, path)
@@ -79,7 +79,7 @@ def check_block(
             row = int(rows[-1]) + 1 if len(rows) else row
             continue
         starts[offset], row = row, row + view.rows
-        streams, checksums = hasher.hash(view)
+        streams, checksums = hash_frame(view)
         try:
             check_streams(view, streams, path)
             good[offset] = view

@@ -19,6 +19,7 @@ from writer_service.commits import Batch, CatalogThread, Syncer, SyncResult, Wak
 from writer_service.config import Config
 from writer_service.control_log import ControlLog, Entry, Message
 from writer_service.counters import Counters
+from writer_service.kept import KeptChecksums
 from writer_service.lanes import Arrival, Lanes, Placed
 from writer_service.segments import OpenSegment, SegmentSet
 from writer_service.streams import SenderState
@@ -38,6 +39,7 @@ class Journal:
         self._log = self._new_log()
         self.segments = SegmentSet(config.store, next_segment, config.segment_bytes, config.lanes)
         self._lanes = Lanes(uuid, config.lanes)
+        self.kept = KeptChecksums()
         self._syncer = Syncer(waker)
         self.sync_seconds = Histogram("vllm_tap_writer_sync_seconds", "Time of one file's sync.", registry=None,
                                       buckets=SYNC_BUCKETS_S)
@@ -79,7 +81,8 @@ class Journal:
                 self.change(segment.made)
             load[segment.number] = load.get(segment.number, 0) + arrival.nbytes
             state, frame = arrival.state, arrival.frame
-            placed.append(Placed(arrival, segment, FrameHeader(state.stream, state.epoch, state.durable, frame)))
+            header = FrameHeader(state.stream, state.epoch, state.durable, frame)
+            placed.append(Placed(arrival, segment, header, keep=not self.kept.full))
         self._lanes.write(placed)
         for item in placed:
             if item.fault is None:
@@ -91,6 +94,9 @@ class Journal:
         bare = msgspec.structs.replace(arrival.frame, streams=[])  # where it lay in the ring is nobody's business now
         self.change(Indexed(header.stream, header.epoch, header.covered, item.segment.number, item.offset, item.nbytes,
                             bare, arrival.table))
+        if item.checksums is not None:
+            kept = self.kept.keep(item.segment.number, item.offset, arrival.frame, item.checksums)
+            self.counters.frames_checksummed += kept
         self._batch.nbytes += item.nbytes
         self.counters.frames += 1
         self.counters.rows += len(arrival.table.position)

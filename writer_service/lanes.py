@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from schemas.control import Frame
 from schemas.errors import ProtocolError
 from schemas.frame import RowTable
@@ -39,6 +42,8 @@ class Placed:
     arrival: Arrival
     segment: OpenSegment
     header: FrameHeader
+    keep: bool  # whether there is room for the rows' checksums
+    checksums: npt.NDArray[np.uint64] | None = None
     offset: int = 0
     nbytes: int = 0
     fault: ProtocolError | None = None
@@ -46,7 +51,7 @@ class Placed:
     def write(self, store: bytes) -> None:
         """Check the payload and append the frame; OSError where the disk does not take it."""
         try:
-            check_payload(self.arrival.frame, self.arrival.payload)
+            self.checksums = check_payload(self.arrival.frame, self.arrival.payload, self.keep)
         except ProtocolError as error:
             self.fault = error
             return

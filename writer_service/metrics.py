@@ -20,6 +20,7 @@ PREFIX: Final = "vllm_tap_writer_"
 HELP: Final = {
     "frames": "Frames appended.",
     "rows": "Rows in them; a row is a position with all layers of its frame.",
+    "frames_checksummed": "Frames whose rows got checksums as they came; others are read again to be sealed.",
     "records": "Control records accepted.",
     "payload_bytes": "Bytes of rows in frames.",
     "acks": "Acknowledgements sent.",

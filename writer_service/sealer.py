@@ -1,7 +1,6 @@
 """Seals segments in the background, one at a time; what fails is tried again.
 
-Sealing reads every byte once more. While frames queue up it waits, so that a burst has disk, memory and processors for
-itself; what waits is bounded.
+While frames queue up it waits, so that a burst has disk, memory and processors for itself; what waits is bounded.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from schemas.zarr_layout import open_name
 from writer_service import fs, says
 from writer_service.changes import SegmentGone, SegmentSealed
 from writer_service.commits import Waker
+from writer_service.kept import Kept, KeptChecksums
 from writer_service.sealing import finish_cut, seal
 
 ENGINE_FIELDS: Final = ("model", "revision", "tokenizer", "vllm_version", "tap_version", "n_layers")
@@ -33,8 +33,10 @@ retry_s_max: Final = 64.0
 class Sealer:
     """``submit`` names a segment that is wholly on the disk; ``take`` tells what has become of it."""
 
-    def __init__(self, store: Path, uuid: bytes, epoch: int, db: sqlite3.Connection, waker: Waker) -> None:
+    def __init__(self, store: Path, uuid: bytes, epoch: int, db: sqlite3.Connection, waker: Waker,
+                 kept: KeptChecksums) -> None:
         self._store, self._uuid, self._epoch, self._db, self._waker = store, uuid, epoch, db, waker
+        self._kept = kept
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._waiting: deque[int] = deque()
         self._running: tuple[Future[bool], int] | None = None
@@ -64,6 +66,7 @@ class Sealer:
                 says.warn("seal_failed", f"sealing segment {number}: {error}", segment=number, error=str(error))
             else:
                 self._delay.pop(number, None)
+                self._kept.forget(number)
                 change = SegmentSealed(number) if future.result() else SegmentGone(number)
         for number in [number for number, due in self._again.items() if due <= now]:
             del self._again[number]
@@ -71,7 +74,7 @@ class Sealer:
         if self._running is None and self._waiting and (not busy or len(self._waiting) > patience_max):
             number = self._waiting.popleft()
             known = load_frames(self._db, number)
-            self._running = self._pool.submit(self._seal, number, self._engines(), known), number
+            self._running = self._pool.submit(self._seal, number, self._engines(), known, self._kept.of(number)), number
             self._running[0].add_done_callback(lambda _: self._waker.wake())
         return change
 
@@ -80,13 +83,14 @@ class Sealer:
         self._pool.shutdown()
 
     def _seal(
-        self, number: int, engines: Mapping[str, Mapping[str, Any]], known: Sequence[tuple[int, int]]
+        self, number: int, engines: Mapping[str, Mapping[str, Any]], known: Sequence[tuple[int, int]],
+        kept: Mapping[int, Kept],
     ) -> bool:
         if finish_cut(self._store, number):
             return True
         fd = fs.open_existing(self._store / open_name(number))
         try:
-            return seal(self._store, self._uuid, number, fd, self._epoch, engines, known)
+            return seal(self._store, self._uuid, number, fd, self._epoch, engines, known, kept)
         finally:
             fs.close(fd)
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,7 @@ from schemas import codecs, limits
 from schemas.codecs import Stream
 from schemas.errors import StoreError
 from schemas.frame import FLAG_ERASED
+from schemas.frame_hashes import prove_frame
 from schemas.map_file import map_file
 from schemas.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, frames_end, whole_frames
 from schemas.zarr_layout import (
@@ -35,7 +37,7 @@ from schemas.zarr_layout import (
 )
 from writer_service import fs, says
 from writer_service.crc32c import crc32c
-from writer_service.frame_hashes import FrameHasher
+from writer_service.kept import Kept
 
 MISSING: Final = np.uint64(2**64 - 1)
 ROW_COLUMNS: Final = ("capture", "position", "token_id", "flags")
@@ -68,8 +70,8 @@ def gather(
     frames: Sequence[FrameView], checksums: Sequence[U64], declared: tuple[Stream, ...],
     layers: list[int] | None = None,
 ) -> Columns:
-    """Columns of a segment's frames and their pieces' checksums (FrameHasher), in the order of the file; ``layers``
-    where they are not all of the frames'.
+    """Columns of a segment's frames and their pieces' checksums (schemas.frame_hashes), in the order of the file;
+    ``layers`` where they are not all of the frames'.
     """
     layers = layers or sorted({layer for view in frames for layer in view.frame.layers})
     rows, width = sum(view.rows for view in frames), len(layers)
@@ -113,21 +115,22 @@ def gather(
 
 def seal(
     store: Path, uuid: bytes, number: int, fd: int, epoch: int, engines: Mapping[str, Mapping[str, Any]],
-    known: Sequence[tuple[int, int]] = (),
+    known: Sequence[tuple[int, int]] = (), kept: Mapping[int, Kept] = MappingProxyType({}),
 ) -> bool:
     """Make a block of journal file ``number``, open as ``fd`` and wholly on the disk; False where it has no frame.
 
     ``epoch`` is the writer's; ``engines`` maps streams to what is known of them; ``known``: (offset, bytes) of frames
-    that the catalog has. A damaged one is left out of the arrays and stays in the file. OSError leaves the journal file
+    that the catalog has; ``kept``: by offset, checksums that were made when frames came. Of other frames every byte is
+    read. A damaged one is left out of the arrays and stays in the file. OSError leaves the journal file
     readable; sealing can be tried again. StoreError where no frame is whole: nothing is touched.
     """
     path = store / open_name(number)
     data = map_file(path)
     frames, checksums = list[FrameView](), list[U64]()
-    hasher = FrameHasher()
 
     def prove(view: FrameView, path: object) -> None:
-        checksums.append(hasher.prove(view, path))
+        mine = kept.get(view.offset)
+        checksums.append(mine.prove(view, path) if mine and mine.is_of(view.frame) else prove_frame(view, path))
 
     for found in whole_frames(data, uuid, number, path, known, prove):
         if isinstance(found, FrameView):

@@ -56,7 +56,7 @@ class Writer:
         self.counters.erasures_failed = len(state.not_erased)
         self._db = connect_read(config.store / "catalog.sqlite")
         self._ledger = Ledger(self._db)
-        self._sealer = Sealer(config.store, state.uuid, state.epoch, self._db, self._waker)
+        self._sealer = Sealer(config.store, state.uuid, state.epoch, self._db, self._waker, self._journal.kept)
         self._senders = Senders(self._db, self._journal, config.engine_lost_s)
         self._senders.restore(state.streams, self._ledger.open_captures())
         self._keeper = Keeper(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
@@ -150,6 +150,7 @@ class Writer:
         for number in self._journal.segments.take_sealable():
             self._sealer.submit(number)
         for bad in self._journal.segments.drop_poisoned():
+            self._journal.kept.forget(bad.number)
             says.warn("segment_poisoned", f"segment {bad.number} takes no more frames after a failed sync",
                       segment=bad.number)
         self._journal.commit_if_due(now)

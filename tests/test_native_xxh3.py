@@ -1,0 +1,90 @@
+"""Many pieces hashed in one call of machine code: the same numbers as one by one; no harm where it cannot be made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from schemas import native_xxh3
+from schemas.native_xxh3 import load, loop_for
+from schemas.row_checksums import piece_digests
+from tests.store_helpers import until
+
+# Prints whether the loop was made, and what the rows' checksums are with or without it.
+PROGRAM = """
+{before}
+import numpy as np
+from schemas.native_xxh3 import load
+from schemas.row_checksums import piece_digests
+made = load() is not None
+print(made, piece_digests(np.arange(600, dtype=np.uint8).reshape(2, 300), []).tolist())
+"""
+# PR_SET_MDWE, which Linux 6.3 brought
+NO_EXECUTABLE_MEMORY = "import ctypes, sys; ctypes.CDLL(None).prctl(65, 1, 0, 0, 0) == 0 or sys.exit(77)"
+NO_LLVM = "import sys; sys.modules['llvmlite'] = None"
+
+
+@pytest.fixture
+def unmade(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the start of a process."""
+    monkeypatch.setattr(native_xxh3, "_loop", None)
+    monkeypatch.setattr(native_xxh3, "_begun", False)
+    monkeypatch.setattr(native_xxh3, "_wanted", 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 1500), st.lists(st.integers(1, 300), max_size=2), st.integers(0, 2**32),
+       st.booleans())
+@example(3, 4096, [128, 8], 1, True)
+def test_one_call_equals_many(count: int, nbytes: int, side_bytes: list[int], seed: int, some: bool) -> None:
+    rng = np.random.default_rng(seed)
+    main, *sides = (rng.integers(0, 256, (count, size), np.uint8) for size in (nbytes, *side_bytes))
+    which = rng.integers(0, count, 2 * count) if some else np.arange(count)
+    loop = load()
+    assert loop is not None
+    seeds = [xxhash.xxh3_64_intdigest(b"".join(side[row].tobytes() for side in sides)) if sides else 0 for row in which]
+    wanted = [xxhash.xxh3_64_intdigest(main[row].tobytes(), seed) for row, seed in zip(which, seeds, strict=True)]
+    assert piece_digests(main, sides, which if some else None).tolist() == wanted
+
+
+def test_what_lies_beyond_is_not_read() -> None:
+    loop = load()
+    assert loop is not None
+    pieces = np.zeros((4, 8), np.uint8)
+    for bad in (4, -1):
+        with pytest.raises(IndexError):
+            loop(pieces, np.array([0, bad]), None)
+    with pytest.raises(ValueError, match="seeds"):
+        loop(pieces, None, np.zeros(3, np.uint64))
+    turned = np.arange(64, dtype=np.uint8).reshape(8, 8).T
+    assert loop(turned, None, None)[1] == xxhash.xxh3_64_intdigest(turned[1].tobytes())
+
+
+def test_it_is_made_for_who_hashes_many(unmade: None) -> None:
+    assert loop_for(native_xxh3.pieces_before - 1) is None and not native_xxh3._begun
+    assert loop_for(1) is None  # a thread makes it
+    made: Callable[[], object] = lambda: loop_for(1)  # noqa: E731
+    assert until(made) and loop_for(0) is not None
+    assert not any(thread.name == "xxh3" for thread in threading.enumerate())
+
+
+def test_where_it_cannot_be_made_python_goes_on() -> None:
+    """No llvmlite, and memory that may not become code (a hardened service): the same numbers, and no crash."""
+    outputs = {}
+    for name, before in (("made", ""), ("no library", NO_LLVM), ("no executable memory", NO_EXECUTABLE_MEMORY)):
+        done = subprocess.run([sys.executable, "-c", PROGRAM.format(before=before)], capture_output=True, text=True)
+        if done.returncode != 77:
+            assert done.returncode == 0, (name, done.stderr)
+            outputs[name] = done.stdout.split(maxsplit=1)
+    made, digests = outputs.pop("made")
+    assert made == "True" and outputs
+    for name, found in outputs.items():
+        assert found == ["False", digests], name
