@@ -10,38 +10,47 @@ import numpy.typing as npt
 import xxhash
 
 from schemas.codecs import Stream
-from schemas.row_checksums import piece_digests
+from schemas.native_xxh3 import loop_for
+from schemas.row_checksums import digests, side_digests
 from schemas.segment import FrameView, check_streams
 
 __all__ = ["hash_frame", "hash_streams", "prove_frame"]
 
 U64 = npt.NDArray[np.uint64]
-Bytes = npt.NDArray[np.uint8]
 
 cache_bytes: Final = 1024 * 1024  # hashed twice while the processor's own cache has them
 
 
 def hash_streams(declared: Sequence[Stream], streams: Sequence[Sequence[memoryview]]) -> tuple[list[int], U64]:
     """xxh3 of each stream, given as the buffers that it lies in, and schemas.row_checksums of each piece."""
-    main, *sides = (_pieces(buffers, stream.nbytes) for buffers, stream in zip(streams, declared, strict=True))
-    whole = [np.concatenate(arrays) if len(arrays) > 1 else arrays[0] for arrays in sides]
+    piece_bytes, main = declared[0].nbytes, streams[0]
+    if any(buffer.nbytes % piece_bytes for buffer in main):  # parts of a message end anywhere
+        main = [_joined(main)]
+    sides = [np.frombuffer(_joined(buffers), np.uint8).reshape(-1, stream.nbytes)
+             for buffers, stream in zip(streams[1:], declared[1:], strict=True)]
+    seeds = side_digests(sides)
+    loop = loop_for(sum(buffer.nbytes for buffer in main) // piece_bytes)
+    first, found = (_stream if loop is None else loop.stream)(main, piece_bytes, seeds)
+    return [first, *(xxhash.xxh3_64_intdigest(side.data) for side in sides)], found
+
+
+def _joined(buffers: Sequence[memoryview]) -> memoryview:
+    return buffers[0] if len(buffers) == 1 else memoryview(b"".join(buffers))
+
+
+def _stream(buffers: Sequence[memoryview], piece_bytes: int, seeds: U64 | None) -> tuple[int, U64]:
+    """As schemas.native_xxh3.Loop.stream."""
     digest, found, first = xxhash.xxh3_64(), [], 0
-    step = max(1, cache_bytes // declared[0].nbytes)
-    for array in main:
-        for begin in range(0, len(array), step):
-            pieces = array[begin:begin + step]
+    step = max(1, cache_bytes // piece_bytes)
+    for buffer in buffers:
+        part = np.frombuffer(buffer, np.uint8).reshape(-1, piece_bytes)
+        for begin in range(0, len(part), step):
+            pieces = part[begin:begin + step]
             digest.update(pieces.data)
             stop = first + len(pieces)
-            found.append(piece_digests(pieces, [side[first:stop] for side in whole]))
+            found.append(digests(pieces, None if seeds is None else seeds[first:stop]))
             first = stop
-    return [digest.intdigest(), *(xxhash.xxh3_64_intdigest(side.data) for side in whole)], np.concatenate(found)
-
-
-def _pieces(buffers: Sequence[memoryview], nbytes: int) -> list[Bytes]:
-    """Buffers as pieces; those that end in the middle of one, as parts of a message may, are joined."""
-    if any(buffer.nbytes % nbytes for buffer in buffers):
-        buffers = [memoryview(b"".join(buffers))]
-    return [np.frombuffer(buffer, np.uint8).reshape(-1, nbytes) for buffer in buffers]
+    return digest.intdigest(), np.concatenate(found)
 
 
 def hash_frame(view: FrameView) -> tuple[list[int], U64]:

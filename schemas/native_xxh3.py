@@ -1,9 +1,9 @@
 """xxh3 of many pieces in one call that leaves the interpreter alone.
 
-In Python each piece is a call and objects for it, three times what hashing 4 KB takes. Here machine code loops over the
-xxhash package's own function. LLVM makes it, through llvmlite, which comes with vLLM: 50 ms of a processor and 12 MB of
-memory, once in a process, so it is made for those alone who hash many pieces, in a thread beside them. Where it cannot
-be made (no llvmlite, an xxhash without the function, memory that may not become code) everybody goes on in Python.
+In Python each piece is a call and objects for it, three times what hashing 4 KB takes. Here machine code loops over
+the xxhash package's own functions. LLVM makes it, through llvmlite, which comes with vLLM: 50 ms of a processor and
+12 MB of memory, once in a process, so it is made for those alone who hash many pieces, in a thread beside them. Where
+it cannot be made (no llvmlite, an xxhash without the functions, memory that may not become code) all go on in Python.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final
 
@@ -22,18 +22,24 @@ import numpy.typing as npt
 __all__ = ["Loop", "load", "loop_for"]
 
 pieces_before: Final = 1 << 16  # hashed in Python, in about the time that making the loop takes
-# For i < n: out[i] = hash(at[i], bytes, seeds[i])
+# For i < n: if state: update(state, at[i], bytes); out[i] = hash(at[i], bytes, seeds[i])
 _CODE: Final = """
-define void @digests(ptr %hash, i64 %n, ptr %at, i64 %bytes, ptr %seeds, ptr %out) {
+define void @digests(ptr %hash, ptr %update, ptr %state, i64 %n, ptr %at, i64 %bytes, ptr %seeds, ptr %out) {
 start:
   %any = icmp ne i64 %n, 0
+  %streamed = icmp ne ptr %state, null
   br i1 %any, label %piece, label %end
 piece:
-  %i = phi i64 [0, %start], [%next, %piece]
+  %i = phi i64 [0, %start], [%next, %row]
   %at_i = getelementptr ptr, ptr %at, i64 %i
+  %address = load ptr, ptr %at_i
+  br i1 %streamed, label %stream, label %row
+stream:
+  %error = call i32 %update(ptr %state, ptr %address, i64 %bytes)
+  br label %row
+row:
   %seed_i = getelementptr i64, ptr %seeds, i64 %i
   %out_i = getelementptr i64, ptr %out, i64 %i
-  %address = load ptr, ptr %at_i
   %seed = load i64, ptr %seed_i
   %digest = call i64 %hash(ptr %address, i64 %bytes, i64 %seed)
   store i64 %digest, ptr %out_i
@@ -44,14 +50,80 @@ end:
   ret void
 }
 """
+_HASH: Final = "XXH3_64bits_withSeed"
+_UPDATE: Final = "XXH3_64bits_update"
 
+I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
-Loop = Callable[[Bytes, npt.NDArray[np.int64] | None, U64 | None], U64]
-"""xxh3 of rows of an array, uint8 ``[n, piece bytes]`` without gaps: of all of them, or of those named, in that order.
 
-The third argument are their seeds, uint64 by result; None: 0 for all.
-"""
+
+class Loop:
+    """The machine code; ImportError, AttributeError, OSError or RuntimeError where it cannot be made."""
+
+    def __init__(self) -> None:
+        import llvmlite.binding as llvm
+
+        _may_become_code()
+        self._xxhash = ctypes.CDLL(import_module("xxhash._xxhash").__file__)
+        self._xxhash.XXH3_createState.restype = ctypes.c_void_p
+        self._xxhash.XXH3_64bits_digest.restype = ctypes.c_uint64
+        for name in ("XXH3_64bits_reset", "XXH3_64bits_digest", "XXH3_freeState"):
+            getattr(self._xxhash, name).argtypes = [ctypes.c_void_p]
+        self._hash, self._update = self._address(_HASH), self._address(_UPDATE)
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        module = llvm.parse_assembly(_CODE)
+        module.verify()
+        self._engine = llvm.create_mcjit_compiler(module, llvm.Target.from_default_triple().create_target_machine())
+        self._engine.finalize_object()
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        signature = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, number, pointer, number, pointer, pointer)
+        self._run = signature(self._engine.get_function_address("digests"))
+
+    def _address(self, name: str) -> int | None:
+        """Of a function of the package, the one that takes the widest instructions of the processor where it has it."""
+        function: Any = getattr(self._xxhash, f"{name}_dispatch", None) or getattr(self._xxhash, name)
+        return ctypes.cast(function, ctypes.c_void_p).value
+
+    def digests(self, pieces: Bytes, which: I64 | None, seeds: U64 | None) -> U64:
+        """xxh3 of rows of an array, uint8 ``[n, piece bytes]``: of all, or of those named, in that order.
+
+        ``seeds`` are by result; None: 0 for all.
+        """
+        if which is not None and len(which) and not 0 <= which.min() <= which.max() < len(pieces):
+            raise IndexError(f"pieces {which.min()} to {which.max()} of {len(pieces)}")
+        pieces = np.ascontiguousarray(pieces)
+        rows = np.arange(len(pieces)) if which is None else which
+        return self._digests(rows * pieces.shape[1] + pieces.ctypes.data, pieces.shape[1], seeds, None)
+
+    def stream(self, buffers: Sequence[memoryview], piece_bytes: int, seeds: U64 | None) -> tuple[int, U64]:
+        """xxh3 of buffers as one stream, and of each piece in them, while the cache has it; each has whole pieces."""
+        if any(buffer.nbytes % piece_bytes for buffer in buffers):
+            raise ValueError(f"buffers of pieces of {piece_bytes} bytes end in the middle of one")
+        arrays = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+        starts = np.array([array.__array_interface__["data"][0] for array in arrays])
+        counts = np.array([len(array) for array in arrays]) // piece_bytes
+        before = np.cumsum(counts) - counts
+        at = np.repeat(starts - before * piece_bytes, counts) + np.arange(counts.sum()) * piece_bytes
+        state = self._xxhash.XXH3_createState()
+        if state is None:
+            raise MemoryError("no memory for a hash's state")
+        try:
+            self._xxhash.XXH3_64bits_reset(state)
+            found = self._digests(at, piece_bytes, seeds, state)
+            return self._xxhash.XXH3_64bits_digest(state), found
+        finally:
+            self._xxhash.XXH3_freeState(state)
+
+    def _digests(self, at: I64, nbytes: int, seeds: U64 | None, state: int | None) -> U64:
+        start = np.zeros(len(at), np.uint64) if seeds is None else np.ascontiguousarray(seeds, np.uint64)
+        if len(start) != len(at):
+            raise ValueError(f"{len(start)} seeds for {len(at)} pieces")
+        out = np.empty(len(at), np.uint64)
+        self._run(self._hash, self._update, state, len(at), at.ctypes.data, nbytes, start.ctypes.data, out.ctypes.data)
+        return out
+
 
 _lock = threading.Lock()
 _begun = False
@@ -77,44 +149,10 @@ def load() -> Loop | None:
     """Make the loop now; None where it cannot be made."""
     global _begun, _loop
     with contextlib.suppress(ImportError, AttributeError, OSError, RuntimeError):
-        made = _make()
+        made = Loop()
         with _lock:
             _begun, _loop = True, made
     return _loop
-
-
-def _make() -> Loop:
-    import llvmlite.binding as llvm
-
-    _may_become_code()
-    package = ctypes.CDLL(import_module("xxhash._xxhash").__file__)
-    try:
-        hash_one = package.XXH3_64bits_withSeed_dispatch  # takes the widest instructions that the processor has
-    except AttributeError:
-        hash_one = package.XXH3_64bits_withSeed
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(_CODE)
-    module.verify()
-    engine = llvm.create_mcjit_compiler(module, llvm.Target.from_default_triple().create_target_machine())
-    engine.finalize_object()
-    signature = ctypes.CFUNCTYPE(None, *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
-                                         ctypes.c_void_p, ctypes.c_void_p))
-    function, address = signature(engine.get_function_address("digests")), ctypes.cast(hash_one, ctypes.c_void_p)
-
-    def loop(pieces: Bytes, which: npt.NDArray[np.int64] | None, seeds: U64 | None, engine: Any = engine) -> U64:
-        if which is not None and len(which) and not 0 <= which.min() <= which.max() < len(pieces):
-            raise IndexError(f"pieces {which.min()} to {which.max()} of {len(pieces)}")
-        pieces, nbytes = np.ascontiguousarray(pieces), pieces.shape[1]
-        at = (np.arange(len(pieces)) if which is None else which) * nbytes + pieces.ctypes.data
-        start = np.zeros(len(at), np.uint64) if seeds is None else np.ascontiguousarray(seeds, np.uint64)
-        if len(start) != len(at):
-            raise ValueError(f"{len(start)} seeds for {len(at)} pieces")
-        out = np.empty(len(at), np.uint64)
-        function(address, len(at), at.ctypes.data, nbytes, start.ctypes.data, out.ctypes.data)
-        return out
-
-    return loop
 
 
 def _may_become_code() -> None:

@@ -16,7 +16,7 @@ from schemas.errors import CorruptError
 from schemas.map_file import map_file
 from schemas.native_xxh3 import loop_for
 
-__all__ = ["BlockChecksums", "piece_digests"]
+__all__ = ["BlockChecksums", "digests", "piece_digests", "side_digests"]
 
 Bytes = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
@@ -29,18 +29,23 @@ def piece_digests(main: Bytes, sides: Sequence[Bytes], which: I64 | None = None)
 
     Seeded, because the main bytes are then hashed where they lie: joining them first would cost more than hashing.
     """
+    return digests(main, side_digests(sides, which), which)
+
+
+def side_digests(sides: Sequence[Bytes], which: I64 | None = None) -> U64 | None:
+    """The seeds of ``piece_digests``."""
     if not sides:
-        return _digests(main, which, None)
+        return None
     if len(sides) == 1:
-        return _digests(main, which, _digests(sides[0], which, None))
-    joined = np.concatenate(sides if which is None else [side[which] for side in sides], axis=1)
-    return _digests(main, which, _digests(joined, None, None))
+        return digests(sides[0], None, which)
+    return digests(np.concatenate(sides if which is None else [side[which] for side in sides], axis=1), None)
 
 
-def _digests(pieces: Bytes, which: I64 | None, seeds: U64 | None) -> U64:
+def digests(pieces: Bytes, seeds: U64 | None, which: I64 | None = None) -> U64:
+    """xxh3 of pieces, of ``which`` in what order; seeds by result, None: 0."""
     loop = loop_for(len(pieces) if which is None else len(which))
     if loop is not None:
-        return loop(pieces, which, seeds)
+        return loop.digests(pieces, which, seeds)
     digest: Callable[..., bytes] = xxhash.xxh3_64_digest
     rows = pieces if which is None else map(pieces.__getitem__, which.tolist())
     found = map(digest, rows) if seeds is None else map(digest, rows, seeds.tolist())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 __all__ = ["KEYS_FILE", "WRITER", "array_metadata", "block_name", "group_metadata", "main_chunk", "open_name",
            "segment_places"]
@@ -95,9 +96,10 @@ def array_metadata(
     }
     if names is not None:
         document["dimension_names"] = list(names)
-    return json.dumps(document, indent=1).encode()
+    return msgspec.json.format(msgspec.json.encode(document), indent=1)  # json.dumps would indent in Python
 
 
 def group_metadata(attributes: Mapping[str, Any]) -> bytes:
     """``zarr.json`` of a group."""
-    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}, indent=1).encode()
+    document = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
+    return msgspec.json.format(msgspec.json.encode(document), indent=1)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from schemas import native_xxh3
+from schemas import codecs, native_xxh3
+from schemas.frame_hashes import hash_streams
 from schemas.native_xxh3 import load, loop_for
 from schemas.row_checksums import piece_digests
 from tests.store_helpers import until
@@ -55,17 +58,44 @@ def test_one_call_equals_many(count: int, nbytes: int, side_bytes: list[int], se
     assert piece_digests(main, sides, which if some else None).tolist() == wanted
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.sampled_from([("int8b64", 192), ("raw16", 75), ("topk8:k=5", 96)]), st.randoms(),
+       st.booleans())
+def test_streams_in_buffers_that_end_anywhere(pieces: int, kind: tuple[str, int], random: Random, made: bool) -> None:
+    """Runs in a ring are of whole pieces, parts of a message of any size; with the loop and in Python."""
+    declared, cut = codecs.streams(*kind, "bfloat16"), random.choice([1, None])
+    whole = [random.randbytes(pieces * stream.nbytes) for stream in declared]
+    buffers = []
+    for stream, data in zip(declared, whole, strict=True):
+        step = cut or stream.nbytes
+        inner = sorted(step * random.randrange(1, len(data) // step + 1) for _ in range(random.randrange(4)))
+        buffers.append([memoryview(data)[a:b] for a, b in pairwise([0, *inner, len(data)]) if a < b])
+    native_xxh3._loop = load() if made else None
+    native_xxh3._begun = True
+    try:
+        streams, rows = hash_streams(declared, buffers)
+    finally:
+        load()
+    main, *sides = ([data[at * stream.nbytes:(at + 1) * stream.nbytes] for at in range(pieces)]
+                    for stream, data in zip(declared, whole, strict=True))
+    seeds = [xxhash.xxh3_64_intdigest(b"".join(row)) for row in zip(*sides, strict=True)] if sides else [0] * pieces
+    assert streams == [xxhash.xxh3_64_intdigest(data) for data in whole]
+    assert rows.tolist() == [xxhash.xxh3_64_intdigest(*row) for row in zip(main, seeds, strict=True)]
+
+
 def test_what_lies_beyond_is_not_read() -> None:
     loop = load()
     assert loop is not None
     pieces = np.zeros((4, 8), np.uint8)
     for bad in (4, -1):
         with pytest.raises(IndexError):
-            loop(pieces, np.array([0, bad]), None)
+            loop.digests(pieces, np.array([0, bad]), None)
     with pytest.raises(ValueError, match="seeds"):
-        loop(pieces, None, np.zeros(3, np.uint64))
+        loop.digests(pieces, None, np.zeros(3, np.uint64))
+    with pytest.raises(ValueError, match="middle"):
+        loop.stream([memoryview(bytes(9))], 8, None)
     turned = np.arange(64, dtype=np.uint8).reshape(8, 8).T
-    assert loop(turned, None, None)[1] == xxhash.xxh3_64_intdigest(turned[1].tobytes())
+    assert loop.digests(turned, None, None)[1] == xxhash.xxh3_64_intdigest(turned[1].tobytes())
 
 
 def test_it_is_made_for_who_hashes_many(unmade: None) -> None:
