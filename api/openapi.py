@@ -56,7 +56,7 @@ _PARAMETERS: Final[dict[str, tuple[Schema, Any]]] = {
     "layer": ({"type": "array", "items": {"type": "string", "pattern": (
         r"^(all|[0-9]{1,4}(,[0-9]{1,4})*|(-?[0-9]{1,4})?:(-?[0-9]{1,4})?(:[1-9][0-9]{0,3})?)$")}}, ["0,12"]),
     "start": (_POSITION, 0),
-    "stop": (_POSITION, 16),
+    "stop": ({**_POSITION, "minimum": 1}, 16),
     "positions": ({"type": "string", "pattern": r"^[0-9]{1,9}(:[0-9]{1,9})?(,[0-9]{1,9}(:[0-9]{1,9})?)*$"},
                   "0,5,8:12"),
     "format": ({"type": "string", "enum": list(FORMATS)}, "safetensors"),
@@ -68,13 +68,17 @@ _PARAMETERS: Final[dict[str, tuple[Schema, Any]]] = {
     "against": (_REF, _ULID),
     "also": ({"type": "array", "items": _REF, "maxItems": limits.watched_max - 1}, [_ULID]),
 }
-# Where a route takes less, or more than one.
-_NARROWER: Final[dict[tuple[str, str], Schema]] = {
-    ("/v1/captures/{ref}", "wait"): {"type": "string", "enum": ["complete"]},
-    ("/v1/captures/{ref}/activations", "site"): {"type": "array", "items": _SITE, "maxItems": limits.spec_sites_max},
-    ("/v1/captures/{ref}/events", "site"): {"type": "array", "items": _SITE, "maxItems": limits.watched_max},
-    ("/v1/captures/{ref}/live", "dtype"): {"type": "string", "enum": [name for name in DTYPES if name != "codes"]},
-    ("/v1/captures", "model"): _TEXT,
+# Where an operation takes less, or more than one.
+_NARROWER: Final[dict[tuple[str, str, str], Schema]] = {
+    ("get", "/v1/captures", "model"): _TEXT,
+    ("get", "/v1/captures/{ref}", "wait"): {"type": "string", "enum": ["complete"]},
+    ("get", "/v1/captures/{ref}/activations", "site"): {
+        "type": "array", "items": _SITE, "maxItems": limits.spec_sites_max},
+    ("get", "/v1/captures/{ref}/events", "site"): {"type": "array", "items": _SITE, "maxItems": limits.watched_max},
+    ("get", "/v1/captures/{ref}/live", "dtype"): {"type": "string", "enum": [each for each in DTYPES if each != "codes"]},
+    ("get", "/v1/captures/{ref}/map", "measure"): {
+        "type": "string", "enum": [each for each in MEASURES if each != "projection"]},
+    ("post", "/v1/captures/{ref}/map", "measure"): {"type": "string", "const": "projection"},
 }
 
 _ERROR: Final[Schema] = {
@@ -208,7 +212,8 @@ def _describe(operation: dict[str, Any], method: str, path: str) -> None:
     operation.setdefault("parameters", []).extend({"name": name, "in": "path", "required": True} for name in names)
     for parameter in operation["parameters"]:
         schema, example = _PARAMETERS[parameter["name"]]
-        parameter["schema"] = schema = _NARROWER.get((path, parameter["name"]), schema)
+        parameter["schema"] = schema = _NARROWER.get((method, path, parameter["name"]), schema)
+        example = schema.get("const", example)
         parameter["example"] = [example] if schema.get("type") == "array" and not isinstance(example, list) else example
     if path != "/healthz":
         operation["security"] = [{"Bearer": []}, {"Key": []}]
