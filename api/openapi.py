@@ -75,7 +75,8 @@ _NARROWER: Final[dict[tuple[str, str, str], Schema]] = {
     ("get", "/v1/captures/{ref}/activations", "site"): {
         "type": "array", "items": _SITE, "maxItems": limits.spec_sites_max},
     ("get", "/v1/captures/{ref}/events", "site"): {"type": "array", "items": _SITE, "maxItems": limits.watched_max},
-    ("get", "/v1/captures/{ref}/live", "dtype"): {"type": "string", "enum": [each for each in DTYPES if each != "codes"]},
+    ("get", "/v1/captures/{ref}/live", "dtype"): {
+        "type": "string", "enum": [each for each in DTYPES if each != "codes"]},
     ("get", "/v1/captures/{ref}/map", "measure"): {
         "type": "string", "enum": [each for each in MEASURES if each != "projection"]},
     ("post", "/v1/captures/{ref}/map", "measure"): {"type": "string", "const": "projection"},
