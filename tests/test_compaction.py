@@ -26,10 +26,10 @@ from schemas.cold import CHUNK_ROWS, ColdBlock
 from schemas.errors import CorruptError, NotFoundError, SpecError, StartError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import LiveRows, StoreReader, read_store_uuid
+from tests.consistency import assert_consistent, dump
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.test_erasing import Killed, cut_short, look_after
 from tests.test_fsck import edit, flip
-from tests.test_recovery import dump
 from vllm_tap.loader import RowDataset
 from vllm_tap.loader import rows as training_rows
 from writer_service import cold_blocks, fs
@@ -37,7 +37,6 @@ from writer_service.commits import Waker
 from writer_service.compaction import compact
 from writer_service.fsck import fsck
 from writer_service.keeper import Keeper
-from writer_service.rebuild import rebuild
 from writer_service.recovery import recover
 
 WIDTH = 192
@@ -139,15 +138,6 @@ def answers(store: Path, captures: dict[str, str]) -> Answers:
                                          "missing": got.missing,
                                          "pieces": {name: array.tobytes() for name, array in got.pieces.items()}}
     return found
-
-
-def assert_consistent(store: Path) -> None:
-    report = fsck(store)
-    assert report.bad == []
-    before = dump(store)
-    done = rebuild(store)
-    fs.close(done.state.lock)
-    assert done.differences == {} and dump(store) == before
 
 
 def cold_blocks_of(store: Path) -> list[ColdBlock]:

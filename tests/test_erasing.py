@@ -26,15 +26,14 @@ from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
 from schemas.zarr_layout import journal_folder, redo_name
+from tests.consistency import assert_rebuilt_equal, dump
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
-from tests.test_recovery import dump
 from writer_service import catalog, fs, removal, sealing
 from writer_service.commits import Waker
 from writer_service.control_log import log_numbers, log_path
 from writer_service.erasing import plan, write_redo
 from writer_service.fsck import fsck
 from writer_service.keeper import Keeper
-from writer_service.rebuild import rebuild
 from writer_service.recovery import recover
 from writer_service.scrubbing import scrub_log
 
@@ -167,12 +166,9 @@ def test_the_bytes_are_gone_and_the_space_is_back(sample: Sample, tmp_path: Path
     assert main.stat().st_size == size
     # 64 rows × 4 layers × 4096 bytes, less what shares a page with its neighbours: nothing does
     assert before - blocks_on_disk(main) >= 64 * 4 * WIDTH
-    before_rebuild = dump(store)
-    assert not before_rebuild["doomed"] and not before_rebuild["scrub"]
-    done = rebuild(store)
-    fs.close(done.state.lock)
-    assert done.differences == {}
-    assert dump(store) == before_rebuild
+    left = dump(store)
+    assert not left["doomed"] and not left["scrub"]
+    assert_rebuilt_equal(store)
 
 
 def test_strangers_see_fill_values(sample: Sample, tmp_path: Path) -> None:
@@ -217,10 +213,7 @@ def test_a_block_of_nothing_else_goes_whole(sample: Sample, tmp_path: Path) -> N
         engine.wait()
         writer.stop()
     assert [path.name for path in (store / "blocks").iterdir()] == ["w0-00000002.zarr"]  # no number comes twice
-    before = dump(store)
-    done = rebuild(store)
-    fs.close(done.state.lock)
-    assert done.differences == {} and dump(store) == before
+    assert_rebuilt_equal(store)
     with StoreReader(store) as reader:
         assert_rows(reader.slice(capture, SITE, [0, 3]), 3, range(3))
 
@@ -307,10 +300,7 @@ def test_a_scrubbed_log_and_a_catalog_of_before(tmp_path: Path) -> None:
         assert {row.id for row in reader.captures()} == {*captures} - {captures[1]}
         for number in (0, 2, 3, 4, 5):
             assert_rows(reader.slice(captures[number], SITE, [0, 3], 0, 4), number, range(4))
-    recovered = dump(store)
-    done = rebuild(store)
-    fs.close(done.state.lock)
-    assert done.differences == {} and dump(store) == recovered
+    assert_rebuilt_equal(store)
 
 
 def test_a_disk_that_is_full_when_sqlites_log_is_to_be_emptied(

@@ -17,6 +17,7 @@ from schemas.catalog import connect_read
 from schemas.errors import NotFoundError, StartError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
+from tests.consistency import dump
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
 from writer_service import fs, recovery
 from writer_service.erasing import erase
@@ -37,19 +38,6 @@ def status_is(store: Path, capture: str, status: str) -> bool:
 def rebuilt(store: Path) -> None:
     """Make the catalog again from the rest, in this process."""
     fs.close(rebuild(store).state.lock)
-
-
-def dump(store: Path) -> dict[str, list[tuple[Any, ...]]]:
-    """Everything in the catalog but where a log is read on."""
-    db = sqlite3.connect(store / "catalog.sqlite")
-    tables = {}
-    for (table,) in db.execute(
-        "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
-    ).fetchall():
-        rows = db.execute(f"SELECT * FROM {table}").fetchall()
-        tables[table] = sorted((row for row in rows if row[0] not in ("log", "ahead")), key=repr)
-    db.close()
-    return tables
 
 
 @pytest.mark.parametrize("seed", range(4))

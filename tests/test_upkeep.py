@@ -18,8 +18,8 @@ from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
+from tests.consistency import assert_consistent, assert_rebuilt_equal, dump
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, engine_info, until
-from tests.test_recovery import dump
 from vllm_tap import store_control
 from vllm_tap.store_control import delete, hold
 from writer_service import catalog, fs
@@ -27,7 +27,6 @@ from writer_service.commits import Waker
 from writer_service.control_log import Entry
 from writer_service.fsck import fsck
 from writer_service.keeper import Keeper
-from writer_service.rebuild import rebuild
 from writer_service.recovery import take_lock
 from writer_service.usage import disk_bytes
 
@@ -80,10 +79,7 @@ def test_what_is_older_goes_what_is_held_or_running_stays(tmp_path: Path) -> Non
             assert until(lambda: ids(store) == {running, young})
             assert until(lambda: settled(store))
         writer.stop()
-    before = dump(store)
-    done = rebuild(store)
-    fs.close(done.state.lock)
-    assert done.differences == {} and dump(store) == before
+    assert_rebuilt_equal(store)
     with StoreReader(store) as reader:
         assert_rows(reader.slice(young, SITE, [0, 3]), 1, range(32))
         with pytest.raises(NotFoundError):
@@ -182,11 +178,7 @@ def test_over_quota(tmp_path: Path) -> None:
                 assert_rows(reader.slice(again, SITE, [2]), 1, range(32))
         out = writer.stop()
     assert "rows_over_quota=64" in out
-    assert fsck(store).bad == []
-    before_rebuild = dump(store)
-    done = rebuild(store)
-    fs.close(done.state.lock)
-    assert done.differences == {} and dump(store) == before_rebuild
+    assert_consistent(store)
 
 
 def tap(*args: object) -> subprocess.CompletedProcess[str]:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import logging
 import re
-import types
 from collections.abc import Callable
 from typing import Any
 
 from engine_side import front
 from engine_side.config import EngineConfig, from_environment
-from engine_side.seams.patching import when_imported, wrap
+from engine_side.seams.patching import wrap_when_imported
 from engine_side.ticket import COUNT_KEY, KEY, LISTED_KEY, find
 from schemas.errors import SpecError, StartError
 from schemas.probes import load_probe
@@ -30,27 +29,22 @@ _COMPLETION = re.compile(r"cmpl-.+-([0-9]+)", re.ASCII)
 
 def connect() -> None:
     """Install the wrappers."""
-
-    def inputs(module: types.ModuleType) -> None:
-        wrap(module, "InputProcessor.__init__", _init)
-        wrap(module, "InputProcessor.process_inputs", lambda original: _refusing(_process_inputs(original)))
-
-    def outputs(module: types.ModuleType) -> None:
-        wrap(module, "RequestState.from_new_request", _from_new_request)
-        wrap(module, "RequestState._new_completion_output", _new_completion_output)
-        wrap(module, "RequestState.make_request_output", _make_request_output)
-
-    def completions(module: types.ModuleType) -> None:
-        wrap(module, "CompletionRequest.to_beam_search_params", _to_beam_search_params)
-        wrap(module, "CompletionRequest.to_sampling_params", _to_sampling_params)
-
-    def chats(module: types.ModuleType) -> None:
-        wrap(module, "ChatCompletionRequest.to_beam_search_params", _to_beam_search_params)
-
-    when_imported("vllm.entrypoints.openai.completion.protocol", completions)
-    when_imported("vllm.entrypoints.openai.chat_completion.protocol", chats)
-    when_imported("vllm.v1.engine.input_processor", inputs)
-    when_imported("vllm.v1.engine.output_processor", outputs)
+    wrap_when_imported("vllm.entrypoints.openai.completion.protocol", {
+        "CompletionRequest.to_beam_search_params": _to_beam_search_params,
+        "CompletionRequest.to_sampling_params": _to_sampling_params,
+    })
+    wrap_when_imported("vllm.entrypoints.openai.chat_completion.protocol", {
+        "ChatCompletionRequest.to_beam_search_params": _to_beam_search_params,
+    })
+    wrap_when_imported("vllm.v1.engine.input_processor", {
+        "InputProcessor.__init__": _init,
+        "InputProcessor.process_inputs": lambda original: _refusing(_process_inputs(original)),
+    })
+    wrap_when_imported("vllm.v1.engine.output_processor", {
+        "RequestState.from_new_request": _from_new_request,
+        "RequestState._new_completion_output": _new_completion_output,
+        "RequestState.make_request_output": _make_request_output,
+    })
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:

@@ -14,18 +14,14 @@ from torch import nn
 
 from engine_side import worker
 from engine_side.config import from_environment
-from engine_side.seams.patching import when_imported, wrap
+from engine_side.seams.patching import when_imported, wrap, wrap_when_imported
 from engine_side.seams.self_test import self_test
 from engine_side.seams.tapping import tap_model
 
 
 def connect() -> None:
     """Install the wrappers."""
-
-    def loaders(module: types.ModuleType) -> None:
-        wrap(module, "BaseModelLoader.load_model", _load_model)
-
-    when_imported("vllm.model_executor.model_loader.base_loader", loaders)
+    wrap_when_imported("vllm.model_executor.model_loader.base_loader", {"BaseModelLoader.load_model": _load_model})
     when_imported("vllm.v1.worker.gpu_worker", lambda module: _wrap_worker(module, "Worker"))
     when_imported("vllm.v1.worker.cpu_worker", lambda module: _wrap_worker(module, "CPUWorker"))
 

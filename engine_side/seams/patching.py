@@ -9,13 +9,14 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from schemas.errors import StartError
 
 Callback = Callable[[types.ModuleType], None]
+Make = Callable[[Callable[..., Any]], Callable[..., Any]]  # of the original what takes its place
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -60,6 +61,16 @@ def when_imported(name: str, callback: Callback) -> None:
     _FINDER.waiting.setdefault(name, []).append(callback)
 
 
+def wrap_when_imported(name: str, wrappers: Mapping[str, Make]) -> None:
+    """``wrap`` what lies at each path below the module ``name`` once that is imported."""
+
+    def wrap_all(module: types.ModuleType) -> None:
+        for path, make in wrappers.items():
+            wrap(module, path, make)
+
+    when_imported(name, wrap_all)
+
+
 def _is_there(name: str) -> bool:
     """Whether a module has a file, without importing what lies above it."""
     top, *below = name.split(".")
@@ -70,7 +81,7 @@ def _is_there(name: str) -> bool:
     return any(place.with_suffix(".py").is_file() or (place / "__init__.py").is_file() for place in places)
 
 
-def wrap(owner: Any, path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def wrap(owner: Any, path: str, make: Make) -> None:
     """Replace the attribute at ``path`` below a module or class by ``make(original)``, once.
 
     StartError, naming what was looked for and what lies beside it, where there is no such attribute.

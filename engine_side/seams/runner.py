@@ -7,8 +7,8 @@ computed in earlier calls.
 from __future__ import annotations
 
 import logging
-import types
 from collections.abc import Callable
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from engine_side import worker
 from engine_side.recorder import End, Step
-from engine_side.seams.patching import is_wrapped, when_imported, wrap
+from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED
 from engine_side.ticket import find
 from schemas.errors import StartError
@@ -31,15 +31,12 @@ _failed = False
 
 def connect() -> None:
     """Install the wrappers."""
-
-    def first(module: types.ModuleType) -> None:
-        wrap(module, "GPUModelRunner.execute_model", lambda original: _execute_model(original, _layout_v1))
-
-    def second(module: types.ModuleType) -> None:
-        wrap(module, "GPUModelRunner.execute_model", lambda original: _execute_model(original, _layout_v2))
-
-    when_imported("vllm.v1.worker.gpu_model_runner", first)
-    when_imported("vllm.v1.worker.gpu.model_runner", second)
+    wrap_when_imported("vllm.v1.worker.gpu_model_runner", {
+        "GPUModelRunner.execute_model": partial(_execute_model, layout=_layout_v1),
+    })
+    wrap_when_imported("vllm.v1.worker.gpu.model_runner", {
+        "GPUModelRunner.execute_model": partial(_execute_model, layout=_layout_v2),
+    })
 
 
 def check_wrapped(runner: type) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from engine_side import worker
 from engine_side.recorder import End
-from engine_side.seams.patching import when_imported, wrap
+from engine_side.seams.patching import wrap_when_imported
 from engine_side.ticket import find
 
 logger = logging.getLogger("vllm.tap")
@@ -28,26 +28,19 @@ _PR_SET_PDEATHSIG: Final = 1
 
 def connect() -> None:
     """Install the wrappers."""
-
-    def scheduler(module: types.ModuleType) -> None:
-        wrap(module, "Scheduler._free_request", _free_request)
-        wrap(module, "Scheduler.schedule", _schedule)
-
-    def request(module: types.ModuleType) -> None:
-        wrap(module, "Request.get_skip_reading_prefix_cache", _skip_prefix_cache)
-
-    def core(module: types.ModuleType) -> None:
-        wrap(module, "EngineCoreProc.run_busy_loop", _run_busy_loop)
-        wrap(module, "EngineCoreProc.has_work", _has_work)
-
-    def client(module: types.ModuleType) -> None:
-        wrap(module, "InprocClient.get_output", _delivering)
-        wrap(module, "InprocClient.abort_requests", _delivering)
-
-    when_imported("vllm.v1.core.sched.scheduler", scheduler)
-    when_imported("vllm.v1.request", request)
-    when_imported("vllm.v1.engine.core", core)
-    when_imported("vllm.v1.engine.core_client", client)
+    wrap_when_imported("vllm.v1.core.sched.scheduler", {
+        "Scheduler._free_request": _free_request,
+        "Scheduler.schedule": _schedule,
+    })
+    wrap_when_imported("vllm.v1.request", {"Request.get_skip_reading_prefix_cache": _skip_prefix_cache})
+    wrap_when_imported("vllm.v1.engine.core", {
+        "EngineCoreProc.run_busy_loop": _run_busy_loop,
+        "EngineCoreProc.has_work": _has_work,
+    })
+    wrap_when_imported("vllm.v1.engine.core_client", {
+        "InprocClient.get_output": _delivering,
+        "InprocClient.abort_requests": _delivering,
+    })
 
 
 def _free_request(original: Callable[..., Any]) -> Callable[..., Any]:

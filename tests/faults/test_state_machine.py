@@ -24,13 +24,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from schemas.control import Hold
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
+from tests.consistency import dump
 from tests.faults.conftest import times
 from tests.faults.model import Capture, Drop, Finish, Rows, read
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.test_power import lose
 from tests.faulty_writer import note_syncs
 from tests.store_helpers import SITE, Sender, until
-from tests.test_recovery import dump
 from writer_service import fs
 from writer_service.compaction import compact
 from writer_service.fsck import fsck
