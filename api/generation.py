@@ -14,7 +14,7 @@ import numpy as np
 from api.errors import ApiError, BadParam
 from api.service import is_alias
 from schemas import limits
-from schemas.catalog import CAPTURE_BYTES
+from schemas.catalog_tables import CAPTURE_BYTES
 from schemas.codecs import identified, streams
 from schemas.control import EngineInfo
 from schemas.errors import LimitError

@@ -29,7 +29,8 @@ import zmq
 
 from bench.content import content
 from schemas import codecs, limits
-from schemas.catalog import CATALOG_VERSION, DDL, connect_write
+from schemas.catalog import connect_write
+from schemas.catalog_tables import CATALOG_VERSION, DDL
 from schemas.control import (
     Ack,
     EngineInfo,

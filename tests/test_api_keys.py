@@ -31,7 +31,7 @@ from api.metrics import Metrics
 from api.service import Service
 from api.slice_reading import Held
 from schemas import limits
-from schemas.catalog import CAPTURE_BYTES
+from schemas.catalog_tables import CAPTURE_BYTES
 from schemas.channel import ControlChannel
 from schemas.codecs import streams
 from schemas.errors import NotFoundError, StartError, TapError

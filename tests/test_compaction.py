@@ -32,7 +32,7 @@ from tests.test_erasing import Killed, cut_short, look_after
 from tests.test_fsck import edit, flip
 from vllm_tap.loader import RowDataset
 from vllm_tap.loader import rows as training_rows
-from writer_service import cold_blocks, fs
+from writer_service import cold_blocks, fs, gathered
 from writer_service.commits import Waker
 from writer_service.compaction import compact
 from writer_service.fsck import fsck
@@ -293,7 +293,7 @@ def test_the_loader_goes_on(sample: Sample, store: Path, packed: bool) -> None:
 
 def test_windows_of_any_size(sample: Sample, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = answers(store, sample.captures)
-    monkeypatch.setattr(cold_blocks, "gather_bytes", CHUNK_ROWS * WIDTH)  # a chunk at a time
+    monkeypatch.setattr(gathered, "gather_bytes", CHUNK_ROWS * WIDTH)  # a chunk at a time
     assert compact(store).cold == 2
     assert answers(store, sample.captures) == before
     assert fsck(store).bad == []

@@ -6,7 +6,8 @@ import json
 import sqlite3
 from pathlib import Path
 
-from schemas.catalog import CAPTURE_BYTES, connect_write
+from schemas.catalog import connect_write
+from schemas.catalog_tables import CAPTURE_BYTES
 from schemas.control import ClientFinish, Delete, Finish, Open, Own, Record
 from schemas.ids import new_ulid, sample_id
 from schemas.spec import Resolved

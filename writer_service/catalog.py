@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from schemas import codecs
-from schemas.catalog import CATALOG_VERSION, DDL, find_capture, load_drops, load_extents, pack_layers
+from schemas.catalog import find_capture, load_drops, load_extents, pack_layers
+from schemas.catalog_tables import CATALOG_VERSION, DDL
 from schemas.coverage import Coverage, cover, status_of_cover
 from schemas.frame import FLAG_DRAFT, FLAG_ERASED
 from writer_service.catalog_entries import apply_entry, note_log

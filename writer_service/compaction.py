@@ -28,7 +28,8 @@ from schemas.reader import read_store_uuid
 from schemas.zarr_layout import block_name, main_chunk
 from writer_service import catalog, fs, removal
 from writer_service.changes import Compacted
-from writer_service.cold_blocks import build, can_pack, take_away
+from writer_service.cold_blocks import build, take_away
+from writer_service.gathered import can_pack
 from writer_service.recovery import recover
 
 block_bytes_target: Final = limits.segment_bytes_target  # of rows: erasing from a cold block makes it anew

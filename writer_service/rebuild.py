@@ -6,7 +6,7 @@ import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from schemas.catalog import CATALOG_VERSION
+from schemas.catalog_tables import CATALOG_VERSION
 from schemas.reader import read_store_uuid
 from writer_service import fs
 from writer_service.recovery import (

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from schemas import codecs, limits
-from schemas.catalog import CATALOG_VERSION, connect_write, load_frames
+from schemas.catalog import connect_write, load_frames
+from schemas.catalog_tables import CATALOG_VERSION
 from schemas.cold import ColdBlock, cold_attributes
 from schemas.control import Bye, Hello
 from schemas.errors import CorruptError, StartError, StoreError

@@ -104,26 +104,13 @@ def _refusing(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
 def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         extra = getattr(params, "extra_args", None) or {}
-        own = KEY in extra
-        # One that was made before anything of ours was installed knows nothing of it.
-        config = getattr(self, "vllm_tap", None)
-        if own and config is None:
-            raise SpecError("", extra[KEY], "this engine was started without taps; make it inside "
-                                            "vllm_tap.recording(), or with VLLM_TAP_ENDPOINT set")
-        if own and config is not None:
-            front.check_in_use(config.endpoint)
-        # What asks for a pooled vector has no samples, and no tokens to capture.
-        if config is None or not (own or (config.capture_all and hasattr(params, "n"))):
+        if not _is_captured(self, extra, params, bool(kwargs.get("resumable"))):
             return original(self, request_id, prompt, params, *args, **kwargs)
-        if kwargs.get("resumable"):  # a prompt that comes in pieces: where it ends is not known when rows are chosen
-            if not own:
-                return original(self, request_id, prompt, params, *args, **kwargs)
-            raise SpecError("", extra[KEY], "a streamed prompt cannot be captured; send it whole")
+        own = KEY in extra
         # Without a spec there is no id that the prompts of a list could share, and no such mark.
         listed = _COMPLETION.fullmatch(request_id) if LISTED_KEY in extra else None
-        prompt_number = int(listed[1]) if listed else 0
-        text = front.admit(extra[KEY] if own else config.capture_all, extra.get(COUNT_KEY), n=params.n,
-                           prompt_number=prompt_number, shape=self.vllm_tap_shape)
+        text = front.admit(extra[KEY] if own else self.vllm_tap.capture_all, extra.get(COUNT_KEY), n=params.n,
+                           prompt_number=int(listed[1]) if listed else 0, shape=self.vllm_tap_shape)
         try:
             request = original(self, request_id, prompt, params, *args, **kwargs)
             if request.prompt_token_ids is None and own:
@@ -141,6 +128,22 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         return request
 
     return process_inputs
+
+
+def _is_captured(processor: Any, extra: dict[str, Any], params: Any, in_pieces: bool) -> bool:
+    """Whether a request is captured, by a spec of its own or by everybody's; SpecError where its own cannot be."""
+    # One that was made before anything of ours was installed knows nothing of it.
+    config = getattr(processor, "vllm_tap", None)
+    if KEY not in extra:
+        # What asks for a pooled vector has no samples, and no tokens to capture.
+        return config is not None and bool(config.capture_all) and hasattr(params, "n") and not in_pieces
+    if config is None:
+        raise SpecError("", extra[KEY], "this engine was started without taps; make it inside "
+                                        "vllm_tap.recording(), or with VLLM_TAP_ENDPOINT set")
+    front.check_in_use(config.endpoint)
+    if in_pieces:  # where it ends is not known when rows are chosen
+        raise SpecError("", extra[KEY], "a streamed prompt cannot be captured; send it whole")
+    return True
 
 
 def _to_beam_search_params(original: Callable[..., Any]) -> Callable[..., Any]:
