@@ -51,7 +51,7 @@ class Layout:
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     encode: encoders.Encoder
-    kernel: Callable[[kernels.Source, torch.Tensor, list[int]], None] | None
+    kernel: Callable[[kernels.Source, torch.Tensor], kernels.Launch] | None
     rows_max: int  # of a block
 
     def place(self, n: int) -> Place:
@@ -104,6 +104,7 @@ class Piece:
     place: Place = field(init=False)
     at: int = 0  # from the begin of a step
     where: int | torch.Tensor = 0  # the first of contiguous rows, or the rows (int64, on the device)
+    launch: kernels.Launch | None = None  # of its kernel, with the tensors of the last step
 
     def __post_init__(self) -> None:
         self.place = self.layout.place(len(self.row))
@@ -133,8 +134,11 @@ class Burst:
     at: int = 0  # of the region in its room
     done: int = 0
     brought: bool = False  # what was encoded is on its way; what follows needs a region of its own
+    expected: I64 = field(init=False)  # where the next step's requests are
+    _inputs: tuple[int, int] = (0, 0)  # addresses of the last step's token ids and positions
 
     def __post_init__(self) -> None:
+        self.expected = self.first.copy()
         for piece in self.pieces:
             piece.at = self.step_bytes
             self.step_bytes += piece.place.nbytes
@@ -149,15 +153,16 @@ class Burst:
     def goes_on(self, requests: list[str], first: I64, rows: int, drafts: bool) -> bool:
         """Whether a step is the next of this burst: the same requests, each one token further."""
         return (rows == self.rows and not drafts and requests == self.requests
-                and bool((first - self.done == self.first).all()))
+                and bool((first == self.expected).all()))
 
     def renewed(self, began: float) -> Burst:
         """A burst of the same rows from the next step on."""
-        pieces = [Piece(piece.layout, piece.row, piece.slot, piece.position + self.done, piece.flags)
+        pieces = [Piece(piece.layout, piece.row, piece.slot, piece.position + self.done, piece.flags,
+                        launch=None if piece.gathered else piece.launch)
                   for piece in self.pieces]
         slots, first = self.live
         return Burst(pieces, self.steps_max, self.steady - self.done, self.requests, self.first + self.done, self.rows,
-                     began, (slots, first + self.done))
+                     began, (slots, first + self.done), _inputs=self._inputs)
 
     def settle(self, ring: torch.Tensor, base: int, memory: torch.Tensor, at: int) -> None:
         """The region was taken; the indexes of rows go to the device through the ring, which is pinned."""
@@ -178,18 +183,28 @@ class Burst:
 
     def encode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Enqueue the next step's rows."""
+        inputs = token_ids.data_ptr(), positions.data_ptr()
         begin = self.at + self.head + self.done * self.step_bytes
         for piece in self.pieces:
-            assert self.memory is not None
-            layout, n = piece.layout, piece.place.n
             at = begin + piece.at
             offsets = [at + offset for offset in piece.place.offsets]
-            if layout.kernel is not None:
-                source = kernels.Source(layout.buffer, layout.layer_index, piece.where, n, token_ids, positions)
-                layout.kernel(source, self.memory, offsets)
+            if piece.launch is not None and inputs == self._inputs:
+                piece.launch(offsets)
             else:
-                _encode(piece, self.memory, offsets, token_ids, positions)
+                self._encode(piece, offsets, token_ids, positions)
+        self._inputs = inputs
         self.done += 1
+        self.expected += 1
+
+    def _encode(self, piece: Piece, offsets: list[int], token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        assert self.memory is not None
+        layout = piece.layout
+        if layout.kernel is not None:
+            source = kernels.Source(layout.buffer, layout.layer_index, piece.where, piece.place.n, token_ids, positions)
+            piece.launch = layout.kernel(source, self.memory)
+            piece.launch(offsets)
+        else:
+            _encode(piece, self.memory, offsets, token_ids, positions)
 
     def runs(self, end: int) -> list[Run]:
         """What was encoded; ``end`` is the ring's head after the region, which is free when all are released."""

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from engine_side.cuda_copies import device_to_host
 from engine_side.events import Event, Freed, Run
 from engine_side.ring import Ring
 from engine_side.shared import COPIES, Outbox
@@ -80,7 +81,8 @@ class Crossing:
             self._copying: Any = torch.cuda.Stream(device)
             self._encoded = torch.cuda.Event()
             self._over = [torch.cuda.Event() for _ in range(2 * _COPIES_MAX)]  # in turns: scratch keeps fewer
-            self._numbers = torch.arange(COPIES, device=device).unbind()
+            self._numbers = torch.arange(COPIES, dtype=torch.int64, device=device)
+            self._copy = device_to_host()
         self._copies = 0  # ever made
         self._waiting: deque[tuple[Event, int, int, int, int]] = deque()  # event, from, to, bytes, scratch's head
 
@@ -148,32 +150,32 @@ class Crossing:
         self._copying.wait_event(self._encoded)
         self._copies += 1
         moved: list[Event] = []
-        until = 0
-        with torch.cuda.stream(self._copying):
-            # Runs that share their bytes go together: those before the one that brings them are without any.
-            source = target = size = 0  # of a copy that may grow: what was encoded one after the other lies so
-            while self._waiting and (budget > 0 or not isinstance(self._waiting[0][0], Run)):
-                event, at, base, nbytes, head = self._waiting.popleft()
-                if nbytes:
-                    if (source + size, target + size) != (at, base):
-                        self._copy(source, target, size)
-                        source, target, size = at, base, 0
-                    size += nbytes
-                    budget -= nbytes
-                    until = head
-                if isinstance(event, Run | Freed):
-                    event.copied = self._copies
-                moved.append(event)
-            self._copy(source, target, size)
-            self.ring.copied.copy_(self._numbers[self._copies % COPIES], non_blocking=True)
+        source = target = size = until = 0  # of a copy that may grow: what was encoded one after the other lies so
+        # Runs that share their bytes go together: those before the one that brings them are without any.
+        while self._waiting and (budget > 0 or not isinstance(self._waiting[0][0], Run)):
+            event, at, base, nbytes, head = self._waiting.popleft()
+            if nbytes:
+                if (source + size, target + size) != (at, base):
+                    self._to_ring(source, target, size)
+                    source, target, size = at, base, 0
+                size += nbytes
+                budget -= nbytes
+                until = head
+            if isinstance(event, Run | Freed):
+                event.copied = self._copies
+            moved.append(event)
+        self._to_ring(source, target, size)
+        self._copy(self.ring.copied.data_ptr(), self._numbers.data_ptr() + 8 * (self._copies % COPIES), 8,
+                   self._copying.cuda_stream)
         if until:
             over = self._over[self._copies % len(self._over)]
             over.record(self._copying)
             self.scratch.copied(until, over)
         self.outbox.extend(moved)
 
-    def _copy(self, source: int, target: int, nbytes: int) -> None:
+    def _to_ring(self, source: int, target: int, nbytes: int) -> None:
+        """Bytes of scratch go to the ring."""
         if nbytes:
             assert self.scratch is not None
-            self.ring.memory[target : target + nbytes].copy_(self.scratch.memory[source : source + nbytes],
-                                                             non_blocking=True)
+            self._copy(self.ring.memory.data_ptr() + target, self.scratch.memory.data_ptr() + source, nbytes,
+                       self._copying.cuda_stream)

@@ -41,13 +41,14 @@ _FLUSH_S: Final = 1.0
 _BURST_S: Final = 0.025  # rows are seen no later than that, and a step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """One step of the model as its runner laid it out; a seam makes it.
 
     ``starts`` [n + 1] rows of each request, ``first`` [n] position of each request's first row (host's view, too high
-    by at most ``slack``); ``positions`` and ``token_ids`` [rows] the tensors that the model really used; ``drafts``
-    [n] how many of each request's last rows are guesses of speculative decoding, None for nobody.
+    by at most ``slack``), both integers, and good until the runner prepares another step; ``positions`` and
+    ``token_ids`` [rows] the tensors that the model really used; ``drafts`` [n] how many of each request's last rows are
+    guesses of speculative decoding, None for nobody.
     """
 
     requests: list[str]
@@ -114,7 +115,8 @@ class Recorder:
 
     def open(self, request: str, ticket: Ticket, prompt_token_ids: list[int], cached: int) -> None:
         """A request is scheduled for the first time (on some runners again after a preemption)."""
-        self.catch_up()
+        if self._late is not None:
+            self.catch_up()
         if request in self._tickets:
             self.resume(request, cached)
             return
@@ -140,7 +142,8 @@ class Recorder:
         Other requests may have filled the prefix cache further than this one had come itself: that part of its prompt
         is never computed.
         """
-        self.catch_up()
+        if self._late is not None:
+            self.catch_up()
         self._end_burst()
         slot = self.captures.slot_of.get(request)
         if slot is None or cached <= self.captures.computed[slot]:
@@ -164,7 +167,8 @@ class Recorder:
 
     def finish(self, end: End) -> None:
         """A request ended; one that never ran is opened first, so that its manifest exists."""
-        self.catch_up()
+        if self._late is not None:
+            self.catch_up()
         self._end_burst()
         if end.request not in self._tickets:
             if self._nobody_takes():
@@ -190,7 +194,8 @@ class Recorder:
         and token ids between it and the next call of any kind. Then its rows are taken in that call, when the tokens
         of the step before it are out; what waits for the host goes behind the next step, but not twice.
         """
-        self.catch_up()
+        if self._late is not None:
+            self.catch_up()
         skipped, self._hurried = self._hurried, hurried
         if tokens == 0:
             self._end_burst()
@@ -201,7 +206,8 @@ class Recorder:
 
     def flush(self) -> None:
         """Nothing stays behind."""
-        self.catch_up()
+        if self._late is not None:
+            self.catch_up()
         self._end_burst()
         self._count()
         self.crossing.before_step(0, 0.0)
@@ -223,10 +229,22 @@ class Recorder:
 
     def after_step(self, step: Step) -> None:
         """Take the wanted rows of the step that was just enqueued; later, where it was hurried."""
-        self.catch_up()
-        if self.captures and self._hurried:
+        if self._late is not None:
+            self.catch_up()
+        if not self.captures:
+            return
+        burst = self._burst
+        if burst is not None:
+            if burst.goes_on(step.requests, step.first, int(step.starts[-1]), step.drafts is not None) and (
+                    not burst.brought or (not self._stale and self._begin_burst(burst.renewed(time.monotonic())))):
+                self.counters.steps += 1
+                self._go_on(step)
+                return
+            self._end_burst()
+        step.starts, step.first = step.starts.astype(np.int64), step.first.astype(np.int64)
+        if self._hurried:
             self._late = step
-        elif self.captures:
+        else:
             self._take_rows(step)
 
     def catch_up(self) -> None:
@@ -243,14 +261,6 @@ class Recorder:
                 self.miss_step()
 
     def _take_rows(self, step: Step) -> None:
-        burst = self._burst
-        if burst is not None:
-            if burst.goes_on(step.requests, step.first.copy(), int(step.starts[-1]), step.drafts is not None) and (
-                    not burst.brought or (not self._stale and self._begin_burst(burst.renewed(time.monotonic())))):
-                self.counters.steps += 1
-                self._go_on(step)
-                return
-            self._end_burst()
         if step.drafts is not None:
             self._guesses = max(self._guesses, int(step.drafts.max()) + step.slack)
             self._before = self.captures.computed.copy()
@@ -282,7 +292,8 @@ class Recorder:
 
     def miss_step(self) -> None:
         """A step could not be looked at, so its rows are missing; drafts of the step before must not stand for them."""
-        self.catch_up()
+        if self._late is not None:
+            self.catch_up()
         self._end_burst()
         if not self._guesses:
             return
@@ -321,7 +332,7 @@ class Recorder:
             if layout is None or len(part.row) > layout.rows_max:
                 return None
             pieces.append(Piece(layout, part.row, part.slot, part.position, part.flags))
-        return Burst(pieces, 0, selected.steady, step.requests, step.first.copy(), int(step.starts[-1]),
+        return Burst(pieces, 0, selected.steady, step.requests, step.first, int(step.starts[-1]),
                      time.monotonic(), selected.live)
 
     def _begin_burst(self, burst: Burst) -> bool:

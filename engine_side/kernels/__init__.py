@@ -6,7 +6,7 @@ Nothing here imports Triton until a kernel is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ import torch
 from schemas import codecs
 from schemas.errors import SpecError
 
-__all__ = ["Source", "launch", "score", "scored", "supported", "warm", "warm_scores"]
+__all__ = ["Launch", "Source", "launch", "score", "scored", "supported", "warm", "warm_scores"]
 
 _WIDTH_MAX: Final = 32768
 _SCORES_MAX: Final = 16  # more are for a product of matrices
@@ -57,11 +57,14 @@ class _Kernel:
     warps: int
     compiled: Any = None
 
-    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
+    def first(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> Callable[..., None] | None:
+        """Launch it on ``grid``; what does so again, None where it is not compiled but interpreted."""
         if self.compiled is None:
-            self.compiled = self.function[grid](*args, *self.constants, num_warps=self.warps)
-        else:
-            self.compiled[grid](*args, *self.constants)
+            self.compiled = self.function[grid](*args, num_warps=self.warps)
+            return None if self.compiled is None else self.compiled[grid]
+        again: Callable[..., None] = self.compiled[grid]
+        again(*args)
+        return again
 
 
 @lru_cache(maxsize=256)
@@ -79,25 +82,52 @@ def supported(identity: str, width: int, dtype: torch.dtype) -> bool:
     return module is not None and 0 < width <= _WIDTH_MAX and dtype in _DTYPES and find_spec("triton") is not None
 
 
-def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Encode ``source`` into ``scratch`` (uint8) on the current stream.
+class Launch:
+    """A kernel with its rows and the memory it writes to; called again and again, its streams each time elsewhere."""
 
-    ``offsets``: the byte, a multiple of 64, at which each declared stream lies, in the declared order, as
-    [n_layers, n, *shape]; then token ids (int32 [n]) and positions (int64 [n]). Waits for nothing, allocates nothing.
+    __slots__ = ("_after", "_again", "_before", "_grid", "_kernel")
+
+    def __init__(self, kernel: _Kernel, source: Source, scratch: torch.Tensor, *more: torch.Tensor) -> None:
+        buffer, rows, ids, positions = source.buffer, source.rows, source.token_ids, source.positions
+        to_layer, to_row, _ = buffer.stride()
+        gathered = not isinstance(rows, int)
+        # Of a 64-bit number that is not negative the lower half is the number: one kernel for both.
+        wide_ids, wide_positions = ids.dtype == torch.int64, positions.dtype == torch.int64
+        self._kernel, self._grid = kernel, (source.n, source.layers.shape[0], 1)
+        self._again: Callable[..., None] | None = None
+        self._before = (
+            buffer, to_layer, to_row, source.layers, rows if gathered else source.layers, 0 if gathered else rows,
+            ids.view(torch.int32) if wide_ids else ids, 1 + wide_ids,
+            positions.view(torch.int32) if wide_positions else positions, 1 + wide_positions, scratch)
+        self._after: tuple[Any, ...] = (*more, *kernel.constants)
+
+    def __call__(self, offsets: Sequence[int]) -> None:
+        """Enqueue it on the current stream. Waits for nothing, allocates nothing.
+
+        ``offsets``: the byte, a multiple of 64, at which each declared stream lies in the memory, in the declared
+        order, as [n_layers, n, *shape]; then token ids (int32 [n]) and positions (int64 [n]).
+        """
+        if self._again is None:
+            self._again = self._kernel.first(self._grid, (*self._before, *offsets, *self._after))
+        else:
+            self._again(*self._before, *offsets, *self._after)
+
+
+def launch(identity: str, source: Source, scratch: torch.Tensor) -> Launch:
+    """What encodes ``source`` (at least a row) into ``scratch`` (uint8).
+
     The first launch of a kind compiles, unless ``warm`` has.
     """
-    if source.n:
-        _launch(_kernel(identity, *_kind(source)), source, scratch, offsets)
+    return Launch(_kernel(identity, *_kind(source)), source, scratch)
 
 
-def score(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, source: Source, scratch: torch.Tensor,
-          offsets: Sequence[int]) -> None:
+def score(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, source: Source, scratch: torch.Tensor
+          ) -> Launch:
     """``launch`` of a probe: its scores x float32 [1, n, k] in the place of a codec's streams.
 
     ``directions`` float32 [k, width], contiguous; ``bias`` float32 [k]; both where the rows are, ``scored`` for them.
     """
-    if source.n:
-        _launch(_scorer(len(bias), sigmoid, *_kind(source)), source, scratch, offsets, directions, bias)
+    return Launch(_scorer(len(bias), sigmoid, *_kind(source)), source, scratch, directions, bias)
 
 
 def scored(count: int, width: int, dtype: torch.dtype) -> bool:
@@ -113,33 +143,17 @@ def _kind(source: Source) -> tuple[int, torch.dtype, bool, bool, torch.device]:
     return buffer.shape[2], buffer.dtype, not isinstance(source.rows, int), aligned, buffer.device
 
 
-def _launch(kernel: _Kernel, source: Source, scratch: torch.Tensor, offsets: Sequence[int], *more: torch.Tensor
-            ) -> None:
-    buffer, rows, ids, positions = source.buffer, source.rows, source.token_ids, source.positions
-    to_layer, to_row, _ = buffer.stride()
-    gathered = not isinstance(rows, int)
-    # Of a 64-bit number that is not negative the lower half is the number: one kernel for both.
-    wide_ids, wide_positions = ids.dtype == torch.int64, positions.dtype == torch.int64
-    kernel(
-        (source.n, source.layers.shape[0], 1),
-        buffer, to_layer, to_row, source.layers, rows if gathered else source.layers, 0 if gathered else rows,
-        ids.view(torch.int32) if wide_ids else ids, 1 + wide_ids,
-        positions.view(torch.int32) if wide_positions else positions, 1 + wide_positions,
-        scratch, *offsets, *more,
-    )
-
-
 def warm(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile what ``launch`` may need for such rows, so that no step waits for a compiler."""
     declared = codecs.streams(identity, width, str(dtype).removeprefix("torch."))
     for source, scratch, offsets in _samples(width, dtype, device, [stream.nbytes for stream in declared]):
-        launch(identity, source, scratch, offsets)
+        launch(identity, source, scratch)(offsets)
 
 
 def warm_scores(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, dtype: torch.dtype) -> None:
     """``warm`` of what ``score`` may need for rows in ``dtype``."""
     for source, scratch, offsets in _samples(directions.shape[1], dtype, directions.device, [4 * len(bias)]):
-        score(directions, bias, sigmoid, source, scratch, offsets)
+        score(directions, bias, sigmoid, source, scratch)(offsets)
 
 
 def _samples(width: int, dtype: torch.dtype, device: torch.device, sizes: Sequence[int]

@@ -148,11 +148,11 @@ def _layout_v1(runner: Any, scheduler_output: Any) -> Step:
     batch = runner.input_batch
     n = batch.num_reqs
     positions = getattr(runner.positions, "gpu", runner.positions)
-    requests, starts = batch.req_ids[:n], runner.query_start_loc.np[: n + 1].astype(np.int64)
+    requests, starts = batch.req_ids[:n], runner.query_start_loc.np[: n + 1]
     return Step(
         requests=requests,
         starts=starts,
-        first=batch.num_computed_tokens_cpu[:n].astype(np.int64),  # corrected for drafts when execute_model returns
+        first=batch.num_computed_tokens_cpu[:n],  # corrected for drafts when execute_model returns
         positions=positions,
         token_ids=runner.input_ids.gpu,
         drafts=_drafts(scheduler_output, requests, starts),
@@ -162,12 +162,12 @@ def _layout_v1(runner: Any, scheduler_output: Any) -> Step:
 def _layout_v2(runner: Any, scheduler_output: Any) -> Step:
     batch = runner.execute_model_state.input_batch
     n = batch.num_reqs
-    requests, starts = list(batch.req_ids[:n]), np.asarray(batch.query_start_loc_np[: n + 1], np.int64)
+    requests, starts = list(batch.req_ids[:n]), batch.query_start_loc_np[: n + 1]
     guessing = runner.num_speculative_steps if runner.scheduler_config.async_scheduling else 0
     return Step(
         requests=requests,
         starts=starts,
-        first=np.asarray(batch.num_computed_tokens_np[:n], np.int64),
+        first=batch.num_computed_tokens_np[:n],
         positions=batch.positions,
         token_ids=batch.input_ids,
         drafts=_drafts(scheduler_output, requests, starts),
