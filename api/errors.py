@@ -113,7 +113,7 @@ def tap_response(error: TapError) -> Json:
     status, code = status_of(error)
     param = None
     if isinstance(error, SpecError):
-        param = f"capture.{error.field}" if error.field else "capture"
+        param = error.name_of(error.field)
     headers = {"Retry-After": "1"} if status == 503 else None
     return error_response(status, code, str(error), param, headers)
 

@@ -12,7 +12,7 @@ from starlette.datastructures import QueryParams
 from api.errors import ApiError, BadParam
 from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES, available_formats
 from schemas import limits
-from schemas.errors import NotFoundError, SpecError
+from schemas.errors import ArgumentError, NotFoundError
 from schemas.sites import parse_site
 
 __all__ = ["SiteQuery", "SliceQuery", "check_known", "one_of", "parse_site_query", "parse_slice_query", "seconds"]
@@ -178,8 +178,8 @@ def _sites(names: list[str]) -> list[tuple[str, int | None]]:
     if len(names) > limits.spec_sites_max:
         raise BadParam("site", f"{len(names)} of them", f"at most {limits.spec_sites_max}")
     try:
-        return [parse_site(name, "site") for name in names]
-    except SpecError as error:
+        return [parse_site(name, "site", ArgumentError) for name in names]
+    except ArgumentError as error:
         raise BadParam("site", error.value, error.reason) from None
 
 

@@ -2,6 +2,7 @@
 
     TapError
     ├── SpecError            what the caller asked for cannot be had (HTTP 400)
+    │   ├── ArgumentError    … in an argument, not in a spec
     │   └── NotArmedError    … because the engine has no tap for it
     ├── ConflictError        the id is already taken (HTTP 409)
     ├── NotFoundError        no such capture, site or layer (HTTP 404)
@@ -15,6 +16,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
     "ConflictError",
     "CorruptError",
     "LimitError",
@@ -39,8 +41,21 @@ class SpecError(TapError, ValueError):
         shown = repr(value)
         if len(shown) > 120:
             shown = shown[:117] + "..."
-        super().__init__(f"capture.{field} = {shown}: {reason}" if field else f"capture = {shown}: {reason}")
+        super().__init__(f"{self.name_of(field)} = {shown}: {reason}")
         self.field, self.value, self.reason = field, value, reason
+
+    @staticmethod
+    def name_of(field: str) -> str:
+        """What a caller calls a field."""
+        return f"capture.{field}" if field else "capture"
+
+
+class ArgumentError(SpecError):
+    """An argument of a function or a command, or a parameter of a query, that cannot be had."""
+
+    @staticmethod
+    def name_of(field: str) -> str:
+        return field
 
 
 class NotArmedError(SpecError):

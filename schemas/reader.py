@@ -20,7 +20,7 @@ from schemas.catalog_reader import CaptureRow, CatalogReader, Progress, read_sto
 from schemas.catalog_view import Moment
 from schemas.coverage import LayerGroup
 from schemas.covered import Covered
-from schemas.errors import NotFoundError, SpecError, StoreError
+from schemas.errors import ArgumentError, NotFoundError, StoreError
 from schemas.live_rows import LiveRows, live_of
 from schemas.located import Located, UnsettledError, copy_rows, joined, locate
 from schemas.manifest_of import shape_of
@@ -63,7 +63,7 @@ class StoreReader(CatalogReader):
 
         LimitError over ``limits.slice_bytes_max`` of stored bytes; CorruptError where stored bytes do not match.
         """
-        site = parse_site(site, "site")[0]
+        site = parse_site(site, "site", ArgumentError)[0]
         return self._settled(lambda: self._slice(ref, site, layers, start, stop, owner, rejected))
 
     def rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None = None
@@ -73,7 +73,7 @@ class StoreReader(CatalogReader):
         NotFoundError names the first that is not there; SpecError where not all are stored in one way. LimitError and
         CorruptError as ``slice``. Faster by far than a slice a row: rows of a segment are copied together.
         """
-        site = parse_site(site, "site")[0]
+        site = parse_site(site, "site", ArgumentError)[0]
         return self._settled(lambda: self._rows_at(rows, site, layers, owner))
 
     def _settled(self, read: Callable[[], T]) -> T:
@@ -143,7 +143,7 @@ class StoreReader(CatalogReader):
                 kinds.add(cast(Kind, covered.kind))
         if len(kinds) != 1:
             ways = "; ".join(sorted(f"{kind.codec}, {kind.dtype}, {kind.width}" for kind in kinds)) or "none at all"
-            raise SpecError("rows", len(rows), f"name rows that are stored in one way, not {ways}")
+            raise ArgumentError("rows", len(rows), f"name rows that are stored in one way, not {ways}")
         kind, = kinds
         kind.check_bytes(len(layers) * len(rows))
         alike: dict[tuple[int, ...], list[tuple[Located, list[int]]]] = {}  # by which of the layers they have
@@ -186,7 +186,7 @@ class StoreReader(CatalogReader):
 
     def places(self, ref: str, site: str, layers: Sequence[int], owner: str | None = None) -> Places:
         """Where the rows of a capture lie; NotFoundError where it has no such site or layer."""
-        site = parse_site(site, "site")[0]
+        site = parse_site(site, "site", ArgumentError)[0]
         with self._catalog.moment() as now:
             covered = self._coverings.of(now, ref, owner, site)
             kind = _kind(now, covered, site, layers)

@@ -71,7 +71,7 @@ PROBE: Final = "probe."
 _PROBE: Final = re.compile(r"(probe\.[A-Za-z0-9][A-Za-z0-9_-]{0,63})(?:\.([0-9]{1,4}))?", re.ASCII)
 
 
-def parse_site(name: str, field: str = "sites") -> tuple[str, int | None]:
+def parse_site(name: str, field: str = "sites", error: type[SpecError] = SpecError) -> tuple[str, int | None]:
     """``(site, layer)`` of a name in any accepted spelling; layer is None where the name fixes none.
 
     >>> parse_site("blocks.16.hook_out")
@@ -87,8 +87,8 @@ def parse_site(name: str, field: str = "sites") -> tuple[str, int | None]:
         return match[1], int(match[2])
     if match := _PROBE.fullmatch(name):
         return match[1], None if match[2] is None else int(match[2])
-    raise SpecError(field, name, f"unknown site; valid: {', '.join(SITES)}, or a TransformerLens name "
-                                 "such as blocks.12.hook_resid_post")
+    raise error(field, name, f"unknown site; valid: {', '.join(SITES)}, or a TransformerLens name "
+                             "such as blocks.12.hook_resid_post")
 
 
 def is_probe(site: str) -> bool:

@@ -103,7 +103,7 @@ class Resolved(msgspec.Struct, frozen=True):
 _VALID: Final = {
     "sites": 'a list of sites, such as ["resid_post"] or ["blocks.12.hook_resid_post"]',
     "layers": '"all", a list of layers, or a slice such as "0:32:4"',
-    "positions": '"all", "prompt", "generated", "last_prompt", a list of positions, or [[start, stop], …]',
+    "positions": '"all", "prompt", "generated", "last", a list of positions, or [[start, stop], …]',
     "codec": 'a codec such as "int8b64" or "rp8:k=256,seed=3", or a map from site to codec',
     "prefix_cache": '"recompute" or "allow"',
     "return": '"reference" or "inline"',

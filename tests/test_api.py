@@ -160,7 +160,7 @@ def test_an_empty_spec_is_legal(stack: Stack) -> None:
     ({"capture": {"layers": [0, 99]}}, 400, "capture.layers", "0 to 3"),
     ({"capture": {"layers": "1:2:0"}}, 400, "capture.layers", "valid"),
     ({"capture": {"positions": [[5, 2]]}}, 400, "capture.positions", "start < stop"),
-    ({"capture": {"positions": "first"}}, 400, "capture.positions", "last_prompt"),
+    ({"capture": {"positions": "first"}}, 400, "capture.positions", '"last"'),
     ({"capture": {"codec": "zip"}}, 400, "capture.codec", "int8b64"),
     ({"capture": {"id": "../../x"}}, 400, "capture.id", "ULID"),
     ({"capture": {"id": "a" * 300}}, 400, "capture.id", "ULID"),

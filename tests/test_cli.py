@@ -114,6 +114,12 @@ def test_show_says_what_is_missing_and_why(stored: Stored) -> None:
     assert manifest["id"] == stored.whole and manifest["prompt_token_ids"] == PROMPT
 
 
+@pytest.mark.parametrize("asked", [[], ["keys"]])
+def test_who_asks_for_nothing_gets_the_help(asked: list[str]) -> None:
+    done = tap(*asked)
+    assert (done.returncode, done.stderr) == (2, "") and "\nCommands:\n" in done.stdout
+
+
 def test_version_names_the_project() -> None:
     done = tap("version")
     assert done.returncode == 0 and done.stdout.startswith("vllm-tap ")
@@ -264,6 +270,7 @@ def test_layers_that_cannot_be_chosen_are_refused(text: str) -> None:
     (["capture", "/nowhere.jsonl", "--tiny", "--positions", "[[5, 2]]"], ["positions", "[5, 2]", "start < stop"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--layers", "last"], ["layers", "last"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--max-tokens", "0"], ["--max-tokens", "0"]),
+    (["export", "x", "--format", "zip"], ["--format", "'zip'", "npz"]),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], words: list[str], tmp_path: Path) -> None:
     assert_refused(tap(*arguments, cwd=tmp_path), *words)
@@ -278,7 +285,7 @@ def test_a_name_that_is_not_there_is_refused(stored: Stored, ref: str) -> None:
 
 def test_export_of_what_was_not_captured_names_what_was(stored: Stored, tmp_path: Path) -> None:
     for extra, words in ((["--sites", "mlp_out"], ["mlp_out", "resid_post, attn_out"]),
-                         (["--layers", "9"], ["layers", "9", "[0, 1, 2, 3]"])):
+                         (["--layers", "9"], [" --layers = [9]", "[0, 1, 2, 3]"])):
         assert_refused(tap("export", stored.whole, "--store", stored.path, *extra, cwd=tmp_path), *words)
     assert list(tmp_path.iterdir()) == []
 

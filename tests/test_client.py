@@ -302,6 +302,8 @@ def test_errors_carry_the_services_words(client: Client) -> None:
         client.generate("x", play={"status": 503})
     with pytest.raises(ValueError, match="openai"):
         client.generate("x", stream=True)
+    with pytest.raises(ValueError, match=r"^prompt = 5: valid: text"):
+        client.generate(5)  # type: ignore[arg-type]
     with pytest.raises(Unavailable, match="is the service running"), Client("http://127.0.0.1:9", retries=0) as nobody:
         nobody.capabilities()
     with pytest.raises(NotFoundError):
@@ -309,8 +311,14 @@ def test_errors_carry_the_services_words(client: Client) -> None:
 
 
 def test_something_else_than_the_service_is_an_error(stack: Stack) -> None:
-    with Client(stack.upstream_url) as wrong, pytest.raises(NotFoundError, match="404"):
-        wrong.capabilities()
+    with Client(stack.upstream_url) as wrong:
+        with pytest.raises(NotFoundError, match="404"):
+            wrong.capabilities()
+        with pytest.raises(TapError, match=r"/v1/completions answered without a capture, though one was asked for"):
+            wrong.generate("x", capture={})
+        assert wrong.generate("x").text
+    with pytest.raises(ValueError, match=r"^base_url = '127.0.0.1:8100': valid: a URL such as http"):
+        Client("127.0.0.1:8100")
 
 
 def test_a_store_that_is_none(tmp_path: object) -> None:

@@ -275,8 +275,10 @@ def test_what_cannot_be_had_is_refused(made: Made, tmp_path: Path) -> None:
             rows(made.path, **bad)
     for options, word in (({"batch": 0}, "batch"), ({"dtype": torch.int8}, "dtype"), ({"rank": 2, "world": 2}, "rank"),
                           ({"seed": -1}, "seed"), ({"window": 0}, "window")):
-        with pytest.raises(SpecError, match=word):
+        with pytest.raises(SpecError, match=f"^{word} = "):
             rows(made.path, "mlp_out", 1, **options)
+    with pytest.raises(NotFoundError, match=r"where = {'half': '2'} chooses has these sites"):
+        rows(made.path, "mlp_out", 1, where={"half": "2"})
 
 
 @pytest.mark.parametrize("codec", list(codecs.CODECS))

@@ -49,7 +49,7 @@ def test_layers_resolve(spec: dict[str, Any], layers: dict[str, list[int]]) -> N
         ({"layers": [True]}, "layers", "a list of layers"),
         ({"layers": "1"}, "layers", "a slice"),
         ({"layers": "::0"}, "layers", "a slice"),
-        ({"positions": "some"}, "positions", "last_prompt"),
+        ({"positions": "some"}, "positions", '"last"'),
         ({"positions": [-1]}, "positions", "[start, stop]"),
         ({"positions": [[5, 5]]}, "positions", "start < stop"),
         ({"positions": [2**40]}, "positions", "positions"),

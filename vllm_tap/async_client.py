@@ -106,7 +106,8 @@ class AsyncClient:
                        capture: wire.Spec | None = None, **fields: Any) -> AsyncGeneration:
         """``Client.generate``."""
         model = fields.pop("model", None) or await self.model()
-        response = wire.read_object(await self._send(wire.ask_generate(prompt, max_tokens, capture, model, fields)))
+        response = wire.read_generation(
+            await self._send(wire.ask_generate(prompt, max_tokens, capture, model, fields)), capture is not None)
         ids = Answer(response).capture_ids
         return AsyncGeneration(response, [AsyncCapture(self, capture_id, self.wait_s) for capture_id in ids])
 

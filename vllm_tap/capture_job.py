@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.codecs import parse_codec
-from schemas.errors import TapError
+from schemas.errors import ArgumentError, TapError
 from schemas.probes import Registered, load_probe
 from schemas.sites import parse_site
 from schemas.spec import CaptureSpec, parse_spec
@@ -59,7 +59,8 @@ class CaptureJob:
             return self.arm
         if self.sites is None:
             return "resid_post"
-        return ",".join(dict.fromkeys(parse_site(name.strip())[0] for name in self.sites.split(",")))
+        named = (parse_site(name.strip(), "--sites", ArgumentError)[0] for name in self.sites.split(","))
+        return ",".join(dict.fromkeys(named))
 
     def settings(self) -> dict[str, Any]:
         """What makes one run another than the next, beside the prompts themselves."""

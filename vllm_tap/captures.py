@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import NotFoundError, SpecError
+from schemas.errors import ArgumentError, NotFoundError
 from schemas.manifest import Manifest, Missing
 from schemas.sites import PROBE, parse_site
 from vllm_tap.errors import MissingRows, NotComplete
@@ -198,12 +198,12 @@ def sites_of(manifest: Manifest) -> dict[str, list[int]]:
 
 def place(name: str, layer: Layers) -> tuple[str, list[int] | None]:
     """Site and layers of what was asked for; None where no layer was named. SpecError where two were that differ."""
-    site, fixed = parse_site(name, "site")
+    site, fixed = parse_site(name, "site", ArgumentError)
     asked = [layer] if isinstance(layer, int) else None if layer is None else list(layer)
     if fixed is None:
         return site, asked
     if asked not in (None, [fixed]):
-        raise SpecError("layer", layer, f"is not the layer that {name!r} fixes")
+        raise ArgumentError("layer", layer, f"is not the layer that {name!r} fixes")
     return site, [fixed]
 
 
@@ -213,7 +213,7 @@ def only_layer(site: str, manifest: Manifest) -> list[int]:
     if site not in sites:
         raise NotFoundError(f"capture {manifest.id} has no site {site}; it has: {', '.join(sites) or 'none'}")
     if len(sites[site]) != 1:
-        raise SpecError("layer", None, f"name a layer of {site}; captured: {sites[site]}")
+        raise ArgumentError("layer", None, f"name a layer of {site}; captured: {sites[site]}")
     return sites[site]
 
 

@@ -252,7 +252,11 @@ def main() -> None:
     except Exception as error:
         # The usage errors of click, which typer may carry in a copy of its own: told by shape, not by class.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-            _fail(error.format_message() + _value(error, own), error.exit_code)
+            text = error.format_message().replace("Value error, ", "")
+            if text.startswith("Usage: "):  # nothing was asked: the help
+                print(text)
+                raise SystemExit(error.exit_code) from None
+            _fail(text + _value(error, own), error.exit_code)
         if type(error).__name__ == "Abort":
             _fail("interrupted", 130)
         raise
@@ -300,7 +304,7 @@ def _model(model: str | None, tiny: bool, how: str = "MODEL") -> str:
 def _value(error: Exception, arguments: list[str]) -> str:
     """What was given for the option that an error is about, where its own text does not say."""
     names = getattr(getattr(error, "param", None), "opts", ())
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, assigned, value = argument.partition("=")
         if name in names:
             return f" (given: {(value if assigned else following)[:100]!r})"

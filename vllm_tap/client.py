@@ -139,7 +139,8 @@ class Client:
         the service's message.
         """
         model = fields.pop("model", None) or self.model()
-        response = wire.read_object(self._send(wire.ask_generate(prompt, max_tokens, capture, model, fields)))
+        response = wire.read_generation(self._send(wire.ask_generate(prompt, max_tokens, capture, model, fields)),
+                                        capture is not None)
         answer = Answer(response)
         return Generation(response, [Capture(self, capture_id, self.wait_s) for capture_id in answer.capture_ids])
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import NotFoundError, SpecError, TapError
+from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
 from schemas.reader import StoreReader
 from schemas.sites import parse_site
@@ -67,16 +67,16 @@ def choose_layers(text: str, captured: list[int]) -> list[int]:
         return captured
     if match := _SLICE.fullmatch(text.strip()):
         if match[3] is not None and int(match[3]) == 0:
-            raise SpecError("layers", text, "a step of 0 goes nowhere")
+            raise ArgumentError("--layers", text, "a step of 0 goes nowhere")
         start, stop, step = (int(part) if part else None for part in match.groups())
         wanted = list(range(max(captured, default=0) + 1)[slice(start, stop, step)])
         return [layer for layer in wanted if layer in captured]
     try:
         wanted = [int(part) for part in text.split(",")]
     except ValueError:
-        raise SpecError("layers", text, 'valid: "all", "0,4,8" or "start:stop:step"') from None
+        raise ArgumentError("--layers", text, 'valid: "all", "0,4,8" or "start:stop:step"') from None
     if absent := [layer for layer in wanted if layer not in captured]:
-        raise SpecError("layers", absent, f"not captured; captured: {captured}")
+        raise ArgumentError("--layers", absent, f"not captured; captured: {captured}")
     return wanted
 
 
@@ -87,9 +87,9 @@ def choose(manifest: Manifest, sites: str | None, layers: str) -> dict[str, list
         captured.setdefault(row.site, []).append(row.layer)
     chosen: dict[str, list[int]] = {}
     for name in captured if sites is None else [part.strip() for part in sites.split(",")]:
-        site, fixed = parse_site(name)
+        site, fixed = parse_site(name, "--sites", ArgumentError)
         if site not in captured:
-            raise SpecError("sites", name, f"not captured; captured: {', '.join(captured) or 'nothing'}")
+            raise ArgumentError("--sites", name, f"not captured; captured: {', '.join(captured) or 'nothing'}")
         more = choose_layers(layers if fixed is None else str(fixed), captured[site])
         chosen[site] = sorted({*chosen.get(site, []), *more})
     return {site: found for site, found in chosen.items() if found}

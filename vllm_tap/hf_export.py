@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from schemas.errors import NotFoundError, SpecError, TapError
+from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
 from schemas.reader import StoreReader
 from schemas.sites import transformer_lens_name
@@ -40,7 +40,7 @@ def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str 
     """
     datasets = need("datasets", "--format hf")
     if context is not None and context < 1:
-        raise SpecError("context", context, "at least 1 token")
+        raise ArgumentError("--context", context, "at least 1 token")
     target = out or Path(ref or "activations")
     if target.exists() and not force:
         raise TapError(f"--out = {str(target)!r}: exists already; name another or add --force")
@@ -59,7 +59,8 @@ def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str 
                 for done, name in enumerate(refs, 1):
                     rows = _rows(reader, reader.manifest(name), sites, layers)
                     if _shape(rows) != _shape(first):
-                        raise SpecError("sites", _shape(rows), f"capture {name} is not as {refs[0]}: {_shape(first)}")
+                        raise ArgumentError("--sites", _shape(rows),
+                                            f"capture {name} is not as {refs[0]}: {_shape(first)}")
                     for parts in _blocks(rows, context):
                         if context is None:
                             writer.write_table(token_table(parts))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from schemas.codecs import CODECS
 from schemas.codecs.declare import bfloat16_to_float32
-from schemas.errors import SpecError, TapError
+from schemas.errors import ArgumentError, TapError
 from schemas.manifest import SiteInfo
 from schemas.reader import Slice
 from vllm_tap.array_files import plain, replacing, write_npz
@@ -36,8 +36,8 @@ def is_legacy(rows: ExportRows) -> bool:
 def write_legacy(folder: Path, rows: ExportRows) -> list[Path]:
     """Writes the folder and returns the paths written; SpecError where several sites would have the same names."""
     if len(rows.chosen) > 1:
-        raise SpecError("sites", list(rows.chosen), "the layout of the legacy codecs has no place for a site's name: "
-                                                    "export one at a time (--sites), or as safetensors")
+        raise ArgumentError("--sites", list(rows.chosen), "the layout of the legacy codecs has no place for a site's "
+                            "name: export one at a time, or as safetensors")
     if folder.exists() and not folder.is_dir():
         raise TapError(f"--out = {str(folder)!r}: a legacy codec is written as a folder, and this is a file")
     folder.mkdir(parents=True, exist_ok=True)

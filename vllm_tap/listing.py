@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from schemas import limits
-from schemas.errors import SpecError
+from schemas.errors import ArgumentError
 from schemas.manifest import STATUSES
 from schemas.reader import CaptureRow, StoreReader
 from schemas.sieve import Sieve
@@ -37,9 +37,9 @@ class Filters:
 
     def __post_init__(self) -> None:
         if self.status is not None and self.status not in STATUSES:
-            raise SpecError("status", self.status, f"valid: {', '.join(STATUSES)}")
+            raise ArgumentError("status", self.status, f"valid: {', '.join(STATUSES)}")
         if self.site is not None:
-            parse_site(self.site, "site")
+            parse_site(self.site, "site", ArgumentError)
 
     def sieve(self) -> Sieve:
         """What a store's reader takes."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from schemas.errors import CorruptError, SpecError, StoreError
+from schemas.errors import ArgumentError, CorruptError, StoreError
 from vllm_tap.listing import Where
 from vllm_tap.progress import Report
 from vllm_tap.row_files import RowFiles
@@ -54,16 +54,16 @@ def rows(store: str | Path | Store, site: str | Sequence[str], layer: int | Sequ
     """
     path = store.path if isinstance(store, Store) else Path(store)
     if dtype not in _DTYPES:
-        raise SpecError("dtype", dtype, f"valid: {', '.join(map(str, _DTYPES))}")
+        raise ArgumentError("dtype", dtype, f"valid: {', '.join(map(str, _DTYPES))}")
     for name, value in (("batch", batch), ("window", window)):
         if value < 1:
-            raise SpecError(name, value, "at least 1 row")
+            raise ArgumentError(name, value, "at least 1 row")
     if rank is None or world is None:
         rank, world = _process()
     if seed < 0:
-        raise SpecError("seed", seed, "0 or more")
+        raise ArgumentError("seed", seed, "0 or more")
     if not 0 <= rank < world:
-        raise SpecError("rank", rank, f"valid: 0 to {world - 1}, as world = {world}")
+        raise ArgumentError("rank", rank, f"valid: 0 to {world - 1}, as world = {world}")
     index = build_index(path, keys_of(site, layer), where, codec, progress)
     return RowDataset(index, batch=batch, dtype=dtype, seed=seed, shuffle=shuffle, window=window, rank=rank,
                       world=world, verify=verify)
@@ -133,7 +133,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
             return self._state(1, {0: batches})
         ends = np.asarray([self._batches_of(worker, workers) for worker in range(workers)])
         if batches > ends.sum():
-            raise SpecError("batches", batches, f"an epoch has {ends.sum()}")
+            raise ArgumentError("batches", batches, f"an epoch has {ends.sum()}")
         rounds = np.searchsorted([int(np.minimum(ends, turn).sum()) for turn in range(int(ends.max()) + 1)], batches,
                                  side="right") - 1
         done = np.minimum(ends, rounds)
@@ -155,7 +155,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
                     why += ("; the same rows lie in another order since, as the store was compacted or something was "
                             "erased beside them, and going on would repeat some and leave out others: begin the epoch "
                             "again, or the next one, with set_epoch")
-                raise SpecError("state", {name: state.get(name)}, why)
+                raise ArgumentError("state", {name: state.get(name)}, why)
         self.epoch, self._resume = int(state["epoch"]), dict(state)
 
     def _order(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         skip, self._resume, state = 0, None, self._resume
         if state is not None:
             if state["workers"] != workers:
-                raise SpecError("state", {"workers": state["workers"]}, f"this DataLoader has {workers}; the order "
+                raise ArgumentError("state", {"workers": state["workers"]}, f"this DataLoader has {workers}; the order "
                                                                         "depends on it")
             worker = (worker + state["turn"]) % workers
             skip = int(state["done"].get(worker, 0))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from schemas.catalog import Segment
-from schemas.errors import NotFoundError, SpecError
+from schemas.errors import ArgumentError, NotFoundError
 from schemas.reader import CaptureRow, Places, StoreReader, read_store_uuid
 from schemas.sites import parse_site, site_named
 from schemas.slices import Kind
@@ -72,14 +72,15 @@ def keys_of(site: str | Sequence[str], layer: int | Sequence[int] | None) -> tup
     layers = [layer] if isinstance(layer, int) else None if layer is None else list(layer)
     keys: list[Key] = []
     for name in names:
-        parsed, fixed = parse_site(name, "site")
+        parsed, fixed = parse_site(name, "site", ArgumentError)
         if not site_named(parsed).per_layer:
             fixed = 0
         if fixed is None and not layers:
-            raise SpecError("layer", layer, f"name a layer of {name}: rows(store, {name!r}, 12), or blocks.12.hook_…")
+            raise ArgumentError("layer", layer,
+                                f"name a layer of {name}: rows(store, {name!r}, 12), or blocks.12.hook_…")
         keys += [(parsed, number) for number in ([fixed] if fixed is not None else layers or ())]
     if not keys or len(set(keys)) != len(keys):
-        raise SpecError("site", site, "name at least one site and layer, each once")
+        raise ArgumentError("site", site, "name at least one site and layer, each once")
     return tuple(keys)
 
 
@@ -104,9 +105,11 @@ def build_index(store: str | Path, keys: tuple[Key, ...], where: Where = None, c
                     found.append((row.id, places))
                 tell(done, len(listed))
         if not found:
-            raise NotFoundError(f"no rows of {', '.join(map(name_of, keys))} in {store}: of {len(listed)} captures "
-                                "with these sites none has the layers" + (f" as {codec}" if codec else "")
-                                + "; look at vllm-tap ls")
+            chosen = "" if where is None else f" that where = {where!r} chooses"
+            raise NotFoundError(f"no rows of {', '.join(map(name_of, keys))} in {store}: " + (
+                f"of {len(listed)} captures with these sites{chosen} none has the layers" if listed else
+                f"no capture that has ended{chosen} has these sites") + (f" as {codec}" if codec else "")
+                + "; look at vllm-tap ls")
         kinds = tuple(_kind(found, site) for site, _ in keys)
         segments = sorted({int(number) for _, places in found for part in places.values()
                            for number in np.unique(part.segment)})
@@ -142,7 +145,8 @@ def _kind(found: list[tuple[str, dict[str, Places]]], site: str) -> Kind:
     kinds = {Kind(places[site].codec, places[site].dtype, places[site].width) for _, places in found}
     if len(kinds) > 1:
         shown = "; ".join(sorted(f"{kind.codec}, {kind.dtype}, width {kind.width}" for kind in kinds))
-        raise SpecError("codec", None, f"{site} is stored in several ways ({shown}): choose with codec=… or where=…")
+        raise ArgumentError("codec", None,
+                            f"{site} is stored in several ways ({shown}): choose with codec=… or where=…")
     return kinds.pop()
 
 

@@ -96,7 +96,7 @@ class ServeConfig:
     @property
     def armed(self) -> list[str]:
         """The sites of ``arm`` in canonical names."""
-        return [parse_site(name.strip(), "arm")[0] for name in self.arm.split(",")]
+        return [parse_site(name.strip())[0] for name in self.arm.split(",")]
 
     @property
     def writer_metrics_port(self) -> int:
@@ -117,7 +117,7 @@ def check_arm(arm: str) -> str:
     """``arm`` if it is a comma-separated list of sites, else a StartError naming the bad one."""
     for name in arm.split(","):
         try:
-            site, layer = parse_site(name.strip(), "arm")
+            site, layer = parse_site(name.strip())
         except SpecError as error:
             raise StartError(f"--arm {name.strip()!r}: {error.reason}") from None
         if is_probe(site):

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from schemas.control import EngineInfo
-from schemas.errors import NotFoundError, SpecError
+from schemas.errors import ArgumentError, NotFoundError
 from schemas.manifest import Manifest
 from schemas.reader import CaptureRow, StoreReader
 from vllm_tap.captures import F32, Capture, Layers, Rows, place
@@ -79,7 +79,7 @@ class Store:
         """
         named, layers = place(site, layer)
         if layers is None:
-            raise SpecError("layer", layer, f"name a layer of {site}")
+            raise ArgumentError("layer", layer, f"name a layer of {site}")
         values = self.reader.rows_at(rows, named, layers).values()
         return values if isinstance(layer, Sequence) else values[0]
 

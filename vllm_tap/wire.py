@@ -96,7 +96,10 @@ def settings(base_url: str, timeout_s: float, api_key: str | None) -> dict[str, 
     if key and not (key.isascii() and key.isprintable()):
         raise ValueError(f"api_key = {key[:4]!r}…: a key is made of printable ASCII characters")
     # A proxy of the environment is for other machines; it would not find the service on this one.
-    here = urlsplit(base_url).hostname in ("localhost", "127.0.0.1", "::1")
+    url = urlsplit(base_url)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"base_url = {base_url!r}: valid: a URL such as http://127.0.0.1:8100")
+    here = url.hostname in ("localhost", "127.0.0.1", "::1")
     return {"base_url": base_url, "timeout": httpx.Timeout(timeout_s, connect=10.0), "trust_env": not here,
             "headers": {"Authorization": f"Bearer {key}"} if key else {}}
 
@@ -114,6 +117,8 @@ def ask_generate(prompt: str | Sequence[Any] | Messages, max_tokens: int, captur
     """A completion or, for messages, a chat."""
     if fields.get("stream"):
         raise ValueError("stream = True: generate() gives the whole answer; use the openai package to stream")
+    if not isinstance(prompt, str | Sequence):
+        raise ValueError(f"prompt = {prompt!r}: valid: text, token ids, a list of either, or chat messages")
     chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, **fields,
                             "messages" if chat else "prompt": prompt if isinstance(prompt, str) else list(prompt)}
@@ -159,6 +164,15 @@ def read_object(answer: httpx.Response) -> dict[str, Any]:
         body = None
     if not isinstance(body, dict):
         raise Unavailable(answer.status_code, None, f"{answer.url} answered something else than a JSON object")
+    return body
+
+
+def read_generation(answer: httpx.Response, captured: bool) -> dict[str, Any]:
+    """What a generation was answered with; TapError where it was to be ``captured``, and whoever answered cannot."""
+    body = read_object(answer)
+    if captured and "capture" not in body:
+        raise TapError(f"{answer.url} answered without a capture, though one was asked for: is it a model server "
+                       "without vllm-tap's service? (that of vllm-tap serve is on --port, 8100 where not named)")
     return body
 
 

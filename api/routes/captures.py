@@ -16,7 +16,7 @@ from api.slice_query import check_known, one_of, seconds
 from api.waiting import FINAL, poll
 from schemas import limits
 from schemas.control import Delete
-from schemas.errors import NotFoundError, SpecError
+from schemas.errors import ArgumentError, NotFoundError
 from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest
 from schemas.sieve import Sieve
@@ -67,8 +67,8 @@ def _sieve(params: QueryParams) -> Sieve:
                 raise BadParam(name, value, f"valid: 1 to {limits.filter_chars_max} characters")
     site = params.get("site")
     try:
-        known = None if site is None else parse_site(site, "site")[0]
-    except SpecError as error:
+        known = None if site is None else parse_site(site, "site", ArgumentError)[0]
+    except ArgumentError as error:
         raise BadParam("site", error.value, error.reason) from None
     pairs = [tag.partition("=") for tag in tags]
     return Sieve([(key, value if equals else None) for key, equals, value in pairs], params.get("model"), known,
