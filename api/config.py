@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from schemas import limits
+from schemas.checks import check_port, check_seconds
 from schemas.errors import StartError, TapError
 from schemas.spec import parse_spec
 from schemas.zarr_layout import KEYS_FILE
@@ -43,16 +44,14 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raises StartError naming the setting, its value and what would be valid."""
-        if not 0 <= self.port <= 65535:
-            raise StartError(f"port = {self.port}: valid: 0 (any free one) to 65535")
+        check_port("port", self.port, zero="any free one")
         if self.capture_all:
             try:
                 parse_spec(self.capture_all)
             except TapError as error:
                 raise StartError(f"capture_all = {self.capture_all!r}: {error}") from None
         for name in ("slice_stall_s", "head_s", "body_s"):
-            if not 0 < getattr(self, name) < 86400:
-                raise StartError(f"{name} = {getattr(self, name)}: more than 0 and less than a day")
+            check_seconds(name, getattr(self, name))
         for name in ("requests_in_flight_max", "generations_in_flight_max"):
             if getattr(self, name) < 1:
                 raise StartError(f"{name} = {getattr(self, name)}: at least 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -86,17 +87,17 @@ def allocate(widths: dict[str, int], layers: dict[str, list[int]], tokens: int, 
                          "sites (VLLM_TAP_ARM), lower max_num_batched_tokens or VLLM_TAP_SCRATCH_BYTES, or raise "
                          "VLLM_TAP_STAGING_BYTES_MAX")
     logger.info("vllm-tap: staging %s", shown)
-    joint = None
+
+    def zeros(sites: Sequence[str]) -> torch.Tensor:
+        """Room for sites of the same layers, side by side."""
+        width = sum(widths[site] for site in sites)
+        return torch.zeros(len(layers[sites[0]]), tokens, width, dtype=dtype, device=device)
+
+    joint, parts = None, dict[str, torch.Tensor]()
     if set(JOINT) <= set(widths) and all(layers[site] == layers[JOINT[0]] for site in JOINT):
-        joint = torch.zeros(len(layers[JOINT[0]]), tokens, sum(widths[site] for site in JOINT), dtype=dtype,
-                            device=device)
-    parts = {} if joint is None else dict(zip(JOINT, joint.split([widths[site] for site in JOINT], dim=-1),
-                                              strict=True))
-    buffers = {
-        site: parts[site] if site in parts
-        else torch.zeros(len(layers[site]), tokens, width, dtype=dtype, device=device)
-        for site, width in widths.items()
-    }
+        joint = zeros(JOINT)
+        parts = dict(zip(JOINT, joint.split([widths[site] for site in JOINT], dim=-1), strict=True))
+    buffers = {site: parts[site] if site in parts else zeros([site]) for site in widths}
     return Staging(buffers, layers, joint), Scratch(scratch, device) if scratch else None
 
 

@@ -86,17 +86,23 @@ def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop]) ->
         kept[site] = [extent for extent in extents if extent.site == site]
         site_drops = [drop for drop in drops if drop.site == site]
         told = [extent.layers for extent in kept[site]] + [drop.layers for drop in site_drops]
-        sets = {each: frozenset(each) for each in told}  # few: most are equal
-        groups: dict[tuple[bool, ...], list[int]] = {}
-        for layer in layers:
-            groups.setdefault(tuple(layer in has for has in sets.values()), []).append(layer)
         by_site[site] = []
-        for having, members in groups.items():
-            theirs = {each for each, has in zip(sets, having, strict=True) if has}
+        for members, theirs in _alike(layers, told):
             which = [number for number, extent in enumerate(kept[site]) if extent.layers in theirs]
             dropped = [drop for drop in site_drops if drop.layers in theirs]
-            by_site[site].append(_group(capture, tuple(members), kept[site], which, dropped, ranges, served))
+            by_site[site].append(_group(capture, members, kept[site], which, dropped, ranges, served))
     return Coverage(expected_end, by_site, kept)
+
+
+def _alike(layers: Iterable[int], told: Iterable[tuple[int, ...]]
+           ) -> list[tuple[tuple[int, ...], set[tuple[int, ...]]]]:
+    """Layers of which the same is told, and by which of the tuples."""
+    sets = {each: frozenset(each) for each in told}  # few: most are equal
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for layer in layers:
+        groups.setdefault(tuple(layer in has for has in sets.values()), []).append(layer)
+    return [(tuple(members), {each for each, has in zip(sets, having, strict=True) if has})
+            for having, members in groups.items()]
 
 
 def _group(

@@ -17,7 +17,7 @@ from schemas.errors import StartError
 from tests.processes import free_port, runs
 from tests.programs.supervised import PACE
 from vllm_tap.guard import session_members
-from vllm_tap.services import ServeConfig, check_port, make_socket_dir, services
+from vllm_tap.services import ServeConfig, check_can_listen, make_socket_dir, services
 from vllm_tap.tiny_model import tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -262,12 +262,12 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(StartError, match=f"--port {port} on 127.0.0.1: Address already in use"):
-            check_port("127.0.0.1", port, "--port")
+            check_can_listen("127.0.0.1", port, "--port")
         folder = make_socket_dir()
         with pytest.raises(StartError, match=f"--engine-port {port}"):
             services(ServeConfig(str(tiny_model()), tmp_path, port=free_port(), engine_port=port), folder)
         folder.rmdir()
-    check_port("127.0.0.1", port, "--port")
+    check_can_listen("127.0.0.1", port, "--port")
 
 
 def test_the_socket_folder_is_private_and_short() -> None:

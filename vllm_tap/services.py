@@ -15,6 +15,15 @@ from typing import Final
 
 from api.config import is_loopback
 from api.keys import KeyFile
+from schemas.checks import (
+    DURABILITY,
+    LOG_FORMATS,
+    ON_FULL,
+    check_one_of,
+    check_port,
+    check_positive,
+    check_seconds,
+)
 from schemas.errors import SpecError, StartError
 from schemas.legacy import SITE
 from schemas.probes import Registered, load_probe, probes_text
@@ -65,25 +74,18 @@ class ServeConfig:
         check_model(self.model)
         if self.capture_all and SITE not in self.armed:
             raise StartError(f"--arm {self.arm!r}: --activation-capture captures {SITE}, which is not among them")
-        for name, port in (("--port", self.port), ("--engine-port", self.engine_port)):
-            if not 1 <= port <= 65535:
-                raise StartError(f"{name} = {port}: a port is 1 to 65535")
-        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
-            raise StartError(f"--metrics-port = {self.metrics_port}: a port is 1 to 65535, 0 for none")
-        if self.log_format not in ("text", "json"):
-            raise StartError(f"--log-format = {self.log_format!r}: valid are text and json")
+        check_port("--port", self.port)
+        check_port("--engine-port", self.engine_port)
         if self.port == self.engine_port:
             raise StartError(f"--engine-port = {self.engine_port}: the API has this port; give another")
-        if self.on_full not in ("drop", "wait"):
-            raise StartError(f"--on-full = {self.on_full!r}: valid are drop and wait")
-        if not 0 < self.seal_idle_s < 86400:
-            raise StartError(f"--seal-idle-s = {self.seal_idle_s}: more than 0 and less than a day")
-        for flag, value in (("--retain-days", self.retain_days), ("--retain-bytes", self.retain_bytes),
-                            ("--quota-bytes", self.quota_bytes)):
-            if value is not None and not value > 0:
-                raise StartError(f"{flag} = {value}: must be positive")
-        if self.durability not in ("fsync", "os"):
-            raise StartError(f"--durability = {self.durability!r}: valid are fsync and os")
+        check_port("--metrics-port", self.metrics_port or 0, zero="none")
+        check_one_of("--log-format", self.log_format, LOG_FORMATS)
+        check_one_of("--on-full", self.on_full, ON_FULL)
+        check_one_of("--durability", self.durability, DURABILITY)
+        check_seconds("--seal-idle-s", self.seal_idle_s)
+        check_positive("--retain-days", self.retain_days)
+        check_positive("--retain-bytes", self.retain_bytes)
+        check_positive("--quota-bytes", self.quota_bytes)
         if self.ring_bytes is not None and self.ring_bytes < _RING_BYTES_MIN:
             raise StartError(f"--ring-bytes = {self.ring_bytes}: at least {_RING_BYTES_MIN} (4 MiB)")
         for argument in self.engine_args:
@@ -159,13 +161,13 @@ def check_writable(folder: Path, what: str) -> None:
 def port_is_free(host: str, port: int) -> bool:
     """Whether the port can be listened on."""
     try:
-        check_port(host, port, "")
+        check_can_listen(host, port, "")
     except StartError:
         return False
     return True
 
 
-def check_port(host: str, port: int, flag: str) -> None:
+def check_can_listen(host: str, port: int, flag: str) -> None:
     """StartError where the port cannot be listened on."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -205,8 +207,8 @@ def _upkeep_flags(config: ServeConfig) -> tuple[str, ...]:
 
 def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
     """Writer, engine and API, in the order in which they start. StartError where a port or the store is taken."""
-    check_port(config.host, config.port, "--port")
-    check_port("127.0.0.1", config.engine_port, "--engine-port")
+    check_can_listen(config.host, config.port, "--port")
+    check_can_listen("127.0.0.1", config.engine_port, "--engine-port")
     check_free(config.store)
     endpoint = f"ipc://{socket_dir / 'writer.sock'}"
     store = config.store.absolute()

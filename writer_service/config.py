@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schemas import limits
+from schemas.checks import DURABILITY, LOG_FORMATS, check_one_of, check_port, check_positive
 from schemas.errors import StartError
 
 lanes_max = 4  # files of one site that are written side by side
@@ -37,20 +38,17 @@ class Config:
     lanes: int = min(lanes_max, os.cpu_count() or 1)
 
     def __post_init__(self) -> None:
-        if self.durability not in ("fsync", "os"):
-            raise StartError(f"--durability = {self.durability!r}: valid: fsync, os")
+        check_one_of("--durability", self.durability, DURABILITY)
         if self.segment_bytes < limits.section_align_bytes:
             raise StartError(f"--segment-bytes = {self.segment_bytes}: at least {limits.section_align_bytes}")
-        if self.seal_idle_s <= 0 or self.engine_lost_s <= 0 or self.keep_s <= 0:
-            raise StartError("--seal-idle-s, --engine-lost-s and --keep-s must be positive")
-        for flag, value in (("--retain-days", self.retain_days), ("--retain-bytes", self.retain_bytes),
-                            ("--quota-bytes", self.quota_bytes)):
-            if value is not None and not value > 0:
-                raise StartError(f"{flag} = {value}: must be positive")
-        if not 0 <= self.metrics_port <= 65535:
-            raise StartError(f"--metrics-port = {self.metrics_port}: a port is 1 to 65535, 0 for none")
-        if self.log_format not in ("text", "json"):
-            raise StartError(f"--log-format = {self.log_format!r}: valid: text, json")
+        check_positive("--seal-idle-s", self.seal_idle_s)
+        check_positive("--engine-lost-s", self.engine_lost_s)
+        check_positive("--keep-s", self.keep_s)
+        check_positive("--retain-days", self.retain_days)
+        check_positive("--retain-bytes", self.retain_bytes)
+        check_positive("--quota-bytes", self.quota_bytes)
+        check_port("--metrics-port", self.metrics_port, zero="none")
+        check_one_of("--log-format", self.log_format, LOG_FORMATS)
         scheme, _, rest = self.endpoint.partition("://")
         if scheme != "ipc" or not rest:
             raise StartError(f"--endpoint = {self.endpoint!r}: must be ipc://PATH; --listen is for other hosts")
