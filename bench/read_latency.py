@@ -161,7 +161,7 @@ class Floor:
                 for number, offset, row in zip(place.segment[0].tolist(), place.offset[0].tolist(),
                                                place.row[0].tolist(), strict=True):
                     segment = reader.segment(number)
-                    view = maps.frame(segment, offset, verify=False)
+                    view = maps.frame(segment, offset)
                     assert segment.sealed and isinstance(view, FrameView)
                     if number not in self.files:
                         path = store / block_name(number) / main_chunk(segment.main)

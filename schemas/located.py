@@ -14,7 +14,8 @@ from schemas.codecs import Stream
 from schemas.coverage import Rows
 from schemas.errors import CorruptError, StoreError
 from schemas.mapping import SegmentMaps
-from schemas.placement import FLAGS, I64, KIND, PARTS, SEGMENT, TOKEN, Bytes
+from schemas.placement import FLAGS, I64, KIND, OFFSET, PARTS, SEGMENT, TOKEN, Bytes
+from schemas.row_checksums import piece_digests
 from schemas.zarr_layout import open_name
 
 __all__ = ["Located", "UnsettledError", "copy_rows", "joined", "locate"]
@@ -68,7 +69,7 @@ def locate(maps: SegmentMaps, segments: Mapping[int, Segment | None], extents: S
         extent = extents[rows.extent[at[0]]]
         segment = known(segments, extent.segment)
         try:
-            view = maps.frame(segment, extent.offset, verify=False)
+            view = maps.frame(segment, extent.offset)
             if view.declared != declared:
                 has = f"rows in {view.frame.codec} of width {view.frame.width}, the capture says otherwise"
                 raise CorruptError("read slice", f"{open_name(segment.number)} at byte {extent.offset}", has)
@@ -109,6 +110,7 @@ def copy_rows(maps: SegmentMaps, segments: Mapping[int, Segment | None], located
     UnsettledError where they do not match: rows beside them, or these, may be gone since.
     """
     found = [np.empty((len(layers), len(located.positions), stream.nbytes), np.uint8) for stream in declared]
+    expected = np.empty((len(layers), len(located.positions)), np.uint64)
     columns = np.asarray([np.searchsorted(kind, layers) for kind in located.kinds]).T
     numbers = located.table[SEGMENT]
     order = np.argsort(numbers, kind="stable")
@@ -116,7 +118,12 @@ def copy_rows(maps: SegmentMaps, segments: Mapping[int, Segment | None], located
         at = order[begin:end]
         segment = known(segments, int(numbers[at[0]]))
         try:
-            maps.copy(segment, located.table[:, at], layers, columns, found, at)
+            maps.copy(segment, located.table[:, at], layers, columns, found, expected, at)
         except StoreError as error:
             raise UnsettledError(segment.number, error) from None
+    main, *sides = (array.reshape(-1, array.shape[2]) for array in found)
+    wrong = np.flatnonzero((piece_digests(main, sides).reshape(expected.shape) != expected).any(0))
+    if len(wrong):
+        segment = known(segments, int(numbers[wrong[0]]))
+        raise UnsettledError(segment.number, maps.mismatch(segment, int(located.table[OFFSET, wrong[0]])))
     return found

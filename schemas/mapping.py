@@ -15,37 +15,24 @@ from schemas.catalog import Segment
 from schemas.cold import ColdBlock, ColdFrame
 from schemas.errors import CorruptError, StoreError
 from schemas.frame import FLAG_ERASED
+from schemas.frame_hashes import prove_frame
 from schemas.map_file import map_file
 from schemas.packed import Packed
 from schemas.placement import FIRST, FLAGS, I64, KIND, OFFSET, PARTS, ROW, SEGMENT, STEP, TOKEN, Bytes
 from schemas.row_checksums import BlockChecksums, piece_digests
-from schemas.segment import FrameView, parse_frame, verify_payload
+from schemas.segment import FrameView, parse_frame
 from schemas.zarr_layout import block_name, segment_places
 
 __all__ = ["SegmentMaps", "View", "map_file", "opened"]
 
 maps_max: Final = 256
 frames_max: Final = 4096
+proved_bytes_max: Final = 16 * 1024 * 1024  # of checksums of frames in open segments, eight a row and layer
 _GATHERED_BYTES: Final = 1 << 17
 View = FrameView | ColdFrame
+U64 = npt.NDArray[np.uint64]
 T = TypeVar("T")
 _GONE: Final = "the block was compacted or taken away since, or the store is not complete"
-
-
-def _verify(view: View, path: Path) -> None:
-    """CorruptError where a frame's bytes do not match their checksums."""
-    if isinstance(view, ColdFrame):
-        view.verify()
-    else:
-        verify_payload(view, path)
-
-
-def _compare(stored: npt.NDArray[np.uint64], found: npt.NDArray[np.uint64], path: Path, offsets: I64) -> None:
-    """CorruptError where rows' checksums are not those stored, ``[layers, rows]``; ``offsets`` [rows] of frames."""
-    if (found != stored).any():
-        bad = np.flatnonzero((found != stored).any(0))
-        raise CorruptError("read rows", f"{path} at byte {offsets[bad].min()}", "a row does not match its checksum",
-                           "vllm-tap fsck names all that do not")
 
 
 def _count_up(*numbers: I64) -> bool:
@@ -83,76 +70,89 @@ def _beyond(path: Path, nbytes: int) -> CorruptError:
 class SegmentMaps:
     """Frames of a store by (segment, byte offset); thread-safe.
 
-    A frame's head is parsed once and kept as a copy. What is copied of its payload is held against checksums after
-    every read (``verify``): a map shows the file as it is now, and hashing costs less than a wrong row. After, because
-    rows may be erased at any time: what is hashed is what was copied, or was there still when it had been.
+    A frame's head is parsed once and kept as a copy. What is copied of its payload is held against the checksums of the
+    rows after every read: a map shows the file as it is now, and hashing costs less than a wrong row. A block has the
+    checksums; those of a frame in an open segment are made when the whole frame has been proved, once, and kept.
     """
 
     def __init__(self, store: Path, uuid: bytes) -> None:
         self._store, self._uuid = store, uuid
         self._lock = threading.Lock()
         self._maps: OrderedDict[int, tuple[Path, memoryview]] = OrderedDict()
-        self._frames: OrderedDict[tuple[int, int], tuple[Path, View]] = OrderedDict()
+        self._frames: OrderedDict[tuple[int, int], View] = OrderedDict()
         self._blocks: OrderedDict[int, BlockChecksums | None] = OrderedDict()
         self._cold: OrderedDict[int, ColdBlock] = OrderedDict()
+        self._proved: OrderedDict[tuple[int, int], U64] = OrderedDict()
+        self._proved_bytes = 0
 
-    def frame(self, segment: Segment, offset: int, verify: bool = True) -> View:
-        """The frame at ``offset``; CorruptError names the block and the offset where bytes do not match.
-
-        Without ``verify`` only its head is held against its hash: who reads one layer of many touches no other.
+    def frame(self, segment: Segment, offset: int) -> View:
+        """The frame at ``offset``, its head held against its hash; CorruptError names the block and the offset where
+        bytes do not match.
         """
         key = (segment.number, offset)
         with self._lock:
-            known = self._frames.get(key)
-            if known is not None:
+            if key in self._frames:
                 self._frames.move_to_end(key)
-        if known is not None:
-            if verify:
-                _verify(known[1], known[0])
-            return known[1]
-        path: Path
-        view: View
-        if segment.cold:
-            block = self.cold(segment.number)
-            path, view = block.main, block.frame(offset)
-        else:
-            path, view = self._parse(segment, offset)
-        if verify:
-            _verify(view, path)
+                return self._frames[key]
+        view = self.cold(segment.number).frame(offset) if segment.cold else self._parse(segment, offset)
         with self._lock:
-            self._frames[key] = path, view
+            self._frames[key] = view
             while len(self._frames) > frames_max:
                 self._frames.popitem(last=False)
         return view
 
-    def _parse(self, segment: Segment, offset: int) -> tuple[Path, FrameView]:
+    def _parse(self, segment: Segment, offset: int) -> FrameView:
         path, data = self._map(segment, fresh=False)
         try:
-            return path, parse_frame(data, offset, self._uuid, segment.number, path)
+            return parse_frame(data, offset, self._uuid, segment.number, path)
         except CorruptError:
             # The map may be older than the frame: the file has grown since.
             path, data = self._map(segment, fresh=True)
-            return path, parse_frame(data, offset, self._uuid, segment.number, path)
+            return parse_frame(data, offset, self._uuid, segment.number, path)
 
-    def verify(
-        self, segment: Segment, view: View, layers: list[int], rows: npt.NDArray[np.int64],
-        copied: list[npt.NDArray[np.uint8]],
-    ) -> None:
+    def verify(self, segment: Segment, view: View, layers: list[int], rows: I64, copied: list[Bytes]) -> None:
         """CorruptError where what was copied of a frame from ``frame`` is not what was stored.
 
-        ``copied`` are rows of layers by stream, ``[layers, rows, piece bytes]``. A block has a checksum for each of
-        them; of an open segment the frame's streams are hashed whole.
+        ``copied`` are rows of layers by stream, ``[layers, rows, piece bytes]``.
         """
-        with self._lock:
-            known = self._frames.get((segment.number, view.offset))
-        path = known[0] if known else segment_places(self._store, segment.number, segment.main)[0]
         checksums = self.checksums(segment)
         if checksums is None:
-            _verify(view, path)
-            return
+            columns = np.searchsorted(view.frame.layers, layers)
+            expected = self._checksums_of(segment, view.offset)[view.pieces(columns, rows)]
+        else:
+            expected = checksums.of_rows(checksums.start(view.offset) + rows, layers)
         main, *sides = (array.reshape(-1, array.shape[2]) for array in copied)
-        stored = checksums.of_rows(checksums.start(view.offset) + rows, layers)
-        _compare(stored, piece_digests(main, sides).reshape(stored.shape), path, np.full(len(rows), view.offset))
+        if (piece_digests(main, sides).reshape(expected.shape) != expected).any():
+            raise self.mismatch(segment, view.offset)
+
+    def mismatch(self, segment: Segment, offset: int) -> CorruptError:
+        """The error where a row of the frame at ``offset`` does not match its checksum."""
+        with self._lock:
+            mapped = self._maps.get(segment.number)
+        path = mapped[0] if mapped else segment_places(self._store, segment.number, segment.main)[0]
+        return CorruptError("read rows", f"{path} at byte {offset}", "a row does not match its checksum",
+                            "vllm-tap fsck names all that do not")
+
+    def _checksums_of(self, segment: Segment, offset: int) -> U64:
+        """Of each piece of a frame in a segment that has no checksums itself: made once, of the frame as it was proved.
+
+        They stay right: an open segment is only appended to, and rows that are erased once it is a block do not match.
+        """
+        key = (segment.number, offset)
+        with self._lock:
+            if key in self._proved:
+                self._proved.move_to_end(key)
+                return self._proved[key]
+        view = self.frame(segment, offset)
+        assert isinstance(view, FrameView)  # a cold block has checksums
+        found = prove_frame(view, self._map(segment, fresh=False)[0])
+        with self._lock:
+            if key not in self._proved:
+                self._proved[key] = found
+                self._proved_bytes += found.nbytes
+            while self._proved_bytes > proved_bytes_max and len(self._proved) > 1:
+                self._proved_bytes -= self._proved.popitem(last=False)[1].nbytes
+        return found
 
     def place(self, segment: Segment, view: View, rows: I64) -> I64:
         """What schemas.placement says of rows of a frame, ``[columns, rows]``; KIND is left 0."""
@@ -166,13 +166,13 @@ class SegmentMaps:
             table[PARTS:] = np.asarray(view.layout.parts, np.int64)[:, None] + view.offset
         return table
 
-    def copy(self, segment: Segment, table: I64, layers: Sequence[int], columns: I64, found: list[Bytes], at: I64
-             ) -> None:
-        """Copy rows of ``table``, all of one segment, to places ``at`` of the arrays ``found``.
+    def copy(self, segment: Segment, table: I64, layers: Sequence[int], columns: I64, found: list[Bytes], expected: U64,
+             at: I64) -> None:
+        """Copy rows of ``table``, all of one segment, to places ``at`` of the arrays ``found``, and what checksums they
+        must have to ``expected``.
 
-        These are uint8 ``[layers, n, piece bytes]`` by stream; ``columns`` are those of ``layers`` in frames,
-        ``[layers, kinds]``. CorruptError where what was copied does not match its checksums, StoreError where rows were
-        erased.
+        These are uint8 ``[layers, n, piece bytes]`` by stream and ``[layers, n]``; ``columns`` are those of ``layers``
+        in frames, ``[layers, kinds]``. StoreError where rows were erased, CorruptError where they cannot be there.
         """
         if (table[FLAGS] & FLAG_ERASED).any():
             raise StoreError("read slice", self._store / block_name(segment.number), "rows in it were erased",
@@ -198,12 +198,13 @@ class SegmentMaps:
             for number, out in enumerate(flat):
                 take(data, parts[number] + pieces * out.shape[1], out, target, path)
         checksums = self.checksums(segment)
-        if checksums is None or not (table[ROW] >= 0).all():
-            for offset in np.unique(table[OFFSET]).tolist():
-                _verify(self.frame(segment, offset, verify=False), path)
-        else:
-            stored = checksums.of_rows(table[ROW], layers)
-            _compare(stored, piece_digests(flat[0], flat[1:], target).reshape(stored.shape), path, table[OFFSET])
+        if checksums is not None and (table[ROW] >= 0).all():
+            expected[:, at] = checksums.of_rows(table[ROW], layers)
+            return
+        of_frame = pieces.reshape(len(layers), -1)
+        for offset in np.unique(table[OFFSET]).tolist():
+            mine = table[OFFSET] == offset
+            expected[:, at[mine]] = self._checksums_of(segment, offset)[of_frame[:, mine]]
 
     def checksums(self, segment: Segment) -> BlockChecksums | None:
         """Those of a block's rows; None where a segment has none, because it is not sealed or of an early version."""
@@ -249,11 +250,15 @@ class SegmentMaps:
             self._cold.pop(number, None)
             for key in [key for key in self._frames if key[0] == number]:
                 del self._frames[key]
+            for key in [key for key in self._proved if key[0] == number]:
+                self._proved_bytes -= self._proved.pop(key).nbytes
 
     def close(self) -> None:
         """Forget all maps; they are unmapped when no array views them any more."""
         with self._lock:
             self._frames.clear()
+            self._proved.clear()
+            self._proved_bytes = 0
             self._blocks.clear()
             self._cold.clear()
             self._maps.clear()

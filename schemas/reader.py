@@ -25,6 +25,7 @@ from schemas.live_rows import LiveRows, live_of
 from schemas.located import Located, UnsettledError, copy_rows, joined, locate
 from schemas.manifest_of import shape_of
 from schemas.mapping import SegmentMaps
+from schemas.placement import I64
 from schemas.sites import parse_site
 from schemas.slices import Kind, Part, Places, RowsAt, Slice, Which, check_layers, common_rows, missing_of
 from schemas.tail import FrameAt, JournalTail
@@ -130,9 +131,12 @@ class StoreReader(CatalogReader):
                      kind.assembled(len(layers), len(positions), parts), missing, clipped)
 
     def _rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None) -> RowsAt:
-        wanted: dict[str, list[int]] = {}  # by capture: which of the rows
-        for number, (ref, _) in enumerate(rows):
-            wanted.setdefault(ref, []).append(number)
+        refs, position = [ref for ref, _ in rows], np.array([position for _, position in rows], np.int64)
+        number_of = {ref: number for number, ref in enumerate(dict.fromkeys(refs))}
+        of = np.fromiter(map(number_of.__getitem__, refs), np.int64, len(refs))
+        grouped = np.argsort(of, kind="stable")
+        bounds = np.searchsorted(of[grouped], np.arange(len(number_of) + 1)).tolist()
+        wanted = {ref: grouped[bounds[number]:bounds[number + 1]] for ref, number in number_of.items()}
         with self._catalog.moment() as now:
             found = {ref: self._coverings.of(now, ref, owner, site) for ref in wanted}
             kinds, checked = set[Kind](), set[str | None]()
@@ -146,9 +150,9 @@ class StoreReader(CatalogReader):
             raise ArgumentError("rows", len(rows), f"name rows that are stored in one way, not {ways}")
         kind, = kinds
         kind.check_bytes(len(layers) * len(rows))
-        alike: dict[tuple[int, ...], list[tuple[Located, list[int]]]] = {}  # by which of the layers they have
+        alike: dict[tuple[int, ...], list[tuple[Located, I64]]] = {}  # by which of the layers they have
         for ref, numbers in wanted.items():
-            covered, asked = found[ref], np.asarray([rows[number][1] for number in numbers], np.int64)
+            covered, asked = found[ref], position[numbers]
             groups = covered.coverage.sites[site]
             there, picks = common_rows(groups, layers, 0, covered.coverage.end, False)
             at = np.searchsorted(there, asked)
@@ -246,7 +250,7 @@ class StoreReader(CatalogReader):
             # It may be cut off at this moment, so it is not mapped; and other bytes may take its place.
             return live_of(frame, self._tail.read(frame), capture, layers, first, lambda *_: None)
         try:
-            view = self._maps.frame(frame.segment, frame.offset, verify=False)
+            view = self._maps.frame(frame.segment, frame.offset)
             return live_of(frame, view, capture, layers, first, partial(self._maps.verify, frame.segment, view))
         except StoreError as error:
             raise UnsettledError(frame.segment.number, error) from None

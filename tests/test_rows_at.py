@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from schemas import covered as covered_module
+from schemas import mapping
 from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError
 from schemas.ids import new_ulid
 from schemas.reader import RowsAt, StoreReader
@@ -155,14 +156,48 @@ def kept_bytes(reader: StoreReader) -> int:
     return found
 
 
-def test_a_wrong_byte_costs_its_row_alone(made: Made, tmp_path: Path) -> None:
-    store = Path(shutil.copytree(made.store, tmp_path / "store"))
+def spoil(store: Path, number: int, position: int) -> None:
+    """Make a byte wrong of a row of layer 2 of a capture."""
     mains = sorted([*store.glob("blocks/*/q/c/0/0/0"), *store.glob("writers/w0/journal/[0-9]*.open")])
-    capture, truth = made.captures[0], expected_pieces(0, [3], [2], width=WIDTH)["q"].tobytes()
+    truth = expected_pieces(number, [position], [2], width=WIDTH)["q"].tobytes()
     (main, at), = [(path, path.read_bytes().index(truth)) for path in mains if truth in path.read_bytes()]
     with main.open("r+b") as file:
         file.seek(at + 5)
         file.write(b"\x7b")
+
+
+def test_a_frame_of_an_open_segment_is_read_whole_once(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on the rows that are read are held against what they were, and no others, as those of blocks are."""
+    store = Path(shutil.copytree(made.store, tmp_path / "store"))
+    monkeypatch.setattr(mapping, "proved_bytes_max", 2000)  # one frame's or two: most are proved again
+
+    def read(reader: StoreReader, rows: list[tuple[int, int]], layers: list[int]) -> None:
+        assert_content(reader.rows_at([(made.captures[n], p) for n, p in rows], SITE, layers), made, rows)
+
+    with StoreReader(store) as reader:
+        for number in range(6):
+            for position in range(8, ROWS):
+                read(reader, [(number, position)], [1, 2])
+        assert reader._maps._proved_bytes == sum(found.nbytes for found in reader._maps._proved.values()) < 4000
+        spoil(store, 5, ROWS - 1)
+        beside = [(5, ROWS - 2), (4, ROWS - 1)]
+        read(reader, beside, [2])
+        with pytest.raises(CorruptError, match="does not match"):
+            read(reader, [*beside, (5, ROWS - 1)], [2])
+    with StoreReader(store) as reader:
+        if list(store.glob("writers/w0/journal/[0-9]*.open")):
+            with pytest.raises(CorruptError, match="stream q does not match"):  # it was never right for this one
+                read(reader, beside, [2])
+        else:
+            read(reader, beside, [2])
+
+
+def test_a_wrong_byte_costs_its_row_alone(made: Made, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(made.store, tmp_path / "store"))
+    capture = made.captures[0]
+    spoil(store, 0, 3)
     with StoreReader(store) as reader:
         with pytest.raises(CorruptError, match="does not match"):
             reader.rows_at([(capture, 1), (capture, 3)], SITE, [2])

@@ -88,7 +88,7 @@ class RowFiles:
 
     def _view(self, segment: Segment, offset: int) -> View:
         if segment.cold:
-            return self._maps.frame(segment, offset, verify=False)
+            return self._maps.frame(segment, offset)
         try:
             return self._frame(segment, offset)
         except CorruptError:  # of a file that another took the place of, or damaged

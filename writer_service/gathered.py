@@ -154,7 +154,7 @@ class Gathered:
         place = f"{block_name(segment.number)} at {extent.offset}"
         rows = extent.rows[:, 1].astype(np.int64)
         try:
-            view, checksums = maps.frame(segment, extent.offset, verify=False), maps.checksums(segment)
+            view, checksums = maps.frame(segment, extent.offset), maps.checksums(segment)
             if checksums is None:
                 raise CorruptError("compact", place, "the block is of an early version, without checksums by frame")
             table = view.table
