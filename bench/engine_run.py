@@ -167,7 +167,8 @@ class Run:
             free, total = torch.cuda.mem_get_info()
             found["device"] = total - free
         own = psutil.Process()
-        found["host"] = sum(process.memory_info().rss for process in [own, *own.children(recursive=True)])
+        # What processes share (the ring) counts once, in shares.
+        found["host"] = sum(process.memory_full_info().pss for process in [own, *own.children(recursive=True)])
         return found
 
 

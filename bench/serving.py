@@ -1,6 +1,6 @@
 """The server under load: time to first token and between tokens, capture off and on in turns.
 
-    python -m bench.serving [--shape 3b] [--windows 3] [--seconds 12]
+    python -m bench.serving [--shape 3b] [--windows 10] [--seconds 6]
 
 One ``vllm serve`` with the plugin, asked as clients do: requests arrive at random (Poisson) at half the rate that it
 can serve, each a prompt of token ids and a streamed answer. Windows alternate: nothing is captured; every row of the
@@ -28,6 +28,7 @@ from typing import Any
 
 import httpx
 
+from bench.report import interval
 from bench.shapes import SHAPES, make_model, make_probe
 from vllm_tap.tiny_model import tiny_model
 from vllm_tap.writer_process import WriterProcess
@@ -143,33 +144,43 @@ async def saturation(url: str, requests: int) -> float:
 
 
 def measure(shape: str, windows: int, seconds: float, load: float, requests: int) -> dict[str, Any]:
-    """Medians and 99th percentiles of each kind of window in milliseconds, and their ratios to nothing captured."""
+    """Medians and 99th percentiles in milliseconds with nothing captured, and the others' ratios to them.
+
+    A host is not as fast at one moment as at another: a ratio is of windows of the same round, which get the same
+    requests at the same times, one after the other; shown is the median over rounds.
+    """
     with server(shape) as url:
         rate = load * asyncio.run(saturation(url, requests))
         print(f"{rate:.1f} requests a second: {load:.0%} of what it can serve", file=sys.stderr, flush=True)
         for spec in KINDS.values():  # warm
             asyncio.run(window(url, rate, 2.0, spec, -1))
-        found: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in KINDS}
+        rounds = []
         for number in range(windows):
-            for kind in list(KINDS)[:: -1 if number % 2 else 1]:
-                got = asyncio.run(window(url, rate, seconds, KINDS[kind], number))
-                for kept, new in zip(found[kind], got, strict=True):
-                    kept.extend(new)
-    result: dict[str, Any] = {"shape": shape, "requests_a_second": rate, "requests": len(found["nothing"][0])}
-    for at, name in enumerate(("first_token", "between_tokens")):
-        for share in (50, 99):
-            taken = {kind: 1000 * statistics.quantiles(series[at], n=100)[share - 1] for kind, series in found.items()}
-            result[f"{name}_p{share}"] = taken | {f"{kind}_ratio": taken[kind] / taken["nothing"]
-                                                  for kind in list(KINDS)[1:]}
+            order = list(KINDS)
+            random.Random(number).shuffle(order)
+            rounds.append({kind: percentiles(asyncio.run(window(url, rate, seconds, KINDS[kind], number)))
+                           for kind in order})
+    result: dict[str, Any] = {"shape": shape, "requests_a_second": rate, "rounds": rounds}
+    for name in rounds[0]["nothing"]:
+        result[name] = {"nothing": statistics.median(by_kind["nothing"][name] for by_kind in rounds)}
+        for kind in list(KINDS)[1:]:
+            ratios = [by_kind[kind][name] / by_kind["nothing"][name] for by_kind in rounds]
+            result[name][f"{kind} over nothing, 95 %"] = interval([ratios])
     return result
+
+
+def percentiles(times: tuple[list[float], list[float]]) -> dict[str, float]:
+    """Of a window, in milliseconds."""
+    return {f"{name}_p{share}": 1000 * statistics.quantiles(series, n=100)[share - 1]
+            for name, series in zip(("first_token", "between_tokens"), times, strict=True) for share in (50, 99)}
 
 
 def main() -> None:
     """Print the figures as JSON; write them to bench/results/serving-SHAPE.json."""
     parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="3b")
-    parser.add_argument("--windows", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--windows", type=int, default=10, help="rounds of a window of each kind")
+    parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--load", type=float, default=0.5, help="share of what the server can serve (default: 0.5)")
     parser.add_argument("--requests", type=int, default=256, help="at once, to find out what it can serve")
     args = parser.parse_args()

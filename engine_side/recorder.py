@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Final
@@ -58,6 +59,7 @@ class Step:
     token_ids: torch.Tensor
     drafts: I64 | None = None
     slack: int = 0
+    begin: Callable[[], None] | None = None  # opens the captures of requests that begin with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +233,14 @@ class Recorder:
         """Take the wanted rows of the step that was just enqueued; later, where it was hurried."""
         if self._late is not None:
             self.catch_up()
-        if not self.captures:
+        if not self.captures and step.begin is None:
             return
         burst = self._burst
         if burst is not None:
-            if burst.goes_on(step.requests, step.first, int(step.starts[-1]), step.drafts is not None) and (
-                    not burst.brought or (not self._stale and self._begin_burst(burst.renewed(time.monotonic())))):
+            goes_on = step.begin is None and burst.goes_on(step.requests, step.first, int(step.starts[-1]),
+                                                           step.drafts is not None)
+            if goes_on and (not burst.brought or (
+                    not self._stale and self._begin_burst(burst.renewed(time.monotonic())))):
                 self.counters.steps += 1
                 self._go_on(step)
                 return
@@ -261,6 +265,8 @@ class Recorder:
                 self.miss_step()
 
     def _take_rows(self, step: Step) -> None:
+        if step.begin is not None:
+            step.begin()
         if step.drafts is not None:
             self._guesses = max(self._guesses, int(step.drafts.max()) + step.slack)
             self._before = self.captures.computed.copy()

@@ -64,14 +64,12 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
             return original(self, scheduler_output, *args, **kwargs)
         for end in getattr(scheduler_output, FINISHED, ()):
             _guarded(_finish, current.recorder, end)
-        for request in scheduler_output.scheduled_new_reqs:
-            _guarded(_open, current.recorder, request)
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             _guarded(_resume, current.recorder, scheduler_output.scheduled_cached_reqs)
         tokens = scheduler_output.total_num_scheduled_tokens
         _guarded(_before, current.recorder, self, scheduler_output)
         result = original(self, scheduler_output, *args, **kwargs)
-        ran = tokens and current.recorder.captures
+        ran = tokens and (current.recorder.captures or scheduler_output.scheduled_new_reqs)
         if ran and not _guarded(_after, current.recorder, self, scheduler_output, layout):
             _guarded(_miss, current.recorder)
         return result
@@ -111,6 +109,11 @@ def _finish(recorder: Any, end: End) -> None:
     recorder.finish(end)
 
 
+def _open_all(recorder: Any, requests: list[Any]) -> None:
+    for request in requests:
+        _guarded(_open, recorder, request)
+
+
 def _open(recorder: Any, request: Any) -> None:
     ticket = find(request.sampling_params)
     if ticket is not None:
@@ -125,7 +128,10 @@ def _resume(recorder: Any, requests: Any) -> None:
 
 def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: Layout) -> None:
     with torch.inference_mode():
-        recorder.after_step(layout(runner, scheduler_output))
+        step = layout(runner, scheduler_output)
+        if scheduler_output.scheduled_new_reqs:
+            step.begin = partial(_open_all, recorder, scheduler_output.scheduled_new_reqs)
+        recorder.after_step(step)
 
 
 def _miss(recorder: Any) -> None:
