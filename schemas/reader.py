@@ -137,18 +137,7 @@ class StoreReader(CatalogReader):
         grouped = np.argsort(of, kind="stable")
         bounds = np.searchsorted(of[grouped], np.arange(len(number_of) + 1)).tolist()
         wanted = {ref: grouped[bounds[number]:bounds[number + 1]] for ref, number in number_of.items()}
-        with self._catalog.moment() as now:
-            found = {ref: self._coverings.of(now, ref, owner, site) for ref in wanted}
-            kinds, checked = set[Kind](), set[str | None]()
-            for covered in found.values():
-                if covered.capture.resolved not in checked or covered.kind is None:  # most were asked for alike
-                    checked.add(covered.capture.resolved)
-                    _kind(now, covered, site, layers)
-                kinds.add(cast(Kind, covered.kind))
-        if len(kinds) != 1:
-            ways = "; ".join(sorted(f"{kind.codec}, {kind.dtype}, {kind.width}" for kind in kinds)) or "none at all"
-            raise ArgumentError("rows", len(rows), f"name rows that are stored in one way, not {ways}")
-        kind, = kinds
+        found, kind = self._stored_alike(list(wanted), site, layers, owner, len(rows))
         kind.check_bytes(len(layers) * len(rows))
         alike: dict[tuple[int, ...], list[tuple[Located, I64]]] = {}  # by which of the layers they have
         for ref, numbers in wanted.items():
@@ -174,6 +163,23 @@ class StoreReader(CatalogReader):
             parts.append(Part(list(together), None if len(at) == len(rows) else at, copied))
         return RowsAt(site, list(layers), kind.codec, kind.dtype, kind.width, token_ids, flags,
                       kind.assembled(len(layers), len(rows), parts))
+
+    def _stored_alike(self, refs: Sequence[str], site: str, layers: Sequence[int], owner: str | None, rows: int
+                      ) -> tuple[dict[str, Covered], Kind]:
+        """Captures by their refs, and the one way in which all of them store a site; ArgumentError where there is none.
+        """
+        with self._catalog.moment() as now:
+            found = {ref: self._coverings.of(now, ref, owner, site) for ref in refs}
+            kinds, checked = set[Kind](), set[str | None]()
+            for covered in found.values():
+                if covered.capture.resolved not in checked or covered.kind is None:  # most were asked for alike
+                    checked.add(covered.capture.resolved)
+                    _kind(now, covered, site, layers)
+                kinds.add(cast(Kind, covered.kind))
+        if len(kinds) != 1:
+            ways = "; ".join(sorted(f"{kind.codec}, {kind.dtype}, {kind.width}" for kind in kinds)) or "none at all"
+            raise ArgumentError("rows", rows, f"name rows that are stored in one way, not {ways}")
+        return found, kinds.pop()
 
     def _located(self, covered: Covered, site: str, kind: Kind, group: LayerGroup, which: Which, rejected: bool
                  ) -> Located:

@@ -187,11 +187,10 @@ def common_rows(groups: Sequence[LayerGroup], wanted: Sequence[int], start: int,
 def missing_of(groups: Sequence[LayerGroup], wanted: Sequence[int], start: int, stop: int) -> list[Missing]:
     """Missing ranges of any wanted layer within ``[start, stop)``; where layers differ, the first's reason."""
     used = [group for group in groups if set(group.layers) & set(wanted)]
+    clipped = [Missing(max(m.start, start), min(m.stop, stop), m.reason) for group in used for m in group.missing]
+    found = [m for m in clipped if m.start < m.stop]
     if len(used) == 1:
-        clipped = [Missing(max(m.start, start), min(m.stop, stop), m.reason) for m in used[0].missing]
-        return [m for m in clipped if m.start < m.stop]
-    found = [Missing(max(m.start, start), min(m.stop, stop), m.reason) for group in used for m in group.missing]
-    found = [m for m in found if m.start < m.stop]
+        return found
     edges = sorted({edge for m in found for edge in (m.start, m.stop)})
     at = {edge: index for index, edge in enumerate(edges)}
     reasons: list[str | None] = [None] * len(edges)  # from each edge to the next

@@ -148,6 +148,18 @@ def _check_values(spec: CaptureSpec) -> None:
     for name in spec.sites or ():
         if is_probe(parse_site(name)[0]):
             raise SpecError("sites", name, f'a probe is named under probe, as in "probe": ["{name[len(PROBE):]}"]')
+    _check_layers(spec)
+    _check_positions(spec.positions)
+    for site, codec in (spec.codec if isinstance(spec.codec, dict) else {"": spec.codec}).items():
+        if site:
+            parse_site(site, "codec")
+        parse_codec(codec)
+    if spec.id is not None:
+        check_ulid(spec.id)
+    _check_tags(spec.tags)
+
+
+def _check_layers(spec: CaptureSpec) -> None:
     if spec.probe and spec.sites is None and spec.layers != "all":
         raise SpecError("layers", spec.layers, "with probe and no sites only scores are taken, of the layer that each "
                                                "probe has; name the sites whose layers are meant")
@@ -155,22 +167,23 @@ def _check_values(spec: CaptureSpec) -> None:
         match = _SLICE.fullmatch(spec.layers)
         if match is None or match[3] == "0" or (match[3] or "1").strip("0") == "":
             raise SpecError("layers", spec.layers, f"valid: {_VALID['layers']}")
-    if isinstance(spec.positions, str) and spec.positions not in NAMED_POSITIONS:
-        raise SpecError("positions", spec.positions, f"valid: {_VALID['positions']}")
-    if not isinstance(spec.positions, str):
-        if len(spec.positions) > limits.spec_intervals_max:
-            raise LimitError("capture.positions", len(spec.positions), limits.spec_intervals_max,
-                             "use [[start, stop], …] for ranges")
-        for item in spec.positions:
-            if isinstance(item, tuple) and item[0] >= item[1]:
-                raise SpecError("positions", list(item), "a range is [start, stop] with start < stop")
-    for site, codec in (spec.codec if isinstance(spec.codec, dict) else {"": spec.codec}).items():
-        if site:
-            parse_site(site, "codec")
-        parse_codec(codec)
-    if spec.id is not None:
-        check_ulid(spec.id)
-    for key, text in spec.tags.items():
+
+
+def _check_positions(positions: str | list[int] | list[tuple[int, int]]) -> None:
+    if isinstance(positions, str):
+        if positions not in NAMED_POSITIONS:
+            raise SpecError("positions", positions, f"valid: {_VALID['positions']}")
+        return
+    if len(positions) > limits.spec_intervals_max:
+        raise LimitError("capture.positions", len(positions), limits.spec_intervals_max,
+                         "use [[start, stop], …] for ranges")
+    for item in positions:
+        if isinstance(item, tuple) and item[0] >= item[1]:
+            raise SpecError("positions", list(item), "a range is [start, stop] with start < stop")
+
+
+def _check_tags(tags: Mapping[str, str]) -> None:
+    for key, text in tags.items():
         if len(key) > limits.tag_key_chars_max or _TAG_KEY.fullmatch(key) is None:
             raise SpecError("tags", key, f"a key is 1 to {limits.tag_key_chars_max} of A-Z a-z 0-9 _ . -")
         if len(text) > limits.tag_value_chars_max:
