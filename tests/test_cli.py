@@ -270,6 +270,7 @@ def test_layers_that_cannot_be_chosen_are_refused(text: str) -> None:
     (["capture", "/nowhere.jsonl", "--tiny", "--positions", "[[5, 2]]"], ["positions", "[5, 2]", "start < stop"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--layers", "last"], ["layers", "last"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--max-tokens", "0"], ["--max-tokens", "0"]),
+    (["serve", "--tiny", "--retain-bytes", "2TX"], ["--retain-bytes", "'2TX'", "1.5TB"]),
     (["export", "x", "--format", "zip"], ["--format", "'zip'", "npz"]),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], words: list[str], tmp_path: Path) -> None:

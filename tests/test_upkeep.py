@@ -192,6 +192,7 @@ def test_the_commands_with_a_writer_and_without(tmp_path: Path) -> None:
             store_one(engine, one)
             store_one(engine, two)
         assert tap("hold", one, "--store", store).stdout == f"{one}\n"
+        assert "neither deleted nor expired" in tap("show", one, "--store", store).stdout
         refused = tap("rm", two, one, "--store", store)
         assert refused.returncode == 2 and "on hold" in refused.stderr
         with StoreReader(store) as reader:

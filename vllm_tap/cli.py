@@ -34,6 +34,7 @@ from vllm_tap.cli_options import (
     Tiny,
     TopkK,
 )
+from vllm_tap.sizes import parse_size
 
 __all__ = ["app", "main"]
 
@@ -63,15 +64,17 @@ def serve(
     max_model_len: MaxModelLen = None,
     on_full: Annotated[OnFull, typer.Option(help="Drop rows (named in the manifest) or let generation wait.")]
         = OnFull.drop,
-    ring_bytes: Annotated[int | None, typer.Option(help="Bytes of activations that may wait for the writer.")] = None,
-    staging_bytes_max: Annotated[int | None, typer.Option(help="Refuse to start above this much staging.")] = None,
+    ring_bytes: Annotated[str | None, typer.Option(
+        help="Bytes of activations that may wait for the writer, such as 4GiB.")] = None,
+    staging_bytes_max: Annotated[str | None, typer.Option(help="Refuse to start above this much staging.")] = None,
     durability: Annotated[Durability, typer.Option(help="A row is safe after fsync, or once the system has it.")]
         = Durability.fsync,
     seal_idle_s: Annotated[float, typer.Option(help="Turn what was written into Zarr after so many quiet seconds.")]
         = 5.0,
     retain_days: Annotated[float | None, typer.Option(help="Delete captures that are older.")] = None,
-    retain_bytes: Annotated[int | None, typer.Option(help="Delete the oldest while the store takes more.")] = None,
-    quota_bytes: Annotated[int | None, typer.Option(
+    retain_bytes: Annotated[str | None, typer.Option(
+        help="Delete the oldest while the store takes more, such as 2TB.")] = None,
+    quota_bytes: Annotated[str | None, typer.Option(
         help="Take no rows of new captures while the store takes more.")] = None,
     metrics_port: Annotated[int | None, typer.Option(
         help="Port of the writer's Prometheus metrics on 127.0.0.1 (default: the next free one after the engine's; "
@@ -97,10 +100,10 @@ def serve(
     environment, arguments = _engine(tiny, max_model_len, context.obj)
     raise typer.Exit(run(ServeConfig(
         model=chosen, served_name="tiny" if tiny else "", store=store, keys=keys, host=host, port=port,
-        engine_port=engine_port, arm=arm, on_full=on_full.value, ring_bytes=ring_bytes,
-        staging_bytes_max=staging_bytes_max, durability=durability.value, seal_idle_s=seal_idle_s,
-        retain_days=retain_days, retain_bytes=retain_bytes, quota_bytes=quota_bytes, metrics_port=metrics_port,
-        log_format=log_format.value,
+        engine_port=engine_port, arm=arm, on_full=on_full.value, ring_bytes=_size(ring_bytes, "--ring-bytes"),
+        staging_bytes_max=_size(staging_bytes_max, "--staging-bytes-max"), durability=durability.value,
+        seal_idle_s=seal_idle_s, retain_days=retain_days, retain_bytes=_size(retain_bytes, "--retain-bytes"),
+        quota_bytes=_size(quota_bytes, "--quota-bytes"), metrics_port=metrics_port, log_format=log_format.value,
         engine_args=arguments, environment={**environment, **legacy}, capture_all=capture_all,
         probes=parse_probes(probe or (), "--probe"),
     )))
@@ -309,6 +312,10 @@ def _value(error: Exception, arguments: list[str]) -> str:
         if name in names:
             return f" (given: {(value if assigned else following)[:100]!r})"
     return ""
+
+
+def _size(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_size(text, option)
 
 
 def _tag(text: str) -> tuple[str, str]:

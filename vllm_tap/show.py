@@ -76,6 +76,7 @@ def _print_one(console: Console, manifest: Manifest) -> None:
         ("ended", Text(ended)),
         ("tags", Text(" ".join(f"{k}={v}" for k, v in manifest.tags.items()) or "–")),
         ("rows", Text(f"{manifest.captured} of {manifest.expected} expected")),
+        ("hold", Text("neither deleted nor expired until released" if manifest.hold else "–")),
     ):
         facts.add_row(name, value)
     console.print(facts)
