@@ -264,13 +264,19 @@ class Sender:
         self.socket.send_multipart(self.kept[message.seq])
         return int(message.seq)
 
-    def wait(self, seq: int | None = None, timeout_s: float = 20.0) -> None:
-        """Until ``seq`` (default: the last) is durable; pings, greets and resends as a real sender does."""
+    def wait(
+        self, seq: int | None = None, timeout_s: float = 20.0, alive: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Until ``seq`` (default: the last) is durable; pings, greets and resends as a real sender does.
+
+        AssertionError after ``timeout_s``, or when the writer is not ``alive`` any more.
+        """
         target = self.seq if seq is None else seq
         deadline = time.monotonic() + timeout_s
         resent = 0.0
         while self.durable < target:
             assert time.monotonic() < deadline, f"seq {target} is not durable, {self.durable} is; {self.refusals}"
+            assert alive(), f"the writer died before seq {target} was durable"
             before = self.durable
             answer = self.receive(0.5)
             if answer is None:

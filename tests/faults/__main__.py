@@ -89,7 +89,7 @@ def page(report: Report, minutes: float, seed: str) -> str:
 
 def line(number: int, found: Found) -> str:
     """The table's line of a row."""
-    done = "; ".join([*found.done, *sorted(set(found.skipped))]) or "–"
+    done = "; ".join([*sorted(found.done), *sorted(set(found.skipped))]) or "–"
     result = NOT_APPLICABLE.get(number, found.result())
     return f"| {number} | {ROWS[number][0]} | {found.passed + found.failed} | {done} | {result} |\n"
 

@@ -102,8 +102,8 @@ class Traffic:
         for capture in self.captures:
             if not capture.finish:
                 self._finish(capture)
-        self.engine.wait(timeout_s=60)
-        self.api.wait(timeout_s=60)
+        self.engine.wait(timeout_s=60, alive=alive)
+        self.api.wait(timeout_s=60, alive=alive)
         with StoreReader(store) as reader:
             kept = [capture.id for capture in self.captures if not capture.delete]
             until(lambda: not alive() or all(reader.capture(name).status != "running" for name in kept), timeout_s=30)
