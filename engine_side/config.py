@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from schemas import legacy
-from schemas.checks import ON_FULL, check_one_of
+from schemas.checks import ON_FULL, check_one_of, parse_arm
 from schemas.curve import check_sender
-from schemas.errors import SpecError, StartError
+from schemas.errors import StartError
 from schemas.probes import Registered, parse_probes, place_of
-from schemas.sites import is_probe, parse_site
 
 TAP_VERSION: Final = "3"  # part of the compile-cache salt: change it when traced code changes
 
@@ -84,7 +83,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
     return EngineConfig(
         endpoint=endpoint,
         curve=Path(environment["VLLM_TAP_CURVE"]) if environment.get("VLLM_TAP_CURVE") else None,
-        arm=parse_arm(environment.get("VLLM_TAP_ARM", "resid_post")),
+        arm=parse_arm("VLLM_TAP_ARM", environment.get("VLLM_TAP_ARM", "resid_post")),
         ring_bytes=_number(environment, "VLLM_TAP_RING_BYTES", 0),
         scratch_bytes=_number(environment, "VLLM_TAP_SCRATCH_BYTES", 0),
         on_full=environment.get("VLLM_TAP_ON_FULL", "drop"),
@@ -98,27 +97,6 @@ def in_tested_range(vllm_version: str) -> bool:
     """Whether a version of vLLM lies in the range that the tests were run on."""
     match = _VERSION.match(vllm_version)
     return match is not None and TESTED_VERSIONS[0] <= (int(match[1]), int(match[2])) <= TESTED_VERSIONS[1]
-
-
-def parse_arm(text: str) -> tuple[str, ...]:
-    """Sites of a comma-separated list, in canonical names; taps go to every layer, so a name must fix none."""
-    sites: list[str] = []
-    for name in (part.strip() for part in text.split(",")):
-        if not name:
-            continue
-        try:
-            site, layer = parse_site(name)
-        except SpecError as error:
-            raise StartError(f"VLLM_TAP_ARM={text!r}: {name!r}: {error.reason}") from None
-        if is_probe(site):
-            raise StartError(f"VLLM_TAP_ARM={text!r}: {name!r}: a probe is registered by VLLM_TAP_PROBES, not armed")
-        if layer is not None:
-            raise StartError(f"VLLM_TAP_ARM={text!r}: {name!r} fixes a layer; name the site alone ({site})")
-        if site not in sites:
-            sites.append(site)
-    if not sites:
-        raise StartError(f"VLLM_TAP_ARM={text!r}: names no site")
-    return tuple(sites)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from schemas.errors import StartError
+from schemas.errors import SpecError, StartError
+from schemas.sites import is_probe, parse_site
 
-__all__ = ["DURABILITY", "LOG_FORMATS", "ON_FULL", "check_one_of", "check_port", "check_positive", "check_seconds"]
+__all__ = ["DURABILITY", "LOG_FORMATS", "ON_FULL", "check_one_of", "check_port", "check_positive", "check_seconds",
+           "parse_arm"]
 
 DURABILITY: Final = ("fsync", "os")
 LOG_FORMATS: Final = ("text", "json")
@@ -39,3 +41,23 @@ def check_port(name: str, port: int, zero: str = "") -> None:
     """A port; 0 only where ``zero`` says what it stands for."""
     if not (0 if zero else 1) <= port <= 65535:
         raise StartError(f"{name} = {port}: a port is 1 to 65535" + (f", 0 for {zero}" if zero else ""))
+
+
+def parse_arm(name: str, text: str) -> tuple[str, ...]:
+    """The sites to tap of a comma-separated list, in canonical names; taps go to every layer, so none may fix one."""
+    sites: list[str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        try:
+            site, layer = parse_site(part)
+        except SpecError as error:
+            raise StartError(f"{name} = {text!r}: {part!r}: {error.reason}") from None
+        if is_probe(site):
+            raise StartError(f"{name} = {text!r}: {part!r}: a probe is registered by VLLM_TAP_PROBES "
+                             "(--probe NAME=FILE), not armed")
+        if layer is not None:
+            raise StartError(f"{name} = {text!r}: {part!r} fixes a layer, but taps go to every layer; name the "
+                             f"site alone ({site})")
+        sites.append(site)
+    if not sites:
+        raise StartError(f"{name} = {text!r}: names no site")
+    return tuple(dict.fromkeys(sites))

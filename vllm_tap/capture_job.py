@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from schemas.checks import parse_arm
 from schemas.codecs import parse_codec
 from schemas.errors import ArgumentError, TapError
 from schemas.probes import Registered, load_probe
 from schemas.sites import parse_site
 from schemas.spec import CaptureSpec, parse_spec
 from vllm_tap.prompt_source import PromptSource
-from vllm_tap.services import check_arm, check_model, check_store, check_writable
+from vllm_tap.services import check_model, check_store, check_writable
 
 __all__ = ["CaptureJob"]
 
@@ -42,7 +43,7 @@ class CaptureJob:
     def __post_init__(self) -> None:
         check_model(self.model)
         check_store(self.store)
-        check_arm(self.armed)
+        parse_arm("--arm", self.armed)
         parse_codec(self.codec)
         self.spec()
         for probe in self.probes:

@@ -23,16 +23,16 @@ from schemas.checks import (
     check_port,
     check_positive,
     check_seconds,
+    parse_arm,
 )
-from schemas.errors import SpecError, StartError
+from schemas.errors import StartError
 from schemas.legacy import SITE
 from schemas.probes import Registered, load_probe, probes_text
-from schemas.sites import is_probe, parse_site
 from schemas.zarr_layout import KEYS_FILE
 from vllm_tap.child import Service
 from writer_service.recovery import check_free
 
-__all__ = ["ServeConfig", "check_arm", "make_socket_dir", "services"]
+__all__ = ["ServeConfig", "make_socket_dir", "services"]
 
 _IPC_PATH_BYTES_MAX: Final = 100  # the system's limit is 107; ZeroMQ and the plugin keep a little back
 _RING_BYTES_MIN: Final = 4 << 20
@@ -68,11 +68,11 @@ class ServeConfig:
     probes: tuple[Registered, ...] = ()
 
     def __post_init__(self) -> None:
-        check_arm(self.arm)
+        armed = self.armed
         for probe in self.probes:
             load_probe(probe)
         check_model(self.model)
-        if self.capture_all and SITE not in self.armed:
+        if self.capture_all and SITE not in armed:
             raise StartError(f"--arm {self.arm!r}: --activation-capture captures {SITE}, which is not among them")
         check_port("--port", self.port)
         check_port("--engine-port", self.engine_port)
@@ -96,9 +96,9 @@ class ServeConfig:
         KeyFile(self.keys or self.store / KEYS_FILE, needed=self.keys is not None or not is_loopback(self.host))
 
     @property
-    def armed(self) -> list[str]:
+    def armed(self) -> tuple[str, ...]:
         """The sites of ``arm`` in canonical names."""
-        return [parse_site(name.strip())[0] for name in self.arm.split(",")]
+        return parse_arm("--arm", self.arm)
 
     @property
     def writer_metrics_port(self) -> int:
@@ -113,20 +113,6 @@ class ServeConfig:
         """Where the API answers; one that listens on every address is asked on loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{_in_url(host)}:{self.port}"
-
-
-def check_arm(arm: str) -> str:
-    """``arm`` if it is a comma-separated list of sites, else a StartError naming the bad one."""
-    for name in arm.split(","):
-        try:
-            site, layer = parse_site(name.strip())
-        except SpecError as error:
-            raise StartError(f"--arm {name.strip()!r}: {error.reason}") from None
-        if is_probe(site):
-            raise StartError(f"--arm {name.strip()!r}: a probe is registered by --probe NAME=FILE, not armed")
-        if layer is not None:
-            raise StartError(f"--arm {name.strip()!r}: taps go to every layer; name the site alone ({site})")
-    return arm
 
 
 def check_model(model: str) -> str:
@@ -247,7 +233,7 @@ def tap_environment(config: ServeConfig, endpoint: str) -> dict[str, str]:
     """What the plugin in the engine reads."""
     environment = {
         "VLLM_TAP_ENDPOINT": endpoint,
-        "VLLM_TAP_ARM": ",".join(part.strip() for part in config.arm.split(",")),
+        "VLLM_TAP_ARM": ",".join(config.armed),
         "VLLM_TAP_ON_FULL": config.on_full,
         "VLLM_TAP_PROBES": probes_text(config.probes),
     }

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from schemas.checks import DURABILITY, ON_FULL, check_one_of
+from schemas.checks import DURABILITY, ON_FULL, check_one_of, parse_arm
 from schemas.errors import NotFoundError, StartError, TapError
 from schemas.manifest import Manifest
 from schemas.probes import load_probe, parse_probes, probes_text
 from schemas.reader import StoreReader
 from schemas.spec import parse_spec
 from vllm_tap.captures import Capture
-from vllm_tap.services import check_arm, check_store, make_socket_dir
+from vllm_tap.services import check_store, make_socket_dir
 from vllm_tap.store import Store, open_store
 from vllm_tap.writer_process import WriterProcess
 
@@ -67,7 +67,7 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
     affected. StartError, before anything is started, where it cannot be had.
     """
     global _newest
-    armed = check_arm(arm if isinstance(arm, str) else ",".join(arm))
+    armed = ",".join(parse_arm("arm", arm if isinstance(arm, str) else ",".join(arm)))
     path = check_store(Path(store)).absolute()
     registered = parse_probes((f"{name}={file}" for name, file in (probes or {}).items()))
     for probe in registered:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)
                      marks=pytest.mark.soak),
         pytest.param("sharded", {"VLLM_TAP_ARM": "resid_post,q"},
                      ["tensor_parallel_size=2: a rank has only its share of q"], marks=pytest.mark.soak),
-        pytest.param("tiny", {"VLLM_TAP_ARM": "nope"}, ["VLLM_TAP_ARM='nope'", "unknown site"],
+        pytest.param("tiny", {"VLLM_TAP_ARM": "nope"}, ["VLLM_TAP_ARM = 'nope'", "unknown site"],
                      marks=pytest.mark.soak),
     ],
 )
