@@ -174,6 +174,10 @@ def test_an_export_as_a_hugging_face_dataset(stored: Stored, tmp_path: Path) -> 
         assert np.array_equal(row, decoded("raw", 1, "resid_post", 3, pair, "float32"))
     assert_refused(tap("export", "--format", "hf", "--tag", "run=b", "--store", stored.path, cwd=tmp_path,
                        PYTHONPATH=path), "no complete captures", "run")
+    refused = tap("export", "--format", "hf", "--context", "8", "--store", stored.path, "--out", "none", "--sites",
+                  "resid_post", cwd=tmp_path, PYTHONPATH=path)
+    assert refused.returncode == 2 and "--context = 8" in refused.stderr and "run is of 7" in refused.stderr
+    assert not (tmp_path / "none").exists()
     assert_refused(tap("export", "--store", stored.path, cwd=tmp_path), "name a capture")
     assert_refused(tap("export", stored.whole, "--format", "hf", "--out", "one", "--store", stored.path, cwd=tmp_path,
                        PYTHONPATH=path), "exists already")

@@ -274,7 +274,8 @@ def test_what_cannot_be_had_is_refused(made: Made, tmp_path: Path) -> None:
         with pytest.raises(SpecError, match=word):
             rows(made.path, **bad)
     for options, word in (({"batch": 0}, "batch"), ({"dtype": torch.int8}, "dtype"), ({"rank": 2, "world": 2}, "rank"),
-                          ({"seed": -1}, "seed"), ({"window": 0}, "window")):
+                          ({"seed": -1}, "seed"), ({"window": 0}, "window"), ({"rank": 1}, "rank"),
+                          ({"where": "run"}, "where"), ({"where": {"half": 1}}, "where")):
         with pytest.raises(SpecError, match=f"^{word} = "):
             rows(made.path, "mlp_out", 1, **options)
     with pytest.raises(NotFoundError, match=r"where = {'half': '2'} chooses has these sites"):

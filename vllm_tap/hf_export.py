@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
@@ -48,7 +49,7 @@ def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str 
         refs = [ref] if ref else [row.id for row in Filters("complete", tags or {}).of(reader)][::-1]
         if not refs:
             raise NotFoundError(f"no complete captures in {store}" + (f" with tags {dict(tags)}" if tags else ""))
-        first = _rows(reader, reader.manifest(refs[0]), sites, layers)
+        first, longest = _rows(reader, reader.manifest(refs[0]), sites, layers), 0
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
             file = Path(folder) / "rows.arrow"
@@ -61,12 +62,17 @@ def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str 
                     if _shape(rows) != _shape(first):
                         raise ArgumentError("--sites", _shape(rows),
                                             f"capture {name} is not as {refs[0]}: {_shape(first)}")
+                    if context is not None:
+                        longest = max(longest, *map(len, _runs(rows)))
                     for parts in _blocks(rows, context):
                         if context is None:
                             writer.write_table(token_table(parts))
                         else:
                             writer.write_batch(_contexts(parts, context))
                     tell(done, len(refs))
+                if context is not None and context > longest:
+                    raise ArgumentError("--context", context, "no capture has so many tokens that follow each other; "
+                                        f"the longest run is of {longest}")
                 writer.finalize()
             datasets.Dataset.from_file(str(file)).save_to_disk(f"{folder}/made")
             if target.exists():
@@ -111,12 +117,16 @@ def _blocks(rows: ExportRows, context: int | None) -> Iterator[list[Rows]]:
         runs = [rows.positions]
     else:
         step = max(1, step // context) * context
-        runs = [run[:len(run) // context * context]
-                for run in np.split(rows.positions, np.flatnonzero(np.diff(rows.positions) != 1) + 1)]
+        runs = [run[:len(run) // context * context] for run in _runs(rows)]
     for run in runs:
         for begin in range(0, len(run), step):
             block = run[begin:begin + step]
             yield [_part(rows, site, layers, block) for site, layers in rows.chosen.items()]
+
+
+def _runs(rows: ExportRows) -> list[npt.NDArray[Any]]:
+    """The positions, those together that follow each other."""
+    return np.split(rows.positions, np.flatnonzero(np.diff(rows.positions) != 1) + 1)
 
 
 def _part(rows: ExportRows, site: str, layers: list[int], block: np.ndarray) -> Rows:

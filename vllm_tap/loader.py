@@ -58,6 +58,11 @@ def rows(store: str | Path | Store, site: str | Sequence[str], layer: int | Sequ
     for name, value in (("batch", batch), ("window", window)):
         if value < 1:
             raise ArgumentError(name, value, "at least 1 row")
+    if where is not None and not callable(where) and not (
+            isinstance(where, Mapping) and all(isinstance(value, str) for value in where.values())):
+        raise ArgumentError("where", where, "valid: tags and their values, both strings, or a function of a CaptureRow")
+    if (rank is None) != (world is None):
+        raise ArgumentError("rank", rank, f"rank and world are given together, and world = {world}")
     if rank is None or world is None:
         rank, world = _process()
     if seed < 0:

@@ -76,7 +76,7 @@ class PromptSource:
             if self.given.startswith(HUB):
                 return datasets.load_dataset(self.given.removeprefix(HUB), split=self.split or "train", streaming=True)
             if not ((folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file()):
-                return datasets.load_dataset(self.given, split=self.split or "train", streaming=True)
+                return datasets.load_dataset(str(folder.resolve()), split=self.split or "train", streaming=True)
             found = datasets.load_from_disk(self.given)
             return found[self.split or "train"] if isinstance(found, dict) else found
         except Exception as error:
