@@ -17,6 +17,7 @@ from schemas.errors import CorruptError, StoreError
 from schemas.frame import FLAG_ERASED
 from schemas.frame_hashes import prove_frame
 from schemas.map_file import map_file
+from schemas.native_xxh3 import loop_for
 from schemas.packed import Packed
 from schemas.placement import FIRST, FLAGS, I64, KIND, OFFSET, PARTS, ROW, SEGMENT, STEP, TOKEN, Bytes
 from schemas.row_checksums import BlockChecksums, piece_digests
@@ -29,6 +30,7 @@ maps_max: Final = 256
 frames_max: Final = 4096
 proved_bytes_max: Final = 16 * 1024 * 1024  # of checksums of frames in open segments, eight a row and layer
 _GATHERED_BYTES: Final = 1 << 17
+_NATIVE_BYTES: Final = 512  # smaller pieces are copied as fast by NumPy
 View = FrameView | ColdFrame
 U64 = npt.NDArray[np.uint64]
 T = TypeVar("T")
@@ -54,6 +56,12 @@ def _gather(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) 
     Little by little: what is copied on the way stays in the processor's cache, and in memory that is there already.
     """
     nbytes = out.shape[1]
+    if nbytes >= _NATIVE_BYTES and (loop := loop_for(0)) is not None:
+        try:
+            loop.gather(data, starts, out, target)
+        except IndexError:
+            raise _beyond(path, len(data)) from None
+        return
     pieces: npt.NDArray[np.void] = np.ndarray((max(len(data) - nbytes + 1, 0),), f"V{nbytes}", data, strides=(1,))
     whole, few = out.view(f"V{nbytes}")[:, 0], max(1, _GATHERED_BYTES // nbytes)
     try:

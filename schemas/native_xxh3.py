@@ -1,4 +1,4 @@
-"""xxh3 of many pieces in one call that leaves the interpreter alone.
+"""xxh3 of many pieces, or copies of them, in one call that leaves the interpreter alone.
 
 In Python each piece is a call and objects for it, three times what hashing 4 KB takes. Here machine code loops over
 the xxhash package's own functions. LLVM makes it, through llvmlite, which comes with vLLM: 50 ms of a processor and
@@ -23,6 +23,7 @@ __all__ = ["Loop", "load", "loop_for"]
 
 pieces_before: Final = 1 << 16  # hashed in Python, in about the time that making the loop takes
 # For i < n: if state: update(state, at[i], bytes); out[i] = hash(at[i], bytes, seeds[i])
+# and: to[i][:bytes] = at[i][:bytes]
 _CODE: Final = """
 define void @digests(ptr %hash, ptr %update, ptr %state, i64 %n, ptr %at, i64 %bytes, ptr %seeds, ptr %out) {
 start:
@@ -43,6 +44,26 @@ row:
   %seed = load i64, ptr %seed_i
   %digest = call i64 %hash(ptr %address, i64 %bytes, i64 %seed)
   store i64 %digest, ptr %out_i
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %n
+  br i1 %more, label %piece, label %end
+end:
+  ret void
+}
+
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+
+define void @gather(i64 %n, ptr %at, i64 %bytes, ptr %to) {
+start:
+  %any = icmp ne i64 %n, 0
+  br i1 %any, label %piece, label %end
+piece:
+  %i = phi i64 [0, %start], [%next, %piece]
+  %at_i = getelementptr ptr, ptr %at, i64 %i
+  %to_i = getelementptr ptr, ptr %to, i64 %i
+  %source = load ptr, ptr %at_i
+  %target = load ptr, ptr %to_i
+  call void @llvm.memcpy.p0.p0.i64(ptr %target, ptr %source, i64 %bytes, i1 false)
   %next = add i64 %i, 1
   %more = icmp ult i64 %next, %n
   br i1 %more, label %piece, label %end
@@ -80,6 +101,8 @@ class Loop:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         signature = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, number, pointer, number, pointer, pointer)
         self._run = signature(self._engine.get_function_address("digests"))
+        signature = ctypes.CFUNCTYPE(None, number, pointer, number, pointer)
+        self._copy = signature(self._engine.get_function_address("gather"))
 
     def _address(self, name: str) -> int | None:
         """Of a function of the package, the one that takes the widest instructions of the processor where it has it."""
@@ -115,6 +138,19 @@ class Loop:
             return self._xxhash.XXH3_64bits_digest(state), found
         finally:
             self._xxhash.XXH3_freeState(state)
+
+    def gather(self, data: memoryview, starts: I64, out: Bytes, target: I64) -> None:
+        """Copy the bytes that begin at each of ``starts`` to those rows of ``out``, uint8 ``[rows, piece bytes]``;
+        IndexError where they lie beyond.
+        """
+        nbytes = out.shape[1]
+        if not len(starts):
+            return
+        if not (starts.min() >= 0 and starts.max() + nbytes <= len(data) and target.min() >= 0
+                and target.max() < len(out) and len(starts) == len(target) and out.flags.c_contiguous):
+            raise IndexError(f"pieces from byte {starts.min()} to {starts.max()} of {len(data)}")
+        at, to = starts + np.frombuffer(data, np.uint8).ctypes.data, target * nbytes + out.ctypes.data
+        self._copy(len(at), at.ctypes.data, nbytes, to.ctypes.data)
 
     def _digests(self, at: I64, nbytes: int, seeds: U64 | None, state: int | None) -> U64:
         start = np.zeros(len(at), np.uint64) if seeds is None else np.ascontiguousarray(seeds, np.uint64)

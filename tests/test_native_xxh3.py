@@ -98,6 +98,23 @@ def test_what_lies_beyond_is_not_read() -> None:
     assert loop.digests(turned, None, None)[1] == xxhash.xxh3_64_intdigest(turned[1].tobytes())
 
 
+def test_pieces_are_copied_from_anywhere_to_anywhere() -> None:
+    loop, rng = load(), np.random.default_rng(0)
+    assert loop is not None
+    data = memoryview(rng.bytes(9000))
+    out, starts, target = np.zeros((40, 700), np.uint8), rng.integers(0, 8301, 25), rng.permutation(40)[:25]
+    starts[:2] = 0, 8300  # the first and the last that there can be
+    loop.gather(data, starts, out, target)
+    loop.gather(data, starts[:0], out, target[:0])
+    wanted = {at: bytes(data[start:start + 700]) for start, at in zip(starts.tolist(), target.tolist(), strict=True)}
+    assert [row.tobytes() for row in out] == [wanted.get(at, bytes(700)) for at in range(40)]
+    for bad_starts, bad_target in (([8301], [0]), ([-1], [0]), ([0], [40]), ([0], [-1]), ([0, 0], [0])):
+        with pytest.raises(IndexError):
+            loop.gather(data, np.array(bad_starts), out, np.array(bad_target))
+    with pytest.raises(IndexError):
+        loop.gather(data, starts[:3], out.T[:700], target[:3])
+
+
 def test_it_is_made_for_who_hashes_many(unmade: None) -> None:
     assert loop_for(native_xxh3.pieces_before - 1) is None and not native_xxh3._begun
     assert loop_for(1) is None  # a thread makes it
