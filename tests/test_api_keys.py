@@ -269,7 +269,7 @@ def test_the_client_brings_its_key(stack: Stack, hers: dict[str, str], monkeypat
     with Client(stack.url) as client, pytest.raises(NotFound):
         client.manifest(hers["id"])
     monkeypatch.delenv("VLLM_TAP_API_KEY")
-    with Client(stack.url) as client, pytest.raises(ServiceError) as refused:
+    with Client(stack.url) as client, pytest.raises(ServiceError, match="api_key=…, or VLLM_TAP_API_KEY") as refused:
         list(client.captures())
     assert refused.value.status == 401
 

@@ -203,7 +203,10 @@ def error_of(answer: httpx.Response) -> TapError:
     """The exception that an error answer stands for."""
     try:
         error = answer.json()["error"]
-        return service_error(answer.status_code, str(error.get("code")), str(error["message"]), error.get("param"))
+        message = str(error["message"])
+        if answer.status_code == 401:
+            message += f" (here: api_key=…, or {API_KEY} in the environment)"
+        return service_error(answer.status_code, str(error.get("code")), message, error.get("param"))
     except (ValueError, KeyError, TypeError, AttributeError):
         return service_error(answer.status_code, None, f"{answer.status_code}: {answer.text[:500]}", None)
 

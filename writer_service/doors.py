@@ -97,7 +97,7 @@ def _local(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
     info = path.parent.stat()
     if info.st_uid != os.geteuid() or info.st_mode & 0o077:
         raise StartError(f"--endpoint: {path.parent} must belong to this user alone (mode 0700); "
-                         f"it has mode {info.st_mode & 0o777:04o}")
+                         f"it has mode {info.st_mode & 0o777:04o}; name a folder of its own, which is made")
     if path.exists() and not path.is_socket():
         raise StartError(f"--endpoint: {path} is there and is no socket; name another path")
     path.unlink(missing_ok=True)  # of a writer that was killed; the lock says that none lives
