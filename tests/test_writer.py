@@ -33,16 +33,7 @@ from schemas.frame import RowTable
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from schemas.spec import Resolved
-from tests.store_helpers import (
-    ROOT,
-    SITE,
-    Sender,
-    WriterProcess,
-    assert_adds_up,
-    assert_rows,
-    engine_info,
-    until,
-)
+from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, engine_info, until
 from writer_service import catalog
 from writer_service.changes import Indexed
 from writer_service.control_log import Entry

@@ -18,19 +18,7 @@ import msgspec
 import xxhash
 
 from schemas import limits
-from schemas.control import (
-    Abandon,
-    Bye,
-    ClientFinish,
-    Delete,
-    Dropped,
-    Finish,
-    Hello,
-    Hold,
-    Open,
-    Own,
-    unpack,
-)
+from schemas.control import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Hello, Hold, Open, Own, unpack
 from schemas.errors import StoreError
 from writer_service import fs
 

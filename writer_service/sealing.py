@@ -26,15 +26,7 @@ from schemas.frame import FLAG_ERASED
 from schemas.frame_hashes import prove_frame
 from schemas.map_file import map_file
 from schemas.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, frames_end, whole_frames
-from schemas.zarr_layout import (
-    WRITER,
-    array_metadata,
-    block_name,
-    building_name,
-    group_metadata,
-    main_chunk,
-    open_name,
-)
+from schemas.zarr_layout import WRITER, array_metadata, block_name, building_name, group_metadata, main_chunk, open_name
 from writer_service import fs, says
 from writer_service.crc32c import crc32c
 from writer_service.kept import Kept

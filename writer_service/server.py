@@ -8,10 +8,7 @@ from typing import Any, Final
 import zmq
 
 from schemas.catalog import connect_read
-from schemas.control import (
-    Delete,
-    TapState,
-)
+from schemas.control import Delete, TapState
 from schemas.errors import StartError, StoreError
 from schemas.zarr_layout import endpoint_name
 from writer_service import fs, says

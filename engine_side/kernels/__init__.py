@@ -28,8 +28,6 @@ _MODULES: Final = {
     "kv8": "heads", "qk8": "heads", "topk": "largest", "topk8": "largest",
 }
 
-Grid = tuple[int, int]
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
