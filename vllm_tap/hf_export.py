@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,36 +50,42 @@ def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str 
         refs = [ref] if ref else [row.id for row in Filters("complete", tags or {}).of(reader)][::-1]
         if not refs:
             raise NotFoundError(f"no complete captures in {store}" + (f" with tags {dict(tags)}" if tags else ""))
-        first, longest = _rows(reader, reader.manifest(refs[0]), sites, layers), 0
+        captures = (_rows(reader, reader.manifest(name), sites, layers) for name in refs)
+        first = next(captures)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-            file = Path(folder) / "rows.arrow"
-            from datasets.arrow_writer import ArrowWriter
-
-            with reporting(progress, "exporting") as tell, ArrowWriter(
-                    path=str(file), features=_features(datasets, first, context)) as writer:
-                for done, name in enumerate(refs, 1):
-                    rows = _rows(reader, reader.manifest(name), sites, layers)
-                    if _shape(rows) != _shape(first):
-                        raise ArgumentError("--sites", _shape(rows),
-                                            f"capture {name} is not as {refs[0]}: {_shape(first)}")
-                    if context is not None:
-                        longest = max(longest, *map(len, _runs(rows)))
-                    for parts in _blocks(rows, context):
-                        if context is None:
-                            writer.write_table(token_table(parts))
-                        else:
-                            writer.write_batch(_contexts(parts, context))
-                    tell(done, len(refs))
-                if context is not None and context > longest:
-                    raise ArgumentError("--context", context, "no capture has so many tokens that follow each other; "
-                                        f"the longest run is of {longest}")
-                writer.finalize()
-            datasets.Dataset.from_file(str(file)).save_to_disk(f"{folder}/made")
+            with reporting(progress, "exporting") as tell:
+                _write(Path(folder) / "rows.arrow", first, captures, context, lambda done: tell(done, len(refs)))
+            datasets.Dataset.from_file(f"{folder}/rows.arrow").save_to_disk(f"{folder}/made")
             if target.exists():
                 shutil.rmtree(target)
             Path(folder, "made").rename(target)
     return [target]
+
+
+def _write(file: Path, first: ExportRows, others: Iterator[ExportRows], context: int | None,
+           tell: Callable[[int], None]) -> None:
+    """The rows of captures as one Arrow file; ``tell`` hears how many are done."""
+    from datasets.arrow_writer import ArrowWriter
+
+    longest = 0
+    with ArrowWriter(path=str(file), features=_features(first, context)) as writer:
+        for done, rows in enumerate(chain([first], others), 1):
+            if _shape(rows) != _shape(first):
+                raise ArgumentError("--sites", _shape(rows), f"capture {rows.manifest.id} is not as "
+                                                             f"{first.manifest.id}: {_shape(first)}")
+            if context is not None:
+                longest = max(longest, *map(len, _runs(rows)))
+            for parts in _blocks(rows, context):
+                if context is None:
+                    writer.write_table(token_table(parts))
+                else:
+                    writer.write_batch(_contexts(parts, context))
+            tell(done)
+        if context is not None and context > longest:
+            raise ArgumentError("--context", context, "no capture has so many tokens that follow each other; "
+                                                      f"the longest run is of {longest}")
+        writer.finalize()
 
 
 def _rows(reader: StoreReader, manifest: Manifest, sites: str | None, layers: str) -> ExportRows:
@@ -96,7 +103,9 @@ def _column(name: str) -> str:
     return transformer_lens_name(site, int(layer)) or name
 
 
-def _features(datasets: Any, rows: ExportRows, context: int | None) -> Any:
+def _features(rows: ExportRows, context: int | None) -> Any:
+    import datasets
+
     shape = _shape(rows)
     if not shape:
         raise NotFoundError(f"capture {rows.manifest.id} is {rows.manifest.status} and holds no rows to export")

@@ -55,10 +55,11 @@ def print_manifest(store: Path, ref: str, as_json: bool) -> None:
         return
     out = console()
     for manifest in manifests:
-        _print_one(out, manifest)
+        out.print(_facts(manifest))
+        out.print(_rows(manifest))
 
 
-def _print_one(console: Console, manifest: Manifest) -> None:
+def _facts(manifest: Manifest) -> Table:
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="bold")
     facts.add_column()
@@ -79,7 +80,11 @@ def _print_one(console: Console, manifest: Manifest) -> None:
         ("hold", Text("neither deleted nor expired until released" if manifest.hold else "–")),
     ):
         facts.add_row(name, value)
-    console.print(facts)
+    return facts
+
+
+def _rows(manifest: Manifest) -> Table:
+    """A line for layers of a site that were captured alike."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("site")
     table.add_column("layers")
@@ -95,7 +100,7 @@ def _print_one(console: Console, manifest: Manifest) -> None:
             gaps += f", and {len(first.missing) - 8} more ranges"
         table.add_row(first.site, _ranges([row.layer for row in group]), first.codec, str(widths.get(first.site, 0)),
                       str(first.expected), str(first.captured), Text(gaps or "–"))
-    console.print(table)
+    return table
 
 
 def _alike(rows: list[SiteLayer]) -> list[list[SiteLayer]]:
