@@ -43,7 +43,7 @@ def unmade(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_xxh3, "_wanted", 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 40), st.integers(1, 1500), st.lists(st.integers(1, 300), max_size=2), st.integers(0, 2**32),
        st.booleans())
 @example(3, 4096, [128, 8], 1, True)
@@ -58,7 +58,7 @@ def test_one_call_equals_many(count: int, nbytes: int, side_bytes: list[int], se
     assert piece_digests(main, sides, which if some else None).tolist() == wanted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.sampled_from([("int8b64", 192), ("raw16", 75), ("topk8:k=5", 96)]), st.randoms(),
        st.booleans())
 def test_streams_in_buffers_that_end_anywhere(pieces: int, kind: tuple[str, int], random: Random, made: bool) -> None:
