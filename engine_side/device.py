@@ -81,7 +81,7 @@ class Crossing:
             self._copying: Any = torch.cuda.Stream(device)
             self._encoded = torch.cuda.Event()
             self._over = [torch.cuda.Event() for _ in range(2 * _COPIES_MAX)]  # in turns: scratch keeps fewer
-            self._numbers = torch.arange(COPIES, dtype=torch.int64, device=device)
+            self.numbers = torch.arange(COPIES, dtype=torch.int64, device=device)
             self._copy = device_to_host()
         self._copies = 0  # ever made
         self._waiting: deque[tuple[Event, int, int, int, int]] = deque()  # event, from, to, bytes, scratch's head
@@ -149,6 +149,7 @@ class Crossing:
         self._encoded.record(torch.cuda.current_stream(self._device))
         self._copying.wait_event(self._encoded)
         self._copies += 1
+        self.ring.shared.made = self._copies  # before the device can say that it is over
         moved: list[Event] = []
         source = target = size = until = 0  # of a copy that may grow: what was encoded one after the other lies so
         # Runs that share their bytes go together: those before the one that brings them are without any.
@@ -165,7 +166,7 @@ class Crossing:
                 event.copied = self._copies
             moved.append(event)
         self._to_ring(source, target, size)
-        self._copy(self.ring.copied.data_ptr(), self._numbers.data_ptr() + 8 * (self._copies % COPIES), 8,
+        self._copy(self.ring.copied.data_ptr(), self.numbers.data_ptr() + 8 * (self._copies % COPIES), 8,
                    self._copying.cuda_stream)
         if until:
             over = self._over[self._copies % len(self._over)]

@@ -90,10 +90,12 @@ class Counted(msgspec.Struct, tag=True, array_like=True):
 Event = Opened | Run | Freed | Lost | Finished | Counted
 
 
-def _bytes_of(value: Any) -> bytes:
-    """An array as it travels: its int64 numbers."""
+def _plain(value: Any) -> bytes | int:
+    """An array as it travels, its int64 numbers; a token id that is NumPy's."""
     if isinstance(value, np.ndarray):
         return np.asarray(value, np.int64).tobytes()
+    if isinstance(value, np.integer):
+        return int(value)
     raise NotImplementedError(f"{type(value).__name__} is no part of an event")
 
 
@@ -101,7 +103,7 @@ def _array_of(kind: type, value: Any) -> Any:
     return np.frombuffer(value, np.int64)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Event, dec_hook=_array_of)
 
 

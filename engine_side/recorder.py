@@ -132,10 +132,14 @@ class Recorder:
         by_number = absent and parse_spec(ticket.asked).layers != "all"
         resolved, absent = (ticket.resolved, absent) if by_number else (taken, {})
         slot = self.captures.open(request, taken, len(prompt_token_ids))
-        self._tickets[request] = capture
         now = time.time_ns() // 1_000_000
-        self.crossing.say(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached,
-                                  now, ticket.adapter))
+        try:
+            self.crossing.say(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached,
+                                     now, ticket.adapter))
+        except BaseException:  # what nobody heard of takes no rows
+            self.captures.close(request)
+            raise
+        self._tickets[request] = capture
         self._warm(self.captures.plan(slot))
 
     def resume(self, request: str, cached: int) -> None:
@@ -201,7 +205,9 @@ class Recorder:
         skipped, self._hurried = self._hurried, hurried
         if tokens == 0:
             self._end_burst()
-        if tokens == 0 or time.monotonic() > self._count_at:
+            self._rest()
+            return
+        if time.monotonic() > self._count_at:
             self._count()
         if not hurried or skipped:
             self.crossing.before_step(tokens, self._bytes_a_token)
@@ -211,6 +217,10 @@ class Recorder:
         if self._late is not None:
             self.catch_up()
         self._end_burst()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Everything goes out; for a moment the sender is waited for, where it has no room for so much at once."""
         self._count()
         self.crossing.before_step(0, 0.0)
         until = time.monotonic() + _FLUSH_S

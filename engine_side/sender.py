@@ -21,7 +21,7 @@ import zmq
 
 from engine_side.events import Counted, Finished, Freed, Lost, Mark, Opened, Run
 from engine_side.selection import Entry
-from engine_side.shared import Events, Shared, is_over
+from engine_side.shared import Events, Shared
 from schemas import codecs, control, limits
 from schemas.control import EngineInfo
 from schemas.curve import secure_sender
@@ -148,7 +148,7 @@ class Sender:
     def _take_events(self) -> bool:
         taken = False
         while (event := self._events.first()) is not None:
-            if isinstance(event, Run | Freed) and not is_over(event.copied, self._shared.copied):
+            if isinstance(event, Run | Freed) and event.copied > self._shared.over():
                 break
             self._events.take()
             taken = True
@@ -180,6 +180,7 @@ class Sender:
                                          stop=limits.position_max, reason="not_armed"))
 
     def _finish(self, event: Finished) -> None:
+        self._slots.pop(event.slot, None)
         for entry, pending in list(self._pending.items()):
             if any(event.capture in names for names in pending.names):
                 self._close_frame(entry)

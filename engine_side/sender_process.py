@@ -13,17 +13,22 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from engine_side.sender import Sender
 from engine_side.shared import Shared
 from schemas.control import EngineInfo
+from schemas.errors import StartError
 
 __all__ = ["SenderProcess"]
 
 logger = logging.getLogger("vllm.tap")
+
+_BEGIN_S: Final = 60.0
 
 
 class _Task(msgspec.Struct):
@@ -39,50 +44,73 @@ class _Task(msgspec.Struct):
 
 
 class SenderProcess:
-    """The step's side of it: starts the process, sees its end, asks it to flush and end."""
+    """The step's side of it: starts the process, sees its end, asks it to flush and end.
 
-    def __init__(self, endpoint: str, info: EngineInfo, shared: Shared, curve: Path | None = None) -> None:
-        self.info = info
+    It is started at once, since it takes a while to import what it needs, and sends from ``begin`` on.
+    """
+
+    def __init__(self, endpoint: str, shared: Shared, curve: Path | None = None) -> None:
         self._endpoint, self._shared, self._curve = endpoint, shared, curve
-        self._process: subprocess.Popen[bytes] | None = None
+        self._begun = False
+        # It imports what this process would: not what lies in some other working directory, or is another version.
+        path = [str(Path(entry).absolute()) for entry in sys.path]
+        program = f"import sys; sys.path[:] = {path!r}; from engine_side.sender_process import main; main()"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})  # NumPy would start threads that it never uses
+        except OSError as error:
+            raise StartError(f"vllm-tap: the sender's process does not start: {error}") from None
         self._watcher = threading.Thread(target=self._watch, name="vllm-tap-sender", daemon=True)
+        self._watcher.start()
 
     @property
-    def pid(self) -> int | None:
-        """Of the process, once it was started."""
-        return None if self._process is None else self._process.pid
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
 
-    def start(self) -> None:
-        """Once; OSError where no process can be started."""
+    def begin(self, info: EngineInfo) -> None:
+        """What the engine is; StartError where the process has ended or does not begin. A second call does nothing."""
+        if self._begun:
+            return
+        self._begun = True
         level = logging.getLevelName(logger.getEffectiveLevel())
-        task = _Task(self._endpoint, self.info, str(self._shared.path), self._shared.capacity, os.getpid(),
+        task = _Task(self._endpoint, info, str(self._shared.path), self._shared.capacity, os.getpid(),
                      None if self._curve is None else str(self._curve), level)
-        # Not from the working directory, where packages may have the names of ours; no threads of a linear algebra.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine_side.sender_process"], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
         assert self._process.stdin is not None
-        with self._process.stdin as told, contextlib.suppress(BrokenPipeError):  # its end is seen by the watcher
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as told:
             told.write(msgspec.msgpack.encode(task))
-        self._watcher.start()
+        until = time.monotonic() + _BEGIN_S
+        while not self._shared.begun:
+            code = self._process.poll()
+            if code is not None or time.monotonic() > until:
+                raise StartError("vllm-tap: the sender's process " + (
+                    f"does not begin in {_BEGIN_S:.0f} s" if code is None else
+                    f"ended before it began ({_named(code)}); what it wrote to its standard error says why"))
+            time.sleep(0.005)
 
     def close(self, timeout_s: float = 7.0) -> None:
         """Have it send what is there, say Bye and end."""
         self._shared.closing = 1
-        if self._process is not None:
-            self._watcher.join(timeout_s)
-            if self._process.poll() is None:
-                self._process.kill()
-                self._watcher.join(1.0)
+        if not self._begun:  # it waits for what it is to do
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        self._watcher.join(timeout_s)
+        if self._watcher.is_alive():
+            self._process.kill()
+            self._watcher.join(1.0)
 
     def _watch(self) -> None:
         """Waits without the interpreter, so it costs no step anything."""
-        assert self._process is not None
         code = self._process.wait()
-        ended, self._shared.abandoned = self._shared.closing, 1
-        if not ended:
+        known, self._shared.abandoned = self._shared.closing or self._shared.abandoned, 1
+        if not known:
             logger.error("vllm-tap: the sender's process ended (%s): nothing more is captured until the engine is "
-                         "started again; generation goes on", f"signal {-code}" if code < 0 else f"code {code}")
+                         "started again; generation goes on", _named(code))
+
+
+def _named(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"code {code}"
 
 
 def main() -> None:
@@ -97,7 +125,8 @@ def main() -> None:
                         datefmt="%m-%d %H:%M:%S")
     shared = Shared.opened(Path(task.path), task.capacity)
     sender = Sender(task.endpoint, task.info, shared, task.engine, None if task.curve is None else Path(task.curve))
-    sender.run(lambda: bool(shared.closing) or os.getppid() != task.engine)
+    shared.begun = 1
+    sender.run(lambda: bool(shared.closing or shared.abandoned) or os.getppid() != task.engine)
     if os.getppid() != task.engine:
         shared.path.unlink(missing_ok=True)  # nobody else does
 

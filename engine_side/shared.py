@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from engine_side.events import Event, decode, encode
 
-__all__ = ["COPIES", "EXTRA", "Events", "Outbox", "Shared", "is_over"]
+__all__ = ["COPIES", "EXTRA", "Events", "Outbox", "Shared"]
 
 logger = logging.getLogger("vllm.tap")
 
 U8 = npt.NDArray[np.uint8]
 
-COPIES: Final = 4096  # copies to the host are numbered modulo this
+COPIES: Final = 4096  # the device counts copies to the host modulo this
 _LINE: Final = 64  # bytes between numbers, so that their writers do not share a line of cache
 _NUMBERS: Final = mmap.PAGESIZE
 _QUEUE: Final = 4 << 20
@@ -34,14 +34,6 @@ _SIZE: Final = 8  # bytes before each event: its length
 _LEFT_MAX: Final = 64 << 20  # of events that the queue has no room for
 
 EXTRA: Final = _NUMBERS + _QUEUE  # bytes of the file beside the ring
-
-
-def is_over(number: int, last: int) -> bool:
-    """Whether copy ``number`` is over, the last that was over being ``last`` modulo ``COPIES``.
-
-    At most half as many are under way at a time.
-    """
-    return (last - number) % COPIES < COPIES // 2
 
 
 class _Number:
@@ -70,6 +62,8 @@ class Shared:
     writer_away = _Number(4)  # not 0: too much waits for the writer, no capture is begun
     closing = _Number(5)  # not 0: no event follows those in the queue; written by the step's process
     abandoned = _Number(6)  # not 0: nothing is taken or released any more; written by both
+    made = _Number(7)  # copies to the host ever begun; written by the step
+    begun = _Number(8)  # not 0: the sender runs; written by it
 
     def __init__(self, file: int, path: Path, capacity: int) -> None:
         self.path, self.capacity = path, capacity
@@ -87,6 +81,11 @@ class Shared:
             return cls(file, path, capacity)
         finally:
             os.close(file)
+
+    def over(self) -> int:
+        """How many of the copies that were begun are over; fewer than ``COPIES`` are under way at any time."""
+        made = self.made  # read first: where it is old by then, the answer is too low, and asked for again
+        return made - (made - self.copied) % COPIES
 
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the ring themselves, for checksums and for sending across hosts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from dataclasses import dataclass
 
 import msgspec
@@ -33,6 +34,7 @@ class Worker:
     entry: Entry | None  # what the self-test holds the first rows against
     recorder: Recorder | None  # None on a rank whose rows another rank hands over
     sender: SenderProcess | None
+    pid: int  # of the process whose it is: one that was forked from it has no part in it
 
 
 CURRENT: Worker | None = None
@@ -44,7 +46,7 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, stagin
     global CURRENT
     stop()
     if not leads:  # the sites are whole on every rank: once is enough
-        CURRENT = Worker(info, model, staging, entry, None, None)
+        CURRENT = Worker(info, model, staging, entry, None, None, os.getpid())
         return
     row = max(buffer.shape[0] * buffer.shape[2] * buffer.element_size() for buffer in staging.buffers.values())
     for name, value in (("RING", config.ring_bytes), ("SCRATCH", config.scratch_bytes)):
@@ -56,10 +58,12 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, stagin
     except OSError as error:
         raise StartError(f"vllm-tap: no ring of {size / 2**20:,.0f} MiB in shared memory ({error}): lower "
                          "VLLM_TAP_RING_BYTES, or give /dev/shm more (containers: --shm-size)") from None
-    recorder = Recorder(staging, info.model_dtype, config.on_full,
-                        Crossing(device, ring, scratch, Outbox(ring.shared)))
-    sender = SenderProcess(config.endpoint, info, ring.shared, config.curve)
-    CURRENT = Worker(info, model, staging, entry, recorder, sender)
+    crossing = Crossing(device, ring, scratch, Outbox(ring.shared))
+    if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers
+        model.register_buffer("vllm_tap_numbers", crossing.numbers, persistent=False)
+    recorder = Recorder(staging, info.model_dtype, config.on_full, crossing)
+    sender = SenderProcess(config.endpoint, ring.shared, config.curve)
+    CURRENT = Worker(info, model, staging, entry, recorder, sender, os.getpid())
     atexit.register(stop)
 
 
@@ -76,16 +80,17 @@ def announce(runner: str) -> None:
     CURRENT.info = msgspec.structs.replace(CURRENT.info, runner=runner)
     if CURRENT.recorder is not None:
         CURRENT.recorder.compiled.usual(CURRENT.info.armed)
-    if CURRENT.sender is not None and CURRENT.sender.pid is None:
-        CURRENT.sender.info = CURRENT.info
-        CURRENT.sender.start()
+    if CURRENT.sender is not None:
+        CURRENT.sender.begin(CURRENT.info)
 
 
 def stop() -> None:
     """Flush and end the sender; a second call does nothing."""
     global CURRENT
     current, CURRENT = CURRENT, None
-    if current is not None and current.sender is not None and current.recorder is not None:
+    if current is None or current.pid != os.getpid():
+        return
+    if current.sender is not None and current.recorder is not None:
         try:
             current.recorder.flush()
         except Exception:  # of the device: what lies in the ring can still go, and vLLM has to end too

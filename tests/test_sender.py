@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,13 +62,13 @@ class Tapped:
         self.thread.join(timeout_s)
         self.ring.close()
 
-    def open(self, prompt_len: int) -> str:
+    def open(self, prompt_len: int, ids: list[Any] | None = None) -> str:
         """Begins a capture of everything, raw; its id."""
         capture = new_ulid()
         spec = parse_spec({"codec": "raw", "id": capture})
         ticket = Ticket(capture, spec.to_json(), resolve(spec, ARMED), 0, 1, 1)
         self._tickets[capture] = ticket
-        self.recorder.open(capture, ticket, list(range(prompt_len)), 0)
+        self.recorder.open(capture, ticket, ids or list(range(prompt_len)), 0)
         return capture
 
     def step(self, capture: str, first: int, rows: int) -> None:

@@ -17,16 +17,17 @@ import psutil
 import pytest
 import torch
 
-from engine_side import shared
+from engine_side import shared, worker
 from engine_side.device import Crossing
 from engine_side.events import Counted, Event, Finished, Freed, Lost, Opened, Run, decode, encode
 from engine_side.recorder import Recorder
 from engine_side.ring import Ring
 from engine_side.selection import Entry
 from engine_side.sender_process import SenderProcess
-from engine_side.shared import COPIES, Events, Outbox, is_over
+from engine_side.shared import COPIES, Events, Outbox
 from engine_side.staging import Staging
 from schemas.control import TapCounters
+from schemas.errors import StartError
 from schemas.spec import parse_spec, resolve
 from tests.store_helpers import ROOT, SITE, WriterProcess, engine_info, until
 from tests.test_sender import ARMED, LAYERS, MIB, TOKENS, WIDTH, Tapped, manifest_of
@@ -42,8 +43,8 @@ class TappedProcess(Tapped):
         self.ring = Ring(16 * MIB, pinned=False)
         self.recorder = Recorder(self.staging, "float32", "drop",
                                  Crossing(torch.device("cpu"), self.ring, outbox=Outbox(self.ring.shared)))
-        self.process = SenderProcess(endpoint, engine_info(width=WIDTH, n_layers=LAYERS), self.ring.shared)
-        self.process.start()
+        self.process = SenderProcess(endpoint, self.ring.shared)
+        self.process.begin(engine_info(width=WIDTH, n_layers=LAYERS))
         self._tickets = {}
 
     def close(self, timeout_s: float = 7.0) -> None:
@@ -110,11 +111,134 @@ def test_a_sender_that_never_looks_costs_bounded_memory(monkeypatch: pytest.Monk
     assert ring.shared.abandoned and most < (4 << 20) + (2 << 20)
 
 
-def test_copies_are_over_in_their_order_however_many_there_were() -> None:
-    for last in (0, 1, 4095, 4096, 4097, 1 << 20):
-        flag = last % COPIES
-        assert all(is_over(number, flag) for number in range(max(0, last - 100), last + 1))
-        assert not any(is_over(number, flag) for number in range(last + 1, last + 500))
+def test_how_many_copies_are_over_however_many_there_were() -> None:
+    """The device's count is modulo, and may be newer than the step's, or behind it by all that can be under way."""
+    ring = Ring(1 << 16, pinned=False)
+    for made in (0, 1, 4095, 4096, 4097, 1 << 20):
+        for under_way in (0, 1, 500, min(made, COPIES - 1)):
+            ring.shared.made, ring.shared.copied = made, (made - min(under_way, made)) % COPIES
+            assert ring.shared.over() == made - min(under_way, made)
+        ring.shared.copied = (made + 3) % COPIES  # of copies begun after the step's count was read
+        assert ring.shared.over() <= made
+    ring.close()
+
+
+class NumberedCrossing(Crossing):
+    """Copies as a device makes and counts them, one a run."""
+
+    number = 0
+
+    def bring(self, runs: list[Run], at: int, base: int, nbytes: int) -> None:
+        self.number += 1
+        self.ring.shared.made = self.number
+        for run in runs:
+            run.copied = self.number
+        self.outbox.extend(runs)
+        self.ring.shared.copied = self.number % COPIES
+
+
+def test_a_sender_that_was_stopped_for_thousands_of_copies_catches_up(tmp_path: Path) -> None:
+    with WriterProcess(tmp_path / "store") as writer:
+        tapped = TappedProcess(writer.endpoint)
+        tapped.recorder.crossing.__class__ = NumberedCrossing
+        assert manifest_of(writer.store, tapped.whole(10)).status == "complete"
+        os.kill(tapped.process.pid, signal.SIGSTOP)
+        capture = tapped.open(6000)
+        for first in range(0, 6000, 2):
+            tapped.step(capture, first, 2)
+        tapped.finish(capture, 6000)
+        os.kill(tapped.process.pid, signal.SIGCONT)
+        manifest = manifest_of(writer.store, capture)
+        tapped.close()
+    assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
+
+
+def test_a_sender_that_cannot_import_what_it_needs_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring(1 << 16, pinned=False)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
+    process = SenderProcess("ipc:///nowhere", ring.shared)
+    with pytest.raises(StartError, match=r"ended before it began \(code 1\)"):
+        process.begin(engine_info(width=WIDTH, n_layers=LAYERS))
+    process.close()
+    ring.close()
+
+
+def test_a_sender_that_is_told_nothing_ends_with_its_engine() -> None:
+    ring = Ring(1 << 16, pinned=False)
+    process = SenderProcess("ipc:///nowhere", ring.shared)
+    process.close()
+    ring.close()
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_a_process_forked_from_the_engine_has_no_part_in_its_sender(tmp_path: Path) -> None:
+    with WriterProcess(tmp_path / "store") as writer:
+        tapped = TappedProcess(writer.endpoint)
+        worker.CURRENT = worker.Worker(engine_info(width=WIDTH, n_layers=LAYERS), torch.nn.Linear(1, 1), tapped.staging,
+                                       None, tapped.recorder, tapped.process, os.getpid())
+        try:
+            child = os.fork()
+            if child == 0:
+                worker.stop()  # as its exit does
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        finally:
+            worker.CURRENT = None
+        assert not tapped.ring.shared.closing and psutil.pid_exists(tapped.process.pid)
+        assert manifest_of(writer.store, tapped.whole(100)).status == "complete"
+        tapped.close()
+
+
+def test_what_the_queue_has_no_room_for_goes_out_before_the_engine_rests(tmp_path: Path) -> None:
+    with WriterProcess(tmp_path / "store") as writer:
+        tapped = TappedProcess(writer.endpoint)
+        os.kill(tapped.process.pid, signal.SIGSTOP)
+        captures = [tapped.open(900_000) for _ in range(2)]  # each with a prompt larger than the queue
+        for capture in captures:
+            tapped.finish(capture, 900_000)
+        outbox = tapped.recorder.outbox
+        assert isinstance(outbox, Outbox) and not outbox.push(), "there was room: the test shows nothing"
+        threading.Timer(0.1, os.kill, (tapped.process.pid, signal.SIGCONT)).start()
+        tapped.recorder.before_step(0)
+        assert outbox.push()
+        assert all(manifest_of(writer.store, capture).status == "incomplete" for capture in captures)
+        tapped.close()
+
+
+def test_a_sender_that_is_given_up_ends(tmp_path: Path) -> None:
+    with WriterProcess(tmp_path / "store") as writer:
+        tapped = TappedProcess(writer.endpoint)
+        assert manifest_of(writer.store, tapped.whole(100)).status == "complete"
+        over = tapped.open(100)
+        tapped.recorder.flush()
+        tapped.ring.shared.abandoned = 1
+        until(lambda: not psutil.pid_exists(tapped.process.pid), 10.0)
+        assert manifest_of(writer.store, over).status == "incomplete"
+        tapped.close()
+
+
+def test_token_ids_of_numpy_are_token_ids(tmp_path: Path) -> None:
+    with WriterProcess(tmp_path / "store") as writer:
+        tapped = TappedProcess(writer.endpoint)
+        capture = tapped.open(20, list(np.arange(20)))
+        tapped.step(capture, 0, 20)
+        tapped.finish(capture, 20)
+        assert manifest_of(writer.store, capture).status == "complete"
+        tapped.close()
+
+
+def test_a_capture_that_nobody_could_be_told_of_takes_no_rows() -> None:
+    ring = Ring(16 * MIB, pinned=False)
+    tapped = object.__new__(TappedProcess)
+    tapped._tickets, tapped.ring = {}, ring
+    tapped.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, WIDTH)}, ARMED.sites)
+    tapped.recorder = Recorder(tapped.staging, "float32", "drop",
+                               Crossing(torch.device("cpu"), ring, outbox=Outbox(ring.shared)))
+    with pytest.raises(NotImplementedError):
+        tapped.open(2, [object(), object()])
+    tapped.step(next(iter(tapped._tickets)), 0, 2)
+    assert not tapped.recorder.captures and len(tapped.recorder.outbox) == 0
+    ring.close()
 
 
 def test_captures_through_the_process(tmp_path: Path) -> None:
@@ -125,7 +249,7 @@ def test_captures_through_the_process(tmp_path: Path) -> None:
         for capture in captures:
             manifest = manifest_of(writer.store, capture)
             assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
-    assert tapped.process.pid is not None and not psutil.pid_exists(tapped.process.pid)
+    assert not psutil.pid_exists(tapped.process.pid)
 
 
 def test_the_end_of_the_process_ends_captures_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -134,7 +258,6 @@ def test_the_end_of_the_process_ends_captures_alone(tmp_path: Path, caplog: pyte
         assert manifest_of(writer.store, tapped.whole(100)).status == "complete"
         over = tapped.open(200)
         tapped.step(over, 0, 100)
-        assert tapped.process.pid is not None
         os.kill(tapped.process.pid, signal.SIGKILL)
         until(lambda: tapped.ring.shared.abandoned != 0)
         tapped.step(over, 100, 100)
@@ -177,7 +300,6 @@ def test_signals_meant_for_the_engine_do_not_end_the_process(tmp_path: Path) -> 
     with WriterProcess(tmp_path / "store") as writer:
         tapped = TappedProcess(writer.endpoint)
         assert manifest_of(writer.store, tapped.whole(10)).status == "complete"  # it runs
-        assert tapped.process.pid is not None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(tapped.process.pid, number)
         time.sleep(0.1)
