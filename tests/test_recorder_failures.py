@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -98,7 +99,7 @@ def test_the_end_reaches_the_sender_whatever_the_device_says(ring: Ring, monkeyp
     closed: list[bool] = []
     monkeypatch.setattr(Recorder, "flush", failing)
     monkeypatch.setattr(worker, "CURRENT", SimpleNamespace(sender=SimpleNamespace(close=lambda: closed.append(True)),
-                                                           recorder=recorder_on(ring)))
+                                                           recorder=recorder_on(ring), pid=os.getpid()))
     worker.stop()
     assert closed
 
