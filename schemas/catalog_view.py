@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from schemas.catalog import ReadConnection, connect_read
+from schemas.errors import StoreError
 
 __all__ = ["CatalogView", "Moment"]
 
@@ -29,6 +30,7 @@ class CatalogView:
         self._path = store / "catalog.sqlite"
         self._connection, self._seen = self._open()
         self._reopened = 0
+        self._closed = False
 
     def _open(self) -> tuple[ReadConnection, tuple[int, ...]]:
         """A connection, and what it stands for until that changes."""
@@ -73,6 +75,9 @@ class CatalogView:
     def moment(self) -> Iterator[Moment]:
         """Everything that is read of it inside is of one moment; nobody else reads meanwhile."""
         with self.lock:
+            if self._closed:
+                raise StoreError("read", self._path.parent, "this reader was closed", "open the store again: that of a "
+                                 "recording is open until its end")
             db = self.db
             db.execute("BEGIN")
             try:
@@ -84,4 +89,5 @@ class CatalogView:
     def close(self) -> None:
         """Release the file."""
         with self.lock:
+            self._closed = True
             self._connection.close()

@@ -326,6 +326,15 @@ def test_a_store_that_is_none(tmp_path: object) -> None:
         open_store(str(tmp_path))
 
 
+def test_a_store_that_was_closed(client: Client, stack: Stack) -> None:
+    made = client.generate("x", max_tokens=1, capture={"sites": ["resid_post"]}).capture_id
+    with open_store(stack.store) as store:
+        capture = store[made]
+    for read in (lambda: capture["resid_post", 0], lambda: store[made]):
+        with pytest.raises(TapError, match="this reader was closed"):
+            read()
+
+
 def test_the_public_names_are_sorted_and_there() -> None:
     assert vllm_tap.__all__ == sorted(vllm_tap.__all__)
     public = {name for names in vllm_tap._MODULES.values() for name in names}
