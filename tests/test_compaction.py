@@ -310,7 +310,7 @@ def changes_of_the_disk(store: Path, monkeypatch: pytest.MonkeyPatch) -> list[st
     return made
 
 
-@pytest.mark.parametrize("every", [60, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("every", [60, pytest.param(4, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 def test_cut_at_every_change_of_the_disk(
     sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:

@@ -403,7 +403,8 @@ def cut_short(monkeypatch: pytest.MonkeyPatch, at: int, torn: bool) -> Callable[
 
 
 @pytest.mark.parametrize(("whole", "step"), [
-    (False, 5), (True, 1), pytest.param(False, 1, marks=pytest.mark.soak)], ids=["rows", "block", "rows_all"])
+    (False, 5), (True, 1), pytest.param(False, 1, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])],
+    ids=["rows", "block", "rows_all"])
 def test_cut_at_every_change_of_the_disk(
     sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, step: int
 ) -> None:
