@@ -94,6 +94,9 @@ def check(case: schemathesis.Case, stack: Stack, known: list[str], answered: Cou
         for name, most in (("max_tokens", 8), ("n", 4)):  # the model server is a small one
             if type(case.body.get(name)) is int:
                 case.body[name] = min(case.body[name], most)
+    for name, value in (case.query or {}).items():
+        if isinstance(value, list):  # of a head beyond 64 KiB the service reads no more: its refusal may be cut off
+            case.query[name] = value[:500]
     case.headers.clear()  # a made-up key would go along with the true one; no other is described
     answer = case.call_and_validate(base_url=stack.url, headers={"Authorization": f"Bearer {stack.key}"}, timeout=30)
     answered[f"{case.method} {case.path}", answer.status_code] += 1
