@@ -20,8 +20,8 @@ from schemas.map_file import map_file
 from schemas.native_xxh3 import loop_for
 from schemas.packed import Packed
 from schemas.placement import FIRST, FLAGS, I64, KIND, OFFSET, PARTS, ROW, SEGMENT, STEP, TOKEN, Bytes
-from schemas.row_checksums import BlockChecksums, piece_digests
-from schemas.segment import FrameView, parse_frame
+from schemas.row_checksums import BlockChecksums, piece_bytes_min, piece_digests
+from schemas.segment import FrameView, parse_frame, verify_payload
 from schemas.zarr_layout import block_name, segment_places
 
 __all__ = ["SegmentMaps", "View", "map_file", "opened"]
@@ -124,6 +124,9 @@ class SegmentMaps:
         ``copied`` are rows of layers by stream, ``[layers, rows, piece bytes]``.
         """
         checksums = self.checksums(segment)
+        if checksums is None and view.declared[0].nbytes < piece_bytes_min:
+            verify_payload(self._whole(view), self._map(segment, fresh=False)[0])
+            return
         if checksums is None:
             columns = np.searchsorted(view.frame.layers, layers)
             expected = self._checksums_of(segment, view.offset)[view.pieces(columns, rows)]
@@ -152,8 +155,7 @@ class SegmentMaps:
                 self._proved.move_to_end(key)
                 return self._proved[key]
         view = self.frame(segment, offset)
-        assert isinstance(view, FrameView)  # a cold block has checksums
-        found = prove_frame(view, self._map(segment, fresh=False)[0])
+        found = prove_frame(self._whole(view), self._map(segment, fresh=False)[0])
         with self._lock:
             if key not in self._proved:
                 self._proved[key] = found
@@ -212,7 +214,19 @@ class SegmentMaps:
         of_frame = pieces.reshape(len(layers), -1)
         for offset in np.unique(table[OFFSET]).tolist():
             mine = table[OFFSET] == offset
-            expected[:, at[mine]] = self._checksums_of(segment, offset)[of_frame[:, mine]]
+            view = self.frame(segment, offset)
+            if view.declared[0].nbytes < piece_bytes_min:
+                verify_payload(self._whole(view), path)  # and so is what was copied of it
+                main, *sides = (array[:, at[mine]].reshape(-1, array.shape[2]) for array in found)
+                expected[:, at[mine]] = piece_digests(main, sides).reshape(len(layers), -1)
+            else:
+                expected[:, at[mine]] = self._checksums_of(segment, offset)[of_frame[:, mine]]
+
+    @staticmethod
+    def _whole(view: View) -> FrameView:
+        """A frame of a segment without checksums, whose bytes are held against those of its streams."""
+        assert isinstance(view, FrameView)  # a cold block has checksums
+        return view
 
     def checksums(self, segment: Segment) -> BlockChecksums | None:
         """Those of a block's rows; None where a segment has none, because it is not sealed or of an early version."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,9 @@ from schemas.errors import CorruptError
 from schemas.map_file import map_file
 from schemas.native_xxh3 import loop_for
 
-__all__ = ["BlockChecksums", "digests", "piece_digests", "side_digests"]
+__all__ = ["BlockChecksums", "digests", "piece_bytes_min", "piece_digests", "side_digests"]
+
+piece_bytes_min: Final = 128  # of smaller ones checksums that are not stored yet would be a large part of memory
 
 Bytes = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]

@@ -172,6 +172,7 @@ def test_a_frame_of_an_open_segment_is_read_whole_once(
     """From then on the rows that are read are held against what they were, and no others, as those of blocks are."""
     store = Path(shutil.copytree(made.store, tmp_path / "store"))
     monkeypatch.setattr(mapping, "proved_bytes_max", 2000)  # one frame's or two: most are proved again
+    monkeypatch.setattr(mapping, "piece_bytes_min", 1)
 
     def read(reader: StoreReader, rows: list[tuple[int, int]], layers: list[int]) -> None:
         assert_content(reader.rows_at([(made.captures[n], p) for n, p in rows], SITE, layers), made, rows)
@@ -192,6 +193,21 @@ def test_a_frame_of_an_open_segment_is_read_whole_once(
                 read(reader, beside, [2])
         else:
             read(reader, beside, [2])
+
+
+def test_of_small_rows_in_open_segments_no_checksums_are_kept(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be millions in a frame: it is held against the checksums of its streams at every read."""
+    store = Path(shutil.copytree(made.store, tmp_path / "store"))
+    monkeypatch.setattr(mapping, "piece_bytes_min", 1 << 20)
+    rows = [(number, position) for number in range(6) for position in range(8, ROWS)]
+    with StoreReader(store) as reader:
+        assert_content(reader.rows_at([(made.captures[n], p) for n, p in rows], SITE, [1, 2]), made, rows)
+        assert not reader._maps._proved
+        spoil(store, 5, ROWS - 1)
+        with pytest.raises(CorruptError, match="does not match"):
+            reader.rows_at([(made.captures[5], ROWS - 1)], SITE, [2])
 
 
 def test_a_wrong_byte_costs_its_row_alone(made: Made, tmp_path: Path) -> None:

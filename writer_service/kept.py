@@ -12,10 +12,9 @@ import numpy.typing as npt
 from schemas.control import Frame
 from schemas.segment import FrameView, verify_payload
 
-__all__ = ["Kept", "KeptChecksums", "piece_bytes_min"]
+__all__ = ["Kept", "KeptChecksums"]
 
 kept_bytes_max: Final = 32 * 1024 * 1024  # of all segments: eight a row and layer. Frames beyond are read at sealing
-piece_bytes_min: Final = 128  # of smaller ones the checksums would be a large part
 _ENTRY_BYTES: Final = 512  # of Python's objects
 
 U64 = npt.NDArray[np.uint64]

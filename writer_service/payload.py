@@ -13,7 +13,7 @@ from schemas.control import Frame
 from schemas.errors import ProtocolError
 from schemas.frame_hashes import hash_streams
 from schemas.native_xxh3 import loop_for
-from writer_service.kept import piece_bytes_min
+from schemas.row_checksums import piece_bytes_min
 from writer_service.streams import Ring
 
 
