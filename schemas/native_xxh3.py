@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ import numpy.typing as npt
 __all__ = ["Loop", "load", "loop_for"]
 
 pieces_before: Final = 1 << 16  # hashed in Python, in about the time that making the loop takes
+pieces_at_once: Final = 1 << 16  # whose addresses are held
 # For i < n: if state: update(state, at[i], bytes); out[i] = hash(at[i], bytes, seeds[i])
 # and: to[i][:bytes] = at[i][:bytes]
 _CODE: Final = """
@@ -117,24 +118,35 @@ class Loop:
         if which is not None and len(which) and not 0 <= which.min() <= which.max() < len(pieces):
             raise IndexError(f"pieces {which.min()} to {which.max()} of {len(pieces)}")
         pieces = np.ascontiguousarray(pieces)
-        rows = np.arange(len(pieces)) if which is None else which
-        return self._digests(rows * pieces.shape[1] + pieces.ctypes.data, pieces.shape[1], seeds, None)
+        start, nbytes = pieces.ctypes.data, pieces.shape[1]
+
+        def at(first: int, stop: int) -> I64:
+            rows: I64 = np.arange(first, stop) if which is None else which[first:stop]
+            addresses: I64 = rows * nbytes + start
+            return addresses
+
+        return self._digests(at, len(pieces) if which is None else len(which), nbytes, seeds, None)
 
     def stream(self, buffers: Sequence[memoryview], piece_bytes: int, seeds: U64 | None) -> tuple[int, U64]:
         """xxh3 of buffers as one stream, and of each piece in them, while the cache has it; each has whole pieces."""
         if any(buffer.nbytes % piece_bytes for buffer in buffers):
             raise ValueError(f"buffers of pieces of {piece_bytes} bytes end in the middle of one")
         arrays = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
-        starts = np.array([array.__array_interface__["data"][0] for array in arrays])
-        counts = np.array([len(array) for array in arrays]) // piece_bytes
-        before = np.cumsum(counts) - counts
-        at = np.repeat(starts - before * piece_bytes, counts) + np.arange(counts.sum()) * piece_bytes
+        starts = np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
+        bounds = np.cumsum([0, *(len(array) // piece_bytes for array in arrays)])
+        origins = starts - bounds[:-1] * piece_bytes  # where piece 0 of the stream were, if a buffer held all
+
+        def at(first: int, stop: int) -> I64:
+            counts = np.diff(np.clip(bounds, first, stop))
+            addresses: I64 = np.repeat(origins, counts) + np.arange(first, stop) * piece_bytes
+            return addresses
+
         state = self._xxhash.XXH3_createState()
         if state is None:
             raise MemoryError("no memory for a hash's state")
         try:
             self._xxhash.XXH3_64bits_reset(state)
-            found = self._digests(at, piece_bytes, seeds, state)
+            found = self._digests(at, int(bounds[-1]), piece_bytes, seeds, state)
             return self._xxhash.XXH3_64bits_digest(state), found
         finally:
             self._xxhash.XXH3_freeState(state)
@@ -152,12 +164,18 @@ class Loop:
         at, to = starts + np.frombuffer(data, np.uint8).ctypes.data, target * nbytes + out.ctypes.data
         self._copy(len(at), at.ctypes.data, nbytes, to.ctypes.data)
 
-    def _digests(self, at: I64, nbytes: int, seeds: U64 | None, state: int | None) -> U64:
-        start = np.zeros(len(at), np.uint64) if seeds is None else np.ascontiguousarray(seeds, np.uint64)
-        if len(start) != len(at):
-            raise ValueError(f"{len(start)} seeds for {len(at)} pieces")
-        out = np.empty(len(at), np.uint64)
-        self._run(self._hash, self._update, state, len(at), at.ctypes.data, nbytes, start.ctypes.data, out.ctypes.data)
+    def _digests(self, at: Callable[[int, int], I64], count: int, nbytes: int, seeds: U64 | None,
+                 state: int | None) -> U64:
+        """Of ``count`` pieces; ``at(first, stop)`` are the addresses of some, asked for in order."""
+        if seeds is not None and len(seeds) != count:
+            raise ValueError(f"{len(seeds)} seeds for {count} pieces")
+        zeros, out = np.zeros(min(count, pieces_at_once), np.uint64), np.empty(count, np.uint64)
+        for first in range(0, count, pieces_at_once):
+            stop = min(first + pieces_at_once, count)
+            part, to = at(first, stop), out[first:stop]
+            start = zeros if seeds is None else np.ascontiguousarray(seeds[first:stop], np.uint64)
+            self._run(self._hash, self._update, state, len(part), part.ctypes.data, nbytes, start.ctypes.data,
+                      to.ctypes.data)
         return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 from random import Random
@@ -121,6 +122,32 @@ def test_it_is_made_for_who_hashes_many(unmade: None) -> None:
     made: Callable[[], object] = lambda: loop_for(1)  # noqa: E731
     assert until(made) and loop_for(0) is not None
     assert not any(thread.name == "xxh3" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("how", ["stream", "rows", "named rows"])
+def test_of_many_small_pieces_little_more_than_the_result_is_held(how: str, seeded: bool) -> None:
+    loop, count, size = load(), 1 << 21, 4
+    assert loop is not None
+    data = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
+    seeds = np.arange(count, dtype=np.uint64) if seeded else None
+    which = np.arange(count)[::-1] if how == "named rows" else np.arange(count)
+    cuts = [0, 1, 65535, 65537, 65538, 400_000, count]
+    buffers = [data[a:b].reshape(-1).data for a, b in pairwise(cuts)]
+    tracemalloc.start()
+    try:
+        if how == "stream":
+            whole, found = loop.stream(buffers, size, seeds)
+        else:
+            whole, found = None, loop.digests(data, which if how == "named rows" else None, seeds)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < found.nbytes + 4 * 2**20
+    assert whole in (None, xxhash.xxh3_64_intdigest(data.data))
+    some = {at + off for at in (*cuts[:-1], *range(0, count, 65536)) for off in (0, 1)} | {count - 1}
+    for at in some:
+        assert found[at] == xxhash.xxh3_64_intdigest(data[which[at]].tobytes(), at if seeded else 0), at
 
 
 def test_where_it_cannot_be_made_python_goes_on() -> None:
