@@ -195,7 +195,8 @@ def loop_for(pieces: int) -> Loop | None:
         if _wanted < pieces_before or _begun:
             return None
         _begun = True
-    threading.Thread(target=load, name="xxh3").start()
+    with contextlib.suppress(RuntimeError):  # no more threads may be started, or the interpreter is at its end
+        threading.Thread(target=load, name="xxh3").start()
     return None
 
 

@@ -124,6 +124,16 @@ def test_it_is_made_for_who_hashes_many(unmade: None) -> None:
     assert not any(thread.name == "xxh3" for thread in threading.enumerate())
 
 
+def test_without_a_thread_to_make_it_python_goes_on(unmade: None) -> None:
+    before = threading.stack_size(1 << 50)  # more than there are addresses
+    try:
+        assert loop_for(native_xxh3.pieces_before) is None
+    finally:
+        threading.stack_size(before)
+    assert loop_for(native_xxh3.pieces_before) is None
+    assert len(piece_digests(np.zeros((3, 8), np.uint8), [])) == 3
+
+
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("how", ["stream", "rows", "named rows"])
 def test_of_many_small_pieces_little_more_than_the_result_is_held(how: str, seeded: bool) -> None:
