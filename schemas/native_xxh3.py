@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -22,6 +23,7 @@ import numpy.typing as npt
 __all__ = ["Loop", "load", "loop_for"]
 
 pieces_before: Final = 1 << 16  # hashed in Python, in about the time that making the loop takes
+fork_waits_s: Final = 30.0  # at most, for the loop: should who forks hold what the thread needs, the fork goes on
 pieces_at_once: Final = 1 << 16  # whose addresses are held
 # For i < n: if state: update(state, at[i], bytes); out[i] = hash(at[i], bytes, seeds[i])
 # and: to[i][:bytes] = at[i][:bytes]
@@ -179,35 +181,46 @@ class Loop:
         return out
 
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # held over a fork: what begins to make the loop, and a fork, are one at a time
 _begun = False
+_maker: threading.Thread | None = None
 _loop: Loop | None = None
 _wanted = 0
 
 
 def loop_for(pieces: int) -> Loop | None:
     """The loop, for who is about to hash so many pieces; None while it is not made, or where it cannot be."""
-    global _begun, _wanted
+    global _begun, _maker, _wanted
     if _loop is not None or _begun:
         return _loop
     with _lock:
         _wanted += pieces
         if _wanted < pieces_before or _begun:
             return None
-        _begun = True
-    with contextlib.suppress(RuntimeError):  # no more threads may be started, or the interpreter is at its end
-        threading.Thread(target=load, name="xxh3").start()
+        _begun, _maker = True, threading.Thread(target=load, name="xxh3")
+        with contextlib.suppress(RuntimeError):  # no more threads may be started, or the interpreter is at its end
+            _maker.start()
     return None
 
 
 def load() -> Loop | None:
-    """Make the loop now; None where it cannot be made."""
+    """Make the loop now; None where it cannot be made. Without the lock: who forks holds it and waits for this."""
     global _begun, _loop
     with contextlib.suppress(ImportError, AttributeError, OSError, RuntimeError):
         made = Loop()
-        with _lock:
-            _begun, _loop = True, made
+        _begun, _loop = True, made
     return _loop
+
+
+def _before_fork() -> None:
+    """Wait for the thread: the child would find the locks of its imports held for ever, and no loop."""
+    _lock.acquire()
+    if _maker is not None:
+        with contextlib.suppress(RuntimeError):  # it was never started, or is itself the one that forks
+            _maker.join(fork_waits_s)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def _may_become_code() -> None:

@@ -34,6 +34,31 @@ print(made, piece_digests(np.arange(600, dtype=np.uint8).reshape(2, 300), []).to
 # PR_SET_MDWE, which Linux 6.3 brought
 NO_EXECUTABLE_MEMORY = "import ctypes, sys; ctypes.CDLL(None).prctl(65, 1, 0, 0, 0) == 0 or sys.exit(77)"
 NO_LLVM = "import sys; sys.modules['llvmlite'] = None"
+# Forks while the thread is importing llvmlite; exits as the child did: 0 where it has both the module and the loop.
+FORK = """
+import os, signal, sys, threading, time
+from schemas.native_xxh3 import loop_for, pieces_before
+
+class Slow:
+    importing = threading.Event()
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "llvmlite":
+            self.importing.set()
+            time.sleep(0.5)
+
+sys.meta_path.insert(0, Slow())
+loop_for(pieces_before)
+Slow.importing.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    import llvmlite
+    os._exit(loop_for(0) is None)
+status = os.waitpid(child, 0)[1]
+assert loop_for(0) is not None
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
 
 
 @pytest.fixture
@@ -122,6 +147,12 @@ def test_it_is_made_for_who_hashes_many(unmade: None) -> None:
     made: Callable[[], object] = lambda: loop_for(1)  # noqa: E731
     assert until(made) and loop_for(0) is not None
     assert not any(thread.name == "xxh3" for thread in threading.enumerate())
+
+
+def test_a_child_forked_meanwhile_has_it_too() -> None:
+    """As a DataLoader's workers are, right after a read: a lock of the import that is copied held is never released."""
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, (done.returncode, done.stderr)
 
 
 def test_without_a_thread_to_make_it_python_goes_on(unmade: None) -> None:
