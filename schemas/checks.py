@@ -52,8 +52,8 @@ def parse_arm(name: str, text: str) -> tuple[str, ...]:
         except SpecError as error:
             raise StartError(f"{name} = {text!r}: {part!r}: {error.reason}") from None
         if is_probe(site):
-            raise StartError(f"{name} = {text!r}: {part!r}: a probe is registered by VLLM_TAP_PROBES "
-                             "(--probe NAME=FILE), not armed")
+            raise StartError(f"{name} = {text!r}: {part!r}: a probe is registered by --probe NAME=FILE "
+                             "(VLLM_TAP_PROBES), not armed")
         if layer is not None:
             raise StartError(f"{name} = {text!r}: {part!r} fixes a layer, but taps go to every layer; name the "
                              f"site alone ({site})")

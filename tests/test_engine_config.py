@@ -35,7 +35,7 @@ def test_defaults_and_spellings() -> None:
         ({"VLLM_TAP_ARM": "nope"}, "unknown site"),
         ({"VLLM_TAP_ARM": "blocks.3.hook_out"}, "fixes a layer"),
         ({"VLLM_TAP_ARM": " , "}, "names no site"),
-        ({"VLLM_TAP_ARM": "probe.tone"}, "a probe is registered by VLLM_TAP_PROBES"),
+        ({"VLLM_TAP_ARM": "probe.tone"}, "a probe is registered by --probe NAME=FILE (VLLM_TAP_PROBES)"),
         ({"VLLM_TAP_PROBES": "tone"}, "valid: NAME=FILE, or NAME=FILE@resid_post.12"),
         ({"VLLM_TAP_PROBES": "tone=a, tone=b"}, "named twice"),
         ({"VLLM_TAP_ON_FULL": "maybe"}, "valid: drop, wait"),
