@@ -134,11 +134,9 @@ class Burst:
     at: int = 0  # of the region in its room
     done: int = 0
     brought: bool = False  # what was encoded is on its way; what follows needs a region of its own
-    expected: I64 = field(init=False)  # where the next step's requests are
     _inputs: tuple[int, int] = (0, 0)  # addresses of the last step's token ids and positions
 
     def __post_init__(self) -> None:
-        self.expected = self.first.copy()
         for piece in self.pieces:
             piece.at = self.step_bytes
             self.step_bytes += piece.place.nbytes
@@ -153,7 +151,7 @@ class Burst:
     def goes_on(self, requests: list[str], first: I64, rows: int, drafts: bool) -> bool:
         """Whether a step is the next of this burst: the same requests, each one token further."""
         return (rows == self.rows and not drafts and requests == self.requests
-                and bool((first == self.expected).all()))
+                and bool((first - self.done == self.first).all()))
 
     def renewed(self, began: float) -> Burst:
         """A burst of the same rows from the next step on."""
@@ -194,7 +192,6 @@ class Burst:
                 self._encode(piece, offsets, token_ids, positions)
         self._inputs = inputs
         self.done += 1
-        self.expected += 1
 
     def _encode(self, piece: Piece, offsets: list[int], token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         assert self.memory is not None

@@ -83,7 +83,6 @@ class Crossing:
             self._over = [torch.cuda.Event() for _ in range(2 * _COPIES_MAX)]  # in turns: scratch keeps fewer
             self.numbers = torch.arange(COPIES, dtype=torch.int64, device=device)
             self._copy = device_to_host()
-        self._copies = 0  # ever made
         self._waiting: deque[tuple[Event, int, int, int, int]] = deque()  # event, from, to, bytes, scratch's head
 
     def room(self, base: int, nbytes: int) -> tuple[torch.Tensor, int]:
@@ -148,8 +147,7 @@ class Crossing:
             return
         self._encoded.record(torch.cuda.current_stream(self._device))
         self._copying.wait_event(self._encoded)
-        self._copies += 1
-        self.ring.shared.made = self._copies  # before the device can say that it is over
+        number = self.ring.shared.made = self.ring.shared.made + 1  # before the device can say that it is over
         moved: list[Event] = []
         source = target = size = until = 0  # of a copy that may grow: what was encoded one after the other lies so
         # Runs that share their bytes go together: those before the one that brings them are without any.
@@ -163,13 +161,13 @@ class Crossing:
                 budget -= nbytes
                 until = head
             if isinstance(event, Run | Freed):
-                event.copied = self._copies
+                event.copied = number
             moved.append(event)
         self._to_ring(source, target, size)
-        self._copy(self.ring.copied.data_ptr(), self.numbers.data_ptr() + 8 * (self._copies % COPIES), 8,
+        self._copy(self.ring.copied.data_ptr(), self.numbers.data_ptr() + 8 * (number % COPIES), 8,
                    self._copying.cuda_stream)
         if until:
-            over = self._over[self._copies % len(self._over)]
+            over = self._over[number % len(self._over)]
             over.record(self._copying)
             self.scratch.copied(until, over)
         self.outbox.extend(moved)

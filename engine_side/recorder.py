@@ -117,8 +117,7 @@ class Recorder:
 
     def open(self, request: str, ticket: Ticket, prompt_token_ids: list[int], cached: int) -> None:
         """A request is scheduled for the first time (on some runners again after a preemption)."""
-        if self._late is not None:
-            self.catch_up()
+        self.catch_up()
         if request in self._tickets:
             self.resume(request, cached)
             return
@@ -148,8 +147,7 @@ class Recorder:
         Other requests may have filled the prefix cache further than this one had come itself: that part of its prompt
         is never computed.
         """
-        if self._late is not None:
-            self.catch_up()
+        self.catch_up()
         self._end_burst()
         slot = self.captures.slot_of.get(request)
         if slot is None or cached <= self.captures.computed[slot]:
@@ -173,8 +171,7 @@ class Recorder:
 
     def finish(self, end: End) -> None:
         """A request ended; one that never ran is opened first, so that its manifest exists."""
-        if self._late is not None:
-            self.catch_up()
+        self.catch_up()
         self._end_burst()
         if end.request not in self._tickets:
             if self._nobody_takes():
@@ -200,8 +197,7 @@ class Recorder:
         and token ids between it and the next call of any kind. Then its rows are taken in that call, when the tokens
         of the step before it are out; what waits for the host goes behind the next step, but not twice.
         """
-        if self._late is not None:
-            self.catch_up()
+        self.catch_up()
         skipped, self._hurried = self._hurried, hurried
         if tokens == 0:
             self._end_burst()
@@ -214,8 +210,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Nothing stays behind."""
-        if self._late is not None:
-            self.catch_up()
+        self.catch_up()
         self._end_burst()
         self._rest()
 
@@ -241,8 +236,7 @@ class Recorder:
 
     def after_step(self, step: Step) -> None:
         """Take the wanted rows of the step that was just enqueued; later, where it was hurried."""
-        if self._late is not None:
-            self.catch_up()
+        self.catch_up()
         if not self.captures and step.begin is None:
             return
         burst = self._burst
@@ -264,15 +258,16 @@ class Recorder:
     def catch_up(self) -> None:
         """Take the rows of a step that was left for later."""
         step, self._late = self._late, None
-        if step is not None:
-            try:
-                with torch.inference_mode():
-                    self._take_rows(step)
-            except Exception:
-                self.counters.failures += 1
-                if self.counters.failures == 1:
-                    logger.exception("vllm-tap: taking a step's rows failed; they are missing (logged once)")
-                self.miss_step()
+        if step is None:
+            return
+        try:
+            with torch.inference_mode():
+                self._take_rows(step)
+        except Exception:
+            self.counters.failures += 1
+            if self.counters.failures == 1:
+                logger.exception("vllm-tap: taking a step's rows failed; they are missing (logged once)")
+            self.miss_step()
 
     def _take_rows(self, step: Step) -> None:
         if step.begin is not None:
@@ -308,8 +303,7 @@ class Recorder:
 
     def miss_step(self) -> None:
         """A step could not be looked at, so its rows are missing; drafts of the step before must not stand for them."""
-        if self._late is not None:
-            self.catch_up()
+        self.catch_up()
         self._end_burst()
         if not self._guesses:
             return

@@ -29,7 +29,8 @@ class Ring:
 
     def __init__(self, capacity: int, pinned: bool) -> None:
         self.capacity = capacity - capacity % mmap.PAGESIZE
-        self.path, self.shared = self._create()
+        self.shared = self._create()
+        self.path = self.shared.path
         whole = torch.frombuffer(self.shared.map, dtype=torch.uint8)
         self._pinned = pinned
         if pinned:
@@ -41,7 +42,7 @@ class Ring:
         self.copied = view(whole, self.shared.copied_at, (), torch.int64)  # for the device: see Shared.copied
         self.head = 0  # bytes ever allocated
 
-    def _create(self) -> tuple[Path, Shared]:
+    def _create(self) -> Shared:
         directory = _directory()
         _remove_orphans(directory)
         while True:
@@ -59,7 +60,7 @@ class Ring:
             Path(path).unlink()
             os.close(file)
             raise
-        return Path(path), shared
+        return shared
 
     def allocate(self, nbytes: int) -> tuple[int, int] | None:
         """``(offset, mark)`` of contiguous bytes, None when full; releasing up to ``mark`` frees them."""

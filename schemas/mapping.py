@@ -124,12 +124,9 @@ class SegmentMaps:
         ``copied`` are rows of layers by stream, ``[layers, rows, piece bytes]``.
         """
         checksums = self.checksums(segment)
-        if checksums is None and view.declared[0].nbytes < piece_bytes_min:
-            verify_payload(self._whole(view), self._map(segment, fresh=False)[0])
-            return
         if checksums is None:
             columns = np.searchsorted(view.frame.layers, layers)
-            expected = self._checksums_of(segment, view.offset)[view.pieces(columns, rows)]
+            expected = self._expected(segment, view, view.pieces(columns, rows), copied)
         else:
             expected = checksums.of_rows(checksums.start(view.offset) + rows, layers)
         main, *sides = (array.reshape(-1, array.shape[2]) for array in copied)
@@ -144,18 +141,28 @@ class SegmentMaps:
         return CorruptError("read rows", f"{path} at byte {offset}", "a row does not match its checksum",
                             "vllm-tap fsck names all that do not")
 
-    def _checksums_of(self, segment: Segment, offset: int) -> U64:
-        """Of each piece of a frame in a segment that has no checksums itself: made once, of the frame as it was proved.
+    def _expected(self, segment: Segment, view: View, pieces: I64, copied: list[Bytes]) -> U64:
+        """What checksums pieces must have that were ``copied``, ``[layers, rows, piece bytes]`` by stream, of a frame
+        in a segment that has none itself. Where they are small, and may be millions, the whole frame is proved instead.
+        """
+        assert isinstance(view, FrameView)  # a cold block has checksums
+        if view.declared[0].nbytes >= piece_bytes_min:
+            return self._checksums_of(segment, view)[pieces]
+        verify_payload(view, self._map(segment, fresh=False)[0])
+        main, *sides = (array.reshape(-1, array.shape[2]) for array in copied)
+        return piece_digests(main, sides).reshape(pieces.shape)
+
+    def _checksums_of(self, segment: Segment, view: FrameView) -> U64:
+        """Of each piece of such a frame: made once, of the frame as it was proved.
 
         They stay right: an open segment is only appended to, and rows that are erased once it is a block do not match.
         """
-        key = (segment.number, offset)
+        key = (segment.number, view.offset)
         with self._lock:
             if key in self._proved:
                 self._proved.move_to_end(key)
                 return self._proved[key]
-        view = self.frame(segment, offset)
-        found = prove_frame(self._whole(view), self._map(segment, fresh=False)[0])
+        found = prove_frame(view, self._map(segment, fresh=False)[0])
         with self._lock:
             if key not in self._proved:
                 self._proved[key] = found
@@ -214,19 +221,8 @@ class SegmentMaps:
         of_frame = pieces.reshape(len(layers), -1)
         for offset in np.unique(table[OFFSET]).tolist():
             mine = table[OFFSET] == offset
-            view = self.frame(segment, offset)
-            if view.declared[0].nbytes < piece_bytes_min:
-                verify_payload(self._whole(view), path)  # and so is what was copied of it
-                main, *sides = (array[:, at[mine]].reshape(-1, array.shape[2]) for array in found)
-                expected[:, at[mine]] = piece_digests(main, sides).reshape(len(layers), -1)
-            else:
-                expected[:, at[mine]] = self._checksums_of(segment, offset)[of_frame[:, mine]]
-
-    @staticmethod
-    def _whole(view: View) -> FrameView:
-        """A frame of a segment without checksums, whose bytes are held against those of its streams."""
-        assert isinstance(view, FrameView)  # a cold block has checksums
-        return view
+            expected[:, at[mine]] = self._expected(segment, self.frame(segment, offset), of_frame[:, mine],
+                                                   [array[:, at[mine]] for array in found])
 
     def checksums(self, segment: Segment) -> BlockChecksums | None:
         """Those of a block's rows; None where a segment has none, because it is not sealed or of an early version."""
