@@ -126,7 +126,7 @@ class SegmentMaps:
         checksums = self.checksums(segment)
         if checksums is None:
             columns = np.searchsorted(view.frame.layers, layers)
-            expected = self._expected(segment, view, view.pieces(columns, rows), copied)
+            expected = self._expected(segment, view, view.pieces(columns, rows), copied, slice(None))
         else:
             expected = checksums.of_rows(checksums.start(view.offset) + rows, layers)
         main, *sides = (array.reshape(-1, array.shape[2]) for array in copied)
@@ -141,15 +141,16 @@ class SegmentMaps:
         return CorruptError("read rows", f"{path} at byte {offset}", "a row does not match its checksum",
                             "vllm-tap fsck names all that do not")
 
-    def _expected(self, segment: Segment, view: View, pieces: I64, copied: list[Bytes]) -> U64:
-        """What checksums pieces must have that were ``copied``, ``[layers, rows, piece bytes]`` by stream, of a frame
-        in a segment that has none itself. Where they are small, and may be millions, the whole frame is proved instead.
+    def _expected(self, segment: Segment, view: View, pieces: I64, copied: list[Bytes], which: slice | I64) -> U64:
+        """What checksums pieces must have that are ``which`` rows of ``copied``, ``[layers, rows, piece bytes]`` by
+        stream, of a frame in a segment that has none itself. Where they are small, and may be millions, the whole frame
+        is proved instead.
         """
         assert isinstance(view, FrameView)  # a cold block has checksums
         if view.declared[0].nbytes >= piece_bytes_min:
             return self._checksums_of(segment, view)[pieces]
         verify_payload(view, self._map(segment, fresh=False)[0])
-        main, *sides = (array.reshape(-1, array.shape[2]) for array in copied)
+        main, *sides = (array[:, which].reshape(-1, array.shape[2]) for array in copied)
         return piece_digests(main, sides).reshape(pieces.shape)
 
     def _checksums_of(self, segment: Segment, view: FrameView) -> U64:
@@ -221,8 +222,8 @@ class SegmentMaps:
         of_frame = pieces.reshape(len(layers), -1)
         for offset in np.unique(table[OFFSET]).tolist():
             mine = table[OFFSET] == offset
-            expected[:, at[mine]] = self._expected(segment, self.frame(segment, offset), of_frame[:, mine],
-                                                   [array[:, at[mine]] for array in found])
+            expected[:, at[mine]] = self._expected(segment, self.frame(segment, offset), of_frame[:, mine], found,
+                                                   at[mine])
 
     def checksums(self, segment: Segment) -> BlockChecksums | None:
         """Those of a block's rows; None where a segment has none, because it is not sealed or of an early version."""

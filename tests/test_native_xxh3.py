@@ -124,6 +124,30 @@ def test_what_lies_beyond_is_not_read() -> None:
     assert loop.digests(turned, None, None)[1] == xxhash.xxh3_64_intdigest(turned[1].tobytes())
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 9), st.sampled_from([64, 192, 4096]), st.integers(0, 2**32), st.booleans())
+def test_codes_times_scales_are_what_numpy_makes(rows: int, width: int, seed: int, turned: bool) -> None:
+    """To the bit, for scales of any bits: infinite, NaN and denormal ones too."""
+    rng, loop = np.random.default_rng(seed), load()
+    assert loop is not None
+    shape, blocks = (2, rows, width), (2, rows, width // 64)
+    q = rng.integers(-128, 128, shape[::-1] if turned else shape, np.int8)
+    scale = rng.integers(0, 1 << 16, blocks, np.uint16)
+    pieces = {"q": q.T if turned else q, "scale": scale,
+              "outlier_index": np.tile(np.arange(8, dtype=np.uint16), (2, rows, 1)),
+              "outlier_value": rng.integers(0, 1 << 16, (2, rows, 8), np.uint16)}
+    found = codecs.decode("int8b64", pieces, width, "bfloat16")
+    native_xxh3._loop = None
+    try:
+        with np.errstate(over="ignore"):  # no encoder makes such scales
+            wanted = codecs.decode("int8b64", pieces, width, "bfloat16")
+    finally:
+        native_xxh3._loop = loop
+    assert found.view(np.uint32).tolist() == wanted.view(np.uint32).tolist()
+    with pytest.raises(ValueError, match="scales"):
+        loop.scaled(q, np.zeros(q.size // 64 + 1, np.float32))
+
+
 def test_pieces_are_copied_from_anywhere_to_anywhere() -> None:
     loop, rng = load(), np.random.default_rng(0)
     assert loop is not None
