@@ -27,7 +27,7 @@ def break_disk(op: str, pattern: str, first: int, count: int, code: int) -> None
     real = getattr(fs, op)
     calls = 0
 
-    def broken(target: Any, *args: Any) -> Any:
+    def broken(target: Any, *args: Any, **options: Any) -> Any:
         nonlocal calls
         if pattern in path_of(target):
             calls += 1
@@ -40,7 +40,7 @@ def break_disk(op: str, pattern: str, first: int, count: int, code: int) -> None
                 if code == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise OSError(code, os.strerror(code), path_of(target))
-        return real(target, *args)
+        return real(target, *args, **options)
 
     setattr(fs, op, broken)
 

@@ -9,6 +9,7 @@ Steps, each of which can be done again after a crash:
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,14 @@ def fill_of(stream: Stream) -> Any:
     return float("nan") if stream.fill == "NaN" else stream.fill
 
 
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An empty array that lies as direct writes want it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    room = np.empty(nbytes + fs.direct_align, np.uint8)
+    start = -room.ctypes.data % fs.direct_align
+    return room[start : start + nbytes].view(dtype).reshape(shape)
+
+
 def gather(
     frames: Sequence[FrameView], checksums: Sequence[U64], declared: tuple[Stream, ...],
     layers: list[int] | None = None,
@@ -70,9 +79,11 @@ def gather(
     captures: dict[str, int] = {}
     row = {name: np.empty(rows, np.uint32) for name in ROW_COLUMNS}
     present = np.zeros((rows, width), bool)
-    index = np.full((rows, width, 2), MISSING, np.uint64)
+    index = _aligned((rows, width, 2), np.dtype(np.uint64))
+    index[:] = MISSING
     checksum = np.zeros((rows, width), np.uint64)
-    sides = {s.name: np.empty((width, rows), f"V{s.nbytes}") for s in declared[1:]}  # a piece is copied at once
+    # A piece is one element, copied at once.
+    sides = {s.name: _aligned((width, rows), np.dtype(f"V{s.nbytes}")) for s in declared[1:]}
     start = 0
     for view, digests in zip(frames, checksums, strict=True):
         stop = start + view.rows
@@ -144,7 +155,7 @@ def seal(
     fs.make_dirs(building)
     attributes = _attributes(number, frames, end, columns, uuid, epoch, engines)
     _write_arrays(building, declared, columns)
-    (building / main_chunk(declared[0].name)).parent.mkdir(parents=True)
+    _new_array(building / declared[0].name, 3)
     shape = (*columns.present.shape, *declared[0].shape)
     inner = (1, 1, *declared[0].shape)
     fs.write_new(building / declared[0].name / "zarr.json",
@@ -155,7 +166,7 @@ def seal(
     del frames, data, first
     footer = _little(columns.index)
     fs.truncate(fd, end)
-    fs.write_at(fd, [footer, crc32c(footer).to_bytes(4, "little")], end)
+    fs.write_direct(fd, [footer, crc32c(footer).to_bytes(4, "little")], end)
     fs.datasync(fd)
     fs.rename(path, building / main_chunk(declared[0].name))
     finish(store, number)
@@ -197,11 +208,18 @@ def _write_arrays(building: Path, declared: tuple[Stream, ...], columns: Columns
     write_whole(building / "frame_row", columns.first_rows, ("frame",))
 
 
+def _new_array(folder: Path, axes: int) -> Path:
+    """The folders of an array, made from the top (pathlib's ``parents`` fails its way up); the path of its chunk."""
+    place = folder
+    for name in ("", "c", *["0"] * (axes - 1)):
+        place /= name
+        place.mkdir()
+    return place / "0"
+
+
 def write_whole(folder: Path, array: Array, names: tuple[str, ...]) -> None:
     """An array in one chunk."""
-    chunk = folder.joinpath("c", *["0"] * array.ndim)
-    chunk.parent.mkdir(parents=True)
-    fs.write_new(chunk, _little(array))
+    fs.write_new(_new_array(folder, array.ndim), _little(array))
     fs.write_new(folder / "zarr.json", array_metadata(array.shape, array.dtype.name, _zero(array), names=names))
 
 
@@ -217,11 +235,10 @@ def _zero(array: Array) -> Any:
 def _write_layered(folder: Path, array: Array, stream: Stream) -> None:
     """A side array, given as ``[layers, rows, *shape]``, as a shard of one chunk a layer: one layer is one read."""
     layers, rows, *rest = array.shape
-    chunk = folder.joinpath("c", *["0"] * array.ndim)
-    chunk.parent.mkdir(parents=True)
+    chunk = _new_array(folder, array.ndim)
     step = array.nbytes // layers
     index = np.array([[layer * step, step] for layer in range(layers)], "<u8").tobytes()
-    fs.write_new(chunk, _little(array), index, crc32c(index).to_bytes(4, "little"))
+    fs.write_new(chunk, _little(array), index, crc32c(index).to_bytes(4, "little"), direct=True)
     inner = (rows, 1, *rest)
     names = ("row", "layer", "dim")
     fs.write_new(folder / "zarr.json",
