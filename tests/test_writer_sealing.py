@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import threading
 import urllib.request
@@ -158,6 +160,67 @@ def test_every_byte_and_name_of_a_block_is_synced(tmp_path: Path, monkeypatch: p
     for path in (store / "blocks" / "w0-00000001.zarr").rglob("*"):
         info = path.stat()
         assert info.st_ino in names_of if path.is_dir() else bytes_of.get(info.st_ino) == info.st_size, path
+
+
+def pages_in_memory(path: Path) -> int:
+    """How many pages of a file the page cache has."""
+    size = path.stat().st_size
+    libc, found = ctypes.CDLL(None), (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as data:
+        start = ctypes.c_char.from_buffer(data)
+        assert libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), found) == 0
+        del start
+    return sum(page & 1 for page in found)
+
+
+@pytest.mark.parametrize("off", [0, 1], ids=["aligned", "as it lies"])
+@pytest.mark.parametrize("nbytes", [0, 5, 4096, 40_960, 70_000])
+def test_a_direct_write_writes_the_same_bytes(tmp_path: Path, nbytes: int, off: int) -> None:
+    """Behind what is there, with what follows; whole blocks that lie well leave nothing in memory, or a page."""
+    room = np.random.default_rng(nbytes).integers(0, 256, nbytes + 2 * fs.direct_align, np.uint8)
+    start = -room.ctypes.data % fs.direct_align + off
+    data, path = room[start : start + nbytes].data, tmp_path / "file"
+    path.write_bytes(b"")
+    fd = fs.open_existing(path)
+    try:
+        os.pwrite(fd, b"before" * 2000, 0)
+        assert fs.write_direct(fd, [data, b"behind"], 8192) == 8192 + nbytes + 6
+        assert fs.write_at(fd, [b"and on"], 8192 + nbytes + 6) == 8192 + nbytes + 12  # an ordinary write again
+        fs.datasync(fd)
+        direct = not off and can_write_direct(tmp_path)
+        assert pages_in_memory(path) <= 5 if direct else pages_in_memory(path) == -(-(8192 + nbytes + 12) // 4096)
+    finally:
+        fs.close(fd)
+    assert path.read_bytes() == b"before" * (8192 // 6) + b"be" + bytes(data) + b"behindand on" + (
+        b"" if nbytes > 4096 else (b"before" * 2000)[8192 + nbytes + 12 :])
+
+
+def can_write_direct(folder: Path) -> bool:
+    """Whether the file system does without its cache."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        try:
+            fd = os.open(folder / "try", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+            os.pwrite(fd, page, 0)
+            os.close(fd)
+        except OSError:
+            return False
+    return pages_in_memory(folder / "try") == 0
+
+
+def test_side_streams_and_index_are_written_past_the_cache(tmp_path: Path) -> None:
+    """It is most of what sealing writes, nobody of this project reads it, and new pages were half of the cost."""
+    if not can_write_direct(tmp_path):
+        pytest.skip("the file system writes nothing past the cache")
+    store, capture, width, rows = tmp_path / "store", new_ulid(), 4096, 256
+    dtype = "bfloat16"
+    with WriterProcess(store) as writer, Sender(writer.endpoint, engine=engine_info(width, dtype=dtype)) as engine:
+        engine.open(capture)
+        engine.frame([(capture, 1, range(rows))], width=width, dtype=dtype)
+        engine.wait()
+        writer.stop()
+    block = store / "blocks" / "w0-00000001.zarr"
+    scale = block / "scale" / "c" / "0" / "0" / "0"
+    assert scale.stat().st_size > 100_000 and pages_in_memory(scale) <= 1
 
 
 def spoiled(path: Path, wanted: np.ndarray[Any, Any]) -> int:
