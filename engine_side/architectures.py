@@ -6,14 +6,15 @@ architecture is one entry here and one in the parity tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, Final
 
 from schemas.errors import StartError
 from schemas.sites import SITES
+
+if TYPE_CHECKING:  # commands look up what an architecture has, and have no seconds for torch
+    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,9 @@ ARCHITECTURES: Final[dict[str, Family]] = {
 def find_points(model: nn.Module, names: list[str], sites: tuple[str, ...], n_layers: int, hidden: int
                 ) -> Iterator[Point]:
     """Every (site, layer) to tap; StartError names what was looked for and what was found."""
-    family = _family(names)
+    from torch import nn
+
+    family = family_of(names)
     blocks = _part(model, family.layers)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != n_layers:
         found = f"{len(blocks)}" if isinstance(blocks, nn.ModuleList) else type(blocks).__name__
@@ -184,7 +187,9 @@ def find_points(model: nn.Module, names: list[str], sites: tuple[str, ...], n_la
 
 def find_entry(model: nn.Module, names: list[str], sites: tuple[str, ...]) -> Entry | None:
     """What the self-test can hold the first rows of armed sites against; None where no armed site has such rows."""
-    family = _family(names)
+    from torch import nn
+
+    family = family_of(names)
     held = tuple(site for site in family.entry if site in sites)
     if not held:
         return None
@@ -194,7 +199,8 @@ def find_entry(model: nn.Module, names: list[str], sites: tuple[str, ...]) -> En
     return Entry(family.embedding, embedding, held)
 
 
-def _family(names: list[str]) -> Family:
+def family_of(names: Sequence[str]) -> Family:
+    """Of the first known of a model's architectures; StartError where none is."""
     family = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if family is None:
         raise StartError(f"vllm-tap: no tap is known for the architecture {', '.join(names)}; "

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from schemas.control import Own
-from schemas.errors import SpecError, TapError
+from schemas.errors import SpecError, StartError, TapError
 from schemas.ids import new_ulid
 from schemas.probes import parse_probes
 from schemas.spec import parse_spec
@@ -28,6 +28,7 @@ from tests.test_supervisor import until
 from vllm_tap import open_store
 from vllm_tap.capture_job import CaptureJob
 from vllm_tap.export import choose_layers
+from vllm_tap.model_config import ModelConfig, read_config
 from vllm_tap.prompt_file import read_prompts
 from vllm_tap.prompt_source import PromptSource
 from vllm_tap.services import make_socket_dir
@@ -272,7 +273,16 @@ def test_layers_that_cannot_be_chosen_are_refused(text: str) -> None:
     (["capture", "/nowhere.jsonl", "--tiny", "--codec", "zip"], ["codec", "zip", "int8b64"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--sites", "resid"], ["resid", "resid_post"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--positions", "[[5, 2]]"], ["positions", "[5, 2]", "start < stop"]),
-    (["capture", "/nowhere.jsonl", "--tiny", "--layers", "last"], ["layers", "last"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--layers", "last"], ["--layers", "last"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--layers", "[[1"], ["--layers", "[[1"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--layers", "1,9"], ["--layers", "[9]", "0 to 3"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--sites", "embed,resid_post.4"], ["--sites", "resid_post.4", "0 to 3"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--sites", "router_logits"], ["--sites", "router_logits", "mlp_post, q"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--arm", "experts"], ["--arm", "experts", "resid_post"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--arm", "q", "--sites", "k"], ["--sites", "'k'", "armed: q"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--codec", "kv8"], ["--codec", "kv8", "resid_post has no heads"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--sites", "k", "--codec", "kv8:head=32"], ["--codec", "64 columns"]),
+    (["serve", "--tiny", "--arm", "resid_post,experts"], ["--arm", "experts", "resid_post"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--max-tokens", "0"], ["--max-tokens", "0"]),
     (["serve", "--tiny", "--retain-bytes", "2TX"], ["--retain-bytes", "'2TX'", "1.5TB"]),
     (["export", "x", "--format", "zip"], ["--format", "'zip'", "npz"]),
@@ -375,8 +385,30 @@ def test_probes_of_an_offline_run(tmp_path: Path) -> None:
     before = first.settings()
     assert before == first.settings() != job(2.0).settings()
     assert_refused(tap("capture", tmp_path / "p", "--tiny", "--probe", f"tone={tmp_path}/none"), "probe 'tone'", "none")
+    for place, word in (("resid_post.4", "layers 0 to 3"), ("k.0", "k have 128"), ("router_logits.0", "no such site")):
+        with pytest.raises(TapError, match=f"--probe = .*{word}"):
+            CaptureJob(PromptSource("p"), str(tiny_model()), tmp_path,
+                       probes=parse_probes([f"tone={tmp_path}/p.safetensors@{place}"]))
     assert_refused(tap("serve", "--tiny", "--probe", "to.ne=x"), "--probe", "'to.ne'", "A-Z a-z 0-9")
     assert_refused(tap("serve", "--tiny", "--arm", "probe.tone"), "--arm", "registered by --probe NAME=FILE")
+
+
+def test_a_configuration_that_may_become_another_is_left_to_the_engine(tmp_path: Path) -> None:
+    def config(text: str, *arguments: str) -> ModelConfig | None:
+        (tmp_path / "config.json").write_text(text)
+        return read_config(str(tmp_path), arguments)
+
+    known = '{"architectures": ["Gemma3ForCausalLM"], "text_config": {"num_hidden_layers": 2, "hidden_size": 8}}'
+    found = config(known, "--max-model-len", "64")
+    assert found is not None and (found.n_layers, found.widths["resid_post"]) == (2, 8) and "q" not in found.widths
+    assert config(known, "--hf-overrides={}") is None and read_config("Qwen/Qwen3-0.6B", ()) is None
+    for malformed in ("", "[]", "{}", '{"architectures": 1}', '{"architectures": [], "text_config": 1}'):
+        assert config(malformed) is None
+    unsaid = config('{"architectures": ["OPTForCausalLM"], "num_hidden_layers": "many"}')
+    assert unsaid is not None
+    unsaid.check_spec(parse_spec({"layers": [999]}), ("resid_post",), ())
+    with pytest.raises(StartError, match=r"NewForCausalLM.*known: .*OPTForCausalLM"):
+        ModelConfig(("NewForCausalLM",), 1, 1, 1, 1, 1).check_sites("--arm", ["resid_post"])
 
 
 # ── the writer beside an offline run ────────────────────────────────────────────────────────────────────────────

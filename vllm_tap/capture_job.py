@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from schemas.checks import parse_arm
-from schemas.codecs import parse_codec
-from schemas.errors import ArgumentError, TapError
+from schemas.errors import ArgumentError, SpecError, TapError
 from schemas.probes import Registered, load_probe
 from schemas.sites import parse_site
 from schemas.spec import CaptureSpec, parse_spec
+from vllm_tap.model_config import read_config
 from vllm_tap.prompt_source import PromptSource
 from vllm_tap.services import check_model, check_store, check_writable
 
@@ -43,11 +43,14 @@ class CaptureJob:
     def __post_init__(self) -> None:
         check_model(self.model)
         check_store(self.store)
-        parse_arm("--arm", self.armed)
-        parse_codec(self.codec)
-        self.spec()
+        armed, spec = parse_arm("--arm", self.armed), self.spec()
         for probe in self.probes:
             load_probe(probe)
+        if (config := read_config(self.model, self.engine_args)) is not None:
+            config.check_sites("--sites" if self.arm is None else "--arm", armed)
+            for probe in self.probes:
+                config.check_probe(probe)
+            config.check_spec(spec, armed, self.probes)
         if self.output is not None:
             if self.output.is_dir():
                 raise TapError(f"--output = {str(self.output)!r}: is a folder; name a file")
@@ -71,23 +74,26 @@ class CaptureJob:
                 **({"probes": known} if known else {})}
 
     def spec(self) -> CaptureSpec:
-        """The spec that every prompt gets; SpecError where it is malformed."""
-        asked: dict[str, Any] = {"codec": self.codec, "layers": _numbers(self.layers),
-                                 "positions": _numbers(self.positions)}
+        """The spec that every prompt gets; ArgumentError that names the flag where it is malformed."""
+        asked: dict[str, Any] = {"codec": self.codec, "layers": _numbers("--layers", self.layers),
+                                 "positions": _numbers("--positions", self.positions)}
         if self.sites is not None:
             asked["sites"] = [name.strip() for name in self.sites.split(",")]
         if self.probes:
             asked["probe"] = [probe.name for probe in self.probes]
-        return parse_spec(asked)
+        try:
+            return parse_spec(asked)
+        except SpecError as error:
+            raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
 
 
-def _numbers(text: str) -> object:
+def _numbers(flag: str, text: str) -> object:
     """``[0, 5]`` of "0,5", the value of JSON text, else the text itself (a name or a slice)."""
     if text.strip().startswith("["):
         try:
             return json.loads(text)
         except ValueError:
-            raise TapError(f"{text!r}: malformed list") from None
+            raise ArgumentError(flag, text, "malformed list; as in [[0, 8], [12, 16]]") from None
     if all(part.strip().isdecimal() for part in text.split(",")):
         return [int(part) for part in text.split(",")]
     return text.strip()

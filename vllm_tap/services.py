@@ -30,6 +30,7 @@ from schemas.legacy import SITE
 from schemas.probes import Registered, load_probe, probes_text
 from schemas.zarr_layout import KEYS_FILE
 from vllm_tap.child import Service
+from vllm_tap.model_config import read_config
 from writer_service.recovery import check_free
 
 __all__ = ["ServeConfig", "make_socket_dir", "services"]
@@ -72,6 +73,10 @@ class ServeConfig:
         for probe in self.probes:
             load_probe(probe)
         check_model(self.model)
+        if (config := read_config(self.model, self.engine_args)) is not None:
+            config.check_sites("--arm", armed)
+            for probe in self.probes:
+                config.check_probe(probe)
         if self.capture_all and SITE not in armed:
             raise StartError(f"--arm {self.arm!r}: --activation-capture captures {SITE}, which is not among them")
         check_port("--port", self.port)

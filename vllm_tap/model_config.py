@@ -1,0 +1,96 @@
+"""What a model's own configuration says, held against what is asked: known at once, where an engine takes a minute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from schemas.errors import ArgumentError, SpecError, StartError
+from schemas.probes import Registered, load_probe
+from schemas.sites import SITES, has_heads
+from schemas.spec import Armed, CaptureSpec, resolve
+
+__all__ = ["ModelConfig", "read_config"]
+
+_CHANGE_IT: Final = {"--config", "--config-format", "--hf-config-path", "--hf-overrides"}  # vLLM's arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What of a configuration decides about captures; numbers that it does not say are 0."""
+
+    architectures: tuple[str, ...]
+    n_layers: int
+    hidden: int
+    head: int  # columns of one
+    heads: int
+    kv_heads: int
+
+    def check_sites(self, flag: str, sites: Sequence[str]) -> None:
+        """StartError where the model has none of a site, or is of an architecture without taps.
+
+        A site that only some models of an architecture have is refused once the engine has loaded its own.
+        """
+        from engine_side.architectures import family_of
+
+        family = family_of(self.architectures)
+        offered = [*family.block, *family.model]
+        for site in sites:
+            if site not in offered:
+                raise StartError(f"{flag} = {site!r}: the architecture {', '.join(self.architectures)} has no such "
+                                 f"site; valid: {', '.join(offered)}")
+
+    def check_probe(self, probe: Registered) -> None:
+        """StartError where the model has no such layer, or rows of another width there."""
+        loaded = load_probe(probe)
+        site, layer, width = loaded.about.site, loaded.about.layer, loaded.directions.shape[1]
+        self.check_sites("--probe", [site])
+        if self.n_layers and layer >= self.n_layers:
+            raise StartError(f"--probe = {str(probe)!r}: layer = {layer}: this model has layers 0 to "
+                             f"{self.n_layers - 1}")
+        if width != (known := self.widths.get(site, width)):
+            raise StartError(f"--probe = {str(probe)!r}: directions have {width} numbers, rows of {site} have {known} "
+                             "in this model")
+
+    def check_spec(self, spec: CaptureSpec, armed: Sequence[str], probes: Sequence[Registered]) -> None:
+        """ArgumentError that names the flag of what an engine with these taps would refuse."""
+        if not self.n_layers:
+            return
+        layers = list(range(self.n_layers))
+        known = Armed({site: layers if SITES[site].per_layer else [0] for site in armed}, self.n_layers,
+                      dict.fromkeys(filter(has_heads, armed), self.head) if self.head else {},
+                      {probe.name: load_probe(probe).about for probe in probes})
+        try:
+            resolve(spec, known, self.widths)
+        except SpecError as error:
+            raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Numbers in a row, by site, as far as they are known."""
+        by_rule = {"hidden": self.hidden, "q_heads": self.heads * self.head, "kv_heads": self.kv_heads * self.head}
+        return {name: width for name, site in SITES.items() if (width := by_rule.get(site.width, 0))}
+
+
+def read_config(model: str, engine_args: Sequence[str]) -> ModelConfig | None:
+    """Of a folder; None where it is not known before vLLM has asked for it, or may become another."""
+    path, flags = Path(model) / "config.json", {argument.partition("=")[0] for argument in engine_args}
+    if not path.is_file() or flags & _CHANGE_IT:
+        return None
+    try:
+        whole = json.loads(path.read_text())
+        text = whole.get("text_config", whole)
+        heads, hidden = _number(text, "num_attention_heads"), _number(text, "hidden_size")
+        head = _number(text, "head_dim") or (hidden // heads if heads else 0)
+        return ModelConfig(tuple(map(str, whole["architectures"])), _number(text, "num_hidden_layers"), hidden, head,
+                           heads, _number(text, "num_key_value_heads") or heads)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # vLLM says what is wrong with it
+
+
+def _number(config: dict[str, Any], name: str) -> int:
+    found = config.get(name)
+    return found if isinstance(found, int) else 0
