@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Final
 
-__all__ = ["Sieve"]
+from schemas import limits
+from schemas.errors import ArgumentError
+from schemas.sites import parse_site
+
+__all__ = ["WHEN", "Sieve", "milliseconds", "parse_tag", "read_sieve"]
+
+WHEN: Final = "milliseconds since 1970, or a time such as 2026-01-31T12:00:00Z"
+_1970: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +60,42 @@ class Sieve:
                  "OR instr(lower(key), ?)) OR EXISTS (SELECT 1 FROM aliases WHERE aliases.ulid = listed.ulid "
                  "AND instr(lower(alias), ?)))", text, text, text, text)
         return ("WHERE " + " AND ".join(parts) if parts else ""), args
+
+
+def read_sieve(tags: Sequence[str] = (), model: str | None = None, site: str | None = None, since: str | None = None,
+               until: str | None = None, text: str | None = None) -> Sieve:
+    """What is asked for in words, by a query or a command; ArgumentError names which of them is wrong.
+
+    ``tags`` are key=value, or a key alone for any value; ``since`` and ``until`` as ``WHEN`` says.
+    """
+    if len(tags) > limits.filter_tags_max:
+        raise ArgumentError("tag", f"{len(tags)} of them", f"at most {limits.filter_tags_max}")
+    for name, values in (("tag", tags), ("model", [model]), ("text", [text])):
+        for value in values:
+            if value is not None and not 0 < len(value) <= limits.filter_chars_max:
+                raise ArgumentError(name, value, f"valid: 1 to {limits.filter_chars_max} characters")
+    known = None if site is None else parse_site(site, "site", ArgumentError)[0]
+    return Sieve([parse_tag(tag) for tag in tags], model, known, _moment("since", since), _moment("until", until), text)
+
+
+def parse_tag(text: str) -> tuple[str, str | None]:
+    """Key and value; the value None of a key alone."""
+    key, equals, value = text.partition("=")
+    return key, value if equals else None
+
+
+def milliseconds(when: datetime) -> int:
+    """Since 1970, the first whole one that is not before ``when``; without a zone it is the local time."""
+    return -((_1970 - when.astimezone(UTC)) // timedelta(milliseconds=1))
+
+
+def _moment(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if text.isdecimal() and text.isascii() and len(text) <= 15:
+        return int(text)
+    try:
+        moment = datetime.fromisoformat(text)
+        return milliseconds(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
+    except (ValueError, OverflowError):
+        raise ArgumentError(name, text, f"valid: {WHEN} (UTC where it names no zone)") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import shutil
@@ -10,24 +11,30 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from api.routes.captures import LIST as service_list
 from schemas.control import Own
 from schemas.errors import SpecError, StartError, TapError
 from schemas.ids import new_ulid
 from schemas.probes import parse_probes
+from schemas.sieve import milliseconds
 from schemas.spec import parse_spec
 from tests.engine_player import WIDTH, EnginePlayer, decoded
 from tests.processes import free_port, runs
 from tests.test_supervisor import until
-from vllm_tap import open_store
+from vllm_tap import AsyncClient, Client, open_store
+from vllm_tap import Store as TapStore
 from vllm_tap.capture_job import CaptureJob
+from vllm_tap.cli import list_captures
 from vllm_tap.export import choose_layers
+from vllm_tap.listing import Filters
 from vllm_tap.model_config import ModelConfig, read_config
 from vllm_tap.prompt_file import read_prompts
 from vllm_tap.prompt_source import PromptSource
@@ -101,6 +108,38 @@ def test_ls_names_every_capture_with_its_state(stored: Stored) -> None:
         stored.whole: (5, 8), stored.holed: (5, 8)}
     only = tap("ls", "--store", stored.path, "--status", "incomplete", "--json").stdout.splitlines()
     assert [json.loads(line)["id"] for line in only] == [stored.holed]
+
+
+@pytest.mark.parametrize("asked, found", [
+    (["--tag", "run=a"], "whole"), (["--tag", "run", "--model", "played", "--site", "hook_embed"], ""),
+    (["--site", "blocks.0.hook_attn_out", "--until", "1970-01-01T00:00:00.002Z", "--text", "CHATCMPL"], "whole"),
+    (["--since", "2", "--tag", "run"], ""), (["--tag", "run=b"], ""), (["--limit", "1"], "holed"),
+])
+def test_ls_takes_the_filters_of_the_service(stored: Stored, asked: list[str], found: str) -> None:
+    done = tap("ls", "--store", stored.path, "--json", *asked)
+    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ([getattr(stored, found)] if found else [])
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_lists_know_the_same_filters() -> None:
+    names = {"tags" if name == "tag" else name for name in service_list}
+    for each in (Client.captures, AsyncClient.captures, TapStore.captures):
+        assert set(inspect.signature(each).parameters) - {"self"} == names
+    assert {field.name for field in fields(Filters)} == names - {"limit", "before"}
+    options = {"tags" if name == "tag" else name for name in inspect.signature(list_captures).parameters}
+    assert options - {"store", "json"} == names
+
+
+@pytest.mark.parametrize("when, ms", [
+    (datetime(1970, 1, 1, tzinfo=UTC), 0), (datetime(2026, 1, 31, 12, 0, 0, 1000, UTC), 1_769_860_800_001),
+    (datetime(2026, 1, 31, 12, 0, 0, 1001, UTC), 1_769_860_800_002),
+    (datetime(1969, 12, 31, 23, tzinfo=UTC), -3_600_000),
+    *((datetime.fromtimestamp(ms // 1000, UTC).replace(microsecond=ms % 1000 * 1000), ms)
+      for ms in range(1_790_000_000_000, 1_790_000_000_200, 7)),
+])
+def test_times_are_whole_milliseconds(when: datetime, ms: int) -> None:
+    """One that is between two is the later: what was made before it has the earlier, or one before that."""
+    assert milliseconds(when) == ms
 
 
 def test_show_says_what_is_missing_and_why(stored: Stored) -> None:
@@ -265,6 +304,11 @@ def test_layers_that_cannot_be_chosen_are_refused(text: str) -> None:
     (["fetch"], ["fetch"]),
     (["ls", "--store", "/nowhere"], ["/nowhere", "store"]),
     (["ls", "--limit", "0"], ["--limit", "0"]),
+    (["ls", "--since", "yesterday"], ["--since", "yesterday", "2026-01-31"]),
+    (["ls", "--tag", ""], ["--tag", "''", "1 to"]),
+    (["ls", "--site", "resid"], ["--site", "'resid'", "resid_post"]),
+    (["ls", "--status", "done"], ["--status", "'done'", "incomplete"]),
+    (["ls", "--before", "x"], ["--before", "'x'", "capture id"]),
     (["capture", "/nowhere.jsonl", "--tiny"], ["/nowhere.jsonl", "no such file"]),
     (["capture", "/nowhere.jsonl"], ["--model", "--tiny"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--output", "/proc/x"], ["--output", "/proc/x"]),

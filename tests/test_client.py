@@ -172,6 +172,9 @@ def test_lists_can_be_sifted(client: Client, store: Store) -> None:
     for source in (client, store):
         assert [row.id for row in source.captures(tags={"run": "sift"})] == tagged[::-1]
         assert [row.id for row in source.captures(tags={"run": "sift", "n": "1"})] == [tagged[1]]
+        assert [row.id for row in source.captures(tags={"run": "sift", "n": None}, model="played")] == tagged[::-1]
+        assert [row.id for row in source.captures(text=tagged[1][-9:].lower())] == [tagged[1]]
+        assert list(source.captures(model="other")) == list(source.captures(tags={"n": None, "none": None})) == []
         assert [row.id for row in source.captures("complete", site="blocks.1.hook_attn_out", since=before)
                 ] == [tagged[1]]
         assert list(source.captures(tags={"run": "sift"}, until=before)) == []

@@ -145,12 +145,13 @@ class AsyncClient:
         """A capture by its id, the response id or the X-Request-Id; looked up when it is read."""
         return AsyncCapture(self, ref, self.wait_s)
 
-    def captures(self, status: str | None = None, *, tags: Mapping[str, str] | None = None, site: str | None = None,
-                 since: datetime | None = None, until: datetime | None = None, limit: int | None = None,
+    def captures(self, status: str | None = None, *, tags: Mapping[str, str | None] | None = None,
+                 model: str | None = None, site: str | None = None, since: datetime | None = None,
+                 until: datetime | None = None, text: str | None = None, limit: int | None = None,
                  before: str | None = None) -> AsyncIterator[CaptureRow]:
         """``Client.captures``, for ``async for``."""
 
-        filters = Filters(status, tags or {}, site, since, until)
+        filters = Filters(status, tags or {}, model, site, since, until, text)
 
         async def page(count: int, after: str | None) -> Page:
             return wire.read_captures(await self._send(wire.ask_captures(filters, count, after)))

@@ -11,10 +11,13 @@ from typing import Annotated
 import typer
 
 from schemas import legacy as legacy_names
+from schemas import limits
 from schemas.codecs import CODECS, DEFAULT_CODEC
-from schemas.errors import TapError
+from schemas.errors import ArgumentError, TapError
 from schemas.legacy import FLAGS
+from schemas.manifest import STATUSES
 from schemas.probes import parse_probes
+from schemas.sieve import WHEN, parse_tag, read_sieve
 from vllm_tap import cli_keys, cli_upkeep
 from vllm_tap.cli_options import (
     ActBits,
@@ -172,14 +175,27 @@ def capture(
 @app.command("ls")
 def list_captures(
     store: Store = Path("captures"),
-    status: Annotated[str | None, typer.Option(help="Only captures of this status.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many, newest first.")] = 50,
+    status: Annotated[str | None, typer.Option(help=f"Only captures of this status: {', '.join(STATUSES)}.")] = None,
+    tag: Annotated[list[str] | None, typer.Option(
+        help="Only captures with this tag: KEY=VALUE, or KEY for any value; repeatable, all must be there.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only captures of the model of this name.")] = None,
+    site: Annotated[str | None, typer.Option(help="Only where this site was captured.")] = None,
+    since: Annotated[str | None, typer.Option(help=f"Made at this time or later: {WHEN}.")] = None,
+    until: Annotated[str | None, typer.Option(help="Made before this time.")] = None,
+    text: Annotated[str | None, typer.Option(help="Part of an id, a name or a tag.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=limits.captures_page_max, help="At most so many, newest first.")]
+        = 50,
+    before: Annotated[str | None, typer.Option(help="Only captures older than this one.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """List the captures of a store, newest first."""
+    """List the captures of a store, newest first; the filters are those of the HTTP service."""
     from vllm_tap.show import print_captures
 
-    print_captures(store, status, limit, json)
+    try:
+        sieve = read_sieve(tag or (), model, site, since, until, text)
+    except ArgumentError as error:
+        raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
+    print_captures(store, status, sieve, limit, before, json)
 
 
 @app.command()
@@ -207,7 +223,7 @@ def export(
         = None,
     sites: Annotated[str | None, typer.Option(help="Sites, comma-separated (default: all).")] = None,
     layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
-    tag: Annotated[list[str] | None, typer.Option(help="hf: only captures with this tag, KEY=VALUE; repeatable.")]
+    tag: Annotated[list[str] | None, typer.Option(help="hf: only captures with this tag, as of ls; repeatable.")]
         = None,
     context: Annotated[int | None, typer.Option(help="hf: rows of so many tokens, for SAE trainers.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over what is there.")] = False,
@@ -217,7 +233,7 @@ def export(
     from vllm_tap.hf_export import export_hf
 
     if format is Format.hf:
-        pairs = dict(_tag(text) for text in tag or ())
+        pairs = dict(map(parse_tag, tag or ()))
         paths = export_hf(store, ref, out, sites, layers, pairs, context, force, sys.stderr.isatty())
     elif ref is None or tag or context is not None:
         raise TapError("name a capture; only --format hf takes several, --tag and --context")
@@ -316,13 +332,6 @@ def _value(error: Exception, arguments: list[str]) -> str:
 
 def _size(text: str | None, option: str) -> int | None:
     return None if text is None else parse_size(text, option)
-
-
-def _tag(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise TapError(f"--tag = {text!r}: must be KEY=VALUE")
-    return key, value
 
 
 def _version(name: str) -> str | None:

@@ -175,15 +175,17 @@ class Client:
         """A capture by its id, the response id or the X-Request-Id; looked up when it is read."""
         return Capture(self, ref, self.wait_s)
 
-    def captures(self, status: str | None = None, *, tags: Mapping[str, str] | None = None, site: str | None = None,
-                 since: datetime | None = None, until: datetime | None = None, limit: int | None = None,
+    def captures(self, status: str | None = None, *, tags: Mapping[str, str | None] | None = None,
+                 model: str | None = None, site: str | None = None, since: datetime | None = None,
+                 until: datetime | None = None, text: str | None = None, limit: int | None = None,
                  before: str | None = None) -> Iterator[CaptureRow]:
         """The captures that the filters let through, newest first, page by page as they are taken.
 
-        ``tags`` must all be there; ``since`` and ``until`` bound when they were made; ``before`` is the id that an
+        ``tags`` must all be there (value None: any); ``site`` must have been captured; ``since`` (included) and
+        ``until`` bound when they were made; ``text`` is part of an id, a name or a tag; ``before`` is the id that an
         earlier list ended with.
         """
-        filters = Filters(status, tags or {}, site, since, until)
+        filters = Filters(status, tags or {}, model, site, since, until, text)
         return filters.pages(lambda count, after: wire.read_captures(
             self._send(wire.ask_captures(filters, count, after))), limit, before)
 

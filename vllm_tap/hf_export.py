@@ -34,7 +34,7 @@ _BLOCK_BYTES: Final = 64 << 20
 
 
 def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str | None = None, layers: str = "all",
-              tags: Mapping[str, str] | None = None, context: int | None = None, force: bool = False,
+              tags: Mapping[str, str | None] | None = None, context: int | None = None, force: bool = False,
               progress: Report = False) -> list[Path]:
     """Writes one capture, or all complete ones with these ``tags``, and returns the folder.
 

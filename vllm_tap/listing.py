@@ -11,10 +11,10 @@ from schemas import limits
 from schemas.errors import ArgumentError
 from schemas.manifest import STATUSES
 from schemas.reader import CaptureRow, StoreReader
-from schemas.sieve import Sieve
+from schemas.sieve import Sieve, milliseconds
 from schemas.sites import parse_site
 
-__all__ = ["FINAL", "Filters", "Where"]
+__all__ = ["FINAL", "Filters", "Where", "sifted", "wanted"]
 
 FINAL: Final = frozenset(("complete", "incomplete", "failed"))
 Where = Mapping[str, str] | Callable[[CaptureRow], bool] | None
@@ -25,15 +25,18 @@ Page = tuple[list[CaptureRow], str | None]  # lines, newest first, and the id to
 class Filters:
     """Which captures of a list are wanted.
 
-    ``tags`` must all be there; ``site`` must have been captured; ``since`` and ``until`` bound when it was made
-    (``since`` included, ``until`` not). SpecError on a status or site that does not exist.
+    ``tags`` must all be there (value None: any); ``model`` is the model's name; ``site`` must have been captured;
+    ``since`` and ``until`` bound when it was made (``since`` included, ``until`` not); ``text`` is part of an id, a
+    name or a tag. SpecError on a status or site that does not exist.
     """
 
     status: str | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str | None] = field(default_factory=dict)
+    model: str | None = None
     site: str | None = None
     since: datetime | None = None
     until: datetime | None = None
+    text: str | None = None
 
     def __post_init__(self) -> None:
         if self.status is not None and self.status not in STATUSES:
@@ -44,21 +47,21 @@ class Filters:
     def sieve(self) -> Sieve:
         """What a store's reader takes."""
         site = None if self.site is None else parse_site(self.site)[0]
-        return Sieve(list(self.tags.items()), site=site, since_ms=_ms(self.since), until_ms=_ms(self.until))
+        return Sieve(list(self.tags.items()), self.model, site, _ms(self.since), _ms(self.until), self.text)
 
     def params(self) -> dict[str, Any]:
         """What the service takes."""
-        asked = {"status": self.status, "tag": [f"{key}={value}" for key, value in self.tags.items()] or None,
-                 "site": self.site, "since": _ms(self.since), "until": _ms(self.until)}
+        tags = [key if value is None else f"{key}={value}" for key, value in self.tags.items()]
+        asked = {"status": self.status, "tag": tags or None, "model": self.model, "site": self.site,
+                 "since": _ms(self.since), "until": _ms(self.until), "text": self.text}
         return {name: value for name, value in asked.items() if value is not None}
 
     def of(self, reader: StoreReader, limit: int | None = None, before: str | None = None) -> Iterator[CaptureRow]:
         """What is wanted of a store, newest first, page by page as it is taken."""
-        sieve = self.sieve()
-        return self.pages(lambda count, after: reader.page(None, self.status, count, after, sieve), limit, before)
+        return sifted(reader, self.status, self.sieve(), limit, before)
 
-    def pages(self, fetch: Callable[[int, str | None], Page], limit: int | None, before: str | None
-              ) -> Iterator[CaptureRow]:
+    @staticmethod
+    def pages(fetch: Callable[[int, str | None], Page], limit: int | None, before: str | None) -> Iterator[CaptureRow]:
         """The lines of all pages, at most ``limit``; ``fetch`` takes how many and after which id."""
         left = limit
         while left is None or left > 0:
@@ -68,7 +71,8 @@ class Filters:
             if before is None:
                 return
 
-    async def apages(self, fetch: Callable[[int, str | None], Awaitable[Page]], limit: int | None, before: str | None
+    @staticmethod
+    async def apages(fetch: Callable[[int, str | None], Awaitable[Page]], limit: int | None, before: str | None
                      ) -> AsyncIterator[CaptureRow]:
         """``pages`` where pages are awaited."""
         left = limit
@@ -81,6 +85,12 @@ class Filters:
                 return
 
 
+def sifted(reader: StoreReader, status: str | None, sieve: Sieve, limit: int | None, before: str | None
+           ) -> Iterator[CaptureRow]:
+    """What of a store passes, newest first, page by page as it is taken."""
+    return Filters.pages(lambda count, after: reader.page(None, status, count, after, sieve), limit, before)
+
+
 def wanted(where: Where, row: CaptureRow) -> bool:
     """Whether a capture is chosen by tags, or by a function of its line."""
     if where is None:
@@ -89,7 +99,7 @@ def wanted(where: Where, row: CaptureRow) -> bool:
 
 
 def _ms(when: datetime | None) -> int | None:
-    return None if when is None else int(when.timestamp() * 1000)
+    return None if when is None else milliseconds(when)
 
 
 def _count(left: int | None) -> int:

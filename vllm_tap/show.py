@@ -11,21 +11,27 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from schemas.errors import TapError
+from schemas.errors import ArgumentError
+from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest, SiteLayer
 from schemas.reader import StoreReader
+from schemas.sieve import Sieve
+from vllm_tap.listing import sifted
 
 __all__ = ["console", "print_captures", "print_manifest", "when"]
 
 _STATUS_STYLES = {"complete": "green", "running": "cyan", "pending": "dim", "incomplete": "yellow", "failed": "red"}
 
 
-def print_captures(store: Path, status: str | None, limit: int, as_json: bool) -> None:
-    """The captures of a store, newest first."""
+def print_captures(store: Path, status: str | None, sieve: Sieve, limit: int, before: str | None, as_json: bool
+                   ) -> None:
+    """The captures of a store that pass, newest first."""
     if status is not None and status not in STATUSES:
-        raise TapError(f"--status = {status!r}: valid are {', '.join(STATUSES)}")
+        raise ArgumentError("--status", status, f"valid: {', '.join(STATUSES)}")
+    if before is not None and split_capture_id(before) is None:
+        raise ArgumentError("--before", before, "must be a capture id")
     with StoreReader(store) as reader:
-        rows = reader.captures(status=status, limit=limit)
+        rows = list(sifted(reader, status, sieve, limit, before))
     if as_json:
         for row in rows:
             sys.stdout.buffer.write(msgspec.json.encode(row) + b"\n")

@@ -44,11 +44,12 @@ class Store:
         """All captures, newest first."""
         return (Capture(self, row.id, self.wait_s) for row in self.captures())
 
-    def captures(self, status: str | None = None, *, tags: Mapping[str, str] | None = None, site: str | None = None,
-                 since: datetime | None = None, until: datetime | None = None, limit: int | None = None,
+    def captures(self, status: str | None = None, *, tags: Mapping[str, str | None] | None = None,
+                 model: str | None = None, site: str | None = None, since: datetime | None = None,
+                 until: datetime | None = None, text: str | None = None, limit: int | None = None,
                  before: str | None = None) -> Iterator[CaptureRow]:
         """The captures that the filters let through, newest first, as ``Client.captures``."""
-        return Filters(status, tags or {}, site, since, until).of(self.reader, limit, before)
+        return Filters(status, tags or {}, model, site, since, until, text).of(self.reader, limit, before)
 
     def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
         """The manifests of captures once all are final; NotComplete where that takes longer than ``timeout_s``."""

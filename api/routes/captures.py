@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -19,14 +18,12 @@ from schemas.control import Delete
 from schemas.errors import ArgumentError, NotFoundError
 from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest
-from schemas.sieve import Sieve
-from schemas.sites import parse_site
+from schemas.sieve import WHEN, Sieve, read_sieve
 
 router = APIRouter()
 
 
-_LIST: Final = ("limit", "before", "status", "tag", "model", "site", "since", "until", "text")
-_WHEN: Final = "milliseconds since 1970, or a time such as 2026-01-31T12:00:00Z"
+LIST: Final = ("limit", "before", "status", "tag", "model", "site", "since", "until", "text")
 
 
 @router.get("/v1/captures", tags=["captures"])
@@ -39,13 +36,13 @@ async def captures(
                    ] = None,
     model: Annotated[str | None, Query(description="The model's name.")] = None,
     site: Annotated[str | None, Query(description="A site that was captured.")] = None,
-    since: Annotated[str | None, Query(description=f"Made at this time or later: {_WHEN}.")] = None,
-    until: Annotated[str | None, Query(description=f"Made before this time: {_WHEN}.")] = None,
+    since: Annotated[str | None, Query(description=f"Made at this time or later: {WHEN}.")] = None,
+    until: Annotated[str | None, Query(description=f"Made before this time: {WHEN}.")] = None,
     text: Annotated[str | None, Query(description="Part of an id, a name or a tag.")] = None,
 ) -> Json:
     """The caller's captures, newest first; ``next`` is the ``before`` of the next page, null on the last."""
     params = request.query_params
-    check_known(params, _LIST)
+    check_known(params, LIST)
     if not limit.isdecimal() or not limit.isascii() or not 1 <= int(limit[:9]) <= limits.captures_page_max:
         raise BadParam("limit", limit, f"valid: 1 to {limits.captures_page_max}")
     if before is not None and split_capture_id(before) is None:
@@ -58,34 +55,10 @@ async def captures(
 
 
 def _sieve(params: QueryParams) -> Sieve:
-    tags = params.getlist("tag")
-    if len(tags) > limits.filter_tags_max:
-        raise BadParam("tag", f"{len(tags)} of them", f"at most {limits.filter_tags_max}")
-    for name in ("tag", "model", "text"):
-        for value in params.getlist(name):
-            if not 0 < len(value) <= limits.filter_chars_max:
-                raise BadParam(name, value, f"valid: 1 to {limits.filter_chars_max} characters")
-    site = params.get("site")
     try:
-        known = None if site is None else parse_site(site, "site", ArgumentError)[0]
+        return read_sieve(params.getlist("tag"), *map(params.get, ("model", "site", "since", "until", "text")))
     except ArgumentError as error:
-        raise BadParam("site", error.value, error.reason) from None
-    pairs = [tag.partition("=") for tag in tags]
-    return Sieve([(key, value if equals else None) for key, equals, value in pairs], params.get("model"), known,
-                 _moment(params, "since"), _moment(params, "until"), params.get("text"))
-
-
-def _moment(params: QueryParams, name: str) -> int | None:
-    value = params.get(name)
-    if value is None:
-        return None
-    if value.isdecimal() and value.isascii() and len(value) <= 15:
-        return int(value)
-    try:
-        moment = datetime.fromisoformat(value)
-        return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
-    except (ValueError, OverflowError):
-        raise BadParam(name, value, f"valid: {_WHEN} (UTC where it names no zone)") from None
+        raise BadParam(error.field, error.value, error.reason) from None
 
 
 @router.get("/v1/captures/{ref}", tags=["captures"])
