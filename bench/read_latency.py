@@ -201,10 +201,12 @@ class Floor:
 
 
 def in_turns(rounds: int, make: Callable[[], tuple[Read, Read]]) -> dict[str, float]:
-    """A read and its floor, a tenth of the rounds before to warm up."""
+    """A read and the floor of another one, a tenth of the rounds before to warm up: of the same rows, the second would
+    find in the processor's caches what the first brought there.
+    """
     clock, cpu, floor = [], [], []
     for number in range(rounds + rounds // 10):
-        read, least = make()
+        (read, _), (_, least) = make(), make()
         times = []
         for work in (read, least):
             began, began_cpu = time.perf_counter(), time.thread_time()

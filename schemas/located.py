@@ -13,10 +13,12 @@ from schemas.catalog import Extent, Segment
 from schemas.codecs import Stream
 from schemas.coverage import Rows
 from schemas.errors import CorruptError, StoreError
-from schemas.mapping import SegmentMaps
+from schemas.frame import FLAG_ERASED
+from schemas.mapping import SegmentMaps, beyond, pieces_of
+from schemas.native_xxh3 import Loop, loop_for
 from schemas.placement import FLAGS, I64, KIND, OFFSET, PARTS, SEGMENT, TOKEN, Bytes
 from schemas.row_checksums import piece_digests
-from schemas.zarr_layout import open_name
+from schemas.zarr_layout import block_name, open_name
 
 __all__ = ["Located", "UnsettledError", "copy_rows", "joined", "locate"]
 
@@ -112,13 +114,23 @@ def copy_rows(maps: SegmentMaps, segments: Mapping[int, Segment | None], located
     found = [np.empty((len(layers), len(located.positions), stream.nbytes), np.uint8) for stream in declared]
     expected = np.empty((len(layers), len(located.positions)), np.uint64)
     columns = np.asarray([np.searchsorted(kind, layers) for kind in located.kinds]).T
-    numbers = located.table[SEGMENT]
+    table, numbers = located.table, located.table[SEGMENT]
+    erased = np.flatnonzero(table[FLAGS] & FLAG_ERASED)
+    if len(erased):
+        number = int(numbers[erased[0]])
+        raise UnsettledError(number, StoreError("read slice", block_name(number), "rows in it were erased",
+                                                "start the writer once: it repairs the catalog"))
     order = np.argsort(numbers, kind="stable")
-    for begin, end in pairwise(np.flatnonzero(np.diff(numbers[order], prepend=-1, append=-1)).tolist()):
-        at = order[begin:end]
-        segment = known(segments, int(numbers[at[0]]))
+    groups = [(known(segments, int(numbers[order[begin]])), order[begin:end])
+              for begin, end in pairwise(np.flatnonzero(np.diff(numbers[order], prepend=-1, append=-1)).tolist())]
+    loop = None if any(segment.cold for segment, _ in groups) else loop_for(0)
+    if loop is not None:
+        _copy_together(loop, maps, groups, table, columns, found)
+    for segment, at in groups:
         try:
-            maps.copy(segment, located.table[:, at], layers, columns, found, expected, at)
+            if loop is None:
+                maps.copy(segment, table[:, at], layers, columns, found, at)
+            maps.expect(segment, table[:, at], layers, columns, found, expected, at)
         except StoreError as error:
             raise UnsettledError(segment.number, error) from None
     main, *sides = (array.reshape(-1, array.shape[2]) for array in found)
@@ -127,3 +139,26 @@ def copy_rows(maps: SegmentMaps, segments: Mapping[int, Segment | None], located
         segment = known(segments, int(numbers[wrong[0]]))
         raise UnsettledError(segment.number, maps.mismatch(segment, int(located.table[OFFSET, wrong[0]])))
     return found
+
+
+def _copy_together(loop: Loop, maps: SegmentMaps, groups: Sequence[tuple[Segment, I64]], table: I64, columns: I64,
+                   found: list[Bytes]) -> None:
+    """``SegmentMaps.copy`` of rows of several segments, none of them cold, in one call a stream."""
+    held = []  # the maps, while they are read
+    start, room = np.empty((2, table.shape[1]), np.int64)
+    for segment, at in groups:
+        try:
+            path, data = maps.data(segment)
+        except StoreError as error:
+            raise UnsettledError(segment.number, error) from None
+        held.append((path, data))
+        start[at], room[at] = np.frombuffer(data, np.uint8).ctypes.data, len(data)
+    pieces = pieces_of(table, columns)
+    for out, parts in zip(found, table[PARTS:], strict=True):
+        nbytes = out.shape[2]
+        places = parts + pieces * nbytes
+        outside = ((places < 0) | (places > room - nbytes)).any(0)
+        for (segment, at), (path, data) in zip(groups, held, strict=True) if outside.any() else ():
+            if outside[at].any():
+                raise UnsettledError(segment.number, beyond(path, len(data)))
+        loop.copy((places + start).reshape(-1), out.reshape(-1, nbytes))

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from schemas.catalog import Segment
 from schemas.cold import ColdBlock, ColdFrame
 from schemas.errors import CorruptError, StoreError
-from schemas.frame import FLAG_ERASED
 from schemas.frame_hashes import prove_frame
 from schemas.map_file import map_file
 from schemas.native_xxh3 import loop_for
@@ -24,7 +23,7 @@ from schemas.row_checksums import BlockChecksums, piece_bytes_min, piece_digests
 from schemas.segment import FrameView, parse_frame, verify_payload
 from schemas.zarr_layout import block_name, segment_places
 
-__all__ = ["SegmentMaps", "View", "map_file", "opened"]
+__all__ = ["SegmentMaps", "View", "beyond", "map_file", "opened", "pieces_of"]
 
 maps_max: Final = 256
 frames_max: Final = 4096
@@ -46,7 +45,7 @@ def _copy(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) ->
     rows = out[target[0]:target[0] + len(target)]
     piece = data[starts[0]:starts[0] + rows.nbytes]
     if len(piece) < rows.nbytes:
-        raise _beyond(path, len(data))
+        raise beyond(path, len(data))
     rows[:] = np.frombuffer(piece, np.uint8).reshape(rows.shape)
 
 
@@ -60,7 +59,7 @@ def _gather(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) 
         try:
             loop.gather(data, starts, out, target)
         except IndexError:
-            raise _beyond(path, len(data)) from None
+            raise beyond(path, len(data)) from None
         return
     pieces: npt.NDArray[np.void] = np.ndarray((max(len(data) - nbytes + 1, 0),), f"V{nbytes}", data, strides=(1,))
     whole, few = out.view(f"V{nbytes}")[:, 0], max(1, _GATHERED_BYTES // nbytes)
@@ -68,10 +67,17 @@ def _gather(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) 
         for begin in range(0, len(starts), few):
             whole[target[begin:begin + few]] = pieces[starts[begin:begin + few]]
     except IndexError:
-        raise _beyond(path, len(data)) from None
+        raise beyond(path, len(data)) from None
 
 
-def _beyond(path: Path, nbytes: int) -> CorruptError:
+def pieces_of(table: I64, columns: I64) -> I64:
+    """Numbers of the pieces of rows in the streams of their frames, ``[layers, rows]``; see ``SegmentMaps.copy``."""
+    found: I64 = table[FIRST] + columns[:, table[KIND]] * table[STEP]
+    return found
+
+
+def beyond(path: Path, nbytes: int) -> CorruptError:
+    """The error where a file is too short for rows that are said to be in it."""
     return CorruptError("read rows", path, f"it has {nbytes} bytes, rows lie beyond")
 
 
@@ -184,17 +190,17 @@ class SegmentMaps:
             table[PARTS:] = np.asarray(view.layout.parts, np.int64)[:, None] + view.offset
         return table
 
-    def copy(self, segment: Segment, table: I64, layers: Sequence[int], columns: I64, found: list[Bytes], expected: U64,
-             at: I64) -> None:
-        """Copy rows of ``table``, all of one segment, to places ``at`` of the arrays ``found``, and what checksums they
-        must have to ``expected``.
+    def data(self, segment: Segment) -> tuple[Path, memoryview]:
+        """The bytes of a segment that is not cold, and where they are from."""
+        return self._map(segment, fresh=False)
 
-        These are uint8 ``[layers, n, piece bytes]`` by stream and ``[layers, n]``; ``columns`` are those of ``layers``
-        in frames, ``[layers, kinds]``. StoreError where rows were erased, CorruptError where they cannot be there.
+    def copy(self, segment: Segment, table: I64, layers: Sequence[int], columns: I64, found: list[Bytes], at: I64
+             ) -> None:
+        """Copy rows of ``table``, all of one segment, to places ``at`` of the arrays ``found``.
+
+        These are uint8 ``[layers, n, piece bytes]`` by stream; ``columns`` are those of ``layers`` in frames,
+        ``[layers, kinds]``. CorruptError where rows cannot be there.
         """
-        if (table[FLAGS] & FLAG_ERASED).any():
-            raise StoreError("read slice", self._store / block_name(segment.number), "rows in it were erased",
-                             "start the writer once: it repairs the catalog")
         target = (np.arange(len(layers))[:, None] * found[0].shape[1] + at).reshape(-1)
         flat = [array.reshape(-1, array.shape[2]) for array in found]
         if segment.cold:
@@ -208,18 +214,24 @@ class SegmentMaps:
                 else:
                     take(section.reshape(-1).data, pieces * out.shape[1], out, target, path)
         else:
-            path, data = self._map(segment, fresh=False)
-            pieces = (table[FIRST] + columns[:, table[KIND]] * table[STEP]).reshape(-1)
+            path, data = self.data(segment)
+            pieces = pieces_of(table, columns).reshape(-1)
             parts = np.tile(table[PARTS:], len(layers))
             # Rows of a prompt lie side by side in their one frame.
             take = _copy if _count_up(pieces, target) and (table[OFFSET] == table[OFFSET, 0]).all() else _gather
             for number, out in enumerate(flat):
                 take(data, parts[number] + pieces * out.shape[1], out, target, path)
+
+    def expect(self, segment: Segment, table: I64, layers: Sequence[int], columns: I64, found: list[Bytes],
+               expected: U64, at: I64) -> None:
+        """What checksums rows of ``table`` must have that are places ``at`` of ``found``, as of ``copy``: written to
+        ``expected``, ``[layers, n]``.
+        """
         checksums = self.checksums(segment)
         if checksums is not None and (table[ROW] >= 0).all():
             expected[:, at] = checksums.of_rows(table[ROW], layers)
             return
-        of_frame = pieces.reshape(len(layers), -1)
+        of_frame = pieces_of(table, columns)
         for offset in np.unique(table[OFFSET]).tolist():
             mine = table[OFFSET] == offset
             expected[:, at[mine]] = self._expected(segment, self.frame(segment, offset), of_frame[:, mine], found,

@@ -28,7 +28,7 @@ pieces_before: Final = 1 << 16  # hashed in Python, in about the time that makin
 fork_waits_s: Final = 30.0  # at most, for the loop: should who forks hold what the thread needs, the fork goes on
 pieces_at_once: Final = 1 << 16  # whose addresses are held
 # For i < n: if state: update(state, at[i], bytes); out[i] = hash(at[i], bytes, seeds[i])
-# and: to[i][:bytes] = at[i][:bytes]
+# and: to[i][:bytes] = at[i][:bytes], with the next piece (its second page too) on its way from memory meanwhile
 # and: x[64 i:64 i + 64] = float32(q[64 i:64 i + 64]) × scales[i]
 _CODE: Final = """
 define void @digests(ptr %hash, ptr %update, ptr %state, i64 %n, ptr %at, i64 %bytes, ptr %seeds, ptr %out) {
@@ -58,20 +58,29 @@ end:
 }
 
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 
 define void @gather(i64 %n, ptr %at, i64 %bytes, ptr %to) {
 start:
   %any = icmp ne i64 %n, 0
+  %large = icmp ugt i64 %bytes, 4096
+  %page = select i1 %large, i64 4096, i64 0
   br i1 %any, label %piece, label %end
 piece:
   %i = phi i64 [0, %start], [%next, %piece]
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %n
+  %ahead = select i1 %more, i64 %next, i64 %i
+  %at_ahead = getelementptr ptr, ptr %at, i64 %ahead
+  %soon = load ptr, ptr %at_ahead
+  %soon_too = getelementptr i8, ptr %soon, i64 %page
+  call void @llvm.prefetch.p0(ptr %soon, i32 0, i32 3, i32 1)
+  call void @llvm.prefetch.p0(ptr %soon_too, i32 0, i32 3, i32 1)
   %at_i = getelementptr ptr, ptr %at, i64 %i
   %to_i = getelementptr ptr, ptr %to, i64 %i
   %source = load ptr, ptr %at_i
   %target = load ptr, ptr %to_i
   call void @llvm.memcpy.p0.p0.i64(ptr %target, ptr %source, i64 %bytes, i1 false)
-  %next = add i64 %i, 1
-  %more = icmp ult i64 %next, %n
   br i1 %more, label %piece, label %end
 end:
   ret void
@@ -196,6 +205,17 @@ class Loop:
                 and target.max() < len(out) and len(starts) == len(target) and out.flags.c_contiguous):
             raise IndexError(f"pieces from byte {starts.min()} to {starts.max()} of {len(data)}")
         at, to = starts + np.frombuffer(data, np.uint8).ctypes.data, target * nbytes + out.ctypes.data
+        self._copy(len(at), at.ctypes.data, nbytes, to.ctypes.data)
+
+    def copy(self, at: I64, out: Bytes) -> None:
+        """Copy the bytes at each of the addresses ``at`` to the rows of ``out``, uint8 ``[n, piece bytes]``, in order.
+
+        That they are there, and stay meanwhile, is for who calls to see to.
+        """
+        if at.shape != out.shape[:1] or not out.flags.c_contiguous:
+            raise ValueError(f"addresses {at.shape} for an array {out.shape}")
+        at, nbytes = np.ascontiguousarray(at, np.int64), out.shape[1]
+        to = np.arange(len(out)) * nbytes + out.ctypes.data
         self._copy(len(at), at.ctypes.data, nbytes, to.ctypes.data)
 
     def scaled(self, codes: npt.NDArray[Any], scales: F32) -> F32:

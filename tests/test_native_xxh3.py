@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 import threading
@@ -163,6 +164,29 @@ def test_pieces_are_copied_from_anywhere_to_anywhere() -> None:
             loop.gather(data, np.array(bad_starts), out, np.array(bad_target))
     with pytest.raises(IndexError):
         loop.gather(data, starts[:3], out.T[:700], target[:3])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 9), st.sampled_from([1, 16, 4096, 8192]), st.integers(0, 2**32))
+def test_pieces_of_any_buffers_are_copied(rows: int, nbytes: int, seed: int) -> None:
+    """At the very end of what is mapped too: the piece that is fetched ahead is the last one itself."""
+    rng, loop = np.random.default_rng(seed), load()
+    assert loop is not None
+    with mmap.mmap(-1, 4 * 4096) as first, mmap.mmap(-1, 4 * 4096) as second:
+        buffers = [np.frombuffer(each, np.uint8) for each in (first, second)]
+        for each in buffers:
+            each[:] = rng.integers(0, 256, len(each), np.uint8)
+        which, starts = rng.integers(0, 2, rows), rng.integers(0, 4 * 4096 - nbytes + 1, rows)
+        starts[-1:] = 4 * 4096 - nbytes
+        out = np.zeros((rows, nbytes), np.uint8)
+        loop.copy(np.array([buffers[one].ctypes.data for one in which], np.int64) + starts, out)
+        wanted = [buffers[one][start:start + nbytes].tobytes() for one, start in zip(which, starts, strict=True)]
+        assert [row.tobytes() for row in out] == wanted
+        for bad in (out[:, ::2], np.zeros((rows + 1, nbytes), np.uint8)):
+            if len(bad) > rows or rows > 1 < nbytes:
+                with pytest.raises(ValueError, match="addresses"):
+                    loop.copy(np.zeros(rows, np.int64), bad)
+        del buffers, each
 
 
 def test_it_is_made_for_who_hashes_many(unmade: None) -> None:

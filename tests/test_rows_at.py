@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from schemas import covered as covered_module
-from schemas import mapping
+from schemas import mapping, native_xxh3
+from schemas import reader as reader_module
 from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError
 from schemas.ids import new_ulid
+from schemas.located import Located, joined
+from schemas.placement import PARTS
 from schemas.reader import RowsAt, StoreReader
 from tests.store_helpers import SITE, Sender, WriterProcess, engine_info, expected_pieces, until
 from vllm_tap.store import open_store
@@ -29,6 +32,14 @@ class Made:
 
     store: Path
     captures: list[str]
+
+
+@pytest.fixture(autouse=True, params=["machine code", "NumPy"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the loop that who reads much has, and without."""
+    loop = native_xxh3.load()
+    assert loop is not None
+    monkeypatch.setattr(native_xxh3, "_loop", loop if request.param == "machine code" else None)
 
 
 @pytest.fixture(scope="module", params=["open", "sealed", "cold", "partly"])
@@ -219,6 +230,23 @@ def test_a_wrong_byte_costs_its_row_alone(made: Made, tmp_path: Path) -> None:
             reader.rows_at([(capture, 1), (capture, 3)], SITE, [2])
         others = [(number, position) for number in range(1, 6) for position in (1, 3)]
         assert_content(reader.rows_at([(made.captures[n], p) for n, p in others], SITE, [2]), made, others)
+
+
+@pytest.mark.parametrize("place", [-(1 << 40), 1 << 40])
+def test_places_outside_of_a_file_are_not_read(made: Made, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """Of one row among those of several segments, as a wrong catalog may have it: no memory beside a map is read."""
+    rows = [(capture, position) for capture in made.captures for position in (3, ROWS - 1)]
+
+    def elsewhere(parts: Sequence[Located]) -> Located:
+        found = joined(parts)
+        found.table[PARTS:, 5] = place
+        return found
+
+    monkeypatch.setattr(reader_module, "joined", elsewhere)
+    with StoreReader(made.store) as reader:
+        if not list((made.store / "blocks").glob("*/frame_xxh3")):  # rows of cold blocks have no such places
+            with pytest.raises(CorruptError, match="rows lie beyond"):
+                reader.rows_at(rows, SITE, [2])
 
 
 def test_what_was_known_of_a_capture_ends_with_it(tmp_path: Path) -> None:
