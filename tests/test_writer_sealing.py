@@ -26,6 +26,7 @@ from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, 
 from tests.test_segment import build
 from writer_service import fs, kept
 from writer_service.block import open_block
+from writer_service.erasing import erase
 from writer_service.fsck import fsck
 from writer_service.kept import Kept, KeptChecksums
 from writer_service.recovery import _block_frames, recover
@@ -263,6 +264,33 @@ def test_checksums_are_of_what_was_acknowledged(tmp_path: Path) -> None:
             reader.slice(capture, SITE, [2], 0, 2)
     found = [(bad.layers, bad.positions) for bad in fsck(store).bad if bad.positions]
     assert found == [((2,), (1,)), ((0, 1, 2, 3), (5, 6, 7))]
+
+
+def test_a_damaged_row_is_named_in_its_own_file_after_another_was_erased(tmp_path: Path) -> None:
+    """Erasing hashes what is left of the frame as it lies there, so that only the row's own checksum tells."""
+    store, kept_one, gone = tmp_path / "store", new_ulid(), new_ulid()
+    with WriterProcess(store) as writer, Sender(writer.endpoint) as engine:
+        for capture in (kept_one, gone):
+            engine.open(capture)
+        engine.frame([(kept_one, 1, range(5)), (gone, 2, range(3))], width=192)
+        engine.frame([(kept_one, 1, range(5, 7))], width=192)
+        engine.wait()
+        writer.stop()
+    block = store / "blocks" / "w0-00000001.zarr"
+    main = block / "q" / "c" / "0" / "0" / "0"
+    spoiled(main, expected_pieces(1, [3], [2], width=192)["q"][0, 0])
+    checksum = np.memmap(block / "checksum" / "c" / "0" / "0", np.uint64, "r+", shape=(10, 4))
+    checksum[9, 1] ^= np.uint64(1)  # of a frame that is as it was: the array is wrong
+    checksum.flush()
+
+    def found() -> list[tuple[str, int | None, tuple[int, ...], tuple[int, ...]]]:
+        return sorted((str(Path(bad.file).relative_to(block.relative_to(store))), bad.offset, bad.layers, bad.positions)
+                      for bad in fsck(store).bad if bad.capture == kept_one)
+
+    wanted = [("checksum", None, (1,), (6,)), ("q/c/0/0/0", 0, (2,), (3,))]
+    assert found() == wanted
+    assert erase(store, read_store_uuid(store), 1, [gone]) == 3
+    assert found() == wanted
 
 
 def test_what_was_found_after_a_crash_is_read_to_be_sealed(tmp_path: Path) -> None:
