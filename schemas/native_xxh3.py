@@ -243,7 +243,6 @@ class Loop:
 
 
 _lock = threading.Lock()  # held over a fork: what begins to make the loop, and a fork, are one at a time
-_begun = False
 _maker: threading.Thread | None = None
 _loop: Loop | None = None
 _wanted = 0
@@ -251,14 +250,14 @@ _wanted = 0
 
 def loop_for(pieces: int) -> Loop | None:
     """The loop, for who is about to hash so many pieces; None while it is not made, or where it cannot be."""
-    global _begun, _maker, _wanted
-    if _loop is not None or _begun:
+    global _maker, _wanted
+    if _loop is not None or _maker is not None:
         return _loop
     with _lock:
         _wanted += pieces
-        if _wanted < pieces_before or _begun:
+        if _wanted < pieces_before or _maker is not None:
             return None
-        _begun, _maker = True, threading.Thread(target=load, name="xxh3")
+        _maker = threading.Thread(target=load, name="xxh3")
         with contextlib.suppress(RuntimeError):  # no more threads may be started, or the interpreter is at its end
             _maker.start()
     return None
@@ -266,10 +265,9 @@ def loop_for(pieces: int) -> Loop | None:
 
 def load() -> Loop | None:
     """Make the loop now; None where it cannot be made. Without the lock: who forks holds it and waits for this."""
-    global _begun, _loop
+    global _loop
     with contextlib.suppress(ImportError, AttributeError, OSError, RuntimeError):
-        made = Loop()
-        _begun, _loop = True, made
+        _loop = Loop()
     return _loop
 
 

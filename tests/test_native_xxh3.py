@@ -66,7 +66,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 def unmade(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at the start of a process."""
     monkeypatch.setattr(native_xxh3, "_loop", None)
-    monkeypatch.setattr(native_xxh3, "_begun", False)
+    monkeypatch.setattr(native_xxh3, "_maker", None)
     monkeypatch.setattr(native_xxh3, "_wanted", 0)
 
 
@@ -98,7 +98,7 @@ def test_streams_in_buffers_that_end_anywhere(pieces: int, kind: tuple[str, int]
         inner = sorted(step * random.randrange(1, len(data) // step + 1) for _ in range(random.randrange(4)))
         buffers.append([memoryview(data)[a:b] for a, b in pairwise([0, *inner, len(data)]) if a < b])
     native_xxh3._loop = load() if made else None
-    native_xxh3._begun = True
+    native_xxh3._maker = threading.Thread()
     try:
         streams, rows = hash_streams(declared, buffers)
     finally:
@@ -190,7 +190,7 @@ def test_pieces_of_any_buffers_are_copied(rows: int, nbytes: int, seed: int) -> 
 
 
 def test_it_is_made_for_who_hashes_many(unmade: None) -> None:
-    assert loop_for(native_xxh3.pieces_before - 1) is None and not native_xxh3._begun
+    assert loop_for(native_xxh3.pieces_before - 1) is None and native_xxh3._maker is None
     assert loop_for(1) is None  # a thread makes it
     made: Callable[[], object] = lambda: loop_for(1)  # noqa: E731
     assert until(made) and loop_for(0) is not None

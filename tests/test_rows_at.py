@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     loop = native_xxh3.load()
     assert loop is not None
     monkeypatch.setattr(native_xxh3, "_loop", loop if request.param == "machine code" else None)
+    monkeypatch.setattr(native_xxh3, "_maker", threading.Thread())  # which makes none
 
 
 @pytest.fixture(scope="module", params=["open", "sealed", "cold", "partly"])
