@@ -208,6 +208,27 @@ def test_many_prompts_at_once(client: Client, store: Store) -> None:
 
 
 @pytest.mark.parametrize("way", ["client", "store"])
+def test_layers_as_other_libraries_have_them(client: Client, store: Store, way: str) -> None:
+    torch = pytest.importorskip("torch")
+    generation = client.generate(PROMPT, max_tokens=4, capture={"sites": ["resid_post"], "codec": "raw"})
+    capture = generation.capture if way == "client" else store[generation.id]
+    one, two = capture["resid_post", 2], capture["resid_post", [2, 3]]
+    assert one.shape == (END, WIDTH) and two.shape == (2, END, WIDTH)
+    for layer in (np.int64(2), np.array(2), torch.tensor(2)):
+        assert capture["resid_post", layer].tobytes() == one.tobytes()
+    for layers in (np.array([2, 3]), torch.tensor([2, 3]), range(2, 4)):
+        assert capture["resid_post", layers].tobytes() == two.tobytes()
+        assert set(capture.to_numpy(layer=layers)) == {"resid_post.2", "resid_post.3"}
+    assert capture["resid_post", torch.tensor([2])].shape == (1, END, WIDTH)
+    assert set(capture.to_numpy(layer=np.int64(2))) == {"resid_post.2"}
+    for bad in (True, "2", slice(0, 2), torch.tensor([True, False])):
+        with pytest.raises(SpecError, match=r"^layer = "):
+            capture["resid_post", bad]
+        with pytest.raises(SpecError, match=r"^layer = "):
+            capture.to_numpy(layer=bad)
+
+
+@pytest.mark.parametrize("way", ["client", "store"])
 def test_rows_as_other_libraries_have_them(client: Client, store: Store, way: str) -> None:
     torch = pytest.importorskip("torch")
     generation = client.generate(PROMPT, max_tokens=4, capture={"codec": "raw"})
@@ -268,6 +289,7 @@ def test_the_asynchronous_client(stack: Stack) -> None:
                 assert (await capture.get("resid_post", 2)).tobytes() == want
                 assert (await capture.get("blocks.2.hook_resid_post")).tobytes() == want
                 assert (await capture.slice("resid_post", [0, 2], 1, 4)).values.shape == (2, 3, WIDTH)
+                assert (await capture.get("resid_post", np.array([2, 0]))).shape == (2, END, WIDTH)
                 assert (await capture.manifest()).captured == 4 * END and await capture.status() == "complete"
             with pytest.raises(SpecError, match="name a layer"):
                 await generation.capture.get("resid_post")

@@ -265,12 +265,16 @@ def test_what_cannot_be_had_is_refused(made: Made, tmp_path: Path) -> None:
     assert rows(made.path, "resid_post", 1, where=lambda row: row.id == made.ids[4]).rows == LENGTHS[4]
     with open_store(made.path) as store:
         assert rows(store, "resid_post", 1, where={"half": "0"}).rows == sum(LENGTHS[::2])
+    assert rows(made.path, "mlp_out", np.array([1, 3])).names == ["mlp_out.1", "mlp_out.3"]
+    assert rows(made.path, "mlp_out", np.int64(3)).names == ["mlp_out.3"]
     with pytest.raises(NotFoundError, match=r"no rows of resid_post\.9"):
         rows(made.path, "resid_post", 9)
     with pytest.raises(NotFoundError, match=r"attn_out\.1"):
         rows(made.path, "attn_out", 1)
     for bad, word in (({"site": "resid_post"}, "name a layer"), ({"site": "resid"}, "unknown site"),
-                      ({"site": [], "layer": 1}, "at least one"), ({"site": "mlp_out", "layer": [1, 1]}, "each once")):
+                      ({"site": [], "layer": 1}, "at least one"), ({"site": "mlp_out", "layer": [1, 1]}, "each once"),
+                      ({"site": "mlp_out", "layer": True}, "^layer = True"),
+                      ({"site": "mlp_out", "layer": slice(0, 2)}, "^layer = slice")):
         with pytest.raises(SpecError, match=word):
             rows(made.path, **bad)
     for options, word in (({"batch": 0}, "batch"), ({"dtype": torch.int8}, "dtype"), ({"rank": 2, "world": 2}, "rank"),

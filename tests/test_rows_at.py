@@ -130,6 +130,14 @@ def test_a_store_gives_them_as_numbers(made: Made) -> None:
         assert got[1].tobytes() == store[made.captures[0]].slice(SITE, 2, 31, 32).values[0, 0].tobytes()
         assert store.rows_at(wanted, SITE, [2, 3]).shape == (2, 2, WIDTH)
         assert store.rows_at(wanted, "blocks.2.hook_resid_post").tobytes() == got.tobytes()
+        for one in (np.int64(2), np.array(2)):
+            assert store.rows_at(wanted, SITE, one).tobytes() == got.tobytes()
+        two = store.rows_at(wanted, SITE, [2, 3])
+        for several in ((2, 3), range(2, 4), np.array([2, 3]), np.array([2, 3], np.uint8)):
+            assert store.rows_at(wanted, SITE, several).tobytes() == two.tobytes()
+        for bad in (True, 2.0, "2", slice(0, 2), {2, 3}, [2.0], np.array([True, False]), [[2, 3]], [[2], [2, 3]]):
+            with pytest.raises(SpecError, match=r"^layer = .*: valid: a layer's number, or several"):
+                store.rows_at(wanted, SITE, bad)  # type: ignore[arg-type]
 
 
 def test_it_is_forgotten_where_rows_lie_and_found_again(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

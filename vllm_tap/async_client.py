@@ -22,7 +22,7 @@ from schemas.manifest import Manifest
 from schemas.reader import CaptureRow
 from schemas.sites import PROBE
 from vllm_tap import wire
-from vllm_tap.captures import F32, Key, Rows, only_layer, place, whole
+from vllm_tap.captures import F32, Key, Layers, Rows, as_asked, only_layer, place, whole
 from vllm_tap.client import Answer
 from vllm_tap.errors import NotComplete
 from vllm_tap.listing import FINAL, Filters, Page
@@ -52,15 +52,14 @@ class AsyncCapture:
         """``Capture.__getitem__``: all rows of a site and layer, float32 ``[rows, width]``."""
         found: Key = key if len(key) > 1 else key[0]
         name, layer = found if isinstance(found, tuple) else (found, None)
-        values = (await self.slice(name, layer)).values
-        return values if isinstance(layer, Sequence) else values[0]
+        return as_asked((await self.slice(name, layer)).values, layer)
 
     async def probe(self, name: str) -> F32:
         """``Capture.probe``: all scores of a registered probe, float32 ``[rows, k]``."""
         return await self.get(f"{PROBE}{name}")
 
-    async def slice(self, site: str, layer: int | Sequence[int] | None = None, start: int = 0,
-                    stop: int | None = None, allow_missing: bool = False) -> Rows:
+    async def slice(self, site: str, layer: Layers = None, start: int = 0, stop: int | None = None,
+                    allow_missing: bool = False) -> Rows:
         """``Capture.slice``."""
         site, layers = place(site, layer)
         if layers is None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,8 +31,8 @@ __all__ = ["Capture", "Rows", "Source"]
 
 F32 = npt.NDArray[np.float32]
 U32 = npt.NDArray[np.uint32]
-Layers = int | Sequence[int] | None
-Key = str | tuple[str, int] | tuple[str, Sequence[int]]
+Layers = int | np.integer[Any] | Sequence[int] | npt.NDArray[np.integer[Any]] | None
+Key = str | tuple[str, Layers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,7 @@ class Capture:
         than ``wait_s`` seconds, NotFoundError for a site or layer that was not captured.
         """
         name, layer = key if isinstance(key, tuple) else (key, None)
-        values = self.slice(name, layer).values
-        return values if isinstance(layer, Sequence) else values[0]
+        return as_asked(self.slice(name, layer).values, layer)
 
     def probe(self, name: str) -> F32:
         """All scores of a registered probe, float32 ``[rows, k]``; raises what ``capture[site, layer]`` raises.
@@ -181,7 +181,7 @@ class Capture:
             named, layers = place(site, layer)
             return [self.slice(named, self.sites.get(named) if layers is None else layers)]
         if layer is not None:
-            chosen = [layer] if isinstance(layer, int) else list(layer)
+            chosen = layers_of(layer)
             return [self.slice(name, chosen) for name in self.sites]
         return [self.slice(name, layers) for name, layers in self.sites.items() if layers]
 
@@ -196,10 +196,26 @@ def sites_of(manifest: Manifest) -> dict[str, list[int]]:
     return layers
 
 
+def layers_of(layer: Layers) -> list[int] | None:
+    """The layers named: a number or several, as Python, NumPy or torch have them; None where none was."""
+    if layer is None:
+        return None
+    with suppress(TypeError, ValueError):  # lists of different lengths, a tensor on a device
+        found = np.asarray(layer)
+        if found.ndim < 2 and (not found.size or found.dtype.kind in "iu"):
+            return [int(number) for number in np.atleast_1d(found)]
+    raise ArgumentError("layer", layer, "valid: a layer's number, or several in a list or an array")
+
+
+def as_asked(values: F32, layer: Layers) -> F32:
+    """``values`` ``[layers, …]`` for whoever named several layers; those of the only one for whoever named one."""
+    return values if np.ndim(layer) else values[0]  # type: ignore[arg-type]  # None has no dimension
+
+
 def place(name: str, layer: Layers) -> tuple[str, list[int] | None]:
     """Site and layers of what was asked for; None where no layer was named. SpecError where two were that differ."""
     site, fixed = parse_site(name, "site", ArgumentError)
-    asked = [layer] if isinstance(layer, int) else None if layer is None else list(layer)
+    asked = layers_of(layer)
     if fixed is None:
         return site, asked
     if asked not in (None, [fixed]):

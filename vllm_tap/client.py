@@ -24,7 +24,7 @@ from schemas.errors import TapError
 from schemas.manifest import Manifest
 from schemas.reader import CaptureRow
 from vllm_tap import wire
-from vllm_tap.captures import F32, Capture, Key, Rows
+from vllm_tap.captures import F32, Capture, Key, Layers, Rows
 from vllm_tap.errors import NotComplete
 from vllm_tap.listing import FINAL, Filters
 from vllm_tap.progress import Report, reporting
@@ -98,7 +98,7 @@ class Generation(Answer):
         """``Capture.probe`` of the one capture."""
         return self.capture.probe(name)
 
-    def slice(self, site: str, layer: int | Sequence[int] | None = None, start: int = 0, stop: int | None = None,
+    def slice(self, site: str, layer: Layers = None, start: int = 0, stop: int | None = None,
               allow_missing: bool = False) -> Rows:
         """``Capture.slice`` of the one capture."""
         return self.capture.slice(site, layer, start, stop, allow_missing)

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from schemas.errors import ArgumentError, CorruptError, StoreError
+from vllm_tap.captures import Layers
 from vllm_tap.listing import Where
 from vllm_tap.progress import Report
 from vllm_tap.row_files import RowFiles
@@ -36,7 +37,7 @@ _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 I64 = npt.NDArray[np.int64]
 
 
-def rows(store: str | Path | Store, site: str | Sequence[str], layer: int | Sequence[int] | None = None, *,
+def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = None, *,
          where: Where = None, codec: str | None = None, batch: int = 4096, dtype: torch.dtype = torch.float32,
          seed: int = 0, shuffle: bool = True, window: int = WINDOW_ROWS, rank: int | None = None,
          world: int | None = None, verify: bool = False, progress: Report = False) -> RowDataset:

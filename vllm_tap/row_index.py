@@ -21,6 +21,7 @@ from schemas.errors import ArgumentError, NotFoundError
 from schemas.reader import CaptureRow, Places, StoreReader, read_store_uuid
 from schemas.sites import parse_site, site_named
 from schemas.slices import Kind
+from vllm_tap.captures import Layers, layers_of
 from vllm_tap.listing import Filters, Where, wanted
 from vllm_tap.progress import Report, reporting
 
@@ -66,10 +67,10 @@ def name_of(key: Key) -> str:
     return f"{key[0]}.{key[1]}"
 
 
-def keys_of(site: str | Sequence[str], layer: int | Sequence[int] | None) -> tuple[Key, ...]:
+def keys_of(site: str | Sequence[str], layer: Layers) -> tuple[Key, ...]:
     """Sites × layers; a name that fixes a layer stands for itself. SpecError where a layer is not named."""
     names = [site] if isinstance(site, str) else list(site)
-    layers = [layer] if isinstance(layer, int) else None if layer is None else list(layer)
+    layers = layers_of(layer)
     keys: list[Key] = []
     for name in names:
         parsed, fixed = parse_site(name, "site", ArgumentError)

@@ -11,7 +11,7 @@ from schemas.control import EngineInfo
 from schemas.errors import ArgumentError, NotFoundError
 from schemas.manifest import Manifest
 from schemas.reader import CaptureRow, StoreReader
-from vllm_tap.captures import F32, Capture, Layers, Rows, place
+from vllm_tap.captures import F32, Capture, Layers, Rows, as_asked, place
 from vllm_tap.errors import NotComplete
 from vllm_tap.listing import FINAL, Filters
 from vllm_tap.progress import Report, reporting
@@ -81,8 +81,7 @@ class Store:
         named, layers = place(site, layer)
         if layers is None:
             raise ArgumentError("layer", layer, f"name a layer of {site}")
-        values = self.reader.rows_at(rows, named, layers).values()
-        return values if isinstance(layer, Sequence) else values[0]
+        return as_asked(self.reader.rows_at(rows, named, layers).values(), layer)
 
     def close(self) -> None:
         """Releases the files; arrays taken before stay valid."""
