@@ -113,7 +113,8 @@ def copy_rows(maps: SegmentMaps, segments: Mapping[int, Segment | None], located
     """
     found = [np.empty((len(layers), len(located.positions), stream.nbytes), np.uint8) for stream in declared]
     expected = np.empty((len(layers), len(located.positions)), np.uint64)
-    columns = np.asarray([np.searchsorted(kind, layers) for kind in located.kinds]).T
+    columns = np.array([np.searchsorted(kind, layers) for kind in located.kinds], np.int64)
+    columns = columns.reshape(-1, len(layers)).T  # also of no rows at all
     table, numbers = located.table, located.table[SEGMENT]
     erased = np.flatnonzero(table[FLAGS] & FLAG_ERASED)
     if len(erased):

@@ -103,6 +103,14 @@ def test_rows_are_those_asked_for_in_that_order(made: Made, layers: list[int]) -
         assert one.values()[:, 0].tobytes() == np.ascontiguousarray(got.values()[:, 0]).tobytes()
 
 
+def test_no_rows_are_no_error(made: Made) -> None:
+    """Of drafts that were not accepted there are none, of positions that nobody asks for neither."""
+    with StoreReader(made.store) as reader:
+        for got in (reader.slice(made.captures[0], SITE, [2, 3], rejected=True),
+                    reader.slice(made.captures[0], SITE, [2, 3], 5, 5)):
+            assert got.values().shape == (2, 0, WIDTH) and not len(got.positions)
+
+
 def test_what_is_not_there_is_named(made: Made) -> None:
     first, last = made.captures[0], made.captures[-1]
     with StoreReader(made.store) as reader:
