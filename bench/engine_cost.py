@@ -61,11 +61,13 @@ class Process:
         environment |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "2"}
         self.name, self.engine, self._log = name, engine, (folder / f"{name}.log").open("w+")
         self._beside = ExitStack()  # the writer and its store
-        if engine.arm:
+        if engine.arm or engine.builtin:
             shared = Path("/dev/shm") if engine.store == "shm" and Path("/dev/shm").is_dir() else None
             place = self._beside.enter_context(tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir=shared))
-            endpoint, store = f"ipc://{folder}/{name}.sock", f"{place}/store"
-            environment |= {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": engine.arm, "BENCH_STORE": store,
+            environment["BENCH_STORE"] = store = f"{place}/store"
+        if engine.arm:
+            endpoint = f"ipc://{folder}/{name}.sock"
+            environment |= {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": engine.arm,
                             "VLLM_TAP_STAGING_BYTES_MAX": str(64 << 30), "VLLM_TAP_PROBES": make_probe(shape, folder)}
             environment |= {key: value for key, value in os.environ.items() if key in (
                 "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES", "VLLM_TAP_ON_FULL")}
@@ -73,8 +75,9 @@ class Process:
         else:
             environment["VLLM_PLUGINS"] = ""
         self._engine = subprocess.Popen(
-            [sys.executable, "-m", "bench.engine_run", name, shape, ",".join(loads)], env=environment,
-            cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True)
+            [sys.executable, "-m", "bench.engine_run", name, shape, ",".join(loads), str(folder)],
+            env=environment, cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._log, text=True)
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 

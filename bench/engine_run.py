@@ -1,4 +1,4 @@
-"""One engine in a process of its own: ``python -m bench.engine_run ENGINE SHAPE LOADS`` takes commands on its input.
+"""One engine in a process of its own, which takes commands: ``python -m bench.engine_run ENGINE SHAPE LOADS FOLDER``.
 
 Several such processes stand side by side and are asked in turns, so that all are measured in the same minutes. Each
 command and each answer is a line of JSON.
@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,11 @@ def options(engine: Engine, shape: str, loads: list[Load], on_gpu: bool) -> dict
         chosen.pop("compilation_config", None)
     if engine.builtin:
         layers = list(range(1, SHAPES[shape].layers + 1))
-        folder = tempfile.mkdtemp(dir="/dev/shm")
         chosen |= {
             "speculative_config": {"method": "extract_hidden_states", "num_speculative_tokens": 1,
                                    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}},
             "kv_transfer_config": {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
-                                   "kv_connector_extra_config": {"shared_storage_path": folder}},
+                                   "kv_connector_extra_config": {"shared_storage_path": os.environ["BENCH_STORE"]}},
         }
         if on_gpu:  # hidden states are kept in a cache of their own
             chosen["kv_cache_memory_bytes"] += 3 * tokens * SHAPES[shape].hidden * SHAPES[shape].layers * 2
@@ -66,7 +64,7 @@ def add_hooks(model: Any) -> None:
 class Run:
     """The engine and what it was asked so far."""
 
-    def __init__(self, name: str, shape: str, loads: list[str]) -> None:
+    def __init__(self, name: str, shape: str, loads: list[str], folder: Path) -> None:
         import torch
         from vllm import LLM
 
@@ -74,8 +72,8 @@ class Run:
         self.on_gpu = torch.cuda.is_available()
         if self.engine.hooks:
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # apply_model sends a function
-        self.llm: Any = LLM(str(make_model(shape)), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-                            seed=0, enable_prefix_caching=False,
+        self.llm: Any = LLM(str(make_model(shape, folder)), load_format="dummy", skip_tokenizer_init=True,
+                            dtype="bfloat16", seed=0, enable_prefix_caching=False,
                             **options(self.engine, shape, [LOADS[load] for load in loads], self.on_gpu))
         if self.engine.hooks:
             self.llm.apply_model(add_hooks)
@@ -172,7 +170,7 @@ class Run:
         return found
 
 
-def main(name: str, shape: str, loads: list[str]) -> None:
+def main(name: str, shape: str, loads: list[str], folder: Path) -> None:
     """Start, say so, then answer every command until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is not an answer
@@ -180,7 +178,7 @@ def main(name: str, shape: str, loads: list[str]) -> None:
     def say(answer: dict[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
 
-    run = Run(name, shape, loads)
+    run = Run(name, shape, loads, folder)
     say({"ready": name})
     for line in sys.stdin:
         command = json.loads(line)
@@ -193,4 +191,4 @@ def main(name: str, shape: str, loads: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3].split(","))
+    main(sys.argv[1], sys.argv[2], sys.argv[3].split(","), Path(sys.argv[4]))

@@ -38,9 +38,9 @@ Spec = dict[str, Any]
 KINDS: dict[str, Spec | None] = {"nothing": None, "int8b64": {"codec": "int8b64"}, "probe": {"probe": ["probe"]}}
 
 
-def served_model(shape: str) -> Path:
+def served_model(shape: str, inside: Path) -> Path:
     """A shape's configuration with the small model's tokenizer and vocabulary: a server answers in text."""
-    folder, small = make_model(shape), tiny_model()
+    folder, small = make_model(shape, inside), tiny_model()
     config = json.loads((folder / "config.json").read_text())
     config["vocab_size"] = json.loads((small / "config.json").read_text())["vocab_size"]
     for file in small.iterdir():
@@ -63,8 +63,9 @@ def server(shape: str) -> Iterator[str]:
                        "VLLM_TAP_PROBES": make_probe(shape, Path(folder)),
                        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
         log = open(f"{folder}/serve.log", "w+")  # noqa: SIM115 - read after the process ended
+        model = served_model(shape, Path(folder))
         engine = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(served_model(shape)),
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
              "--served-model-name", "m", "--load-format", "dummy", "--dtype", "bfloat16", "--port", str(port),
              "--max-model-len", str(PROMPT + GENERATED), "--no-enable-prefix-caching",
              "--no-enable-log-requests", "--gpu-memory-utilization", "0.1",

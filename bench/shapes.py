@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +60,10 @@ def make_probe(name: str, folder: Path) -> str:
     return f"probe={folder}/probe.safetensors@resid_post.{shape.layers // 2}"
 
 
-def make_model(name: str) -> Path:
-    """A folder with the configuration of a shape; engines load it with random weights."""
-    shape = SHAPES[name]
-    folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-"))
+def make_model(name: str, inside: Path) -> Path:
+    """A folder in ``inside`` with the configuration of a shape; engines load it with random weights."""
+    shape, folder = SHAPES[name], inside / f"model-{name}"
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,

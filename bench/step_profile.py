@@ -38,16 +38,17 @@ def main() -> None:
         endpoint = f"ipc://{folder}/w.sock"
         os.environ |= {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": "resid_post"}
         with WriterProcess(Path(store), endpoint):
-            _measure(args.shape, args.load, args.codecs.split(","), args.trace)
+            _measure(args.shape, args.load, args.codecs.split(","), args.trace, Path(folder))
 
 
-def _measure(shape: str, load_name: str, codecs: list[str], trace: Path | None) -> None:
+def _measure(shape: str, load_name: str, codecs: list[str], trace: Path | None, folder: Path) -> None:
     import torch
     from vllm import LLM, SamplingParams
 
     load = LOADS[load_name]
-    llm: Any = LLM(str(make_model(shape)), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-                   enable_prefix_caching=False, **options(ENGINES["tap"], shape, [load], True))
+    llm: Any = LLM(str(make_model(shape, folder)), load_format="dummy", skip_tokenizer_init=True,
+                   dtype="bfloat16", seed=0, enable_prefix_caching=False,
+                   **options(ENGINES["tap"], shape, [load], True))
     timed = _timed()
     draw = random.Random(0)
     prompts: Any = [{"prompt_token_ids": [draw.randrange(10, 8000) for _ in range(load.prompt)]}

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DISABLE_COMPILE_CACHE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -26,8 +27,8 @@ def main(store: str, way: str) -> None:
     if way == "copied":
         projections.find = lambda *_: {}
     with vllm_tap.recording(store, arm="q,k,v,resid_post") as tape:
-        llm = LLM(str(make_model("small")), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-                  max_model_len=512, gpu_memory_utilization=0.2)
+        llm = LLM(str(make_model("small", Path(store).parent)), load_format="dummy", skip_tokenizer_init=True,
+                  dtype="bfloat16", seed=0, max_model_len=512, gpu_memory_utilization=0.2)
         assert worker.CURRENT is not None
         straight = sum(hasattr(module, projections.BUFFER) for module in worker.CURRENT.model.modules())
         prompts = [{"prompt_token_ids": list(range(10 + n, 10 + n + n * 31))} for n in (1, 2, 7)]
