@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from schemas import legacy
-from schemas.checks import ON_FULL, check_one_of, parse_arm
+from schemas.checks import OnFull, check_one_of, parse_arm
 from schemas.curve import check_sender
 from schemas.errors import StartError
 from schemas.probes import Registered, parse_probes, place_of
@@ -57,7 +57,7 @@ class EngineConfig:
                 raise StartError(f"VLLM_TAP_CURVE={str(self.curve)!r}: {error}") from None
         if len(self.endpoint) - len("ipc://") > 100:
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: a socket path has at most 100 characters")
-        check_one_of("VLLM_TAP_ON_FULL", self.on_full, ON_FULL)
+        check_one_of("VLLM_TAP_ON_FULL", self.on_full, OnFull)
         if self.capture_all and legacy.SITE not in self.arm:
             raise StartError(f"VLLM_TAP_ARM={','.join(self.arm)!r}: must have {legacy.SITE}, which VLLM_ACT_CAPTURE=1 "
                              "captures")

@@ -5,23 +5,39 @@ Each raises StartError with the setting's name, its value and what would be vali
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from enum import StrEnum
 
 from schemas.errors import SpecError, StartError
 from schemas.sites import is_probe, parse_site
 
-__all__ = ["DURABILITY", "LOG_FORMATS", "ON_FULL", "check_one_of", "check_port", "check_positive", "check_seconds",
+__all__ = ["Durability", "LogFormat", "OnFull", "check_one_of", "check_port", "check_positive", "check_seconds",
            "parse_arm"]
 
-DURABILITY: Final = ("fsync", "os")
-LOG_FORMATS: Final = ("text", "json")
-ON_FULL: Final = ("drop", "wait")
+
+class Durability(StrEnum):
+    """When a row counts as safe."""
+
+    fsync = "fsync"
+    os = "os"
 
 
-def check_one_of(name: str, value: str, valid: Sequence[str]) -> None:
+class LogFormat(StrEnum):
+    """How the writer's lines look."""
+
+    text = "text"
+    json = "json"
+
+
+class OnFull(StrEnum):
+    """What happens when activations come faster than the disk takes them."""
+
+    drop = "drop"
+    wait = "wait"
+
+
+def check_one_of(name: str, value: str, words: type[StrEnum]) -> None:
     """One of a few words."""
-    if value not in valid:
+    if value not in (valid := list(words)):
         raise StartError(f"{name} = {value!r}: valid: {', '.join(valid)}")
 
 

@@ -8,32 +8,12 @@ from typing import Annotated
 
 import typer
 
+from schemas.checks import Durability, LogFormat, OnFull
 from schemas.codecs import CODECS
 from schemas.legacy import MODES
 
 __all__ = ["ActBits", "ActMode", "Arm", "Durability", "Format", "Keys", "LogFormat", "MaxModelLen", "OnFull", "Probes",
            "Ref", "RpK", "RpSeed", "Store", "StorePath", "Tiny", "TopkK"]
-
-
-class OnFull(StrEnum):
-    """What happens when activations come faster than the disk takes them."""
-
-    drop = "drop"
-    wait = "wait"
-
-
-class Durability(StrEnum):
-    """When a row counts as safe."""
-
-    fsync = "fsync"
-    os = "os"
-
-
-class LogFormat(StrEnum):
-    """How the writer's lines look."""
-
-    text = "text"
-    json = "json"
 
 
 class Format(StrEnum):

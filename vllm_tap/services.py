@@ -16,9 +16,9 @@ from typing import Final
 from api.config import is_loopback
 from api.keys import KeyFile
 from schemas.checks import (
-    DURABILITY,
-    LOG_FORMATS,
-    ON_FULL,
+    Durability,
+    LogFormat,
+    OnFull,
     check_one_of,
     check_port,
     check_positive,
@@ -84,9 +84,9 @@ class ServeConfig:
         if self.port == self.engine_port:
             raise StartError(f"--engine-port = {self.engine_port}: the API has this port; give another")
         check_port("--metrics-port", self.metrics_port or 0, zero="none")
-        check_one_of("--log-format", self.log_format, LOG_FORMATS)
-        check_one_of("--on-full", self.on_full, ON_FULL)
-        check_one_of("--durability", self.durability, DURABILITY)
+        check_one_of("--log-format", self.log_format, LogFormat)
+        check_one_of("--on-full", self.on_full, OnFull)
+        check_one_of("--durability", self.durability, Durability)
         check_seconds("--seal-idle-s", self.seal_idle_s)
         check_positive("--retain-days", self.retain_days)
         check_positive("--retain-bytes", self.retain_bytes)

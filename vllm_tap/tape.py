@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from schemas.checks import DURABILITY, ON_FULL, check_one_of, parse_arm
+from schemas.checks import Durability, OnFull, check_one_of, parse_arm
 from schemas.errors import NotFoundError, StartError, TapError
 from schemas.manifest import Manifest
 from schemas.probes import load_probe, parse_probes, probes_text
@@ -72,8 +72,8 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
     registered = parse_probes((f"{name}={file}" for name, file in (probes or {}).items()))
     for probe in registered:
         load_probe(probe)
-    check_one_of("on_full", on_full, ON_FULL)
-    check_one_of("durability", durability, DURABILITY)
+    check_one_of("on_full", on_full, OnFull)
+    check_one_of("durability", durability, Durability)
     with ExitStack() as stack:
         if not _lock.acquire(blocking=False):
             raise StartError("a recording is running in this process already; one at a time")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schemas import limits
-from schemas.checks import DURABILITY, LOG_FORMATS, check_one_of, check_port, check_positive
+from schemas.checks import Durability, LogFormat, check_one_of, check_port, check_positive
 from schemas.errors import StartError
 
 lanes_max = 4  # files of one site that are written side by side
@@ -38,7 +38,7 @@ class Config:
     lanes: int = min(lanes_max, os.cpu_count() or 1)
 
     def __post_init__(self) -> None:
-        check_one_of("--durability", self.durability, DURABILITY)
+        check_one_of("--durability", self.durability, Durability)
         if self.segment_bytes < limits.section_align_bytes:
             raise StartError(f"--segment-bytes = {self.segment_bytes}: at least {limits.section_align_bytes}")
         check_positive("--seal-idle-s", self.seal_idle_s)
@@ -48,7 +48,7 @@ class Config:
         check_positive("--retain-bytes", self.retain_bytes)
         check_positive("--quota-bytes", self.quota_bytes)
         check_port("--metrics-port", self.metrics_port, zero="none")
-        check_one_of("--log-format", self.log_format, LOG_FORMATS)
+        check_one_of("--log-format", self.log_format, LogFormat)
         scheme, _, rest = self.endpoint.partition("://")
         if scheme != "ipc" or not rest:
             raise StartError(f"--endpoint = {self.endpoint!r}: must be ipc://PATH; --listen is for other hosts")
