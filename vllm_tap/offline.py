@@ -60,11 +60,13 @@ def run(job: CaptureJob) -> int:
         endpoint = f"ipc://{socket_dir / 'writer.sock'}"
         writer = _start_writer(stack, job, endpoint)
         resume = _look(job)
-        left = total - len(resume.done)
+        tally.refused.extend(resume.refused.items())
+        left = total - len(resume.done) - len(resume.refused)
         if resume.done:
             console.print(f"{len(resume.done)} of {total} prompts are captured already", soft_wrap=True)
         if not left and job.output is None:
-            return 0
+            _print_refused(console, tally)
+            return 1 if tally.refused else 0
         channel = ControlChannel(endpoint, "cli")
         stack.callback(channel.close)
         for stale in resume.stale:  # left half done: never beside what takes its place
@@ -186,6 +188,10 @@ def _print_summary(console: Console, job: CaptureJob, tally: Tally, statuses: Co
                   f"({tokens / max(generated, 1e-9):.0f} tokens/s), {seconds:.0f} s in all")
     console.print(f"store {job.store}: {nbytes / 1e6:.1f} MB; look at it with: vllm-tap ls --store {job.store}",
                   soft_wrap=True)
+    _print_refused(console, tally)
+
+
+def _print_refused(console: Console, tally: Tally) -> None:
     for line, reason in tally.refused[:_REFUSED_SHOWN]:
         console.print(f"line {line} was refused: {' '.join(reason.split())}", markup=False, soft_wrap=True)
     if len(tally.refused) > _REFUSED_SHOWN:

@@ -76,7 +76,7 @@ def _set_environment(job: CaptureJob, endpoint: str) -> None:
 def generate(engine: LLMEngine, job: CaptureJob, resume: Resume, tally: Tally, channel: ControlChannel
              ) -> Iterator[dict[str, Any] | None]:
     """Runs every prompt; yields the output line of each as it ends, None for one that the engine refused."""
-    waiting = (prompt for prompt in job.prompts if prompt.line not in resume.done)
+    waiting = (prompt for prompt in job.prompts if resume.is_left(prompt))
     resolved: Resolved | None = None
     running: dict[str, tuple[Prompt, str]] = {}
     exhausted = False

@@ -1,8 +1,8 @@
 """Which prompts of a run are captured already, and under which ids the others go.
 
 An id follows from what is done: the source, the number and text of the prompt, the model and how it is captured. So a
-run that was cut off, however, is the same run when it is started again: what is complete stays, what was left half done
-is deleted and done again under the next id of that prompt.
+run that was cut off, however, is the same run when it is started again: what came to its end stays, what was left half
+done is deleted and done again under the next id of that prompt. An id of the caller's has no next one.
 """
 
 from __future__ import annotations
@@ -20,20 +20,32 @@ from schemas.reader import CaptureRow, StoreReader
 from vllm_tap.listing import Filters
 from vllm_tap.prompt_file import Prompt
 
-__all__ = ["WORK", "Resume", "look"]
+__all__ = ["WORK", "Resume", "is_whole", "look"]
 
 WORK: Final = "tap.work"  # the tag that says what a capture was made by
 _WORK_CHARS: Final = 16
+_CUT_OFF: Final = ("abort", "error")  # how an engine ends what is in flight when it is shut down, or fails
+
+
+def is_whole(row: CaptureRow) -> bool:
+    """Whether every row of a generation that came to its own end is there: an aborted one may be complete as well."""
+    return row.status == "complete" and row.finish_reason not in _CUT_OFF
 
 
 @dataclass(slots=True)
 class Resume:
-    """What is known before a run: complete captures by line, the ids of the others, and what is to be deleted."""
+    """What is known before a run: whole captures by line, the ids of the others, what is to be deleted, and by line
+    why a prompt cannot be captured under its own id."""
 
     settings: dict[str, Any]
     done: dict[int, str] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)  # where it is not the first
     stale: list[str] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+
+    def is_left(self, prompt: Prompt) -> bool:
+        """Whether a prompt is to be captured now."""
+        return prompt.line not in self.done and prompt.line not in self.refused
 
     def capture_of(self, prompt: Prompt) -> str:
         """The id that a prompt's capture goes under."""
@@ -54,7 +66,7 @@ class Resume:
     def place(self, prompt: Prompt, reader: StoreReader, deleted: set[str]) -> None:
         """Finds out what became of a prompt in earlier runs; TapError where its own id is another's."""
         if prompt.id is not None:
-            self._place_named(prompt, reader)
+            self._place_named(prompt.id, prompt, reader, deleted)
             return
         attempt = 0
         while True:
@@ -62,7 +74,7 @@ class Resume:
             row = _row(reader, capture)
             if row is None and capture not in deleted:
                 break
-            if row is not None and row.status == "complete":
+            if row is not None and is_whole(row):
                 self.done[prompt.line] = capture
                 return
             if row is not None:
@@ -71,16 +83,16 @@ class Resume:
         if attempt:
             self.attempts[prompt.line] = attempt
 
-    def _place_named(self, prompt: Prompt, reader: StoreReader) -> None:
-        assert prompt.id is not None
-        if (row := _row(reader, prompt.id)) is None:
-            return
-        if row.tags.get(WORK) != self.work_of(prompt):
-            raise TapError(f"line {prompt.line}: id = {prompt.id!r}: taken in {reader.path}; give another")
-        if row.status != "complete":
-            raise TapError(f"line {prompt.line}: id = {prompt.id!r}: its capture in {reader.path} is {row.status}, and "
-                           "an id is never used twice; give another")
-        self.done[prompt.line] = prompt.id
+    def _place_named(self, capture: str, prompt: Prompt, reader: StoreReader, deleted: set[str]) -> None:
+        row = _row(reader, capture)
+        if row is not None and row.tags.get(WORK) != self.work_of(prompt):
+            raise TapError(f"line {prompt.line}: id = {capture!r}: taken in {reader.path}; give another")
+        if row is not None and is_whole(row):
+            self.done[prompt.line] = capture
+        elif row is not None or capture in deleted:
+            how = "deleted" if row is None else row.status if row.status != "complete" else row.finish_reason
+            self.refused[prompt.line] = (f"id = {capture!r}: its capture in {reader.path} is not whole ({how}), and an "
+                                         "id is never used twice; give another, or none")
 
 
 def look(prompts: Iterator[Prompt], settings: dict[str, Any], reader: StoreReader) -> Resume:
