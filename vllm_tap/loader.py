@@ -125,7 +125,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
     # ── going on where it was left ──────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this process has come in the iteration that is under way."""
+        """How far this process has come in the iteration that is under way; it may be kept as JSON."""
         worker, workers = _worker()
         return self._state(workers, {worker: self._done})
 
@@ -182,7 +182,10 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
                 raise ArgumentError("state", {"workers": state["workers"]}, f"this DataLoader has {workers}; the order "
                                                                         "depends on it")
             worker = (worker + state["turn"]) % workers
-            skip = int(state["done"].get(worker, 0))
+            done = {int(number): taken for number, taken in state["done"].items()}  # JSON has made them strings
+            if worker not in done:
+                raise ArgumentError("state", {"done": state["done"]}, f"says nothing of worker {worker}")
+            skip = int(done[worker])
         self._done = skip
         blocks = self._blocks(worker, workers, self.epoch)
         firsts = blocks * BLOCK_ROWS
