@@ -245,6 +245,14 @@ def test_activations_never_end_and_go_on(made: Made) -> None:
         assert torch.equal(next(other), taken[left]) and torch.equal(next(other), taken[left + 1])
 
 
+def test_activations_of_a_rank_without_rows_are_refused(made: Made) -> None:
+    options: dict[str, Any] = {"codec": "int8b64", "batch": 100, "world": 101}
+    blocks = -(-made.rows // 128)
+    assert len(next(activations(made.path, "resid_post.1", rank=blocks - 1, **options))) == 100
+    with pytest.raises(SpecError, match=f"^rank = {blocks}: has no rows: {blocks} blocks of 128 are shared by"):
+        activations(made.path, "resid_post.1", rank=blocks, **options)
+
+
 def test_an_sae_trains_on_it(made: Made) -> None:
     """The loop of an SAE trainer: a data provider, a reconstruction that gets better."""
     torch.manual_seed(0)

@@ -267,6 +267,10 @@ class Activations(Iterator[torch.Tensor]):
     """What ``activations`` gives: ``[batch, d_in]``, without end, in another order every epoch."""
 
     def __init__(self, data: RowDataset) -> None:
+        worker, workers = _worker()
+        if not len(data._blocks(worker, workers, 0)):  # every epoch would be empty, and a batch never full
+            raise ArgumentError("rank", data.rank, f"has no rows: {-(-data.rows // BLOCK_ROWS)} blocks of {BLOCK_ROWS} "
+                                                   f"are shared by world x workers = {data.world} x {workers}")
         self.data, self._name, self._taken = data, data.names[0], 0
         self._batches, self._rest = iter(data), torch.empty(0)
 
@@ -309,7 +313,8 @@ def activations(store: str | Path | Store, hook_name: str, batch: int = 4096, **
     """Rows of one hook as an endless iterator of ``[batch, d_in]``: what SAE trainers call a data provider.
 
     ``hook_name`` is TransformerLens's (``blocks.12.hook_resid_post``) or ``resid_post.12``; ``options`` are those of
-    ``rows``. Every batch has ``batch`` rows. ``state_dict`` and ``load_state_dict`` let another process go on.
+    ``rows``; SpecError where that rank has no rows. Every batch has ``batch`` rows. ``state_dict`` and
+    ``load_state_dict`` let another process go on.
 
     >>> for x in itertools.islice(activations("captures", "blocks.12.hook_resid_post"), 10_000):  # doctest: +SKIP
     ...     loss = train(x)                                                       # float32 [4096, d_in]
