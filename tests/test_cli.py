@@ -36,7 +36,8 @@ from vllm_tap.cli import list_captures
 from vllm_tap.export import choose_layers
 from vllm_tap.listing import Filters
 from vllm_tap.model_config import ModelConfig, read_config
-from vllm_tap.prompt_file import read_prompts
+from vllm_tap.offline_engine import token_ids
+from vllm_tap.prompt_file import Prompt, read_prompts
 from vllm_tap.prompt_source import PromptSource
 from vllm_tap.services import make_socket_dir
 from vllm_tap.tiny_model import tiny_model
@@ -371,17 +372,24 @@ def test_every_kind_of_prompt_is_read(tmp_path: Path) -> None:
     ("[1]", ["must be an object"]),
     ("{}", ["exactly one of", "none"]),
     ('{"prompt": "a", "messages": []}', ["exactly one of", "prompt, messages"]),
-    ('{"prompt": ""}', ["at least one character"]),
-    ('{"prompt": 5}', ["prompt must be a text"]),
+    ('{"prompt": ""}', ["prompt = '': ", "at least one character"]),
+    ('{"prompt": 5}', ["prompt = 5: must be a text"]),
+    (r'{"prompt": "x\ud800y"}', [r"prompt = 'x\ud800y': ", "lone surrogate"]),
     ('{"prompt": "a", "capture": {}}', ["unknown field 'capture'"]),
-    ('{"prompt": "a", "id": "../x"}', ["ULID"]),
-    ('{"prompt": "a", "tags": {"a b": "c"}}', ["a key is"]),
-    ('{"prompt": "a", "tags": 3}', ["pairs of strings"]),
-    ('{"prompt_token_ids": []}', ["at least one token id"]),
-    ('{"prompt_token_ids": [1, true]}', ["token id"]),
+    ('{"prompt": "a", "id": "../x"}', ["id = '../x': ", "ULID"]),
+    ('{"prompt": "a", "tags": {"a b": "c"}}', ["tags = 'a b': ", "a key is"]),
+    ('{"prompt": "a", "tags": 3}', ["tags = 3: ", "pairs of strings"]),
+    ('{"prompt_token_ids": []}', ["prompt_token_ids = []: ", "at least one token id"]),
+    ('{"prompt_token_ids": [1, true]}', ["prompt_token_ids = [1, True]: ", "token id"]),
     ('{"prompt_token_ids": [-1]}', ["token id"]),
-    ('{"messages": [{"role": "wizard", "content": "x"}]}', ["role"]),
-    ('{"messages": "hi"}', ["messages must be a list"]),
+    ('{"messages": [{"role": "wizard", "content": "x"}]}', ["messages[0] = {'role': 'wizard'", "role"]),
+    ('{"messages": "hi"}', ["messages = 'hi': must be a list"]),
+    ('{"messages": [{"role": "user", "content": {"a": 1}}]}', ["messages[0].content = {'a': 1}: ", "parts"]),
+    ('{"messages": [{"role": "user", "content": 5}]}', ["messages[0].content = 5: "]),
+    (r'{"messages": [{"role": "user", "content": "x\ud800y"}]}', ["messages = ", "lone surrogate"]),
+    ('{"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "a"}, '
+     '{"type": "image_url", "image_url": {"url": "data:,"}}]}]}', ["messages[1].content[1] = ", "image_url", "text"]),
+    ('{"messages": [{"role": "user", "content": ["a"]}]}', ["messages[0].content[0] = 'a': "]),
     ("\xff", ["line 2"]),
     ("[" * 100_000, ["line 2"]),
 ])
@@ -397,12 +405,15 @@ def test_a_malformed_line_is_named(line: str, words: list[str], tmp_path: Path) 
 def test_a_malformed_line_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine"}\n{"prompt": 1}\n')
-    assert_refused(tap("capture", file, "--tiny", "--store", tmp_path / "store"), "line 2", "prompt must be a text")
+    assert_refused(tap("capture", file, "--tiny", "--store", tmp_path / "store"), "line 2", "prompt = 1: must be")
     ulid = new_ulid()
     file.write_text(f'{{"prompt": "a", "id": "{ulid}"}}\n{{"prompt": "b", "id": "{ulid}"}}\n')
     assert_refused(tap("capture", file, "--tiny", "--store", tmp_path / "store"), "line 2", ulid, "line 1")
     file.write_text("\n")
     assert_refused(tap("capture", file, "--tiny", "--store", tmp_path / "store"), "holds no prompt")
+    os.mkfifo(tmp_path / "pipe")
+    assert_refused(tap("capture", tmp_path / "pipe", "--tiny", "--store", tmp_path / "store"), "PROMPTS = ",
+                   "must be a file", "more than once")
     assert not (tmp_path / "store").exists()
 
 
@@ -455,6 +466,26 @@ def test_a_configuration_that_may_become_another_is_left_to_the_engine(tmp_path:
         ModelConfig(("NewForCausalLM",), 1, 1, 1, 1, 1).check_sites("--arm", ["resid_post"])
 
 
+def test_a_prompt_that_cannot_be_put_into_tokens_is_the_one_refused(tmp_path: Path) -> None:
+    """Whatever a chat template or a tokenizer raises is a ValueError, which refuses its line alone."""
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tiny_model())
+    chat = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}]
+    whole = token_ids(tokenizer, Prompt(1, messages=chat))
+    said = [f"<|im_start|>user\n{text}<|im_end|>\n" for text in "ab"]
+    assert tokenizer.decode(whole) == "".join(said) + "<|im_start|>assistant\n"
+    with pytest.raises(ValueError, match="TypeError"):
+        token_ids(tokenizer, Prompt(1, messages=[{"role": "user", "content": None}]))
+    with pytest.raises(ValueError, match="TypeError"):
+        token_ids(tokenizer, Prompt(1, text="x\ud800y"))
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    assert tokenizer.decode(token_ids(tokenizer, Prompt(1, messages=chat[1:]))) == "b"
+    with pytest.raises(ValueError, match="takes content as a text"):
+        token_ids(tokenizer, Prompt(1, messages=chat))
+    tokenizer.chat_template = "{{ raise_exception('Conversation roles must alternate') }}"
+    with pytest.raises(ValueError, match=r"TemplateError.*must alternate"):
+        token_ids(tokenizer, Prompt(1, messages=chat))
+
+
 # ── the writer beside an offline run ────────────────────────────────────────────────────────────────────────────
 
 
@@ -504,7 +535,8 @@ def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path)
         f'{{"messages": [{{"role": "user", "content": "Hello"}}], "id": "{ulid}"}}\n'
         '{"prompt_token_ids": [300, 301, 302]}\n'
         '{"prompt_token_ids": [300, 999999]}\n'
-        + "".join(f'{{"prompt": "story {n}: "}}\n' for n in range(5, count + 1)))
+        '{"messages": [{"role": "assistant", "content": null}]}\n'
+        + "".join(f'{{"prompt": "story {n}: "}}\n' for n in range(6, count + 1)))
     # An engine in the process of the command: one kill ends all of it, and it starts sooner.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_CI_ENV": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [sys.executable, "-m", "vllm_tap", "capture", str(file), "--tiny", "--store", str(store), "--sites",
@@ -522,17 +554,19 @@ def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path)
     said = first.communicate()[1]
     assert first.returncode == -signal.SIGKILL, said
     before = complete()
-    assert 4 <= len(before) < count - 1 and ulid in before
+    assert 4 <= len(before) < count - 2 and ulid in before
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stderr  # one prompt was refused
-    assert "line 4 was refused" in done.stderr and f"of {count} prompts are captured already" in done.stderr
+    assert done.returncode == 1, done.stderr  # two prompts were refused
+    assert "line 4 was refused" in done.stderr and "line 5 was refused: TypeError" in done.stderr
+    assert f"of {count} prompts are captured already" in done.stderr
     assert "rows/s" in done.stderr
     lines = {line["line"]: line for line in map(json.loads, out.read_text().splitlines())}
-    assert sorted(lines) == [n for n in range(1, count + 1) if n != 4] and lines[2]["capture"] == ulid
-    assert len(out.read_text().splitlines()) == count - 1
+    assert sorted(lines) == [n for n in range(1, count + 1) if n not in (4, 5)] and lines[2]["capture"] == ulid
+    assert len(out.read_text().splitlines()) == count - 2
+    assert {line["finish_reason"] for line in lines.values()} <= {"length", "stop"}
     rows = {row["id"]: row for row in map(json.loads, tap("ls", "--store", store, "--json").stdout.splitlines())}
-    assert {row.pop("status") for row in rows.values() if row["tags"]["line"] != "4"} == {"complete"}
+    assert {row.pop("status") for row in rows.values() if row["tags"]["line"] not in ("4", "5")} == {"complete"}
     assert sorted(int(row["tags"]["line"]) for row in rows.values()) == list(range(1, count + 1))
     assert {id: row["created_ms"] for id, row in rows.items() if id in before} == before
     for number, line in lines.items():
@@ -540,7 +574,7 @@ def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path)
         assert row["tags"]["line"] == str(number)
         assert row["total_len"] == line["prompt_tokens"] + line["generated_tokens"]
     assert rows[lines[1]["capture"]]["tags"]["set"] == "a"
-    assert [row.get("status") for row in rows.values()].count("failed") == 1
+    assert [row.get("status") for row in rows.values()].count("failed") == 2
     manifest = json.loads(tap("show", ulid, "--store", store, "--json").stdout)
     assert {(row["site"], row["layer"]) for row in manifest["rows"]} == {
         *(("resid_post", layer) for layer in range(4)), ("mlp_out", 1)}
@@ -561,7 +595,7 @@ def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path)
 
 @pytest.mark.parametrize("options, words", [
     (["--column", "story"], ["--column", "story", "n, text"]), (["--split", "test"], ["test"]),
-    (["--limit", "0"], ["--limit", "0"]), (["--column", "n"], ["row 1", "column n", "prompt must be a text"]),
+    (["--limit", "0"], ["--limit", "0"]), (["--column", "n"], ["row 1", "column n", "prompt = 1: must be a text"]),
 ])
 def test_a_dataset_that_cannot_be_sent_is_refused(options: list[str], words: list[str], tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")

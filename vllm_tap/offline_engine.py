@@ -23,7 +23,7 @@ from vllm_tap.resume import WORK, Resume
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
-__all__ = ["Tally", "generate", "start_engine"]
+__all__ = ["Tally", "generate", "start_engine", "token_ids"]
 
 _IN_FLIGHT_MAX: Final = 1024  # requests handed to the engine and not finished: bounds memory, keeps batches full
 _BATCH: Final = 64  # prompts announced to the writer in one commit
@@ -157,7 +157,7 @@ def _add(engine: LLMEngine, prompt: Prompt, asked: CaptureSpec, job: CaptureJob)
     params = SamplingParams(max_tokens=job.max_tokens, temperature=job.temperature,
                             extra_args={"capture": asked.to_json()})
     try:
-        engine.add_request(str(prompt.line), {"prompt_token_ids": _token_ids(engine, prompt)}, params)
+        engine.add_request(str(prompt.line), {"prompt_token_ids": token_ids(engine.get_tokenizer(), prompt)}, params)
     except SpecError:
         raise  # the spec is the same for all
     except Exception as error:
@@ -167,14 +167,20 @@ def _add(engine: LLMEngine, prompt: Prompt, asked: CaptureSpec, job: CaptureJob)
     return None
 
 
-def _token_ids(engine: LLMEngine, prompt: Prompt) -> list[int]:
+def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """What the model reads; ValueError where the tokenizer or its chat template raises anything at the prompt."""
     if prompt.token_ids is not None:
         return prompt.token_ids
-    tokenizer = engine.get_tokenizer()
-    if prompt.messages is None:
-        return list(tokenizer.encode(prompt.text))
-    text = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    try:
+        if prompt.messages is None:
+            return list(tokenizer.encode(prompt.text))
+        text = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=False)
+        if any(isinstance(said := message["content"], list) and said and str(said) in text
+               for message in prompt.messages):
+            raise ValueError("the model's chat template takes content as a text, not as a list of parts")
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _is_refusal(error: Exception) -> bool:

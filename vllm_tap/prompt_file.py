@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from schemas.errors import SpecError, TapError
+from schemas.errors import ArgumentError, SpecError, TapError
 from schemas.spec import parse_spec
 
 __all__ = ["Prompt", "prompt_of", "read_prompts"]
@@ -33,7 +33,8 @@ class Prompt:
 def read_prompts(path: Path) -> Iterator[Prompt]:
     """The prompts of a file, empty lines left out; TapError naming file and line where one is malformed."""
     if not path.is_file():
-        raise TapError(f"PROMPTS = {str(path)!r}: no such file")
+        raise TapError(f"PROMPTS = {str(path)!r}: " + ("is read more than once, so it must be a file" if path.exists()
+                                                       else "no such file"))
     with path.open("rb") as file:
         number = 0
         while data := file.readline(LINE_BYTES_MAX + 1):
@@ -44,8 +45,7 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
                 if data.strip():
                     yield _parse(number, data)
             except (ValueError, RecursionError) as error:
-                reason = error.reason if isinstance(error, SpecError) else str(error)
-                raise TapError(f"{path}, line {number}: {reason}") from None
+                raise TapError(f"{path}, line {number}: {error}") from None
 
 
 def _parse(line: int, data: bytes) -> Prompt:
@@ -67,24 +67,44 @@ def prompt_of(line: int, row: dict[str, Any]) -> Prompt:
         raise ValueError(f"must have exactly one of {', '.join(_KINDS)}; it has {', '.join(kinds) or 'none'}")
     if unknown := sorted(set(row) - {kinds[0], "tags", "id"}):
         raise ValueError(f"unknown field {unknown[0]!r}; valid beside {kinds[0]}: tags, id")
-    spec = parse_spec({key: row[key] for key in ("tags", "id") if key in row})
-    prompt = Prompt(line, row.get("prompt"), row.get("messages"), row.get("prompt_token_ids"), spec.tags, spec.id)
-    _check(prompt)
-    return prompt
+    _check(kinds[0], row[kinds[0]])
+    try:
+        spec = parse_spec({key: row[key] for key in ("tags", "id") if key in row})
+    except SpecError as error:
+        raise ArgumentError(error.field, error.value, error.reason) from None
+    return Prompt(line, row.get("prompt"), row.get("messages"), row.get("prompt_token_ids"), spec.tags, spec.id)
 
 
-def _check(prompt: Prompt) -> None:
-    if prompt.token_ids is not None:
-        good = isinstance(prompt.token_ids, list) and prompt.token_ids and all(
-            isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 1 << 31
-            for token in prompt.token_ids)
-        if not good:
-            raise ValueError("prompt_token_ids must be a list of at least one token id")
-    elif prompt.messages is not None:
-        if not isinstance(prompt.messages, list) or not prompt.messages:
-            raise ValueError('messages must be a list such as [{"role": "user", "content": "…"}]')
-        for message in prompt.messages:
-            if not isinstance(message, dict) or message.get("role") not in _ROLES or "content" not in message:
-                raise ValueError(f"every message needs a content and a role out of {', '.join(_ROLES)}")
-    elif not isinstance(prompt.text, str) or not prompt.text:
-        raise ValueError("prompt must be a text of at least one character")
+def _check(kind: str, value: Any) -> None:
+    if kind == "prompt_token_ids":
+        if not isinstance(value, list) or not value or not all(map(_is_token, value)):
+            raise ArgumentError(kind, value, "must be a list of at least one token id")
+        return
+    if kind == "messages":
+        if not isinstance(value, list) or not value:
+            raise ArgumentError(kind, value, 'must be a list such as [{"role": "user", "content": "…"}]')
+        for number, message in enumerate(value):
+            _check_message(f"messages[{number}]", message)
+    elif not isinstance(value, str) or not value:
+        raise ArgumentError(kind, value, "must be a text of at least one character")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ArgumentError(kind, value, "holds a lone surrogate, which is half a character and no text") from None
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def _check_message(name: str, message: Any) -> None:
+    if not isinstance(message, dict) or message.get("role") not in _ROLES or "content" not in message:
+        raise ArgumentError(name, message, f"needs a content and a role out of {', '.join(_ROLES)}")
+    content = message["content"]
+    if not isinstance(content, str | list | None):
+        raise ArgumentError(f"{name}.content", content, "must be a text, a list of parts or null")
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        # A chat template would leave another part out, or write its name into the prompt, without a word.
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ArgumentError(f"{name}.content[{number}]", part, 'only text can be captured offline, as in '
+                                                                   '{"type": "text", "text": "…"}')

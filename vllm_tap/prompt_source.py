@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from schemas.errors import SpecError, TapError
+from schemas.errors import TapError
 from vllm_tap.convert import need
 from vllm_tap.prompt_file import Prompt, prompt_of, read_prompts
 
@@ -66,8 +66,7 @@ class PromptSource:
             try:
                 yield prompt_of(number, {_kind(column, row[column]): row[column]})
             except ValueError as error:
-                reason = error.reason if isinstance(error, SpecError) else str(error)
-                raise TapError(f"{self.given}, row {number}, column {column}: {reason}") from None
+                raise TapError(f"{self.given}, row {number}, column {column}: {error}") from None
 
     def _load(self) -> Any:
         datasets = need("datasets", f"PROMPTS = {self.given!r}")
