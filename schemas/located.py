@@ -158,8 +158,9 @@ def _copy_together(loop: Loop, maps: SegmentMaps, groups: Sequence[tuple[Segment
     for out, parts in zip(found, table[PARTS:], strict=True):
         nbytes = out.shape[2]
         places = parts + pieces * nbytes
-        outside = ((places < 0) | (places > room - nbytes)).any(0)
+        outside = (places.min(0) < 0) | (places.max(0) > room - nbytes)
         for (segment, at), (path, data) in zip(groups, held, strict=True) if outside.any() else ():
             if outside[at].any():
                 raise UnsettledError(segment.number, beyond(path, len(data)))
-        loop.copy((places + start).reshape(-1), out.reshape(-1, nbytes))
+        places += start
+        loop.copy(places.reshape(-1), out.reshape(-1, nbytes))
