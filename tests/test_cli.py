@@ -120,6 +120,8 @@ def test_ls_takes_the_filters_of_the_service(stored: Stored, asked: list[str], f
     done = tap("ls", "--store", stored.path, "--json", *asked)
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == ([getattr(stored, found)] if found else [])
     assert done.returncode == 0, done.stderr
+    if not found:
+        assert "no captures in" in (told := tap("ls", "--store", stored.path, *asked).stdout) and "filters" in told
 
 
 def test_all_lists_know_the_same_filters() -> None:

@@ -185,7 +185,7 @@ def _print_summary(console: Console, job: CaptureJob, tally: Tally, statuses: Co
     tokens = tally.prompt_tokens + tally.generated_tokens
     counts = ", ".join(f"{count} {status}" for status, count in statuses.most_common()) or "none"
     console.print(f"captures: {counts}; {tally.prompt_tokens} prompt and {tally.generated_tokens} generated tokens "
-                  f"({tokens / max(generated, 1e-9):.0f} tokens/s), {seconds:.0f} s in all")
+                  f"({tokens / max(generated, 1e-9):.0f} tokens/s), {seconds:.0f} s in all", soft_wrap=True)
     console.print(f"store {job.store}: {nbytes / 1e6:.1f} MB; look at it with: vllm-tap ls --store {job.store}",
                   soft_wrap=True)
     _print_refused(console, tally)

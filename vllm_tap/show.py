@@ -47,7 +47,8 @@ def print_captures(store: Path, status: str | None, sieve: Sieve, limit: int, be
         table.add_row(row.id, Text(row.status, _STATUS_STYLES.get(row.status, "")), when(row.created_ms),
                       " ".join(row.sites), Text(" ".join(f"{k}={v}" for k, v in row.tags.items())),
                       str(row.prompt_len), str(row.total_len), Text(row.finish_reason or ""))
-    console().print(table if rows else f"no captures in {store}")
+    narrowed = status is not None or before is not None or sieve != Sieve()
+    console().print(table if rows else f"no captures in {store}" + (" that pass the filters" if narrowed else ""))
 
 
 def print_manifest(store: Path, ref: str, as_json: bool) -> None:
