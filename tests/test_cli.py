@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from typer.main import get_command
 
 from api.routes.captures import LIST as service_list
 from schemas.control import Own
@@ -32,7 +33,8 @@ from tests.test_supervisor import until
 from vllm_tap import AsyncClient, Client, open_store
 from vllm_tap import Store as TapStore
 from vllm_tap.capture_job import CaptureJob
-from vllm_tap.cli import list_captures
+from vllm_tap.cli import app, list_captures
+from vllm_tap.cli_keys import app as keys_app
 from vllm_tap.export import choose_layers
 from vllm_tap.listing import Filters
 from vllm_tap.model_config import ModelConfig, read_config
@@ -155,6 +157,12 @@ def test_show_says_what_is_missing_and_why(stored: Stored) -> None:
     assert ["rows", "54", "of", "56", "expected"] in rows
     manifest = json.loads(tap("show", "chatcmpl-abc", "--store", stored.path, "--json").stdout)
     assert manifest["id"] == stored.whole and manifest["prompt_token_ids"] == PROMPT
+
+
+def test_every_command_on_a_store_takes_it_as_store() -> None:
+    commands = [*get_command(app).commands.items(), *get_command(keys_app).commands.items()]  # type: ignore[attr-defined]
+    taken = {name for name, command in commands for param in command.params if "--store" in param.opts}
+    assert {name for name, _ in commands} - taken == {"keys", "version", "curve-keys"}
 
 
 @pytest.mark.parametrize("asked", [[], ["keys"]])
@@ -331,6 +339,7 @@ def test_layers_that_cannot_be_chosen_are_refused(text: str) -> None:
     (["capture", "/nowhere.jsonl", "--tiny", "--sites", "k", "--codec", "kv8:head=32"], ["--codec", "64 columns"]),
     (["serve", "--tiny", "--arm", "resid_post,experts"], ["--arm", "experts", "resid_post"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--max-tokens", "0"], ["--max-tokens", "0"]),
+    (["capture", "/nowhere.jsonl", "--tiny", "--max-tokens", "4", "--max-tokens=0"], ["(given: '0')"]),
     (["serve", "--tiny", "--retain-bytes", "2TX"], ["--retain-bytes", "'2TX'", "1.5TB"]),
     (["export", "x", "--format", "zip"], ["--format", "'zip'", "npz"]),
 ])

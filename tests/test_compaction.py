@@ -466,17 +466,17 @@ def tap(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command(sample: Sample, store: Path) -> None:
-    young = tap("compact", store, "--older-than", "1")
+    young = tap("compact", "--store", store, "--older-than", "1")
     assert (young.returncode, young.stderr) == (0, "") and young.stdout.startswith("0 blocks became 0: "), young
     with WriterProcess(store):
-        refused = tap("compact", store)
+        refused = tap("compact", "--store", store)
         assert refused.returncode == 2 and "another writer has it" in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
         with pytest.raises(StartError):
             compact(store)
-    done = tap("compact", store)
+    done = tap("compact", "--store", store)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("4 blocks became 2: "), done
-    assert tap("fsck", store).returncode == 0
+    assert tap("fsck", "--store", store).returncode == 0
 
 
 def test_a_reader_meets_it(sample: Sample, store: Path) -> None:
@@ -585,7 +585,7 @@ def test_a_delete_leaves_compressed_rows_compressed(sample: Sample, tmp_path: Pa
 
 
 def test_the_command_says_what_was_gained(sample: Sample, store: Path) -> None:
-    done = tap("compact", store, "--zstd")
+    done = tap("compact", "--store", store, "--zstd")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"4 blocks became 2: .* GB, now .* GB \([-+][0-9.]+ %\)\n", done.stdout), done
 

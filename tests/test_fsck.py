@@ -145,19 +145,19 @@ def tap(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_commands(sample: Sample, store: Path) -> None:
-    whole = tap("fsck", store)
+    whole = tap("fsck", "--store", store)
     assert (whole.returncode, whole.stderr) == (0, "") and whole.stdout.startswith("nothing is wrong (2 segments, 4 ")
     before = (store / "catalog.sqlite").read_bytes()
-    made = tap("rebuild", store)
+    made = tap("rebuild", "--store", store)
     assert (made.returncode, made.stdout) == (0, "2 captures; the same as before\n"), made
     assert (store / "catalog.sqlite").read_bytes() != before and not list(store.glob("catalog.re*"))
     edit(store / MAIN, EDITS["one_piece"][1])
-    bad = tap("fsck", store)
+    bad = tap("fsck", "--store", store)
     assert bad.returncode == 1
     assert f"{MAIN} at byte 12288: capture {sample.two} {SITE} layers 2 positions 6: " in bad.stdout
-    report = json.loads(tap("fsck", store, "--json").stdout)
+    report = json.loads(tap("fsck", "--store", store, "--json").stdout)
     assert not report["ok"] and report["bad"][0]["capture"] == sample.two and report["bad"][0]["positions"] == [6]
-    nothing = tap("fsck", store / "blocks")
+    nothing = tap("fsck", "--store", store / "blocks")
     assert nothing.returncode == 2 and "no store.json" in nothing.stderr
 
 

@@ -323,7 +323,7 @@ def _model(model: str | None, tiny: bool, how: str = "MODEL") -> str:
 def _value(error: Exception, arguments: list[str]) -> str:
     """What was given for the option that an error is about, where its own text does not say."""
     names = getattr(getattr(error, "param", None), "opts", ())
-    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+    for argument, following in reversed(list(zip(arguments, [*arguments, ""][1:], strict=True))):  # the last counts
         name, assigned, value = argument.partition("=")
         if name in names:
             return f" (given: {(value if assigned else following)[:100]!r})"

@@ -13,7 +13,7 @@ from schemas.codecs import CODECS
 from schemas.legacy import MODES
 
 __all__ = ["ActBits", "ActMode", "Arm", "Durability", "Format", "Keys", "LogFormat", "MaxModelLen", "OnFull", "Probes",
-           "Ref", "RpK", "RpSeed", "Store", "StorePath", "Tiny", "TopkK"]
+           "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK"]
 
 
 class Format(StrEnum):
@@ -28,7 +28,6 @@ class Format(StrEnum):
 Ref = Annotated[str, typer.Argument(help="A capture id, a response id or an X-Request-Id.")]
 Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",
                                      help="The folder of captures.")]
-StorePath = Annotated[Path, typer.Argument(help="The folder of captures.", envvar="VLLM_ACT_OUTDIR")]
 ActMode = Annotated[str | None, typer.Option(
     help=f"Legacy codec: {', '.join(f'{mode} ({CODECS[mode].error})' for mode in MODES)}.")]
 RpK = Annotated[int | None, typer.Option(help="rp8: numbers that a row becomes (default 512).")]

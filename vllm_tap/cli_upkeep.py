@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_tap.cli_options import Ref, Store, StorePath
+from vllm_tap.cli_options import Ref, Store
 
 __all__ = ["add"]
 
@@ -24,7 +24,7 @@ def add(app: typer.Typer) -> None:
 
 
 def check(
-    store: StorePath = Path("captures"),
+    store: Store = Path("captures"),
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Check every byte of a store and name every bad row. Exit code 1 where something is bad."""
@@ -33,7 +33,7 @@ def check(
     raise typer.Exit(check_store(store, json))
 
 
-def rebuild(store: StorePath = Path("captures")) -> None:
+def rebuild(store: Store = Path("captures")) -> None:
     """Make the catalog again from journals and blocks; no writer may run."""
     from vllm_tap.upkeep import rebuild_catalog
 
@@ -41,7 +41,7 @@ def rebuild(store: StorePath = Path("captures")) -> None:
 
 
 def compact(
-    store: StorePath = Path("captures"),
+    store: Store = Path("captures"),
     older_than: Annotated[float | None, typer.Option(
         "--older-than", metavar="DAYS", min=0.0, help="Only blocks of captures made longer ago; default: all.")] = None,
     zstd: Annotated[bool, typer.Option(

@@ -179,8 +179,8 @@ def test_row_06_a_check_where_what_was_erased_lies_on_a_full_tmpfs(
     nursery: Nursery, tmp_path: Path, record_property: Record
 ) -> None:
     with erased_on_a_full_disk(nursery, tmp_path / "disk") as (store, _, _):
-        done = subprocess.run([sys.executable, "-m", "vllm_tap", "fsck", str(store)], capture_output=True, text=True,
-                              cwd=ROOT, timeout=60)
+        done = subprocess.run([sys.executable, "-m", "vllm_tap", "fsck", "--store", str(store)],
+                              capture_output=True, text=True, cwd=ROOT, timeout=60)
         assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
     record_property("times", "one check")
 
