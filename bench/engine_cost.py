@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import shutil
 import statistics
 import subprocess
@@ -96,8 +97,8 @@ class Process:
         if found is None:
             self._log.seek(0)
             lines = self._log.read().splitlines()
-            errors = [line for line in lines if "Error" in line and "EngineDeadError" not in line
-                      and "Engine core initialization failed" not in line]
+            errors = [line for line in lines if re.search(r"\w(Error|Exception): ", line)
+                      and "EngineDeadError" not in line and "Engine core initialization failed" not in line]
             raise ChildProcessError((errors or lines or [f"exit code {self._engine.wait()}"])[-1][-300:])
         return found
 

@@ -1,10 +1,11 @@
 """The server under load: time to first token and between tokens, capture off and on in turns.
 
-    python -m bench.serving [--shape 3b] [--windows 10] [--seconds 6]
+    python -m bench.serving [--shape 3b] [--windows 10] [--seconds 6] [--writer-cpus 14,15]
 
 One ``vllm serve`` with the plugin, asked as clients do: requests arrive at random (Poisson) at half the rate that it
 can serve, each a prompt of token ids and a streamed answer. Windows alternate: nothing is captured; every row of the
-residual stream; the score of one probe at every token.
+residual stream; the score of one probe at every token. With ``--writer-cpus`` every row once more, while the writer and
+the engine's sender run on those processors and the server on the others.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from bench.report import interval
 from bench.shapes import SHAPES, make_model, make_probe
@@ -36,6 +38,7 @@ from vllm_tap.writer_process import WriterProcess
 PROMPT, GENERATED = 256, 128
 Spec = dict[str, Any]
 KINDS: dict[str, Spec | None] = {"nothing": None, "int8b64": {"codec": "int8b64"}, "probe": {"probe": ["probe"]}}
+APART = "int8b64, writer apart"
 
 
 def served_model(shape: str, inside: Path) -> Path:
@@ -51,14 +54,14 @@ def served_model(shape: str, inside: Path) -> Path:
 
 
 @contextmanager
-def server(shape: str) -> Iterator[str]:
-    """The URL of a server with a writer beside it, its store in shared memory."""
+def server(shape: str) -> Iterator[tuple[str, int, int]]:
+    """The URL of a server with a writer beside it, its store in shared memory; process numbers of server and writer."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="vllm-tap-bench-") as folder, \
          tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir="/dev/shm") as store, \
-         WriterProcess(Path(store), endpoint := f"ipc://{folder}/w.sock"):
+         WriterProcess(Path(store), endpoint := f"ipc://{folder}/w.sock") as writer:
         environment = {**os.environ, "VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": "resid_post",
                        "VLLM_TAP_PROBES": make_probe(shape, Path(folder)),
                        "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
@@ -74,7 +77,8 @@ def server(shape: str) -> Iterator[str]:
         url = f"http://127.0.0.1:{port}"
         try:
             _wait(url, engine, log)
-            yield url
+            assert writer.pid is not None
+            yield url, engine.pid, writer.pid
         finally:
             engine.terminate()
             engine.wait(60)
@@ -144,30 +148,45 @@ async def saturation(url: str, requests: int) -> float:
     return requests / seconds
 
 
-def measure(shape: str, windows: int, seconds: float, load: float, requests: int) -> dict[str, Any]:
+def measure(shape: str, windows: int, seconds: float, load: float, requests: int, writer_cpus: set[int]
+            ) -> dict[str, Any]:
     """Medians and 99th percentiles in milliseconds with nothing captured, and the others' ratios to them.
 
     A host is not as fast at one moment as at another: a ratio is of windows of the same round, which get the same
     requests at the same times, one after the other; shown is the median over rounds.
     """
-    with server(shape) as url:
+    kinds = KINDS | ({APART: KINDS["int8b64"]} if writer_cpus else {})
+    with server(shape) as (url, engine, writer):
         rate = load * asyncio.run(saturation(url, requests))
         print(f"{rate:.1f} requests a second: {load:.0%} of what it can serve", file=sys.stderr, flush=True)
         for spec in KINDS.values():  # warm
             asyncio.run(window(url, rate, 2.0, spec, -1))
-        rounds = []
+        rounds: list[dict[str, dict[str, float]]] = []
         for number in range(windows):
-            order = list(KINDS)
+            order = list(kinds)
             random.Random(number).shuffle(order)
-            rounds.append({kind: percentiles(asyncio.run(window(url, rate, seconds, KINDS[kind], number)))
-                           for kind in order})
+            rounds.append({})
+            for kind in order:
+                place(engine, writer, writer_cpus if kind == APART else set())
+                rounds[-1][kind] = percentiles(asyncio.run(window(url, rate, seconds, kinds[kind], number)))
+            print(f"round {number + 1}/{windows}", file=sys.stderr, flush=True)
     result: dict[str, Any] = {"shape": shape, "requests_a_second": rate, "rounds": rounds}
     for name in rounds[0]["nothing"]:
         result[name] = {"nothing": statistics.median(by_kind["nothing"][name] for by_kind in rounds)}
-        for kind in list(KINDS)[1:]:
+        for kind in list(kinds)[1:]:
             ratios = [by_kind[kind][name] / by_kind["nothing"][name] for by_kind in rounds]
             result[name][f"{kind} over nothing, 95 %"] = interval([ratios])
     return result
+
+
+def place(server: int, writer: int, cpus: set[int]) -> None:
+    """The writer and the engine's sender on ``cpus``, the server on all others; none: everything everywhere."""
+    every = set(range(os.cpu_count() or 1))
+    below = {process.pid: " ".join(process.cmdline()) for process in psutil.Process(server).children(recursive=True)}
+    beside = {writer, *(pid for pid, command in below.items() if "sender_process" in command)}
+    for pid in (server, writer, *below):
+        for thread in psutil.Process(pid).threads():
+            os.sched_setaffinity(thread.id, (cpus if pid in beside else every - cpus) if cpus else every)
 
 
 def percentiles(times: tuple[list[float], list[float]]) -> dict[str, float]:
@@ -184,8 +203,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--load", type=float, default=0.5, help="share of what the server can serve (default: 0.5)")
     parser.add_argument("--requests", type=int, default=256, help="at once, to find out what it can serve")
+    parser.add_argument("--writer-cpus", default="", help="processors for writer and sender alone, as 14,15")
     args = parser.parse_args()
-    result = measure(args.shape, args.windows, args.seconds, args.load, args.requests)
+    cpus = {int(cpu) for cpu in args.writer_cpus.split(",") if cpu}
+    if not cpus < os.sched_getaffinity(0):
+        parser.error(f"--writer-cpus {args.writer_cpus}: there are {sorted(os.sched_getaffinity(0))}; leave some")
+    result = measure(args.shape, args.windows, args.seconds, args.load, args.requests, cpus)
     text = json.dumps(result, indent=1)
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)

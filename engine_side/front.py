@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -67,11 +67,15 @@ def use(endpoint: str, curve: Path | None) -> None:
 class Shape:
     """What a front end knows of its model; ``widths``: numbers in a row, of the armed sites where that is sure."""
 
-    arm: tuple[str, ...]
-    n_layers: int
-    head_size: int
+    armed: Armed
     widths: dict[str, int]
-    probes: dict[str, Probe] = field(default_factory=dict)
+
+
+def shape_of(arm: tuple[str, ...], n_layers: int, head_size: int, widths: dict[str, int],
+             probes: dict[str, Probe] | None = None) -> Shape:
+    """Which layers have a site only the worker knows; what its model lacks becomes `not_armed` in the manifest."""
+    layers = {site: list(range(n_layers)) if SITES[site].per_layer else [0] for site in arm}
+    return Shape(Armed(layers, n_layers, dict.fromkeys(filter(has_heads, arm), head_size), probes or {}), widths)
 
 
 def resolved(value: object, shape: Shape) -> tuple[CaptureSpec, Resolved]:
@@ -80,10 +84,7 @@ def resolved(value: object, shape: Shape) -> tuple[CaptureSpec, Resolved]:
         spec = parse_spec(value)
     except LimitError as error:  # vLLM answers a ValueError with 400, anything else with 500
         raise SpecError("", "…", str(error)) from None
-    # Which layers have a site only the worker knows; what its model lacks becomes `not_armed` in the manifest.
-    armed = {site: list(range(shape.n_layers)) if SITES[site].per_layer else [0] for site in shape.arm}
-    heads = dict.fromkeys(filter(has_heads, shape.arm), shape.head_size)
-    return spec, resolve(spec, Armed(armed, shape.n_layers, heads, shape.probes), shape.widths)
+    return spec, resolve(spec, shape.armed, shape.widths)
 
 
 def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Shape) -> str:

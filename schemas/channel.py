@@ -31,6 +31,7 @@ __all__ = ["ControlChannel"]
 
 _HEARTBEAT_S: Final = limits.heartbeat_interval_ms / 1000
 _SILENT_S: Final = 3 * _HEARTBEAT_S  # without a word for this long the connection is made anew
+_GATHER_S: Final = 0.02
 _RESEND_S: Final = _HEARTBEAT_S  # an Ack that leaves out what was sent this long ago means it was lost
 
 
@@ -78,6 +79,7 @@ class ControlChannel:
         self._new_stream()
         self._welcomed = False
         self._heard_s = float("-inf")
+        self._urgent = threading.Event()  # somebody waits
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -94,6 +96,7 @@ class ControlChannel:
         been sent, else it may still arrive.
         """
         item = self._put(make)
+        self._urgent.set()
         if not item.done.wait(timeout_s):
             with self._lock:
                 if item in self._queued:
@@ -108,7 +111,11 @@ class ControlChannel:
             raise item.error
 
     def post(self, make: Callable[[int], Record]) -> None:
-        """Queues the record and returns; StoreError where too many wait already."""
+        """Queues the record and returns; StoreError where too many wait already.
+
+        It goes a moment later, with what else is posted by then: a caller in the middle of a batch of answers is not
+        made to take turns with the thread at each of them.
+        """
         self._put(make)
 
     @property
@@ -124,9 +131,11 @@ class ControlChannel:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Waits at most ``timeout_s`` seconds for what is queued, says Bye, and ends the thread."""
+        self._urgent.set()
         with self._lock:
             self._empty.wait_for(lambda: not (self._queued or self._sent) or self._fatal is not None, timeout_s)
             self._closing = True
+        self._urgent.set()
         self._wake()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _HEARTBEAT_S)
@@ -143,7 +152,9 @@ class ControlChannel:
                 raise StoreError("send to the writer at", self.endpoint, f"{waiting} records wait already",
                                  "is the writer process running?")
             self._queued.append(item)
-        self._wake()
+            first = len(self._queued) == 1
+        if first:  # otherwise the thread was woken for what waits already
+            self._wake()
         return item
 
     def _wake(self) -> None:
@@ -196,6 +207,8 @@ class ControlChannel:
         poller.register(self._wake_out.fileno(), zmq.POLLIN)
         events = dict(poller.poll(max(1, int((self._next_ping_s - time.monotonic()) * 1000))))
         if self._wake_out.fileno() in events:
+            self._urgent.wait(_GATHER_S)
+            self._urgent.clear()
             self._wake_out.recv(4096)
         for _ in range(64):  # then our own turn, however much arrives
             if not dealer.poll(0):

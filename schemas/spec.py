@@ -15,7 +15,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
 from schemas import limits
-from schemas.codecs import DEFAULT_CODEC, parse_codec
+from schemas.codecs import DEFAULT_CODEC, parse_codec, streams
 from schemas.errors import LimitError, NotArmedError, SpecError
 from schemas.ids import check_ulid
 from schemas.probes import Probe
@@ -279,9 +279,10 @@ def _identity(text: str, site: str, armed: Armed, width: int | None) -> str:
         if head is None or asked not in (None, head):
             raise SpecError("codec", text, f"heads of {site} have {head or 'an unknown number of'} columns")
         codec = parse_codec(f"{family.name}:head={head}")
+    identity = codec.identity
     if width:
-        codec.streams(width, "float32")
-    return codec.identity
+        streams(identity, width, "float32")
+    return identity
 
 
 def _positions(positions: str | list[int] | list[tuple[int, int]]) -> str | list[tuple[int, int]]:

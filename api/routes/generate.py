@@ -39,7 +39,8 @@ from schemas.reader import StoreReader
 router = APIRouter()
 log = logging.getLogger("vllm_tap.api")
 
-_NEVER_BEGUN: Final = "the engine never began it; is the plugin loaded in the model server?"
+_NEVER_BEGUN: Final = ("the engine never began it: is the plugin loaded in the model server, and does the server's "
+                       "log say that its sender ended?")
 _TAIL_BYTES: Final = 16 * 1024  # of a stream, to find its last event in
 
 

@@ -70,9 +70,10 @@ def _shape(model: Any, config: EngineConfig) -> front.Shape:
              "kv_heads": model.get_total_num_kv_heads() * head,
              "mlp": getattr(text, "intermediate_size", None) if dense else None}
     widths = {site: known.get(SITES[site].width) for site in arm}
-    return front.Shape(arm, model.get_total_num_hidden_layers(), head,
-                       {site: width for site, width in widths.items() if isinstance(width, int) and width > 0},
-                       {probe.name: load_probe(probe).about for probe in config.probes})
+    return front.shape_of(
+        arm, model.get_total_num_hidden_layers(), head,
+        {site: width for site, width in widths.items() if isinstance(width, int) and width > 0},
+        {probe.name: load_probe(probe).about for probe in config.probes})
 
 
 def _check_capture_all(spec: str, shape: front.Shape) -> None:

@@ -86,6 +86,7 @@ class Codec:
                 "error_bound": family.error, "formula": family.formula, "decoded": family.decoded}
 
 
+@lru_cache(maxsize=1024)
 def parse_codec(text: str, field: str = "codec") -> Codec:
     """The codec of a text, defaults filled in; SpecError naming what is wrong in it and what would be valid.
 
