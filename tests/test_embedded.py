@@ -39,7 +39,7 @@ from tests.api_stack import ROOT, Stack, stack_in
 from tests.processes import runs
 from tests.store_helpers import until
 from vllm_tap.endpoint_plugin import CaptureRoutes, config_of, writer_of
-from writer_service import fs, recovery
+from writer_service import fs, store_lock
 
 SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
 
@@ -406,7 +406,7 @@ def test_a_writer_that_is_not_ready_yet_is_waited_for(tmp_path: Path, caplog: py
     said.parent.mkdir(parents=True)
     said.write_text("ipc:///where/one/before/was")
     time.sleep(0.02)  # a file's time is no finer than the kernel's clock
-    lock, _ = recovery.take_lock(store)
+    lock, _ = store_lock.take_lock(store)
     assert writer_of(config, 0.1) is None and "did not listen within 0.1 s" in caplog.text
     threading.Timer(0.2, fs.close, [lock]).start()
     writer = writer_of(config)

@@ -19,7 +19,7 @@ from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
 from tests.consistency import dump
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
-from writer_service import fs, recovery
+from writer_service import fs, recovery, store_lock
 from writer_service.erasing import erase
 from writer_service.fsck import fsck
 from writer_service.rebuild import rebuild
@@ -597,7 +597,7 @@ def test_a_catalog_that_cannot_be_written_now_is_not_taken_for_damaged(tmp_path:
 def test_two_first_starts_at_once_make_one_store(tmp_path: Path) -> None:
     """The one that does not get the lock has not given the store another name."""
     store = tmp_path / "store"
-    lock, _ = recovery.take_lock(store)
+    lock, _ = store_lock.take_lock(store)
     with pytest.raises(StartError, match="another writer"):
         recovery.recover(store)
     assert not (store / "store.json").exists()
@@ -606,12 +606,14 @@ def test_two_first_starts_at_once_make_one_store(tmp_path: Path) -> None:
 
 def test_who_looks_whether_a_store_is_free_keeps_no_writer_from_it(tmp_path: Path) -> None:
     path = tmp_path / "store" / "writers" / "w0" / "LOCK"
+    assert store_lock.is_free(tmp_path / "store")
     path.parent.mkdir(parents=True)
+    path.touch()
     looking = fs.lock(path, shared=True)
-    assert looking is not None and recovery.is_free(tmp_path / "store"), "who looks takes another one for a writer"
+    assert looking is not None and store_lock.is_free(tmp_path / "store"), "who looks takes another one for a writer"
     threading.Timer(0.03, fs.close, [looking]).start()
-    lock, _ = recovery.take_lock(tmp_path / "store")
-    assert not recovery.is_free(tmp_path / "store")
+    lock, _ = store_lock.take_lock(tmp_path / "store")
+    assert not store_lock.is_free(tmp_path / "store")
     fs.close(lock)
 
 

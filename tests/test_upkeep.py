@@ -27,7 +27,7 @@ from writer_service.commits import Waker
 from writer_service.control_log import Entry
 from writer_service.fsck import fsck
 from writer_service.keeper import Keeper
-from writer_service.recovery import take_lock
+from writer_service.store_lock import take_lock
 from writer_service.usage import disk_bytes
 
 WIDTH = 4096

@@ -163,7 +163,7 @@ class AsyncClient:
         found: list[Manifest] = []
         with reporting(progress, "waiting") as tell:
             for ref in names:
-                found.append(await self._final(ref, end_s))
+                found.append(await self.final(ref, end_s - time.monotonic()))
                 tell(len(found), len(names))
         return found
 
@@ -189,13 +189,9 @@ class AsyncClient:
         """``Client.manifest``."""
         return wire.read_manifest(ref, await self._send(wire.ask_manifest(ref, wait_s)))
 
-    async def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
-                   wait_s: float | None, rejected: bool = False) -> Rows:
-        """``Client.rows``."""
-        return wire.read_rows(site, layers, await self._send(
-            wire.ask_rows(ref, site, layers, start, stop, wait_s, rejected)))
-
-    async def _final(self, ref: str, end_s: float) -> Manifest:
+    async def final(self, ref: str, wait_s: float) -> Manifest:
+        """``Client.final``."""
+        end_s = time.monotonic() + wait_s
         while True:
             left_s = max(end_s - time.monotonic(), 0.0)
             found = await self.manifest(ref, min(left_s, limits.wait_timeout_s_max))
@@ -203,6 +199,12 @@ class AsyncClient:
                 return found
             if time.monotonic() >= end_s:
                 raise NotComplete(f"capture {found.id} is still {found.status}")
+
+    async def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
+                   wait_s: float | None, rejected: bool = False) -> Rows:
+        """``Client.rows``."""
+        return wire.read_rows(site, layers, await self._send(
+            wire.ask_rows(ref, site, layers, start, stop, wait_s, rejected)))
 
     async def _json(self, ask: wire.Ask) -> dict[str, Any]:
         return wire.read_object(await self._send(ask))

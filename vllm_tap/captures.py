@@ -19,8 +19,7 @@ import numpy.typing as npt
 from schemas.errors import ArgumentError, NotFoundError
 from schemas.manifest import Manifest, Missing
 from schemas.sites import PROBE, parse_site
-from vllm_tap.errors import MissingRows, NotComplete
-from vllm_tap.listing import FINAL
+from vllm_tap.errors import MissingRows
 
 if TYPE_CHECKING:
     import datasets
@@ -76,6 +75,8 @@ class Source(Protocol):
 
     def manifest(self, ref: str, wait_s: float | None = None) -> Manifest: ...
 
+    def final(self, ref: str, wait_s: float) -> Manifest: ...
+
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows: ...
 
@@ -95,10 +96,7 @@ class Capture:
 
     def wait(self, timeout_s: float | None = None) -> Manifest:
         """The manifest once the capture is final; NotComplete where that takes longer (default: ``wait_s``)."""
-        found = self._source.manifest(self.id, self.wait_s if timeout_s is None else timeout_s)
-        if found.status not in FINAL:
-            raise NotComplete(f"capture {found.id} is still {found.status}")
-        return found
+        return self._source.final(self.id, self.wait_s if timeout_s is None else timeout_s)
 
     @property
     def status(self) -> str:

@@ -195,7 +195,7 @@ class Client:
         found = []
         with reporting(progress, "waiting") as tell:
             for ref in names:
-                found.append(self._final(ref, end_s))
+                found.append(self.final(ref, end_s - time.monotonic()))
                 tell(len(found), len(names))
         return found
 
@@ -221,13 +221,9 @@ class Client:
         """The manifest; with ``wait_s``, once the capture is final or that many seconds have passed."""
         return wire.read_manifest(ref, self._send(wire.ask_manifest(ref, wait_s)))
 
-    def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
-             wait_s: float | None, rejected: bool = False) -> Rows:
-        """Decoded rows; NotComplete where the capture is not final after ``wait_s`` seconds (None: as it is)."""
-        return wire.read_rows(site, layers, self._send(
-            wire.ask_rows(ref, site, layers, start, stop, wait_s, rejected)))
-
-    def _final(self, ref: str, end_s: float) -> Manifest:
+    def final(self, ref: str, wait_s: float) -> Manifest:
+        """The manifest once the capture is final; NotComplete where that takes longer than ``wait_s`` seconds."""
+        end_s = time.monotonic() + wait_s
         while True:
             left_s = max(end_s - time.monotonic(), 0.0)
             found = self.manifest(ref, min(left_s, limits.wait_timeout_s_max))
@@ -235,6 +231,12 @@ class Client:
                 return found
             if time.monotonic() >= end_s:
                 raise NotComplete(f"capture {found.id} is still {found.status}")
+
+    def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
+             wait_s: float | None, rejected: bool = False) -> Rows:
+        """Decoded rows; NotComplete where the capture is not final after ``wait_s`` seconds (None: as it is)."""
+        return wire.read_rows(site, layers, self._send(
+            wire.ask_rows(ref, site, layers, start, stop, wait_s, rejected)))
 
     def _json(self, ask: wire.Ask) -> dict[str, Any]:
         return wire.read_object(self._send(ask))

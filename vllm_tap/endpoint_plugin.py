@@ -21,7 +21,7 @@ from api.embedded import Embedded, embeddable
 from schemas import legacy
 from schemas.errors import StartError
 from vllm_tap.writer_process import READY_S, WriterProcess
-from writer_service.recovery import is_free, listens
+from writer_service.store_lock import is_free, listens
 
 __all__ = ["CaptureRoutes"]
 

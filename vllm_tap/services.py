@@ -31,7 +31,7 @@ from schemas.probes import Registered, load_probe, probes_text
 from schemas.zarr_layout import KEYS_FILE
 from vllm_tap.child import Service
 from vllm_tap.model_config import read_config
-from writer_service.recovery import check_free
+from writer_service.store_lock import check_free
 
 __all__ = ["ServeConfig", "make_socket_dir", "services"]
 

@@ -15,6 +15,7 @@ from vllm_tap.captures import F32, Capture, Layers, Rows, as_asked, place
 from vllm_tap.errors import NotComplete
 from vllm_tap.listing import FINAL, Filters
 from vllm_tap.progress import Report, reporting
+from writer_service.store_lock import is_free
 
 __all__ = ["Store", "open_store"]
 
@@ -57,7 +58,7 @@ class Store:
         found: list[Manifest] = []
         with reporting(progress, "waiting") as tell:
             for ref in names:
-                found.append(Capture(self, ref).wait(max(end_s - time.monotonic(), 0.0)))
+                found.append(self.final(ref, end_s - time.monotonic()))
                 tell(len(found), len(names))
         return found
 
@@ -92,9 +93,10 @@ class Store:
     def manifest(self, ref: str, wait_s: float | None = None) -> Manifest:
         """The manifest; with ``wait_s``, once the capture is final or that many seconds have passed.
 
-        A capture that is not there yet may be on its way: it is waited for too.
+        A capture that is not there yet may be on its way: it is waited for too. Nothing is where no writer has the
+        store.
         """
-        end_s = time.monotonic() + (wait_s or 0.0)
+        end_s, looked = time.monotonic() + (wait_s or 0.0), False
         while True:
             late = time.monotonic() >= end_s
             try:
@@ -103,13 +105,27 @@ class Store:
             except NotFoundError:
                 if late:
                     raise
-            time.sleep(0.02)
+            if not looked and is_free(self.path):
+                end_s = 0.0  # read once more: the writer may have ended just after it had made the capture final
+            else:
+                time.sleep(0.02)
+            looked = True
+
+    def final(self, ref: str, wait_s: float) -> Manifest:
+        """The manifest once the capture is final; NotComplete where that takes longer than ``wait_s`` seconds, and at
+        once where no writer has the store.
+        """
+        if (found := self.manifest(ref, wait_s)).status in FINAL:
+            return found
+        raise NotComplete(f"capture {found.id} is {found.status}" + (
+            ", and no writer has the store: start one, it closes what a crash left" if is_free(self.path)
+            else f" after {max(wait_s, 0.0):.3g} s"))
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows:
         """Decoded rows; NotComplete where the capture is not final after ``wait_s`` seconds (None: as it is)."""
-        if wait_s is not None and (found := self.manifest(ref, wait_s)).status not in FINAL:
-            raise NotComplete(f"capture {found.id} is {found.status} after {wait_s:g} s")
+        if wait_s is not None:
+            self.final(ref, wait_s)
         piece = self.reader.slice(ref, site, layers, start, stop, rejected=rejected)
         return Rows(piece.capture, piece.site, piece.layers, piece.start, piece.stop, piece.positions, piece.token_ids,
                     piece.values(), piece.missing, piece.clipped)

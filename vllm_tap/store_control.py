@@ -15,7 +15,7 @@ from schemas.errors import StoreError
 from schemas.reader import StoreReader
 from vllm_tap.services import make_socket_dir
 from vllm_tap.writer_process import WriterProcess
-from writer_service.recovery import is_free, listens
+from writer_service.store_lock import is_free, listens
 
 __all__ = ["delete", "hold"]
 

@@ -161,9 +161,10 @@ def punch(fd: int, offset: int, nbytes: int) -> bool:
 def lock(path: Path, shared: bool = False) -> int | None:
     """A descriptor holding the lock of ``path`` until it is closed; None where another has it.
 
-    The exclusive one, or one that is ``shared`` with whoever asks for no more.
+    The exclusive one, or one that is ``shared`` with whoever asks for no more: of a file that is there, and may be on
+    a disk that cannot be written from here.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, (os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:

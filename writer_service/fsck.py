@@ -24,8 +24,8 @@ from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.erasing import read_redo, redo_paths
 from writer_service.findings import Bad, View, below, lost_extents
 from writer_service.fsck_segments import check_block, check_cold, check_open
-from writer_service.recovery import is_free
 from writer_service.removal import COVERED, read_covered, removable
+from writer_service.store_lock import is_free
 
 __all__ = ["Report", "fsck"]
 

@@ -17,8 +17,8 @@ from writer_service.recovery import (
     new_catalog,
     remove_catalog,
     set_aside,
-    take_lock,
 )
+from writer_service.store_lock import take_lock
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ them; the rest is cut. A damaged frame among those, or inside a sealed block, co
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import time
 import uuid as uuids
@@ -23,11 +22,12 @@ from schemas.errors import CorruptError, StartError, StoreError
 from schemas.map_file import map_file
 from schemas.reader import read_store_uuid
 from schemas.segment import FrameView, frames_end, newer_frame, verify_payload, walk, whole_frames
-from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, endpoint_name, main_chunk
+from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk
 from writer_service import catalog, cold_blocks, erasing, fs, removal, says, sealing
 from writer_service.catalog_entries import note_streams
 from writer_service.changes import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
 from writer_service.control_log import log_numbers, log_path, read_log
+from writer_service.store_lock import take_lock
 
 apply_at_once = 512
 DAMAGED, REBUILDING, REPLACED = "catalog.damaged", "catalog.rebuilding", "catalog.replaced"
@@ -88,63 +88,6 @@ class Recovered:
     skipped: list[str] = field(default_factory=list)  # blocks that cannot be read
     not_erased: list[str] = field(default_factory=list)  # erasures that cannot be ended, and why
     log_read: str = ""  # how far the control logs were read, as the catalog notes it
-
-
-def check_free(store: Path) -> None:
-    """StartError where a writer has the store now; makes nothing and keeps nothing."""
-    if not is_free(store):
-        raise _taken(store)
-
-
-def is_free(store: Path) -> bool:
-    """Whether no writer has the store now."""
-    path = store / "writers" / WRITER / "LOCK"
-    if not path.exists():
-        return True
-    try:
-        fd = fs.lock(path, shared=True)
-    except OSError:  # read-only media: nobody writes there
-        return True
-    if fd is None:
-        return False
-    fs.close(fd)
-    return True
-
-
-def listens(store: Path) -> str | None:
-    """Where the writer that has the store listens, None where it does not say so yet."""
-    said = store / endpoint_name()
-    try:
-        taken_ns = (store / "writers" / WRITER / "LOCK").stat().st_mtime_ns
-        return said.read_text() if said.stat().st_mtime_ns >= taken_ns else None  # else it is the word of one before it
-    except FileNotFoundError:
-        return None
-
-
-def _taken(store: Path) -> StartError:
-    return StartError(f"store {store}: another writer has it (writers/{WRITER}/LOCK); stop it first")
-
-
-def take_lock(store: Path) -> tuple[int, int]:
-    """(descriptor, epoch) of this writer; StartError where another one has the store."""
-    folder = store / "writers" / WRITER
-    fs.make_dirs(folder / "journal")
-    fs.make_dirs(store / "blocks")
-    tries = 0
-    while (fd := fs.lock(folder / "LOCK")) is None:
-        tries += 1
-        if tries == 10:
-            raise _taken(store)
-        time.sleep(0.01)  # who looks whether the store is free has the lock for a moment
-    try:
-        before = int(os.pread(fd, 64, 0).split()[0])
-    except (IndexError, ValueError):
-        before = 0
-    # The count never repeats even where the lock file was lost: it never falls behind the clock.
-    epoch = max(before + 1, int(time.time()))
-    fs.write_at(fd, [f"{epoch} {os.getpid()}\n".ljust(64).encode()], 0)
-    fs.datasync(fd)
-    return fd, epoch
 
 
 def check_folder(store: Path) -> None:
