@@ -17,7 +17,7 @@ from zmq.utils import z85
 
 from schemas.errors import StartError
 
-__all__ = ["SENDERS", "check_sender", "make_sender", "secure_sender", "secure_writer"]
+__all__ = ["SENDERS", "check_sender", "check_writer", "make_sender", "secure_sender", "secure_writer"]
 
 SENDERS: Final = "senders"
 _WRITER: Final = "writer"
@@ -55,6 +55,16 @@ def check_sender(folder: Path) -> None:
     _load(folder / f"{_WRITER}.key")
 
 
+def check_writer(folder: Path) -> None:
+    """StartError where the writer's keys are not there or not readable by their owner alone, or no sender's is."""
+    _secret(folder, _WRITER)
+    senders = list((folder / SENDERS).glob("*.key"))
+    for path in senders:
+        _load(path)  # one that is none would shut all of them out
+    if not senders:
+        raise StartError(f"{folder / SENDERS}: no sender's key; make one with `vllm-tap curve-keys NAME`")
+
+
 def secure_sender(socket: zmq.Socket[Any], folder: Path | None) -> None:
     """Give a socket its keys, before it connects; nothing where there are none."""
     if folder is not None:
@@ -67,13 +77,9 @@ def secure_writer(socket: zmq.Socket[Any], folder: Path) -> Path:
 
     CURVE alone lets in whoever knows the writer's public key: an authenticator must be held against that folder.
     """
+    check_writer(folder)
     _, socket.curve_secretkey = _secret(folder, _WRITER)
     socket.curve_server = True
-    senders = list((folder / SENDERS).glob("*.key"))
-    for path in senders:
-        _load(path)  # one that is none would shut all of them out
-    if not senders:
-        raise StartError(f"{folder / SENDERS}: no sender's key; make one with `vllm-tap curve-keys NAME`")
     return folder / SENDERS
 
 

@@ -573,6 +573,8 @@ def test_second_writer_is_refused(store: Path, writer: WriterProcess, tmp_path: 
     [
         (["--endpoint", "tcp://0.0.0.0:5555"], "must be ipc"),
         (["--endpoint", "ipc:///tmp/" + "x" * 200], "107"),
+        (["--endpoint", "ipc:///usr/w"], "mode 0700"),
+        (["--listen", "tcp://127.0.0.1:0", "--curve", "/none"], "/none"),
         (["--durability", "hope"], "fsync, os"),
         (["--seal-idle-s", "0"], "positive"),
     ],
@@ -590,6 +592,7 @@ def test_bad_settings_end_the_start(store: Path, flags: list[str], says: str) ->
     ]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    assert not store.exists()  # nor is one that is there mended, which a look at a copy must not do
 
 
 def test_a_folder_of_somebody_else_is_not_made_a_store(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from schemas import limits
-from schemas.curve import secure_writer
+from schemas.curve import check_writer, secure_writer
 from schemas.errors import StartError
 from writer_service.config import Config
 
-__all__ = ["Doors", "is_remote"]
+__all__ = ["Doors", "check_doors", "is_remote"]
 
 receive_at_once: Final = 64
 parts_max: Final = 2 + limits.frame_bytes_max // 4096
@@ -26,6 +26,14 @@ _REMOTE: Final = b"n"
 def is_remote(address: bytes) -> bool:
     """Whether a sender is on another host: it shares no memory, and speaks for an engine alone."""
     return address.startswith(_REMOTE)
+
+
+def check_doors(config: Config) -> None:
+    """StartError where the sockets could not be opened, before anything is touched: makes and keeps nothing."""
+    if (path := _path(config.endpoint)).parent.exists():
+        _check_place(path)
+    if config.curve is not None:
+        check_writer(config.curve)
 
 
 class Doors:
@@ -92,16 +100,24 @@ def _router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
 
 
 def _local(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
-    path = Path(endpoint.removeprefix("ipc://"))
+    path = _path(endpoint)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_place(path)
+    path.unlink(missing_ok=True)  # of a writer that was killed; the lock says that none lives
+    return _bound(_router(context), "--endpoint", endpoint)
+
+
+def _path(endpoint: str) -> Path:
+    return Path(endpoint.removeprefix("ipc://"))
+
+
+def _check_place(path: Path) -> None:
     info = path.parent.stat()
     if info.st_uid != os.geteuid() or info.st_mode & 0o077:
         raise StartError(f"--endpoint: {path.parent} must belong to this user alone (mode 0700); "
                          f"it has mode {info.st_mode & 0o777:04o}; name a folder of its own, which is made")
     if path.exists() and not path.is_socket():
         raise StartError(f"--endpoint: {path} is there and is no socket; name another path")
-    path.unlink(missing_ok=True)  # of a writer that was killed; the lock says that none lives
-    return _bound(_router(context), "--endpoint", endpoint)
 
 
 def _remote(context: zmq.Context[Any], listen: str, curve: Path, authenticator: ThreadAuthenticator

@@ -16,7 +16,7 @@ from writer_service.answers import Answers
 from writer_service.cold_blocks import need_library
 from writer_service.commits import Batch, Waker
 from writer_service.config import Config
-from writer_service.doors import Doors
+from writer_service.doors import Doors, check_doors
 from writer_service.journal import Journal
 from writer_service.keeper import Keeper
 from writer_service.ledger import Ledger, RefusedError
@@ -41,6 +41,7 @@ class Writer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.stop = False
+        check_doors(config)
         began = time.monotonic()
         state = recover(config.store)
         self.recovery_s, self.recovery_cut_bytes = time.monotonic() - began, state.cut_bytes
