@@ -244,7 +244,9 @@ def _layers_asked(layers: str | list[int], n_layers: int) -> set[int] | None:
         match = _SLICE.fullmatch(layers)
         assert match is not None  # checked when parsed
         parts = [None if part is None else int(part) for part in match.groups()]
-        return set(range(n_layers)[slice(*parts)])
+        if not (chosen := set(range(n_layers)[slice(*parts)])):
+            raise SpecError("layers", layers, f"selects none of the layers 0 to {n_layers - 1}; [] is none on purpose")
+        return chosen
     if out := [layer for layer in layers if layer >= n_layers]:
         raise SpecError("layers", out, f"out of range; the model has layers 0 to {n_layers - 1}")
     return set(layers)

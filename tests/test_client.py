@@ -306,6 +306,8 @@ def test_the_asynchronous_client(stack: Stack) -> None:
                                           play={"drop": ["resid_post", [2], 3, 6]})
             with pytest.raises(MissingRows, match="dropped"):
                 await holed.capture.get("resid_post", 2)
+            with pytest.raises(SpecError, match=r"^at_once = 0: at least 1"):
+                await client.generate_all(["x"], at_once=0)
             await client.delete(holed.id)
             with pytest.raises(NotFoundError):
                 await holed.capture.manifest()
@@ -331,8 +333,35 @@ def test_errors_carry_the_services_words(client: Client) -> None:
         client.generate(5)  # type: ignore[arg-type]
     with pytest.raises(Unavailable, match="is the service running"), Client("http://127.0.0.1:9", retries=0) as nobody:
         nobody.capabilities()
-    with pytest.raises(NotFoundError):
-        client.capture("../../healthz").manifest()
+    for ref in ("../../healthz", "..", ".", ""):
+        with pytest.raises(NotFoundError, match="no capture"):
+            client.capture(ref).manifest()
+        with pytest.raises(NotFoundError, match="no capture"):
+            client.delete(ref)
+    with pytest.raises(SpecError, match=r"^at_once = 0: at least 1"):
+        client.generate_all(["x"], at_once=0)
+
+
+def test_a_url_may_end_in_v1_as_other_clients_want_it(stack: Stack) -> None:
+    with Client(f"{stack.url}/v1/", retries=0) as client:
+        assert client.generate("x").text and "armed" in client.capabilities()
+
+
+def test_a_closed_client_says_so(stack: Stack) -> None:
+    with Client(stack.url, retries=0) as client:
+        assert client.model()
+    for ask in (client.model, client.capabilities):
+        with pytest.raises(TapError, match="this client was closed"):
+            ask()
+
+    async def run() -> None:
+        async with AsyncClient(stack.url) as client:
+            assert await client.model()
+        for ask in (client.model, client.capabilities):
+            with pytest.raises(TapError, match="this client was closed"):
+                await ask()
+
+    asyncio.run(run())
 
 
 def test_something_else_than_the_service_is_an_error(stack: Stack) -> None:

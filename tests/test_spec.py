@@ -49,6 +49,8 @@ def test_layers_resolve(spec: dict[str, Any], layers: dict[str, list[int]]) -> N
         ({"layers": [True]}, "layers", "a list of layers"),
         ({"layers": "1"}, "layers", "a slice"),
         ({"layers": "::0"}, "layers", "a slice"),
+        ({"layers": "3:1"}, "layers", "selects none of the layers 0 to 3"),
+        ({"layers": "4:"}, "layers", "selects none"),
         ({"positions": "some"}, "positions", '"last"'),
         ({"positions": [-1]}, "positions", "[start, stop]"),
         ({"positions": [[5, 5]]}, "positions", "start < stop"),

@@ -85,7 +85,7 @@ class AsyncClient:
 
     def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0, *,
                  api_key: str | None = None, retries: int = 4) -> None:
-        self.base_url, self.wait_s = base_url.rstrip("/"), wait_s
+        self.base_url, self.wait_s = wire.root(base_url), wait_s
         self._http = httpx.AsyncClient(**wire.settings(self.base_url, timeout_s, api_key))
         self._retry = wire.Retry(retries)
         self._model: str | None = None
@@ -115,6 +115,7 @@ class AsyncClient:
                            **fields: Any) -> list[AsyncGeneration]:
         """``Client.generate_all``."""
         asked = list(prompts)
+        wire.check_at_once(at_once)
         free, done = asyncio.Semaphore(at_once), 0
         await self.model()
         with reporting(progress, "generating") as tell:
@@ -136,6 +137,7 @@ class AsyncClient:
 
     async def model(self) -> str:
         """The name of the served model."""
+        wire.check_open(self._http)
         if self._model is None:
             self._model = str((await self._json(wire.Ask("GET", "/v1/models")))["data"][0]["id"])
         return self._model
@@ -210,6 +212,7 @@ class AsyncClient:
         return wire.read_object(await self._send(ask))
 
     async def _send(self, ask: wire.Ask) -> httpx.Response:
+        wire.check_open(self._http)
         tries = wire.Tries(self._retry, self.base_url, ask)
         while True:
             try:

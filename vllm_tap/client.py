@@ -105,7 +105,8 @@ class Generation(Answer):
 
 
 class Client:
-    """A connection to the service at ``base_url``; ``timeout_s`` bounds one generation, ``wait_s`` one capture.
+    """A connection to the service at ``base_url``, with ``/v1`` or without; ``timeout_s`` bounds one generation,
+    ``wait_s`` one capture.
 
     ``api_key`` (default: the environment's ``VLLM_TAP_API_KEY``) goes along as a bearer token. What is refused for now
     (429, 503) or does not connect is tried ``retries`` more times, after as long as the answer's ``Retry-After`` asks
@@ -114,7 +115,7 @@ class Client:
 
     def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0, *,
                  api_key: str | None = None, retries: int = 4) -> None:
-        self.base_url, self.wait_s = base_url.rstrip("/"), wait_s
+        self.base_url, self.wait_s = wire.root(base_url), wait_s
         self._http = httpx.Client(**wire.settings(self.base_url, timeout_s, api_key))
         self._retry = wire.Retry(retries)
         self._model: str | None = None
@@ -153,6 +154,7 @@ class Client:
         it, once what is under way has ended.
         """
         asked = list(prompts)
+        wire.check_at_once(at_once)
         self.model()
         with reporting(progress, "generating") as tell, ThreadPoolExecutor(at_once) as pool:
             futures = [pool.submit(self.generate, prompt, max_tokens, capture, **fields) for prompt in asked]
@@ -167,6 +169,7 @@ class Client:
 
     def model(self) -> str:
         """The name of the served model."""
+        wire.check_open(self._http)
         if self._model is None:
             self._model = str(self._json(wire.Ask("GET", "/v1/models"))["data"][0]["id"])
         return self._model
@@ -242,6 +245,7 @@ class Client:
         return wire.read_object(self._send(ask))
 
     def _send(self, ask: wire.Ask) -> httpx.Response:
+        wire.check_open(self._http)
         tries = wire.Tries(self._retry, self.base_url, ask)
         while True:
             try:

@@ -21,7 +21,8 @@ import numpy as np
 from safetensors.numpy import load
 
 from schemas import limits
-from schemas.errors import TapError
+from schemas.errors import ArgumentError, TapError
+from schemas.lookup import no_capture
 from schemas.manifest import Manifest
 from schemas.reader import CaptureRow
 from schemas.spec import CaptureSpec
@@ -90,6 +91,23 @@ def _retry_after_s(text: str | None) -> float | None:
         return None
 
 
+def root(base_url: str) -> str:
+    """Where the service is, also where its URL is given as clients of OpenAI want it: with ``/v1``."""
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
+def check_open(http: httpx.Client | httpx.AsyncClient) -> None:
+    """TapError where the client was closed."""
+    if http.is_closed:
+        raise TapError("this client was closed")
+
+
+def check_at_once(at_once: int) -> None:
+    """SpecError where nothing would ever be sent."""
+    if at_once < 1:
+        raise ArgumentError("at_once", at_once, "at least 1")
+
+
 def settings(base_url: str, timeout_s: float, api_key: str | None) -> dict[str, Any]:
     """What httpx's clients are made with; the key is that of the environment where none is given."""
     key = os.environ.get(API_KEY) if api_key is None else api_key
@@ -108,7 +126,9 @@ def settings(base_url: str, timeout_s: float, api_key: str | None) -> dict[str, 
 
 
 def path(ref: str) -> str:
-    """Where a capture lies, quoted so that no ref reaches another route."""
+    """Where a capture lies, quoted; NotFoundError for what would reach another route even so, as no name does."""
+    if ref in ("", ".", "..") or "/" in ref:
+        raise no_capture(ref)
     return "/v1/captures/" + quote(ref, safe=":@+=~")
 
 

@@ -146,7 +146,8 @@ def _spec(rng: random.Random, armed: list[str]) -> tuple[dict[str, Any], dict[st
         layers = tuple(sorted(rng.sample(layers, rng.randint(1, LAYERS))))
         spec["layers"] = rng.sample(layers, len(layers))
     elif kind == "slice":
-        start, stop, step = rng.choice((None, 0, 1, -2)), rng.choice((None, 2, 4, 9, -1)), rng.choice((None, 1, 2, 3))
+        ends = [(start, stop) for start in (None, 0, 1, -2) for stop in (None, 2, 4, 9, -1) if layers[start:stop]]
+        (start, stop), step = rng.choice(ends), rng.choice((None, 1, 2, 3))
         layers = layers[start:stop:step]
         spec["layers"] = ":".join("" if part is None else str(part) for part in (start, stop, step)[: 3 if step else 2])
     chosen = {site: (0,) if site == "embed" else layers for site in sites}
