@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,12 +73,19 @@ def output_tokens(count: int) -> bytes:
     return np.arange(1000, 1000 + count, dtype="<u4").tobytes()
 
 
+def socket_folder() -> Path:
+    """With a short name, as the paths of sockets must have; it goes when the tests end."""
+    folder = Path(tempfile.mkdtemp(prefix="tap-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 class WriterProcess:
     """``python -m writer_service`` as a child; ``script`` runs another program with the same flags."""
 
     def __init__(self, store: Path, *flags: str, script: Path | None = None) -> None:
         self.store = store
-        self.folder = Path(tempfile.mkdtemp(prefix="tap-"))
+        self.folder = socket_folder()
         self.endpoint = f"ipc://{self.folder}/writer.sock"
         self.flags, self.script = flags, script
         self.start()

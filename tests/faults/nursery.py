@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.faulty_writer import break_as_asked, note_syncs
-from tests.store_helpers import ROOT
+from tests.store_helpers import ROOT, socket_folder
 from writer_service.__main__ import main as writer
 
 FLAGS = ("--segment-bytes", "150000", "--seal-idle-s", "0.1", "--keep-s", "0.1")
@@ -53,7 +52,7 @@ class Forked:
 
     def __init__(self, nursery: Nursery, store: Path) -> None:
         self.nursery, self.store = nursery, store
-        self.folder = Path(tempfile.mkdtemp(prefix="tap-"))
+        self.folder = socket_folder()
         self.endpoint = f"ipc://{self.folder}/w"
         self.log = self.folder / "log"
         self.pid = 0

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import pytest
 from tests.faults.conftest import times
 from tests.faults.nursery import FLAGS, Forked, Nursery
 from tests.faults.traffic import Traffic
-from tests.store_helpers import ROOT
+from tests.store_helpers import ROOT, socket_folder
 
 Record = Callable[[str, object], None]
 pytestmark = [
@@ -31,7 +30,7 @@ pytestmark = [
 @contextmanager
 def traced(store: Path, inject: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A writer under ``strace -e inject=…``, and its endpoint."""
-    endpoint = f"ipc://{tempfile.mkdtemp(prefix='tap-')}/w"
+    endpoint = f"ipc://{socket_folder()}/w"
     calls = inject.partition(":")[0]
     process = subprocess.Popen(
         ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={calls}", "-e", f"inject={inject}", sys.executable,
