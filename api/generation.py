@@ -17,7 +17,7 @@ from schemas import limits
 from schemas.catalog_tables import CAPTURE_BYTES
 from schemas.codecs import identified, streams
 from schemas.control import EngineInfo
-from schemas.errors import LimitError
+from schemas.errors import LimitError, json_fault
 from schemas.ids import new_ulid, sample_id, split_capture_id
 from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
 
@@ -52,7 +52,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, "malformed_json", f"the body is not JSON: {error}") from None
+        raise ApiError(400, "malformed_json", f"the body is not JSON: {json_fault(error)}") from None
     if not isinstance(body, dict):
         raise ApiError(400, "malformed_json", "the body must be a JSON object")
     xargs = body.get("vllm_xargs")

@@ -27,6 +27,7 @@ __all__ = [
     "StartError",
     "StoreError",
     "TapError",
+    "json_fault",
 ]
 
 
@@ -96,3 +97,8 @@ class CorruptError(StoreError):
 
 class StartError(TapError):
     """A process that refuses to start, saying what it looked for and what it found."""
+
+
+def json_fault(error: ValueError | RecursionError) -> str:
+    """What is wrong with a text that ``json.loads`` refused."""
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)

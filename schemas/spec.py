@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from schemas import limits
 from schemas.codecs import DEFAULT_CODEC, parse_codec, streams
-from schemas.errors import LimitError, NotArmedError, SpecError
+from schemas.errors import LimitError, NotArmedError, SpecError, json_fault
 from schemas.ids import check_ulid
 from schemas.probes import Probe
 from schemas.sites import PROBE, SITES, is_probe, parse_site
@@ -103,7 +103,8 @@ class Resolved(msgspec.Struct, frozen=True):
 _VALID: Final = {
     "sites": 'a list of sites, such as ["resid_post"] or ["blocks.12.hook_resid_post"]',
     "layers": '"all", a list of layers, or a slice such as "0:32:4"',
-    "positions": '"all", "prompt", "generated", "last", a list of positions, or [[start, stop], …]',
+    "positions": '"all", "prompt", "generated", "last", a list of positions, or [[start, stop], …], '
+                 f"none above {limits.position_max:,}",
     "codec": 'a codec such as "int8b64" or "rp8:k=256,seed=3", or a map from site to codec',
     "prefix_cache": '"recompute" or "allow"',
     "return": '"reference" or "inline"',
@@ -126,7 +127,7 @@ def parse_spec(value: object) -> CaptureSpec:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise SpecError("", "…", f"malformed JSON: {error}") from None
+            raise SpecError("", "…", f"malformed JSON: {json_fault(error)}") from None
     if not isinstance(value, Mapping):
         raise SpecError("", value, "must be an object such as {\"sites\": [\"resid_post\"]}")
     for field, most in _LONGEST.items():

@@ -68,6 +68,8 @@ def test_layers_resolve(spec: dict[str, Any], layers: dict[str, list[int]]) -> N
         ({"tags": {"a/b": "x"}}, "tags", "A-Z"),
         ({"tags": {"a": 1}}, "tags", "strings"),
         ('{"sites": [', "", "malformed JSON"),
+        ('{"sites":' + "[" * 30_000 + "]" * 30_000 + "}", "", "nested too deeply"),
+        ({"positions": [10**12]}, "positions", "none above 2,147,483,647"),
         ("[]", "", "must be an object"),
         (7, "", "must be an object"),
     ],

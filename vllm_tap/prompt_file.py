@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from schemas.errors import ArgumentError, SpecError, TapError
+from schemas.errors import ArgumentError, SpecError, TapError, json_fault
 from schemas.spec import parse_spec
 
 __all__ = ["Prompt", "prompt_of", "read_prompts"]
@@ -45,7 +45,7 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
                 if data.strip():
                     yield _parse(number, data)
             except (ValueError, RecursionError) as error:
-                raise TapError(f"{path}, line {number}: {error}") from None
+                raise TapError(f"{path}, line {number}: {json_fault(error)}") from None
 
 
 def _parse(line: int, data: bytes) -> Prompt:
