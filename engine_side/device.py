@@ -137,15 +137,6 @@ class Crossing:
             self.move(_AHEAD_BYTES + 1.5 * tokens * bytes_a_token if tokens else float("inf"))
         self.push()
 
-    def start_over(self) -> None:
-        """Forget what is on its way: its sender is gone. Copies that are under way end before those to come."""
-        self._waiting.clear()
-        if self.scratch is not None:
-            self.scratch.forget()
-        self.ring.shared.tail = self.ring.head
-        if isinstance(self.outbox, Outbox):
-            self.outbox.start_over()
-
     def push(self) -> bool:
         """Hand on what the sender had no room for when it was said; whether it has all."""
         return not isinstance(self.outbox, Outbox) or self.outbox.push()

@@ -93,7 +93,6 @@ class Recorder:
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
-    _gone: set[str] = field(default_factory=set)  # running requests whose capture ended with a sender
     _burst: Burst | None = None
     _bytes_a_token: float = 0.0  # of the last step that was chosen anew, all its rows counted
     _step_bytes: int = 0
@@ -121,10 +120,6 @@ class Recorder:
         self.catch_up()
         if request in self._tickets:
             self.resume(request, cached)
-            return
-        if self.crossing.ring.shared.ended:
-            self._start_over()
-        if request in self._gone:
             return
         if self._nobody_takes():
             self.counters.captures_refused += 1
@@ -179,9 +174,8 @@ class Recorder:
         self.catch_up()
         self._end_burst()
         if end.request not in self._tickets:
-            if end.request in self._gone or self._nobody_takes():
-                self._gone.discard(end.request)
-                return  # it was not begun, or has ended
+            if self._nobody_takes():
+                return  # it was not begun
             self.open(end.request, end.ticket, end.prompt_token_ids, 0)
         slot = self.captures.close(end.request)
         total = len(end.prompt_token_ids) + len(end.output_token_ids)
@@ -239,16 +233,6 @@ class Recorder:
         """Too much waits for a writer that is away, or there is no sender any more: no capture is begun."""
         shared = self.crossing.ring.shared
         return bool(shared.writer_away or shared.abandoned)
-
-    def _start_over(self) -> None:
-        """The sender that knew the running captures is gone: they take no more rows, and another may come."""
-        self._burst = None
-        for request in self._tickets:
-            self.captures.close(request)
-        self._gone.update(self._tickets)
-        self._tickets.clear()
-        self.crossing.start_over()
-        self.crossing.ring.shared.ended = 0
 
     def after_step(self, step: Step) -> None:
         """Take the wanted rows of the step that was just enqueued; later, where it was hurried."""

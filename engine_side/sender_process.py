@@ -29,8 +29,6 @@ __all__ = ["SenderProcess"]
 logger = logging.getLogger("vllm.tap")
 
 _BEGIN_S: Final = 60.0
-_RESTARTS_MAX: Final = 5
-_LOOK_S: Final = 0.05
 
 
 class _Task(msgspec.Struct):
@@ -53,9 +51,14 @@ class SenderProcess:
 
     def __init__(self, endpoint: str, shared: Shared, curve: Path | None = None) -> None:
         self._endpoint, self._shared, self._curve = endpoint, shared, curve
-        self._info: EngineInfo | None = None
+        self._begun = False
+        # It imports what this process would: not what lies in some other working directory, or is another version.
+        path = [str(Path(entry).absolute()) for entry in sys.path]
+        program = f"import sys; sys.path[:] = {path!r}; from engine_side.sender_process import main; main()"
         try:
-            self._process = _spawn()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})  # NumPy would start threads that it never uses
         except OSError as error:
             raise StartError(f"vllm-tap: the sender's process does not start: {error}") from None
         self._watcher = threading.Thread(target=self._watch, name="vllm-tap-sender", daemon=True)
@@ -68,10 +71,15 @@ class SenderProcess:
 
     def begin(self, info: EngineInfo) -> None:
         """What the engine is; StartError where the process has ended or does not begin. A second call does nothing."""
-        if self._info is not None:
+        if self._begun:
             return
-        self._info = info
-        self._tell(info)
+        self._begun = True
+        level = logging.getLevelName(logger.getEffectiveLevel())
+        task = _Task(self._endpoint, info, str(self._shared.path), self._shared.capacity, os.getpid(),
+                     None if self._curve is None else str(self._curve), level)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as told:
+            told.write(msgspec.msgpack.encode(task))
         until = time.monotonic() + _BEGIN_S
         while not self._shared.begun:
             code = self._process.poll()
@@ -81,19 +89,10 @@ class SenderProcess:
                     f"ended before it began ({_named(code)}); what it wrote to its standard error says why"))
             time.sleep(0.005)
 
-    def _tell(self, info: EngineInfo) -> None:
-        """What it is to do."""
-        level = logging.getLevelName(logger.getEffectiveLevel())
-        task = _Task(self._endpoint, info, str(self._shared.path), self._shared.capacity, os.getpid(),
-                     None if self._curve is None else str(self._curve), level)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as told:
-            told.write(msgspec.msgpack.encode(task))
-
     def close(self, timeout_s: float = 7.0) -> None:
         """Have it send what is there, say Bye and end."""
         self._shared.closing = 1
-        if self._info is None:  # it waits for what it is to do
+        if not self._begun:  # it waits for what it is to do
             assert self._process.stdin is not None
             self._process.stdin.close()
         self._watcher.join(timeout_s)
@@ -102,39 +101,12 @@ class SenderProcess:
             self._watcher.join(1.0)
 
     def _watch(self) -> None:
-        """Waits without the interpreter, so it costs no step anything; starts another where it ends unasked."""
-        for left in reversed(range(_RESTARTS_MAX + 1)):
-            code = self._process.wait()
-            known, self._shared.abandoned = self._shared.closing or self._shared.abandoned, 1
-            if known:
-                return
-            if self._info is None or not left:
-                break
-            logger.error("vllm-tap: the sender's process ended (%s): running captures will be incomplete, the next one "
-                         "starts it again; generation goes on", _named(code))
-            self._shared.ended = 1
-            while self._shared.ended:
-                if self._shared.closing:
-                    return
-                time.sleep(_LOOK_S)
-            try:
-                self._process = _spawn()
-            except OSError as error:
-                logger.error("vllm-tap: the sender's process does not start: %s", error)
-                break
-            self._shared.abandoned = 0
-            self._tell(self._info)
-        logger.error("vllm-tap: the sender's process ended (%s): nothing more is captured until the engine is "
-                     "started again; generation goes on", _named(code))
-
-
-def _spawn() -> subprocess.Popen[bytes]:
-    """It imports what this process would: not what lies in some other working directory, or is another version."""
-    path = [str(Path(entry).absolute()) for entry in sys.path]
-    program = f"import sys; sys.path[:] = {path!r}; from engine_side.sender_process import main; main()"
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})  # NumPy would start threads that it never uses
+        """Waits without the interpreter, so it costs no step anything."""
+        code = self._process.wait()
+        known, self._shared.abandoned = self._shared.closing or self._shared.abandoned, 1
+        if not known:
+            logger.error("vllm-tap: the sender's process ended (%s): nothing more is captured until the engine is "
+                         "started again; generation goes on", _named(code))
 
 
 def _named(code: int) -> str:

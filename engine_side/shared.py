@@ -64,7 +64,6 @@ class Shared:
     abandoned = _Number(6)  # not 0: nothing is taken or released any more; written by both
     made = _Number(7)  # copies to the host ever begun; written by the step
     begun = _Number(8)  # not 0: the sender runs; written by it
-    ended = _Number(9)  # not 0: the sender ended unasked, the step has yet to let go of what it knew; written by both
 
     def __init__(self, file: int, path: Path, capacity: int) -> None:
         self.path, self.capacity = path, capacity
@@ -135,12 +134,6 @@ class Outbox:
         """Several more."""
         for event in events:
             self.append(event)
-
-    def start_over(self) -> None:
-        """Forget what is there: who took it is gone, and who comes begins with the next event."""
-        self._left.clear()
-        self._left_bytes = 0
-        self._shared.taken = self._shared.put
 
     def push(self) -> bool:
         """Put what was left into the queue as far as there is room; whether nothing is left."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
 from engine_side.codecs import encode
 from schemas import codecs
-from schemas.errors import NotFoundError, SpecError
+from schemas.errors import SpecError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from tests.engine.engines import ALL_ROWS, DTYPE, ON_GPU, SITES, Engine, prompt, start
@@ -216,28 +214,3 @@ def test_bad_specs_are_refused_before_anything_is_scheduled(engine: Engine) -> N
                                 SamplingParams(max_tokens=1, extra_args={"capture": spec}), use_tqdm=False)
         assert raised.value.field == field
     assert engine.run([[5, 6]], [{"max_tokens": 2}], [RAW])[0].manifest.status == "complete"
-
-
-def test_a_sender_that_died_is_started_again(engine: Engine) -> None:
-    """Last of the module: captures that begin before the next one stands are refused."""
-    from vllm import SamplingParams
-
-    senders = [child for child in psutil.Process().children(recursive=True)
-               if child.status() != psutil.STATUS_ZOMBIE and "sender_process" in str(child.cmdline())]
-    assert senders
-    for sender in senders:
-        sender.kill()
-    deadline = time.monotonic() + 60
-    while True:
-        ulid = new_ulid()
-        engine.llm.generate([{"prompt_token_ids": list(prompt(20, seed=1))}],
-                            SamplingParams(max_tokens=4, extra_args={"capture": {**RAW, "id": ulid}}), use_tqdm=False)
-        time.sleep(1.0)
-        try:
-            if engine.reader.manifest(ulid).status == "complete":
-                break
-        except NotFoundError:
-            pass
-        assert time.monotonic() < deadline
-    (whole,) = engine.run([prompt(60, seed=2)], [{"max_tokens": 6, "ignore_eos": True}], [RAW])
-    assert engine.check(whole) == ALL_ROWS * 65
