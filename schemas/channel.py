@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -79,7 +79,8 @@ class ControlChannel:
         self._new_stream()
         self._welcomed = False
         self._heard_s = float("-inf")
-        self._urgent = threading.Event()  # somebody waits
+        self._waiting = 0  # callers that wait for their records
+        self._urgent = threading.Event()  # one more of them
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -95,9 +96,11 @@ class ControlChannel:
         StoreError where it does not answer within ``timeout_s`` seconds; the record was then withdrawn if it had not
         been sent, else it may still arrive.
         """
-        item = self._put(make)
-        self._urgent.set()
-        if not item.done.wait(timeout_s):
+        with self._hurrying():
+            item = self._put(make)
+            self._urgent.set()
+            in_time = item.done.wait(timeout_s)
+        if not in_time:
             with self._lock:
                 if item in self._queued:
                     self._queued.remove(item)
@@ -118,6 +121,24 @@ class ControlChannel:
         """
         self._put(make)
 
+    def flush(self, timeout_s: float) -> bool:
+        """Waits at most ``timeout_s`` seconds; whether nothing is left that the writer does not hold durably."""
+        with self._hurrying(), self._lock:
+            self._urgent.set()
+            self._empty.wait_for(lambda: not (self._queued or self._sent) or self._fatal is not None, timeout_s)
+            return not (self._queued or self._sent)
+
+    @contextlib.contextmanager
+    def _hurrying(self) -> Iterator[None]:
+        """While somebody waits, nothing is held back for what else may be posted."""
+        with self._lock:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
     @property
     def alive(self) -> bool:
         """Whether the writer answered within the last three heartbeats."""
@@ -131,9 +152,8 @@ class ControlChannel:
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Waits at most ``timeout_s`` seconds for what is queued, says Bye, and ends the thread."""
-        self._urgent.set()
+        self.flush(timeout_s)
         with self._lock:
-            self._empty.wait_for(lambda: not (self._queued or self._sent) or self._fatal is not None, timeout_s)
             self._closing = True
         self._urgent.set()
         self._wake()
@@ -207,7 +227,8 @@ class ControlChannel:
         poller.register(self._wake_out.fileno(), zmq.POLLIN)
         events = dict(poller.poll(max(1, int((self._next_ping_s - time.monotonic()) * 1000))))
         if self._wake_out.fileno() in events:
-            self._urgent.wait(_GATHER_S)
+            if not self._waiting:
+                self._urgent.wait(_GATHER_S)
             self._urgent.clear()
             self._wake_out.recv(4096)
         for _ in range(64):  # then our own turn, however much arrives

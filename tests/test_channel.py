@@ -133,6 +133,34 @@ def test_records_go_in_order_from_many_threads(script: Callable[[Answer], Script
     assert channel.alive and channel.pending == 0
 
 
+def test_nobody_waits_for_what_others_may_post(
+    script: Callable[[Answer], Scripted], channel: ControlChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("schemas.channel._GATHER_S", 5.0)
+    writer = script(Obedient())
+    channel.submit(delete("x"))
+    begin = time.monotonic()
+    for _ in range(3):
+        channel.post(delete("x"))
+    assert channel.flush(10.0) and writer.seqs() == [1, 2, 3, 4]
+    ending = threading.Event()
+
+    def post() -> None:
+        while not ending.wait(0.002):
+            channel.post(delete("x"))
+
+    poster = threading.Thread(target=post)
+    poster.start()
+    for _ in range(20):
+        channel.submit(delete("x"))
+    ending.set()
+    poster.join()
+    channel.post(delete("x"))
+    channel.close(10.0)
+    assert time.monotonic() - begin < 5.0
+    assert writer.seqs() == list(range(1, len(writer.seqs()) + 1)) and len(writer.seqs()) > 25
+
+
 @pytest.mark.parametrize(("code", "kind"), [
     ("conflict", ConflictError), ("held", ConflictError), ("not_found", NotFoundError), ("malformed", ProtocolError),
 ])

@@ -142,11 +142,8 @@ def _announce(channel: ControlChannel, job: CaptureJob, resume: Resume,
             except ConflictError as error:
                 raise TapError(f"{job.prompts.given}, line {prompt.line}: id = {prompt.id!r}: {error}") from None
         announced.append((prompt, capture, spec.model_copy(update={"id": capture, "tags": tags})))
-    deadline = time.monotonic() + _ANNOUNCE_S
-    while channel.pending:
-        if time.monotonic() > deadline:
-            raise TapError(f"the writer took no record for {_ANNOUNCE_S:.0f} s; is its disk full?")
-        time.sleep(0.002)
+    if not channel.flush(_ANNOUNCE_S):
+        raise TapError(f"the writer took no record for {_ANNOUNCE_S:.0f} s; is its disk full?")
     return announced
 
 
