@@ -55,10 +55,9 @@ class Sieve:
         if self.until_ms is not None:
             need("created_ms < ?", self.until_ms)
         if self.text is not None:
-            text = self.text.lower()
-            need("(instr(lower(id), ?) OR EXISTS (SELECT 1 FROM json_each(tags) WHERE instr(lower(value), ?) "
-                 "OR instr(lower(key), ?)) OR EXISTS (SELECT 1 FROM aliases WHERE aliases.ulid = listed.ulid "
-                 "AND instr(lower(alias), ?)))", text, text, text, text)
+            need("(instr(lower(id), lower(?)) OR EXISTS (SELECT 1 FROM json_each(tags) WHERE instr(lower(value), "
+                 "lower(?)) OR instr(lower(key), lower(?))) OR EXISTS (SELECT 1 FROM aliases WHERE aliases.ulid = "
+                 "listed.ulid AND instr(lower(alias), lower(?))))", *[self.text] * 4)
         return ("WHERE " + " AND ".join(parts) if parts else ""), args
 
 

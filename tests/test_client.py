@@ -167,13 +167,16 @@ def test_lists_deletes_and_capabilities(client: Client, store: Store) -> None:
 
 def test_lists_can_be_sifted(client: Client, store: Store) -> None:
     before = datetime.now()
-    tagged = [client.generate("x", capture={"sites": [site], "tags": {"run": "sift", "n": str(n)}}).capture_id
+    tags = {"run": "sift", "by": "Émile"}
+    tagged = [client.generate("x", capture={"sites": [site], "tags": {**tags, "n": str(n)}}).capture_id
               for n, site in enumerate(("resid_post", "attn_out", "resid_post"))]
     for source in (client, store):
         assert [row.id for row in source.captures(tags={"run": "sift"})] == tagged[::-1]
         assert [row.id for row in source.captures(tags={"run": "sift", "n": "1"})] == [tagged[1]]
         assert [row.id for row in source.captures(tags={"run": "sift", "n": None}, model="played")] == tagged[::-1]
         assert [row.id for row in source.captures(text=tagged[1][-9:].lower())] == [tagged[1]]
+        for text in ("Émile", "ÉMILE", "mile"):
+            assert [row.id for row in source.captures(text=text)] == tagged[::-1], text
         assert list(source.captures(model="other")) == list(source.captures(tags={"n": None, "none": None})) == []
         assert [row.id for row in source.captures("complete", site="blocks.1.hook_attn_out", since=before)
                 ] == [tagged[1]]
