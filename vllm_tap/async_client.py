@@ -24,7 +24,7 @@ from schemas.sites import PROBE
 from vllm_tap import wire
 from vllm_tap.captures import F32, Key, Layers, Rows, as_asked, only_layer, place, whole
 from vllm_tap.client import Answer
-from vllm_tap.errors import NotComplete
+from vllm_tap.errors import not_complete
 from vllm_tap.listing import FINAL, Filters, Page
 from vllm_tap.progress import Report, reporting
 
@@ -200,7 +200,7 @@ class AsyncClient:
             if found.status in FINAL:
                 return found
             if time.monotonic() >= end_s:
-                raise NotComplete(f"capture {found.id} is still {found.status}")
+                raise not_complete(found, wait_s)
 
     async def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
                    wait_s: float | None, rejected: bool = False) -> Rows:

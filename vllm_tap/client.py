@@ -25,7 +25,7 @@ from schemas.manifest import Manifest
 from schemas.reader import CaptureRow
 from vllm_tap import wire
 from vllm_tap.captures import F32, Capture, Key, Layers, Rows
-from vllm_tap.errors import NotComplete
+from vllm_tap.errors import not_complete
 from vllm_tap.listing import FINAL, Filters
 from vllm_tap.progress import Report, reporting
 
@@ -233,7 +233,7 @@ class Client:
             if found.status in FINAL:
                 return found
             if time.monotonic() >= end_s:
-                raise NotComplete(f"capture {found.id} is still {found.status}")
+                raise not_complete(found, wait_s)
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows:

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schemas.errors import ConflictError, NotFoundError, TapError
-from schemas.manifest import Missing
+from schemas.manifest import Manifest, Missing
 
 __all__ = ["BadRequest", "Conflict", "MissingRows", "NotComplete", "NotFound", "ServiceError", "Unavailable",
-           "service_error"]
+           "not_complete", "service_error"]
 
 
 class MissingRows(TapError):
@@ -59,6 +59,13 @@ class Conflict(ServiceError, ConflictError):
 
 class Unavailable(ServiceError):
     """Ask again later: something the service needs is away, or it is busy."""
+
+
+def not_complete(found: Manifest, wait_s: float, no_writer: bool = False) -> NotComplete:
+    """What says that a capture is not final: after ``wait_s`` seconds, or as no writer has its store."""
+    return NotComplete(f"capture {found.id} is {found.status}" + (
+        ", and no writer has the store: start one, it closes what a crash left" if no_writer
+        else f" after {max(wait_s, 0.0):.3g} s"))
 
 
 def service_error(status: int, code: str | None, message: str, param: str | None) -> TapError:

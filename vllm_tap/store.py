@@ -6,18 +6,22 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Final
 
 from schemas.control import EngineInfo
 from schemas.errors import ArgumentError, NotFoundError
 from schemas.manifest import Manifest
 from schemas.reader import CaptureRow, StoreReader
 from vllm_tap.captures import F32, Capture, Layers, Rows, as_asked, place
-from vllm_tap.errors import NotComplete
+from vllm_tap.errors import not_complete
 from vllm_tap.listing import FINAL, Filters
 from vllm_tap.progress import Report, reporting
 from writer_service.store_lock import is_free
 
 __all__ = ["Store", "open_store"]
+
+_LOOK_EVERY_S: Final = 0.5
+_AWAY_S: Final = 3.0  # a writer that died is back sooner, where something starts it again
 
 
 class Store:
@@ -93,33 +97,35 @@ class Store:
     def manifest(self, ref: str, wait_s: float | None = None) -> Manifest:
         """The manifest; with ``wait_s``, once the capture is final or that many seconds have passed.
 
-        A capture that is not there yet may be on its way: it is waited for too. Nothing is where no writer has the
-        store.
+        A capture that is not there yet may be on its way: it is waited for too. Nothing is any longer once no writer
+        has had the store for 3 seconds.
         """
-        end_s, looked = time.monotonic() + (wait_s or 0.0), False
+        look_s = had_s = time.monotonic()  # when to look again for a writer, and when one had the store last
+        end_s = had_s + (wait_s or 0.0)
         while True:
-            late = time.monotonic() >= end_s
+            late = (now_s := time.monotonic()) >= end_s
             try:
                 if (found := self.reader.manifest(ref)).status in FINAL or late:
                     return found
             except NotFoundError:
                 if late:
                     raise
-            if not looked and is_free(self.path):
+            if now_s >= look_s:
+                look_s = now_s + _LOOK_EVERY_S
+                had_s = had_s if is_free(self.path) else now_s
+            if now_s - had_s >= _AWAY_S:
                 end_s = 0.0  # read once more: the writer may have ended just after it had made the capture final
             else:
                 time.sleep(0.02)
-            looked = True
 
     def final(self, ref: str, wait_s: float) -> Manifest:
-        """The manifest once the capture is final; NotComplete where that takes longer than ``wait_s`` seconds, and at
-        once where no writer has the store.
+        """The manifest once the capture is final; NotComplete where that takes longer than ``wait_s`` seconds, and
+        sooner where no writer has the store.
         """
+        end_s = time.monotonic() + wait_s
         if (found := self.manifest(ref, wait_s)).status in FINAL:
             return found
-        raise NotComplete(f"capture {found.id} is {found.status}" + (
-            ", and no writer has the store: start one, it closes what a crash left" if is_free(self.path)
-            else f" after {max(wait_s, 0.0):.3g} s"))
+        raise not_complete(found, wait_s, no_writer=time.monotonic() < end_s)
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows:
