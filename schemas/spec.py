@@ -75,7 +75,8 @@ class CaptureSpec(BaseModel):
 
 
 class Armed(msgspec.Struct, frozen=True):
-    """The sites × layers that the engine has taps for; ``n_layers`` of the model, ``heads``: a head's columns.
+    """The sites × layers that the engine has taps for; ``n_layers`` of the model, ``heads``: a head's columns,
+    0 where they are not known yet.
 
     ``probes`` by name; what a probe alone is fed from is not armed for anybody else.
     """
@@ -279,9 +280,9 @@ def _identity(text: str, site: str, armed: Armed, width: int | None) -> str:
                                        f"{', '.join(family.sites)}")
     if family.sites:
         head, asked = armed.heads.get(site), codec.parameters.get("head")
-        if head is None or asked not in (None, head):
+        if head is None or (head and asked not in (None, head)):
             raise SpecError("codec", text, f"heads of {site} have {head or 'an unknown number of'} columns")
-        codec = parse_codec(f"{family.name}:head={head}")
+        codec = parse_codec(f"{family.name}:head={head}") if head else codec
     identity = codec.identity
     if width:
         streams(identity, width, "float32")

@@ -22,7 +22,7 @@ from typer.main import get_command
 
 from api.routes.captures import LIST as service_list
 from schemas.control import Own
-from schemas.errors import SpecError, StartError, TapError
+from schemas.errors import ArgumentError, SpecError, StartError, TapError
 from schemas.ids import new_ulid
 from schemas.probes import parse_probes
 from schemas.sieve import milliseconds
@@ -467,7 +467,11 @@ def test_a_configuration_that_may_become_another_is_left_to_the_engine(tmp_path:
     known = '{"architectures": ["Gemma3ForCausalLM"], "text_config": {"num_hidden_layers": 2, "hidden_size": 8}}'
     found = config(known, "--max-model-len", "64")
     assert found is not None and (found.n_layers, found.widths["resid_post"]) == (2, 8) and "q" not in found.widths
-    assert config(known, "--hf-overrides={}") is None and read_config("Qwen/Qwen3-0.6B", ()) is None
+    assert read_config("Qwen/Qwen3-0.6B", ()) is None
+    for changes in ("--hf-overrides={}", "--hf_overrides", "--hf-overrides.num_hidden_layers", "--hf-over", "--h",
+                    "--hf_config_path=x", "--config_format", "--conf", "--model", "--mod=x"):
+        assert config(known, changes, "4") is None, changes
+    assert config(known, "--max_num_seqs", "-1", "", "--gpu-memory-utilization=0.5") is not None
     for malformed in ("", "[]", "{}", '{"architectures": 1}', '{"architectures": [], "text_config": 1}'):
         assert config(malformed) is None
     unsaid = config('{"architectures": ["OPTForCausalLM"], "num_hidden_layers": "many"}')
@@ -475,6 +479,25 @@ def test_a_configuration_that_may_become_another_is_left_to_the_engine(tmp_path:
     unsaid.check_spec(parse_spec({"layers": [999]}), ("resid_post",), ())
     with pytest.raises(StartError, match=r"NewForCausalLM.*known: .*OPTForCausalLM"):
         ModelConfig(("NewForCausalLM",), 1, 1, 1, 1, 1).check_sites("--arm", ["resid_post"])
+
+
+def test_what_a_configuration_does_not_say_is_not_guessed(tmp_path: Path) -> None:
+    """An architecture has sizes of its own for heads: 128 columns whatever the hidden size, 8 for keys of 32."""
+    said = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    sites, spec = ("q", "k", "resid_post"), {"layers": [1], "codec": {"k": "kv8:head=128", "q": "qk8"}}
+
+    def config(**more: int) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps({**said, **more}))
+        found = read_config(str(tmp_path), ())
+        assert found is not None
+        return found
+
+    assert not {"q", "k"} & set(config().widths) and "k" not in config(head_dim=16).widths
+    config().check_spec(parse_spec(spec), sites, ())
+    for known, wrong, says in ((config(), {"codec": {"q": "kv8"}}, "no heads that it could"),
+                               (config(), {"layers": [2]}, "0 to 1"), (config(head_dim=16), spec, "16 columns")):
+        with pytest.raises(ArgumentError, match=says):
+            known.check_spec(parse_spec(wrong), sites, ())
 
 
 def test_a_prompt_that_cannot_be_put_into_tokens_is_the_one_refused(tmp_path: Path) -> None:

@@ -15,12 +15,15 @@ from schemas.spec import Armed, CaptureSpec, resolve
 
 __all__ = ["ModelConfig", "read_config"]
 
-_CHANGE_IT: Final = {"--config", "--config-format", "--hf-config-path", "--hf-overrides"}  # vLLM's arguments
+_CHANGE_IT: Final = ("--config", "--hf", "--model")  # how the names of vLLM's arguments begin that do
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What of a configuration decides about captures; numbers that it does not say are 0."""
+    """What of a configuration decides about captures; numbers that it does not say are 0.
+
+    They are not guessed from others: a model's class has defaults of its own.
+    """
 
     architectures: tuple[str, ...]
     n_layers: int
@@ -61,7 +64,7 @@ class ModelConfig:
             return
         layers = list(range(self.n_layers))
         known = Armed({site: layers if SITES[site].per_layer else [0] for site in armed}, self.n_layers,
-                      dict.fromkeys(filter(has_heads, armed), self.head) if self.head else {},
+                      dict.fromkeys(filter(has_heads, armed), self.head),
                       {probe.name: load_probe(probe).about for probe in probes})
         try:
             resolve(spec, known, self.widths)
@@ -77,18 +80,22 @@ class ModelConfig:
 
 def read_config(model: str, engine_args: Sequence[str]) -> ModelConfig | None:
     """Of a folder; None where it is not known before vLLM has asked for it, or may become another."""
-    path, flags = Path(model) / "config.json", {argument.partition("=")[0] for argument in engine_args}
-    if not path.is_file() or flags & _CHANGE_IT:
+    path = Path(model) / "config.json"
+    if not path.is_file() or any(map(_may_change_it, engine_args)):
         return None
     try:
         whole = json.loads(path.read_text())
         text = whole.get("text_config", whole)
-        heads, hidden = _number(text, "num_attention_heads"), _number(text, "hidden_size")
-        head = _number(text, "head_dim") or (hidden // heads if heads else 0)
-        return ModelConfig(tuple(map(str, whole["architectures"])), _number(text, "num_hidden_layers"), hidden, head,
-                           heads, _number(text, "num_key_value_heads") or heads)
+        numbers = ("num_hidden_layers", "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+        return ModelConfig(tuple(map(str, whole["architectures"])), *(_number(text, name) for name in numbers))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # vLLM says what is wrong with it
+
+
+def _may_change_it(argument: str) -> bool:
+    """vLLM takes names of arguments with underscores, cut short, or with a key after a dot too."""
+    flag = argument.partition("=")[0].replace("_", "-")
+    return flag.startswith("--") and any(flag.startswith(name) or name.startswith(flag) for name in _CHANGE_IT)
 
 
 def _number(config: dict[str, Any], name: str) -> int:
