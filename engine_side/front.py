@@ -17,8 +17,6 @@ from schemas.control import ClientFinish
 from schemas.errors import LimitError, SpecError
 from schemas.ids import new_ulid
 from schemas.limits import capture_samples_max
-from schemas.probes import Probe
-from schemas.sites import SITES, has_heads
 from schemas.spec import Armed, CaptureSpec, Resolved, parse_spec, resolve
 
 _SEEN_MAX: Final = 100_000
@@ -69,13 +67,6 @@ class Shape:
 
     armed: Armed
     widths: dict[str, int]
-
-
-def shape_of(arm: tuple[str, ...], n_layers: int, head_size: int, widths: dict[str, int],
-             probes: dict[str, Probe] | None = None) -> Shape:
-    """Which layers have a site only the worker knows; what its model lacks becomes `not_armed` in the manifest."""
-    layers = {site: list(range(n_layers)) if SITES[site].per_layer else [0] for site in arm}
-    return Shape(Armed(layers, n_layers, dict.fromkeys(filter(has_heads, arm), head_size), probes or {}), widths)
 
 
 def resolved(value: object, shape: Shape) -> tuple[CaptureSpec, Resolved]:

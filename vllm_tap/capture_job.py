@@ -47,9 +47,7 @@ class CaptureJob:
         for probe in self.probes:
             load_probe(probe)
         if (config := read_config(self.model, self.engine_args)) is not None:
-            config.check_sites("--sites" if self.arm is None else "--arm", armed)
-            for probe in self.probes:
-                config.check_probe(probe)
+            config.check_taps("--sites" if self.arm is None else "--arm", armed, self.probes)
             config.check_spec(spec, armed, self.probes)
         if self.output is not None:
             if self.output.is_dir():

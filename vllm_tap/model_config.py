@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from schemas.errors import ArgumentError, SpecError, StartError
 from schemas.probes import Registered, load_probe
-from schemas.sites import SITES, has_heads
-from schemas.spec import Armed, CaptureSpec, resolve
+from schemas.sites import SITES
+from schemas.spec import CaptureSpec, armed_everywhere, resolve
 
 __all__ = ["ModelConfig", "read_config"]
 
@@ -46,6 +46,12 @@ class ModelConfig:
                 raise StartError(f"{flag} = {site!r}: the architecture {', '.join(self.architectures)} has no such "
                                  f"site; valid: {', '.join(offered)}")
 
+    def check_taps(self, flag: str, sites: Sequence[str], probes: Sequence[Registered]) -> None:
+        """StartError where the model cannot have what ``flag`` arms, or what a probe reads."""
+        self.check_sites(flag, sites)
+        for probe in probes:
+            self.check_probe(probe)
+
     def check_probe(self, probe: Registered) -> None:
         """StartError where the model has no such layer, or rows of another width there."""
         loaded = load_probe(probe)
@@ -62,10 +68,8 @@ class ModelConfig:
         """ArgumentError that names the flag of what an engine with these taps would refuse."""
         if not self.n_layers:
             return
-        layers = list(range(self.n_layers))
-        known = Armed({site: layers if SITES[site].per_layer else [0] for site in armed}, self.n_layers,
-                      dict.fromkeys(filter(has_heads, armed), self.head),
-                      {probe.name: load_probe(probe).about for probe in probes})
+        known = armed_everywhere(armed, self.n_layers, self.head,
+                                 {probe.name: load_probe(probe).about for probe in probes})
         try:
             resolve(spec, known, self.widths)
         except SpecError as error:

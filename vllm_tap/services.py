@@ -74,9 +74,7 @@ class ServeConfig:
             load_probe(probe)
         check_model(self.model)
         if (config := read_config(self.model, self.engine_args)) is not None:
-            config.check_sites("--arm", armed)
-            for probe in self.probes:
-                config.check_probe(probe)
+            config.check_taps("--arm", armed, self.probes)
         if self.capture_all and SITE not in armed:
             raise StartError(f"--arm {self.arm!r}: --activation-capture captures {SITE}, which is not among them")
         check_port("--port", self.port)

@@ -18,7 +18,6 @@ _IOV_MAX: Final = 1024  # Linux's UIO_MAXIOV
 _PUNCH_KEEP_SIZE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _START_WRITING: Final = 0x02  # SYNC_FILE_RANGE_WRITE
 _libc: Final = ctypes.CDLL(None, use_errno=True)
-_WHOLE: Final = (ctypes.c_int64(0), ctypes.c_int64(0))
 
 Buffer = bytes | bytearray | memoryview
 
@@ -120,7 +119,7 @@ def sync_files(paths: Sequence[Path]) -> None:
             fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             stack.callback(os.close, fds[-1])
             if hasattr(_libc, "sync_file_range"):  # a hint: what it cannot do, and what fails, datasync does and tells
-                _libc.sync_file_range(fds[-1], *_WHOLE, _START_WRITING)
+                _libc.sync_file_range(fds[-1], ctypes.c_int64(0), ctypes.c_int64(0), _START_WRITING)
         for fd in fds:
             datasync(fd)
 

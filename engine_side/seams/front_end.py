@@ -21,6 +21,7 @@ from engine_side.ticket import COUNT_KEY, KEY, LISTED_KEY, find
 from schemas.errors import SpecError, StartError
 from schemas.probes import load_probe
 from schemas.sites import SITES
+from schemas.spec import armed_everywhere
 
 logger = logging.getLogger("vllm.tap")
 
@@ -70,10 +71,9 @@ def _shape(model: Any, config: EngineConfig) -> front.Shape:
              "kv_heads": model.get_total_num_kv_heads() * head,
              "mlp": getattr(text, "intermediate_size", None) if dense else None}
     widths = {site: known.get(SITES[site].width) for site in arm}
-    return front.shape_of(
-        arm, model.get_total_num_hidden_layers(), head,
-        {site: width for site, width in widths.items() if isinstance(width, int) and width > 0},
-        {probe.name: load_probe(probe).about for probe in config.probes})
+    probes = {probe.name: load_probe(probe).about for probe in config.probes}
+    return front.Shape(armed_everywhere(arm, model.get_total_num_hidden_layers(), head, probes),
+                       {site: width for site, width in widths.items() if isinstance(width, int) and width > 0})
 
 
 def _check_capture_all(spec: str, shape: front.Shape) -> None:
