@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from schemas.codecs import Stream
-from schemas.native_xxh3 import loop_for
+from schemas.native_loops import loops_for
 from schemas.row_checksums import digests, side_digests
 from schemas.segment import FrameView, check_streams
 
@@ -29,7 +29,7 @@ def hash_streams(declared: Sequence[Stream], streams: Sequence[Sequence[memoryvi
     sides = [np.frombuffer(_joined(buffers), np.uint8).reshape(-1, stream.nbytes)
              for buffers, stream in zip(streams[1:], declared[1:], strict=True)]
     seeds = side_digests(sides)
-    loop = loop_for(sum(buffer.nbytes for buffer in main) // piece_bytes)
+    loop = loops_for(sum(buffer.nbytes for buffer in main) // piece_bytes)
     first, found = (_stream if loop is None else loop.stream)(main, piece_bytes, seeds)
     return [first, *(xxhash.xxh3_64_intdigest(side.data) for side in sides)], found
 
@@ -39,7 +39,7 @@ def _joined(buffers: Sequence[memoryview]) -> memoryview:
 
 
 def _stream(buffers: Sequence[memoryview], piece_bytes: int, seeds: U64 | None) -> tuple[int, U64]:
-    """As schemas.native_xxh3.Loop.stream."""
+    """As schemas.native_loops.Loops.stream."""
     digest, found, first = xxhash.xxh3_64(), [], 0
     step = max(1, cache_bytes // piece_bytes)
     for buffer in buffers:

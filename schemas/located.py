@@ -15,7 +15,7 @@ from schemas.coverage import Rows
 from schemas.errors import CorruptError, StoreError
 from schemas.frame import FLAG_ERASED
 from schemas.mapping import SegmentMaps, beyond, pieces_of
-from schemas.native_xxh3 import Loop, loop_for
+from schemas.native_loops import Loops, loops_for
 from schemas.placement import FLAGS, I64, KIND, OFFSET, PARTS, SEGMENT, TOKEN, Bytes
 from schemas.row_checksums import piece_digests
 from schemas.zarr_layout import block_name, open_name
@@ -124,7 +124,7 @@ def copy_rows(maps: SegmentMaps, segments: Mapping[int, Segment | None], located
     order = np.argsort(numbers, kind="stable")
     groups = [(known(segments, int(numbers[order[begin]])), order[begin:end])
               for begin, end in pairwise(np.flatnonzero(np.diff(numbers[order], prepend=-1, append=-1)).tolist())]
-    loop = None if any(segment.cold for segment, _ in groups) else loop_for(0)
+    loop = None if any(segment.cold for segment, _ in groups) else loops_for(0)
     if loop is not None:
         _copy_together(loop, maps, groups, table, columns, found)
     for segment, at in groups:
@@ -142,7 +142,7 @@ def copy_rows(maps: SegmentMaps, segments: Mapping[int, Segment | None], located
     return found
 
 
-def _copy_together(loop: Loop, maps: SegmentMaps, groups: Sequence[tuple[Segment, I64]], table: I64, columns: I64,
+def _copy_together(loop: Loops, maps: SegmentMaps, groups: Sequence[tuple[Segment, I64]], table: I64, columns: I64,
                    found: list[Bytes]) -> None:
     """``SegmentMaps.copy`` of rows of several segments, none of them cold, in one call a stream."""
     held = []  # the maps, while they are read

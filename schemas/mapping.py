@@ -16,7 +16,7 @@ from schemas.cold import ColdBlock, ColdFrame
 from schemas.errors import CorruptError, StoreError
 from schemas.frame_hashes import prove_frame
 from schemas.map_file import map_file
-from schemas.native_xxh3 import loop_for
+from schemas.native_loops import loops_for
 from schemas.packed import Packed
 from schemas.placement import FIRST, FLAGS, I64, KIND, OFFSET, PARTS, ROW, SEGMENT, STEP, TOKEN, Bytes
 from schemas.row_checksums import BlockChecksums, piece_bytes_min, piece_digests
@@ -55,7 +55,7 @@ def _gather(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) 
     Little by little: what is copied on the way stays in the processor's cache, and in memory that is there already.
     """
     nbytes = out.shape[1]
-    if nbytes >= _NATIVE_BYTES and (loop := loop_for(0)) is not None:
+    if nbytes >= _NATIVE_BYTES and (loop := loops_for(0)) is not None:
         try:
             loop.gather(data, starts, out, target)
         except IndexError:

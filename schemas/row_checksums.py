@@ -14,7 +14,7 @@ import xxhash
 
 from schemas.errors import CorruptError
 from schemas.map_file import map_file
-from schemas.native_xxh3 import loop_for
+from schemas.native_loops import loops_for
 
 __all__ = ["BlockChecksums", "digests", "piece_bytes_min", "piece_digests", "side_digests"]
 
@@ -45,7 +45,7 @@ def side_digests(sides: Sequence[Bytes], which: I64 | None = None) -> U64 | None
 
 def digests(pieces: Bytes, seeds: U64 | None, which: I64 | None = None) -> U64:
     """xxh3 of pieces, of ``which`` in what order; seeds by result, None: 0."""
-    loop = loop_for(len(pieces) if which is None else len(which))
+    loop = loops_for(len(pieces) if which is None else len(which))
     if loop is not None:
         return loop.digests(pieces, which, seeds)
     digest: Callable[..., bytes] = xxhash.xxh3_64_digest

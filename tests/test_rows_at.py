@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from schemas import covered as covered_module
-from schemas import mapping, native_xxh3
+from schemas import mapping, native_loops
 from schemas import reader as reader_module
 from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError
 from schemas.ids import new_ulid
@@ -38,10 +38,10 @@ class Made:
 @pytest.fixture(autouse=True, params=["machine code", "NumPy"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the loop that who reads much has, and without."""
-    loop = native_xxh3.load()
+    loop = native_loops.load()
     assert loop is not None
-    monkeypatch.setattr(native_xxh3, "_loop", loop if request.param == "machine code" else None)
-    monkeypatch.setattr(native_xxh3, "_maker", threading.Thread())  # which makes none
+    monkeypatch.setattr(native_loops, "_loops", loop if request.param == "machine code" else None)
+    monkeypatch.setattr(native_loops, "_maker", threading.Thread())  # which makes none
 
 
 @pytest.fixture(scope="module", params=["open", "sealed", "cold", "partly"])

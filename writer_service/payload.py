@@ -12,7 +12,7 @@ from schemas import codecs
 from schemas.control import Frame
 from schemas.errors import ProtocolError
 from schemas.frame_hashes import hash_streams
-from schemas.native_xxh3 import loop_for
+from schemas.native_loops import loops_for
 from schemas.row_checksums import piece_bytes_min
 from writer_service.streams import Ring
 
@@ -53,7 +53,7 @@ def check_payload(frame: Frame, streams: Sequence[Sequence[memoryview]], rows: b
     """
     declared = codecs.streams(frame.codec, frame.width, frame.dtype)
     piece_bytes, checksums = declared[0].nbytes, None
-    if rows and piece_bytes >= piece_bytes_min and loop_for(frame.streams[0].nbytes // piece_bytes) is not None:
+    if rows and piece_bytes >= piece_bytes_min and loops_for(frame.streams[0].nbytes // piece_bytes) is not None:
         digests, checksums = hash_streams(declared, streams)
     else:
         digests = [_digest(buffers) for buffers in streams]

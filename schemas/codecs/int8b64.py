@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream, index_dtype
-from schemas.native_xxh3 import loop_for
+from schemas.native_loops import loops_for
 
 BLOCK: Final = 64
 OUTLIERS: Final = 8
@@ -64,7 +64,7 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
 def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
     """Rows of float32 ``[..., width]``."""
     q, scale = pieces["q"], bfloat16_to_float32(pieces["scale"].view(np.uint16))
-    if width % BLOCK == 0 and (loop := loop_for(0)) is not None:  # two to three times as fast
+    if width % BLOCK == 0 and (loop := loops_for(0)) is not None:  # two to three times as fast
         return put_back(loop.scaled(q, scale), pieces)
     x = np.empty(q.shape, np.float32)
     flat, codes, scales = x.reshape(-1, width), q.reshape(-1, width), scale.reshape(-1, scale.shape[-1])

@@ -17,9 +17,9 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from schemas import codecs, native_xxh3
+from schemas import codecs, native_loops
 from schemas.frame_hashes import hash_streams
-from schemas.native_xxh3 import load, loop_for
+from schemas.native_loops import load, loops_for
 from schemas.row_checksums import piece_digests
 from tests.store_helpers import until
 
@@ -27,7 +27,7 @@ from tests.store_helpers import until
 PROGRAM = """
 {before}
 import numpy as np
-from schemas.native_xxh3 import load
+from schemas.native_loops import load
 from schemas.row_checksums import piece_digests
 made = load() is not None
 print(made, piece_digests(np.arange(600, dtype=np.uint8).reshape(2, 300), []).tolist())
@@ -38,7 +38,7 @@ NO_LLVM = "import sys; sys.modules['llvmlite'] = None"
 # Forks while the thread is importing llvmlite; exits as the child did: 0 where it has both the module and the loop.
 FORK = """
 import os, signal, sys, threading, time
-from schemas.native_xxh3 import loop_for, pieces_before
+from schemas.native_loops import loops_for, pieces_before
 
 class Slow:
     importing = threading.Event()
@@ -49,15 +49,15 @@ class Slow:
             time.sleep(0.5)
 
 sys.meta_path.insert(0, Slow())
-loop_for(pieces_before)
+loops_for(pieces_before)
 Slow.importing.wait()
 child = os.fork()
 if not child:
     signal.alarm(20)
     import llvmlite
-    os._exit(loop_for(0) is None)
+    os._exit(loops_for(0) is None)
 status = os.waitpid(child, 0)[1]
-assert loop_for(0) is not None
+assert loops_for(0) is not None
 sys.exit(os.waitstatus_to_exitcode(status))
 """
 
@@ -65,9 +65,9 @@ sys.exit(os.waitstatus_to_exitcode(status))
 @pytest.fixture
 def unmade(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at the start of a process."""
-    monkeypatch.setattr(native_xxh3, "_loop", None)
-    monkeypatch.setattr(native_xxh3, "_maker", None)
-    monkeypatch.setattr(native_xxh3, "_wanted", 0)
+    monkeypatch.setattr(native_loops, "_loops", None)
+    monkeypatch.setattr(native_loops, "_maker", None)
+    monkeypatch.setattr(native_loops, "_wanted", 0)
 
 
 @settings(max_examples=80, deadline=None)
@@ -97,8 +97,8 @@ def test_streams_in_buffers_that_end_anywhere(pieces: int, kind: tuple[str, int]
         step = cut or stream.nbytes
         inner = sorted(step * random.randrange(1, len(data) // step + 1) for _ in range(random.randrange(4)))
         buffers.append([memoryview(data)[a:b] for a, b in pairwise([0, *inner, len(data)]) if a < b])
-    native_xxh3._loop = load() if made else None
-    native_xxh3._maker = threading.Thread()
+    native_loops._loops = load() if made else None
+    native_loops._maker = threading.Thread()
     try:
         streams, rows = hash_streams(declared, buffers)
     finally:
@@ -138,12 +138,12 @@ def test_codes_times_scales_are_what_numpy_makes(rows: int, width: int, seed: in
               "outlier_index": np.tile(np.arange(8, dtype=np.uint16), (2, rows, 1)),
               "outlier_value": rng.integers(0, 1 << 16, (2, rows, 8), np.uint16)}
     found = codecs.decode("int8b64", pieces, width, "bfloat16")
-    native_xxh3._loop = None
+    native_loops._loops = None
     try:
         with np.errstate(over="ignore"):  # no encoder makes such scales
             wanted = codecs.decode("int8b64", pieces, width, "bfloat16")
     finally:
-        native_xxh3._loop = loop
+        native_loops._loops = loop
     assert found.view(np.uint32).tolist() == wanted.view(np.uint32).tolist()
     with pytest.raises(ValueError, match="scales"):
         loop.scaled(q, np.zeros(q.size // 64 + 1, np.float32))
@@ -190,11 +190,11 @@ def test_pieces_of_any_buffers_are_copied(rows: int, nbytes: int, seed: int) -> 
 
 
 def test_it_is_made_for_who_hashes_many(unmade: None) -> None:
-    assert loop_for(native_xxh3.pieces_before - 1) is None and native_xxh3._maker is None
-    assert loop_for(1) is None  # a thread makes it
-    made: Callable[[], object] = lambda: loop_for(1)  # noqa: E731
-    assert until(made) and loop_for(0) is not None
-    assert not any(thread.name == "xxh3" for thread in threading.enumerate())
+    assert loops_for(native_loops.pieces_before - 1) is None and native_loops._maker is None
+    assert loops_for(1) is None  # a thread makes it
+    made: Callable[[], object] = lambda: loops_for(1)  # noqa: E731
+    assert until(made) and loops_for(0) is not None
+    assert not any(thread.name == "native-loops" for thread in threading.enumerate())
 
 
 def test_a_child_forked_meanwhile_has_it_too() -> None:
@@ -206,10 +206,10 @@ def test_a_child_forked_meanwhile_has_it_too() -> None:
 def test_without_a_thread_to_make_it_python_goes_on(unmade: None) -> None:
     before = threading.stack_size(1 << 50)  # more than there are addresses
     try:
-        assert loop_for(native_xxh3.pieces_before) is None
+        assert loops_for(native_loops.pieces_before) is None
     finally:
         threading.stack_size(before)
-    assert loop_for(native_xxh3.pieces_before) is None
+    assert loops_for(native_loops.pieces_before) is None
     assert len(piece_digests(np.zeros((3, 8), np.uint8), [])) == 3
 
 

@@ -1,8 +1,8 @@
-"""xxh3 of many pieces, copies of them, or blocks of codes times their scales, in one call that leaves the interpreter
-alone.
+"""Loops over rows in machine code: xxh3 of many pieces, copies of them, blocks of codes times their scales; each in one
+call that leaves the interpreter alone.
 
 In Python each piece is a call and objects for it, three times what hashing 4 KB takes; NumPy goes over blocks twice.
-Here machine code loops over them, and over the xxhash package's own functions. LLVM makes it, through llvmlite, which
+Here machine code loops over them, and calls the xxhash package's own functions. LLVM makes it, through llvmlite, which
 comes with vLLM: 50 ms of a processor and 12 MB of memory, once in a process, so it is made for those alone who hash
 many pieces, in a thread beside them. Where it cannot be made (no llvmlite, an xxhash without the functions, memory that
 may not become code) all go on in Python.
@@ -22,10 +22,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Loop", "load", "loop_for"]
+__all__ = ["Loops", "load", "loops_for"]
 
-pieces_before: Final = 1 << 16  # hashed in Python, in about the time that making the loop takes
-fork_waits_s: Final = 30.0  # at most, for the loop: should who forks hold what the thread needs, the fork goes on
+pieces_before: Final = 1 << 16  # hashed in Python, in about the time that making the loops takes
+fork_waits_s: Final = 30.0  # at most, for the loops: should who forks hold what the thread needs, the fork goes on
 pieces_at_once: Final = 1 << 16  # whose addresses are held
 # For i < n: if state: update(state, at[i], bytes); out[i] = hash(at[i], bytes, seeds[i])
 # and: to[i][:bytes] = at[i][:bytes], with the next piece (its second page too) on its way from memory meanwhile
@@ -119,7 +119,7 @@ F32 = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 
-class Loop:
+class Loops:
     """The machine code; ImportError, AttributeError, OSError or RuntimeError where it cannot be made."""
 
     def __init__(self) -> None:
@@ -242,37 +242,37 @@ class Loop:
         return out
 
 
-_lock = threading.Lock()  # held over a fork: what begins to make the loop, and a fork, are one at a time
+_lock = threading.Lock()  # held over a fork: what begins to make the loops, and a fork, are one at a time
 _maker: threading.Thread | None = None
-_loop: Loop | None = None
+_loops: Loops | None = None
 _wanted = 0
 
 
-def loop_for(pieces: int) -> Loop | None:
-    """The loop, for who is about to hash so many pieces; None while it is not made, or where it cannot be."""
+def loops_for(pieces: int) -> Loops | None:
+    """The loops, for who is about to hash so many pieces; None while they are not made, or where they cannot be."""
     global _maker, _wanted
-    if _loop is not None or _maker is not None:
-        return _loop
+    if _loops is not None or _maker is not None:
+        return _loops
     with _lock:
         _wanted += pieces
         if _wanted < pieces_before or _maker is not None:
             return None
-        _maker = threading.Thread(target=load, name="xxh3")
+        _maker = threading.Thread(target=load, name="native-loops")
         with contextlib.suppress(RuntimeError):  # no more threads may be started, or the interpreter is at its end
             _maker.start()
     return None
 
 
-def load() -> Loop | None:
-    """Make the loop now; None where it cannot be made. Without the lock: who forks holds it and waits for this."""
-    global _loop
+def load() -> Loops | None:
+    """Make the loops now; None where they cannot be made. Without the lock: who forks holds it and waits for this."""
+    global _loops
     with contextlib.suppress(ImportError, AttributeError, OSError, RuntimeError):
-        _loop = Loop()
-    return _loop
+        _loops = Loops()
+    return _loops
 
 
 def _before_fork() -> None:
-    """Wait for the thread: the child would find the locks of its imports held for ever, and no loop."""
+    """Wait for the thread: the child would find the locks of its imports held for ever, and no loops."""
     _lock.acquire()
     if _maker is not None:
         with contextlib.suppress(RuntimeError):  # it was never started, or is itself the one that forks
