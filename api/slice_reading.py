@@ -20,7 +20,7 @@ from api.config import Config
 from api.errors import ApiError, BadParam
 from api.service import Service
 from api.shares import fits, share
-from api.slice_formats import Arrays, cast, encode, itemsize
+from api.slice_formats import Arrays, encode, itemsize, narrow
 from api.slice_query import SliceQuery
 from schemas import limits
 from schemas.codecs import decode, identified
@@ -176,16 +176,18 @@ def encoded(manifest: Manifest, slices: Sequence[Slice], query: SliceQuery) -> A
 
 
 def _numbers(piece: Slice, dtype: str) -> npt.NDArray[Any]:
-    """The rows as ``cast`` gives them, ``[layers, n, decoded width]``; narrow ones are never all there as float32."""
+    """The rows as ``narrow`` makes them, ``[layers, n, decoded width]``; narrow ones are never all there as float32."""
     if dtype == "float32":
         return piece.values()
     shape = len(piece.layers), len(piece.positions), identified(piece.codec).decoded_width(piece.width)
     numbers = np.empty(shape, np.float16 if dtype == "float16" else np.uint16)
-    few = max(1, _CAST_NUMBERS // max(1, shape[0] * shape[2]))
-    for begin in range(0, shape[1], few):
+    count, few = shape[0] * shape[1], max(1, _CAST_NUMBERS // max(1, shape[2]))
+    flat = {name: array.reshape(count, *array.shape[2:]) for name, array in piece.pieces.items()}
+    into = numbers.reshape(count, shape[2])
+    for begin in range(0, count, few):
         rows = slice(begin, begin + few)
-        some = {name: array[:, rows] for name, array in piece.pieces.items()}
-        numbers[:, rows] = cast(decode(piece.codec, some, piece.width, piece.dtype), dtype)
+        some = {name: array[rows] for name, array in flat.items()}
+        narrow(decode(piece.codec, some, piece.width, piece.dtype), dtype, into[rows])
     return numbers
 
 

@@ -1,5 +1,5 @@
-"""Loops over rows in machine code: xxh3 of many pieces, copies of them, blocks of codes times their scales; each in one
-call that leaves the interpreter alone.
+"""Loops over rows in machine code: xxh3 of many pieces, copies of them, blocks of codes times their scales, numbers
+made narrower; each in one call that leaves the interpreter alone.
 
 In Python each piece is a call and objects for it, three times what hashing 4 KB takes; NumPy goes over blocks twice.
 Here machine code loops over them, and calls the xxhash package's own functions. LLVM makes it, through llvmlite, which
@@ -22,100 +22,20 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from schemas.native_code import CODE
+
 __all__ = ["Loops", "load", "loops_for"]
 
 pieces_before: Final = 1 << 16  # hashed in Python, in about the time that making the loops takes
 fork_waits_s: Final = 30.0  # at most, for the loops: should who forks hold what the thread needs, the fork goes on
 pieces_at_once: Final = 1 << 16  # whose addresses are held
-# For i < n: if state: update(state, at[i], bytes); out[i] = hash(at[i], bytes, seeds[i])
-# and: to[i][:bytes] = at[i][:bytes], with the next piece (its second page too) on its way from memory meanwhile
-# and: x[64 i:64 i + 64] = float32(q[64 i:64 i + 64]) × scales[i]
-_CODE: Final = """
-define void @digests(ptr %hash, ptr %update, ptr %state, i64 %n, ptr %at, i64 %bytes, ptr %seeds, ptr %out) {
-start:
-  %any = icmp ne i64 %n, 0
-  %streamed = icmp ne ptr %state, null
-  br i1 %any, label %piece, label %end
-piece:
-  %i = phi i64 [0, %start], [%next, %row]
-  %at_i = getelementptr ptr, ptr %at, i64 %i
-  %address = load ptr, ptr %at_i
-  br i1 %streamed, label %stream, label %row
-stream:
-  %error = call i32 %update(ptr %state, ptr %address, i64 %bytes)
-  br label %row
-row:
-  %seed_i = getelementptr i64, ptr %seeds, i64 %i
-  %out_i = getelementptr i64, ptr %out, i64 %i
-  %seed = load i64, ptr %seed_i
-  %digest = call i64 %hash(ptr %address, i64 %bytes, i64 %seed)
-  store i64 %digest, ptr %out_i
-  %next = add i64 %i, 1
-  %more = icmp ult i64 %next, %n
-  br i1 %more, label %piece, label %end
-end:
-  ret void
-}
-
-declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-
-define void @gather(i64 %n, ptr %at, i64 %bytes, ptr %to) {
-start:
-  %any = icmp ne i64 %n, 0
-  %large = icmp ugt i64 %bytes, 4096
-  %page = select i1 %large, i64 4096, i64 0
-  br i1 %any, label %piece, label %end
-piece:
-  %i = phi i64 [0, %start], [%next, %piece]
-  %next = add i64 %i, 1
-  %more = icmp ult i64 %next, %n
-  %ahead = select i1 %more, i64 %next, i64 %i
-  %at_ahead = getelementptr ptr, ptr %at, i64 %ahead
-  %soon = load ptr, ptr %at_ahead
-  %soon_too = getelementptr i8, ptr %soon, i64 %page
-  call void @llvm.prefetch.p0(ptr %soon, i32 0, i32 3, i32 1)
-  call void @llvm.prefetch.p0(ptr %soon_too, i32 0, i32 3, i32 1)
-  %at_i = getelementptr ptr, ptr %at, i64 %i
-  %to_i = getelementptr ptr, ptr %to, i64 %i
-  %source = load ptr, ptr %at_i
-  %target = load ptr, ptr %to_i
-  call void @llvm.memcpy.p0.p0.i64(ptr %target, ptr %source, i64 %bytes, i1 false)
-  br i1 %more, label %piece, label %end
-end:
-  ret void
-}
-
-define void @scaled(i64 %n, ptr %q, ptr %scales, ptr %x) {
-start:
-  %any = icmp ne i64 %n, 0
-  br i1 %any, label %block, label %end
-block:
-  %i = phi i64 [0, %start], [%next, %block]
-  %first = shl i64 %i, 6
-  %q_i = getelementptr i8, ptr %q, i64 %first
-  %scale_i = getelementptr float, ptr %scales, i64 %i
-  %x_i = getelementptr float, ptr %x, i64 %first
-  %codes = load <64 x i8>, ptr %q_i, align 1
-  %scale = load float, ptr %scale_i
-  %numbers = sitofp <64 x i8> %codes to <64 x float>
-  %one = insertelement <64 x float> poison, float %scale, i64 0
-  %all = shufflevector <64 x float> %one, <64 x float> poison, <64 x i32> zeroinitializer
-  %product = fmul <64 x float> %numbers, %all
-  store <64 x float> %product, ptr %x_i, align 4
-  %next = add i64 %i, 1
-  %more = icmp ult i64 %next, %n
-  br i1 %more, label %block, label %end
-end:
-  ret void
-}
-"""
 _HASH: Final = "XXH3_64bits_withSeed"
 _UPDATE: Final = "XXH3_64bits_update"
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 F32 = npt.NDArray[np.float32]
+U16 = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -134,7 +54,7 @@ class Loops:
         self._hash, self._update = self._address(_HASH), self._address(_UPDATE)
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
-        module = llvm.parse_assembly(_CODE)
+        module = llvm.parse_assembly(CODE)
         module.verify()
         machine = llvm.Target.from_default_triple().create_target_machine(
             cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten())
@@ -147,6 +67,9 @@ class Loops:
         self._copy = signature(self._engine.get_function_address("gather"))
         signature = ctypes.CFUNCTYPE(None, number, pointer, pointer, pointer)
         self._scale = signature(self._engine.get_function_address("scaled"))
+        signature = ctypes.CFUNCTYPE(None, number, pointer, pointer)
+        self._narrow = {dtype: signature(self._engine.get_function_address(f"to_{dtype}"))
+                        for dtype in ("bfloat16", "float16")}
 
     def _address(self, name: str) -> int | None:
         """Of a function of the package, the one that takes the widest instructions of the processor where it has it."""
@@ -226,6 +149,15 @@ class Loops:
         x = np.empty(codes.shape, np.float32)
         self._scale(scales.size, codes.ctypes.data, scales.ctypes.data, x.ctypes.data)
         return x
+
+    def narrowed(self, x: F32, dtype: str, out: U16) -> int:
+        """The bits of ``x`` as bfloat16 or float16, nearest, ties to even, into ``out``; how many of them are made:
+        whole blocks of 64, the rest is left to who calls.
+        """
+        if x.shape != out.shape or not x.flags.c_contiguous or not out.flags.c_contiguous:
+            raise ValueError(f"numbers {x.shape} for an array {out.shape}")
+        self._narrow[dtype](x.size // 64, x.ctypes.data, out.ctypes.data)
+        return x.size // 64 * 64
 
     def _digests(self, at: Callable[[int, int], I64], count: int, nbytes: int, seeds: U64 | None,
                  state: int | None) -> U64:

@@ -17,6 +17,7 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from api.slice_formats import cast
 from schemas import codecs, native_loops
 from schemas.frame_hashes import hash_streams
 from schemas.native_loops import load, loops_for
@@ -123,6 +124,32 @@ def test_what_lies_beyond_is_not_read() -> None:
         loop.stream([memoryview(bytes(9))], 8, None)
     turned = np.arange(64, dtype=np.uint8).reshape(8, 8).T
     assert loop.digests(turned, None, None)[1] == xxhash.xxh3_64_intdigest(turned[1].tobytes())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("made", [True, False])
+def test_numbers_made_narrow_are_what_torch_makes(dtype: str, made: bool) -> None:
+    """Every upper half of a float32, with lower halves on either side of where rounding turns; any count of them."""
+    import torch
+
+    rng, loops = np.random.default_rng(0), load()
+    halves = [0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    bits = (np.arange(1 << 16, dtype=np.uint32) << 16)[:, None] + np.array(halves, np.uint32)
+    x = np.concatenate([bits.reshape(-1), rng.integers(0, 1 << 32, 100_000, np.uint32)]).view(np.float32)
+    native_loops._loops = loops if made else None
+    native_loops._maker = threading.Thread()
+    try:
+        for count in (0, 63, 64, 65, len(x)):
+            found = cast(x[:count], dtype).view(np.uint16)
+            wanted = torch.from_numpy(x[:count]).to(getattr(torch, dtype))
+            nan = np.isnan(x[:count])
+            assert (found == wanted.view(torch.uint16).numpy())[~nan].all()
+            assert torch.from_numpy(found[nan]).view(getattr(torch, dtype)).isnan().all()
+    finally:
+        native_loops._loops = loops
+    assert loops is not None
+    with pytest.raises(ValueError, match="numbers"):
+        loops.narrowed(x, dtype, np.empty(len(x) - 1, np.uint16))
 
 
 @settings(max_examples=40, deadline=None)

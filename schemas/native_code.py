@@ -1,0 +1,162 @@
+"""The loops of schemas.native_loops, in LLVM's language.
+
+For i < n:
+- ``digests``: if state: update(state, at[i], bytes); out[i] = hash(at[i], bytes, seeds[i])
+- ``gather``: to[i][:bytes] = at[i][:bytes], with the next piece (its second page too) on its way from memory meanwhile
+- ``scaled``: x[64 i:64 i + 64] = float32(q[64 i:64 i + 64]) × scales[i]
+- ``to_bfloat16``, ``to_float16``: y[64 i:64 i + 64] = x[64 i:64 i + 64], nearest, ties to even. By whole numbers, since
+  not every processor has instructions for it; where float16 has no normal number, adding 0.5 rounds at its last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["CODE"]
+
+CODE: Final = """
+define void @digests(ptr %hash, ptr %update, ptr %state, i64 %n, ptr %at, i64 %bytes, ptr %seeds, ptr %out) {
+start:
+  %any = icmp ne i64 %n, 0
+  %streamed = icmp ne ptr %state, null
+  br i1 %any, label %piece, label %end
+piece:
+  %i = phi i64 [0, %start], [%next, %row]
+  %at_i = getelementptr ptr, ptr %at, i64 %i
+  %address = load ptr, ptr %at_i
+  br i1 %streamed, label %stream, label %row
+stream:
+  %error = call i32 %update(ptr %state, ptr %address, i64 %bytes)
+  br label %row
+row:
+  %seed_i = getelementptr i64, ptr %seeds, i64 %i
+  %out_i = getelementptr i64, ptr %out, i64 %i
+  %seed = load i64, ptr %seed_i
+  %digest = call i64 %hash(ptr %address, i64 %bytes, i64 %seed)
+  store i64 %digest, ptr %out_i
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %n
+  br i1 %more, label %piece, label %end
+end:
+  ret void
+}
+
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+
+define void @gather(i64 %n, ptr %at, i64 %bytes, ptr %to) {
+start:
+  %any = icmp ne i64 %n, 0
+  %large = icmp ugt i64 %bytes, 4096
+  %page = select i1 %large, i64 4096, i64 0
+  br i1 %any, label %piece, label %end
+piece:
+  %i = phi i64 [0, %start], [%next, %piece]
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %n
+  %ahead = select i1 %more, i64 %next, i64 %i
+  %at_ahead = getelementptr ptr, ptr %at, i64 %ahead
+  %soon = load ptr, ptr %at_ahead
+  %soon_too = getelementptr i8, ptr %soon, i64 %page
+  call void @llvm.prefetch.p0(ptr %soon, i32 0, i32 3, i32 1)
+  call void @llvm.prefetch.p0(ptr %soon_too, i32 0, i32 3, i32 1)
+  %at_i = getelementptr ptr, ptr %at, i64 %i
+  %to_i = getelementptr ptr, ptr %to, i64 %i
+  %source = load ptr, ptr %at_i
+  %target = load ptr, ptr %to_i
+  call void @llvm.memcpy.p0.p0.i64(ptr %target, ptr %source, i64 %bytes, i1 false)
+  br i1 %more, label %piece, label %end
+end:
+  ret void
+}
+
+define void @scaled(i64 %n, ptr %q, ptr %scales, ptr %x) {
+start:
+  %any = icmp ne i64 %n, 0
+  br i1 %any, label %block, label %end
+block:
+  %i = phi i64 [0, %start], [%next, %block]
+  %first = shl i64 %i, 6
+  %q_i = getelementptr i8, ptr %q, i64 %first
+  %scale_i = getelementptr float, ptr %scales, i64 %i
+  %x_i = getelementptr float, ptr %x, i64 %first
+  %codes = load <64 x i8>, ptr %q_i, align 1
+  %scale = load float, ptr %scale_i
+  %numbers = sitofp <64 x i8> %codes to <64 x float>
+  %one = insertelement <64 x float> poison, float %scale, i64 0
+  %all = shufflevector <64 x float> %one, <64 x float> poison, <64 x i32> zeroinitializer
+  %product = fmul <64 x float> %numbers, %all
+  store <64 x float> %product, ptr %x_i, align 4
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %n
+  br i1 %more, label %block, label %end
+end:
+  ret void
+}
+
+define void @to_bfloat16(i64 %n, ptr %x, ptr %y) {
+start:
+  %any = icmp ne i64 %n, 0
+  br i1 %any, label %block, label %end
+block:
+  %i = phi i64 [0, %start], [%next, %block]
+  %first = shl i64 %i, 6
+  %x_i = getelementptr float, ptr %x, i64 %first
+  %y_i = getelementptr i16, ptr %y, i64 %first
+  %numbers = load <64 x float>, ptr %x_i, align 4
+  %bits = bitcast <64 x float> %numbers to <64 x i32>
+  %nan = fcmp uno <64 x float> %numbers, %numbers
+  %last = lshr <64 x i32> %bits, splat (i32 16)
+  %odd = and <64 x i32> %last, splat (i32 1)
+  %half = add <64 x i32> %bits, splat (i32 32767)
+  %up = add <64 x i32> %half, %odd
+  %rounded = lshr <64 x i32> %up, splat (i32 16)
+  %found = select <64 x i1> %nan, <64 x i32> splat (i32 32704), <64 x i32> %rounded
+  %narrow = trunc <64 x i32> %found to <64 x i16>
+  store <64 x i16> %narrow, ptr %y_i, align 2
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %n
+  br i1 %more, label %block, label %end
+end:
+  ret void
+}
+
+define void @to_float16(i64 %n, ptr %x, ptr %y) {
+start:
+  %any = icmp ne i64 %n, 0
+  br i1 %any, label %block, label %end
+block:
+  %i = phi i64 [0, %start], [%next, %block]
+  %first = shl i64 %i, 6
+  %x_i = getelementptr float, ptr %x, i64 %first
+  %y_i = getelementptr i16, ptr %y, i64 %first
+  %numbers = load <64 x float>, ptr %x_i, align 4
+  %bits = bitcast <64 x float> %numbers to <64 x i32>
+  %nan = fcmp uno <64 x float> %numbers, %numbers
+  %top = lshr <64 x i32> %bits, splat (i32 16)
+  %sign = and <64 x i32> %top, splat (i32 32768)
+  %size = and <64 x i32> %bits, splat (i32 2147483647)
+  %last = lshr <64 x i32> %size, splat (i32 13)
+  %odd = and <64 x i32> %last, splat (i32 1)
+  %half = add <64 x i32> %size, splat (i32 3355447295)
+  %up = add <64 x i32> %half, %odd
+  %normal = lshr <64 x i32> %up, splat (i32 13)
+  %magnitude = bitcast <64 x i32> %size to <64 x float>
+  %sum = fadd <64 x float> %magnitude, splat (float 0.5)
+  %sum_bits = bitcast <64 x float> %sum to <64 x i32>
+  %small = sub <64 x i32> %sum_bits, splat (i32 1056964608)
+  %is_small = icmp ult <64 x i32> %size, splat (i32 947912704)
+  %finite = select <64 x i1> %is_small, <64 x i32> %small, <64 x i32> %normal
+  %is_large = icmp uge <64 x i32> %size, splat (i32 1199570944)
+  %bounded = select <64 x i1> %is_large, <64 x i32> splat (i32 31744), <64 x i32> %finite
+  %unsigned = select <64 x i1> %nan, <64 x i32> splat (i32 32256), <64 x i32> %bounded
+  %found = or <64 x i32> %unsigned, %sign
+  %narrow = trunc <64 x i32> %found to <64 x i16>
+  store <64 x i16> %narrow, ptr %y_i, align 2
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %n
+  br i1 %more, label %block, label %end
+end:
+  ret void
+}
+"""
