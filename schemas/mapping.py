@@ -302,6 +302,10 @@ class SegmentMaps:
         mapped = opened(self._store, segment, map_file)
         with self._lock:
             self._maps[segment.number] = mapped
+            # What was parsed in a file that has grown since would keep its map of before, and that a descriptor.
+            for (number, _), view in self._frames.items():
+                if number == segment.number and isinstance(view, FrameView) and view.end <= len(mapped[1]):
+                    view.move_to(mapped[1])
             while len(self._maps) > maps_max:
                 self._maps.popitem(last=False)
         return mapped

@@ -177,6 +177,10 @@ class FrameView:
         first, count = self._first[rows], self._count[rows]
         return first * (len(self.frame.layers) - 1) + rows, count
 
+    def move_to(self, data: memoryview) -> None:
+        """Look at the same bytes in another map of the same file."""
+        self.data, self._sections = data, {}
+
     def section(self, stream: int) -> Bytes:
         """All pieces of a stream as bytes ``[rows × layers, piece bytes]``, a view of the file."""
         if (known := self._sections.get(stream)) is not None:

@@ -188,3 +188,29 @@ def test_who_follows_outlives_that_a_file_is_cut(tmp_path: Path) -> None:
             time.sleep(0.004)
             file.truncate(len(durable))
     assert follower.communicate()[0] == "seen True\n" and follower.returncode == 0
+
+
+def test_a_segment_that_grows_is_mapped_once(tmp_path: Path) -> None:
+    """Each read maps it as it is by then: what was parsed before must not hold the maps, and descriptors, of before."""
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store) as writer, Sender(writer.endpoint, engine=engine_info()) as engine, \
+            StoreReader(store) as reader:
+        engine.open(capture, prompt_len=40)
+        for position in range(40):
+            engine.frame([(capture, 0, [position])])
+            engine.wait()
+            until(lambda last=position: reader.progress(capture).captured == 4 * (last + 1))  # type: ignore[misc]
+            assert_rows(reader.slice(capture, SITE, [0, 3]), 0, range(position + 1))
+        lives = reader.frames(capture, SITE, 0)
+        values = [reader.live_rows(frame, capture, [0]) for frame in lives]
+        assert [rows.positions.tolist() for rows in values if rows is not None] == [[at] for at in range(40)]
+        mapped = [link for link in map(_target, Path("/proc/self/fd").iterdir()) if link.startswith(str(store))
+                  and "journal" in link]
+    assert len(mapped) <= 2, mapped
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:  # that of the listing itself
+        return ""
