@@ -233,6 +233,19 @@ def test_an_export_as_a_hugging_face_dataset(stored: Stored, tmp_path: Path) -> 
     assert_refused(tap("export", stored.whole, "--format", "hf", "--out", "one", "--store", stored.path, cwd=tmp_path,
                        PYTHONPATH=path), "exists already")
 
+    # What is not a dataset stays, whatever --force says: a folder of somebody's, a store, a file.
+    (tmp_path / "mine" / "deep").mkdir(parents=True)
+    for name in ("mine/deep/file", "one/notes.txt", "file"):
+        (tmp_path / name).write_text("precious")
+    for name in ("mine", "one", "file", str(stored.path)):
+        assert_refused(tap("export", stored.whole, "--format", "hf", "--out", name, "--force", "--store", stored.path,
+                           cwd=tmp_path, PYTHONPATH=path), "--out", name, "even with --force")
+    assert [(tmp_path / name).read_text() for name in ("mine/deep/file", "one/notes.txt", "file")] == ["precious"] * 3
+    done = tap("export", stored.whole, "--format", "hf", "--out", "all", "--force", "--store", stored.path, "--layers",
+               "0", cwd=tmp_path, PYTHONPATH=path)
+    assert done.returncode == 0 and "resid_post.0" in datasets.load_from_disk(str(tmp_path / "all")).column_names
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
+
 
 def test_an_export_leaves_out_positions_that_a_chosen_layer_lacks(stored: Stored, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "file.npz"
@@ -270,7 +283,7 @@ def test_an_export_of_what_still_runs_has_the_tokens_of_its_rows(tmp_path: Path)
 
 def test_an_export_to_where_nothing_can_be_written_is_refused(stored: Stored, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for format in ("npz", "npy"):
+    for format in ("npz", "npy", "hf"):
         for out in ("/proc/x.out", tmp_path / "file" / "x.out"):
             assert_refused(tap("export", stored.whole, "--store", stored.path, "--format", format, "--out", out),
                            "--out", str(out))
@@ -354,6 +367,17 @@ def test_a_name_that_is_not_there_is_refused(stored: Stored, ref: str) -> None:
     assert_refused(tap("export", ref, "--store", stored.path), "no capture")
 
 
+@pytest.mark.parametrize("command", ["ls", "ls --json", "show", "show --json", "fsck", "fsck --json", "version"])
+def test_output_that_finds_no_room_is_one_line_and_exit_code_1(command: str, stored: Stored) -> None:
+    name, *flags = command.split()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    asked = [sys.executable, "-m", "vllm_tap", name, *([stored.whole] if name == "show" else []), *flags,
+             *(["--store", str(stored.path)] if name != "version" else [])]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(asked, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "vllm-tap: cannot write: [Errno 28] No space left on device\n")
+
+
 def test_export_of_what_was_not_captured_names_what_was(stored: Stored, tmp_path: Path) -> None:
     for extra, words in ((["--sites", "mlp_out"], ["mlp_out", "resid_post, attn_out"]),
                          (["--layers", "9"], [" --layers = [9]", "[0, 1, 2, 3]"])):
@@ -389,6 +413,7 @@ def test_every_kind_of_prompt_is_read(tmp_path: Path) -> None:
     ('{"prompt": "a", "capture": {}}', ["unknown field 'capture'"]),
     ('{"prompt": "a", "id": "../x"}', ["id = '../x': ", "ULID"]),
     ('{"prompt": "a", "tags": {"a b": "c"}}', ["tags = 'a b': ", "a key is"]),
+    (json.dumps({"prompt": "a", "tags": {f"k{n}": "" for n in range(63)}}), ["tags = '63 of them': ", "at most 62"]),
     ('{"prompt": "a", "tags": 3}', ["tags = 3: ", "pairs of strings"]),
     ('{"prompt_token_ids": []}', ["prompt_token_ids = []: ", "at least one token id"]),
     ('{"prompt_token_ids": [1, true]}', ["prompt_token_ids = [1, True]: ", "token id"]),

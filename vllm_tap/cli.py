@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -40,6 +41,8 @@ from vllm_tap.cli_options import (
 from vllm_tap.sizes import parse_size
 
 __all__ = ["app", "main"]
+
+_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 app = typer.Typer(
     name="vllm-tap",
@@ -261,13 +264,19 @@ def main() -> None:
         if dashes and own[:1] not in (["serve"], ["capture"]):
             raise TapError("only serve and capture pass arguments after -- on to vLLM")
         status = app(own, standalone_mode=False, obj=for_vllm)
+        sys.stdout.flush()  # while what it meets can still be said
     except TapError as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except BrokenPipeError:  # `vllm-tap ls | head`
-        sys.stderr.close()
+        _let_go_of_output()
         raise SystemExit(0) from None
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        _let_go_of_output()
+        _fail(f"cannot write: {error}", 1)
     except Exception as error:
         # The usage errors of click, which typer may carry in a copy of its own: told by shape, not by class.
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
@@ -339,6 +348,11 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _let_go_of_output() -> None:
+    """What could not be written is not tried again when Python ends, which would say so in its own words."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _fail(text: str, status: int) -> None:

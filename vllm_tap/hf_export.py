@@ -7,7 +7,7 @@ A row is a token (``capture``, ``position``, ``token_id``, and a list of float32
 
 from __future__ import annotations
 
-import shutil
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -31,6 +31,7 @@ from vllm_tap.progress import Report, reporting
 __all__ = ["export_hf"]
 
 _BLOCK_BYTES: Final = 64 << 20
+_OURS: Final = re.compile(r"data-[0-9]+-of-[0-9]+\.arrow|dataset_info\.json|state\.json")
 
 
 def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str | None = None, layers: str = "all",
@@ -46,21 +47,32 @@ def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str 
     target = out or Path(ref or "activations")
     if target.exists() and not force:
         raise TapError(f"--out = {str(target)!r}: exists already; name another or add --force")
+    if target.exists() and not _is_dataset(target):
+        raise TapError(f"--out = {str(target)!r}: a dataset takes the place of a dataset, even with --force, and this "
+                       "is none, or holds other files; name another")
     with StoreReader(store) as reader:
         refs = [ref] if ref else [row.id for row in Filters("complete", tags or {}).of(reader)][::-1]
         if not refs:
             raise NotFoundError(f"no complete captures in {store}" + (f" with tags {dict(tags)}" if tags else ""))
         captures = (_rows(reader, reader.manifest(name), sites, layers) for name in refs)
         first = next(captures)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-            with reporting(progress, "exporting") as tell:
-                _write(Path(folder) / "rows.arrow", first, captures, context, lambda done: tell(done, len(refs)))
-            datasets.Dataset.from_file(f"{folder}/rows.arrow").save_to_disk(f"{folder}/made")
-            if target.exists():
-                shutil.rmtree(target)
-            Path(folder, "made").rename(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+                with reporting(progress, "exporting") as tell:
+                    _write(Path(folder) / "rows.arrow", first, captures, context, lambda done: tell(done, len(refs)))
+                datasets.Dataset.from_file(f"{folder}/rows.arrow").save_to_disk(f"{folder}/made")
+                if target.exists():
+                    target.rename(Path(folder, "before"))
+                Path(folder, "made").rename(target)
+        except OSError as error:
+            raise TapError(f"--out = {str(target)!r}: {error}") from None
     return [target]
+
+
+def _is_dataset(path: Path) -> bool:
+    """Whether there is nothing but a dataset as this writes it, or nothing at all: only that is ever removed."""
+    return path.is_dir() and not path.is_symlink() and all(map(_OURS.fullmatch, (each.name for each in path.iterdir())))
 
 
 def _write(file: Path, first: ExportRows, others: Iterator[ExportRows], context: int | None,

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from schemas import limits
 from schemas.errors import ArgumentError, SpecError, TapError, json_fault
 from schemas.spec import parse_spec
 
 __all__ = ["Prompt", "prompt_of", "read_prompts"]
 
 LINE_BYTES_MAX: Final = 16 << 20
+TAGS_MAX: Final = limits.spec_tags_max - 2  # beside the number of the line and what it was made by
 _KINDS: Final = ("prompt", "messages", "prompt_token_ids")
 _ROLES: Final = ("system", "user", "assistant", "tool", "developer")
 
@@ -72,6 +74,8 @@ def prompt_of(line: int, row: dict[str, Any]) -> Prompt:
         spec = parse_spec({key: row[key] for key in ("tags", "id") if key in row})
     except SpecError as error:
         raise ArgumentError(error.field, error.value, error.reason) from None
+    if len(spec.tags) > TAGS_MAX:
+        raise ArgumentError("tags", f"{len(spec.tags)} of them", f"at most {TAGS_MAX}: two more are added")
     return Prompt(line, row.get("prompt"), row.get("messages"), row.get("prompt_token_ids"), spec.tags, spec.id)
 
 

@@ -26,6 +26,7 @@ from schemas.probes import load_probe, parse_probes, probes_text
 from schemas.reader import StoreReader
 from schemas.spec import parse_spec
 from vllm_tap.captures import Capture
+from vllm_tap.listing import Filters
 from vllm_tap.services import check_store, make_socket_dir
 from vllm_tap.store import Store, open_store
 from vllm_tap.writer_process import WriterProcess
@@ -85,6 +86,7 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
         stack.callback(shutil.rmtree, sockets, ignore_errors=True)
         endpoint = f"ipc://{sockets / 'writer.sock'}"
         writer = stack.enter_context(WriterProcess(path, endpoint, durability))
+        strangers = _open_captures(path)  # of engines that were killed before they began or ended them
         settings = {_ENDPOINT: endpoint, "VLLM_TAP_ARM": armed, "VLLM_TAP_ON_FULL": on_full, "VLLM_ACT_CAPTURE": "0",
                     "VLLM_TAP_PROBES": probes_text(registered)}
         if ring_bytes is not None:
@@ -105,7 +107,7 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
                 raise
             raise TapError(f"the writer failed: {writer.failed}") from None
         front.retire(endpoint)
-        _await_ends(path, wait_s)
+        _await_ends(path, strangers, wait_s)
 
 
 def capture_args(**spec: Any) -> dict[str, str]:
@@ -152,12 +154,17 @@ def _restore(before: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _await_ends(path: Path, wait_s: float) -> None:
+def _open_captures(path: Path) -> set[str]:
+    """The captures that have not ended."""
+    with StoreReader(path) as reader:
+        return {row.id for status in ("pending", "running") for row in Filters(status).of(reader)}
+
+
+def _await_ends(path: Path, strangers: set[str], wait_s: float) -> None:
     """Until every capture that a client saw the end of has ended in the store too: its rows may be on their way."""
     end_s = time.monotonic() + wait_s
-    with StoreReader(path) as reader:
-        while (left := [*reader.captures(status="running"), *reader.captures(status="pending")]):
-            if time.monotonic() > end_s:
-                raise TapError(f"{len(left)} captures have not ended within {wait_s:g} s, such as {left[0].id}: is the "
-                               "engine still generating?")
-            time.sleep(0.05)
+    while left := _open_captures(path) - strangers:
+        if time.monotonic() > end_s:
+            raise TapError(f"{len(left)} captures have not ended within {wait_s:g} s, such as {min(left)}: is the "
+                           "engine still generating?")
+        time.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,10 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schemas.channel import ControlChannel
+from schemas.control import Own
+from schemas.ids import new_ulid
 from tests.engine.conftest import ENVIRONMENT
 from tests.engine.reference import Reference
-from vllm_tap import open_store
+from vllm_tap import open_store, recording
+from vllm_tap.services import make_socket_dir
 from vllm_tap.tiny_model import cache_dir
+from vllm_tap.writer_process import WriterProcess
 
 
 @pytest.mark.soak  # a script in a process of its own: half a minute
@@ -53,3 +59,17 @@ def test_a_script_that_records(tmp_path: Path, reference_of: Callable[[str], Ref
             for site, layer in (("resid_post", 1), ("mlp_out", 3)):
                 got = store[capture][site, layer]
                 assert np.abs(got - want[site, layer][:len(got)]).max() < 1e-4
+
+
+def test_what_was_killed_before_a_recording_is_not_waited_for(tmp_path: Path) -> None:
+    """No engine will ever begin it: the recording of later would end with an error, after a minute."""
+    store, mine = tmp_path / "store", new_ulid()
+    sockets = make_socket_dir()
+    endpoint = f"ipc://{sockets}/writer.sock"
+    with WriterProcess(store, endpoint):
+        channel = ControlChannel(endpoint, "cli")
+        channel.submit(lambda seq: Own(seq=seq, capture=mine, count=1, owner="", aliases=[], tags={}, created_ms=1))
+        channel.close()
+    shutil.rmtree(sockets)
+    with recording(store, wait_s=2.0) as tape:
+        assert [row.status for row in tape.store.captures()] == ["pending"]
