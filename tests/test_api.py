@@ -326,7 +326,11 @@ def test_the_list_pages_newest_first(stack: Stack) -> None:
     assert [row["id"] for row in first["data"]] == ids[:2:-1] and first["next"] == ids[3]
     second = stack.http.get(f"/v1/captures?limit=2&before={first['next']}").json()
     assert [row["id"] for row in second["data"]] == [ids[2], ids[1]]
-    assert {row["status"] for row in stack.http.get("/v1/captures?status=failed").json()["data"]} == {"failed"}
+    ulid = new_ulid()
+    stack.complete("x", play={"status": 500}, capture={**SPEC, "id": ulid})
+    assert eventually(status_is(stack, ulid, "failed"))
+    failed = stack.http.get("/v1/captures?status=failed").json()["data"]
+    assert failed[0]["id"] == ulid and {row["status"] for row in failed} == {"failed"}
     assert first["data"][0]["prompt_len"] == len("page 4") and first["data"][0]["sites"] == ["resid_post"]
 
 
