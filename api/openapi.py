@@ -211,9 +211,10 @@ def _described(app: FastAPI) -> dict[str, Any]:
 def _describe(operation: dict[str, Any], method: str, path: str) -> None:
     names = set(re.findall(r"\{([a-z]+)\}", path)) - {each["name"] for each in operation.get("parameters", ())}
     operation.setdefault("parameters", []).extend({"name": name, "in": "path", "required": True} for name in names)
+    asked = "get" if method == "head" else method
     for parameter in operation["parameters"]:
         schema, example = _PARAMETERS[parameter["name"]]
-        parameter["schema"] = schema = _NARROWER.get((method, path, parameter["name"]), schema)
+        parameter["schema"] = schema = _NARROWER.get((asked, path, parameter["name"]), schema)
         example = schema.get("const", example)
         parameter["example"] = [example] if schema.get("type") == "array" and not isinstance(example, list) else example
     if path != "/healthz":
@@ -224,8 +225,8 @@ def _describe(operation: dict[str, Any], method: str, path: str) -> None:
         operation["requestBody"] = {"required": True, "content": {
             "application/json": {"schema": {"type": "object"}, "example": _PASSED[path]}}}
     errors: tuple[int | str, ...] = (401, 403, 429, 500, 503) if path != "/healthz" else ()
-    if (method, path) in _ANSWERS:
-        content, more = _ANSWERS[method, path]
+    if (asked, path) in _ANSWERS:
+        content, more = _ANSWERS[asked, path]
         good: Schema = {"200": {"description": "The answer.", "content": content}}
         errors += more
         if path.endswith("/activations"):
@@ -248,3 +249,7 @@ def _describe(operation: dict[str, Any], method: str, path: str) -> None:
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}, "example": {"error": {
             "message": "limit = '0': valid: 1 to 1000", "type": "invalid_request_error", "param": "limit",
             "code": "invalid_parameter"}}}}} for status in sorted(errors, key=str)}}
+    if method == "head":
+        for answer in operation["responses"].values():
+            answer.pop("content", None)
+        del operation["responses"]["206"]

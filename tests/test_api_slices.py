@@ -305,6 +305,23 @@ def test_not_acceptable(stack: Stack, capture: str) -> None:
     assert answer.status_code == 406 and "safetensors" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("query", ["site=resid_post&layer=1", "layer=2&dtype=codes", "site=no_such", "format=png"])
+def test_head_is_get_without_the_body(stack: Stack, capture: str, query: str) -> None:
+    def told(answer: httpx.Response) -> dict[str, str]:
+        return {name: value for name, value in answer.headers.items() if name != "date"}
+
+    url = f"/v1/captures/{capture}/activations?{query}"
+    with httpx.Client(base_url=stack.url) as client:  # one connection: a body would be taken for the next answer
+        got = client.get(url)
+        for headers in ({}, {"range": "bytes=8-15"}):  # which is for GET alone
+            head = client.head(url, headers=headers)
+            assert (head.status_code, head.content, told(head)) == (got.status_code, b"", told(got))
+        if got.status_code == 200:
+            assert int(head.headers["content-length"]) == len(got.content)
+            assert client.head(url, headers={"if-none-match": head.headers["etag"]}).status_code == 304
+    assert "vllm_tap_api_slices_in_flight_bytes 0.0" in stack.http.get("/metrics").text
+
+
 def test_a_safetensors_header_is_well_formed(stack: Stack, capture: str) -> None:
     content = get(stack, capture, "site=resid_post&layer=0").content
     size, = struct.unpack("<Q", content[:8])

@@ -1,4 +1,4 @@
-"""GET /v1/captures/{ref}/activations: rows of a capture, by site, layer and position."""
+"""GET and HEAD /v1/captures/{ref}/activations: rows of a capture, by site, layer and position."""
 
 from __future__ import annotations
 
@@ -56,9 +56,14 @@ _QUERY: Final = {  # as the description has it
 }
 
 
-@router.get("/v1/captures/{ref}/activations", tags=["captures"], response_class=Response, openapi_extra={
+_ROUTE: Final[dict[str, Any]] = {"path": "/v1/captures/{ref}/activations", "tags": ["captures"], "openapi_extra": {
     "parameters": [{"name": name, "in": "query", "required": False, "description": about}
-                   for name, about in _QUERY.items()]})
+                   for name, about in _QUERY.items()]}}
+
+
+@router.get(**_ROUTE, response_class=Response)
+@router.head(**_ROUTE, response_class=Response, description="What GET would answer, without its body: size, ETag, "
+                                                            "rows, what is missing.")
 async def activations(request: Request) -> Response:
     """A slice; what is missing is named in X-Tap-Missing and never filled in."""
     service, ref = service_of(request), check_ref(request.path_params["ref"])
@@ -119,7 +124,7 @@ def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: Sl
     try:
         answer = read_slices(reader, manifest, chosen, query, owner)
         size = answer.size
-        part = _part(request, size, tag)
+        part = _part(request, size, tag if request.method == "GET" else "")
         headers = {**answer.headers(manifest, query), "X-Tap-Xxh3": answer.xxh3(), "Vary": "Accept",
                    "Content-Length": str(part.stop - part.start)}
         if "sha-256" in request.headers.get("want-repr-digest", ""):
@@ -128,12 +133,15 @@ def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: Sl
         held.release()
         raise
     held.only(size)
-    service.metrics.slice_bytes.inc(part.stop - part.start)
     if tag:
         headers |= {"ETag": tag, "Accept-Ranges": "bytes"}
     whole = part == slice(0, size)
     if not whole:
         headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
+    if request.method == "HEAD":
+        held.release()
+        return Response(status_code=200, headers=headers, media_type=MEDIA_TYPES[query.format][0])
+    service.metrics.slice_bytes.inc(part.stop - part.start)
     return _Sending(answer, held, headers, MEDIA_TYPES[query.format][0], part, 200 if whole else 206)
 
 
