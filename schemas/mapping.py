@@ -18,7 +18,7 @@ from schemas.frame_hashes import prove_frame
 from schemas.map_file import map_file
 from schemas.native_loops import loops_for
 from schemas.packed import Packed
-from schemas.placement import FIRST, FLAGS, I64, KIND, OFFSET, PARTS, ROW, SEGMENT, STEP, TOKEN, Bytes
+from schemas.placement import FIRST, FLAGS, I64, KIND, OFFSET, PARTS, ROW, STEP, TOKEN, Bytes
 from schemas.row_checksums import BlockChecksums, piece_bytes_min, piece_digests
 from schemas.segment import FrameView, parse_frame, verify_payload
 from schemas.zarr_layout import block_name, segment_places
@@ -61,6 +61,8 @@ def _gather(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) 
         except IndexError:
             raise beyond(path, len(data)) from None
         return
+    if starts.min(initial=0) < 0:  # NumPy would count from the end
+        raise beyond(path, len(data))
     pieces: npt.NDArray[np.void] = np.ndarray((max(len(data) - nbytes + 1, 0),), f"V{nbytes}", data, strides=(1,))
     whole, few = out.view(f"V{nbytes}")[:, 0], max(1, _GATHERED_BYTES // nbytes)
     try:
@@ -179,9 +181,9 @@ class SegmentMaps:
         return found
 
     def place(self, segment: Segment, view: View, rows: I64) -> I64:
-        """What schemas.placement says of rows of a frame, ``[columns, rows]``; KIND is left 0."""
+        """What schemas.placement says of rows of a frame, ``[columns, rows]``; SEGMENT and KIND are left 0."""
         table = np.zeros((PARTS + len(view.declared), len(rows)), np.int64)
-        table[SEGMENT], table[OFFSET] = segment.number, view.offset
+        table[OFFSET] = view.offset
         table[TOKEN], table[FLAGS] = view.table.token_id[rows], view.table.flags[rows]
         checksums = self.checksums(segment)
         table[ROW] = -1 if checksums is None else checksums.start(view.offset) + rows

@@ -2,7 +2,8 @@
 
 For i < n:
 - ``digests``: if state: update(state, at[i], bytes); out[i] = hash(at[i], bytes, seeds[i])
-- ``gather``: to[i][:bytes] = at[i][:bytes], with the next piece (its second page too) on its way from memory meanwhile
+- ``gather``: to[i][:bytes] = at[i][:bytes], with the next piece (its second page too) on its way from memory meanwhile;
+  if hash: out[i] = hash(to[i], bytes, seeds[i]), of the copy while the processor's first cache has it
 - ``scaled``: x[64 i:64 i + 64] = float32(q[64 i:64 i + 64]) × scales[i]
 - ``to_bfloat16``, ``to_float16``: y[64 i:64 i + 64] = x[64 i:64 i + 64], nearest, ties to even. By whole numbers, since
   not every processor has instructions for it; where float16 has no normal number, adding 0.5 rounds at its last bit.
@@ -44,14 +45,15 @@ end:
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 
-define void @gather(i64 %n, ptr %at, i64 %bytes, ptr %to) {
+define void @gather(ptr %hash, i64 %n, ptr %at, i64 %bytes, ptr %to, ptr %seeds, ptr %out) {
 start:
   %any = icmp ne i64 %n, 0
+  %hashed = icmp ne ptr %hash, null
   %large = icmp ugt i64 %bytes, 4096
   %page = select i1 %large, i64 4096, i64 0
   br i1 %any, label %piece, label %end
 piece:
-  %i = phi i64 [0, %start], [%next, %piece]
+  %i = phi i64 [0, %start], [%next, %copied]
   %next = add i64 %i, 1
   %more = icmp ult i64 %next, %n
   %ahead = select i1 %more, i64 %next, i64 %i
@@ -65,6 +67,15 @@ piece:
   %source = load ptr, ptr %at_i
   %target = load ptr, ptr %to_i
   call void @llvm.memcpy.p0.p0.i64(ptr %target, ptr %source, i64 %bytes, i1 false)
+  br i1 %hashed, label %row, label %copied
+row:
+  %seed_i = getelementptr i64, ptr %seeds, i64 %i
+  %out_i = getelementptr i64, ptr %out, i64 %i
+  %seed = load i64, ptr %seed_i
+  %digest = call i64 %hash(ptr %target, i64 %bytes, i64 %seed)
+  store i64 %digest, ptr %out_i
+  br label %copied
+copied:
   br i1 %more, label %piece, label %end
 end:
   ret void

@@ -63,7 +63,7 @@ class Loops:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         signature = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, number, pointer, number, pointer, pointer)
         self._run = signature(self._engine.get_function_address("digests"))
-        signature = ctypes.CFUNCTYPE(None, number, pointer, number, pointer)
+        signature = ctypes.CFUNCTYPE(None, pointer, number, pointer, number, pointer, pointer, pointer)
         self._copy = signature(self._engine.get_function_address("gather"))
         signature = ctypes.CFUNCTYPE(None, number, pointer, pointer, pointer)
         self._scale = signature(self._engine.get_function_address("scaled"))
@@ -128,18 +128,30 @@ class Loops:
                 and target.max() < len(out) and len(starts) == len(target) and out.flags.c_contiguous):
             raise IndexError(f"pieces from byte {starts.min()} to {starts.max()} of {len(data)}")
         at, to = starts + np.frombuffer(data, np.uint8).ctypes.data, target * nbytes + out.ctypes.data
-        self._copy(len(at), at.ctypes.data, nbytes, to.ctypes.data)
+        self._copy(None, len(at), at.ctypes.data, nbytes, to.ctypes.data, None, None)
 
     def copy(self, at: I64, out: Bytes) -> None:
         """Copy the bytes at each of the addresses ``at`` to the rows of ``out``, uint8 ``[n, piece bytes]``, in order.
 
         That they are there, and stay meanwhile, is for who calls to see to.
         """
+        self._copied(None, at, out, None, None)
+
+    def copy_hashed(self, at: I64, out: Bytes, seeds: U64 | None) -> U64:
+        """As ``copy``; the xxh3 of each piece as it was copied. ``seeds`` are by piece; None: 0 for all."""
+        start = np.zeros(len(out), np.uint64) if seeds is None else np.ascontiguousarray(seeds, np.uint64)
+        if len(start) != len(out):
+            raise ValueError(f"{len(start)} seeds for {len(out)} pieces")
+        found = np.empty(len(out), np.uint64)
+        self._copied(self._hash, at, out, start.ctypes.data, found.ctypes.data)
+        return found
+
+    def _copied(self, hash_: int | None, at: I64, out: Bytes, seeds: int | None, found: int | None) -> None:
         if at.shape != out.shape[:1] or not out.flags.c_contiguous:
             raise ValueError(f"addresses {at.shape} for an array {out.shape}")
         at, nbytes = np.ascontiguousarray(at, np.int64), out.shape[1]
         to = np.arange(len(out)) * nbytes + out.ctypes.data
-        self._copy(len(at), at.ctypes.data, nbytes, to.ctypes.data)
+        self._copy(hash_, len(at), at.ctypes.data, nbytes, to.ctypes.data, seeds, found)
 
     def scaled(self, codes: npt.NDArray[Any], scales: F32) -> F32:
         """Codes, int8, as float32, each block of 64 of them by one of ``scales``: of the shape of ``codes``."""

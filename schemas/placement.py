@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-SEGMENT: Final = 0  # its number
+SEGMENT: Final = 0  # which of those that the rows are in
 OFFSET: Final = 1  # of the frame in it
 ROW: Final = 2  # of the block, for its checksum; -1 where it has none
 KIND: Final = 3  # which layers the frame has

@@ -144,7 +144,7 @@ class StoreReader(CatalogReader):
             covered, asked = found[ref], position[numbers]
             groups = covered.coverage.sites[site]
             there, picks = common_rows(groups, layers, 0, covered.coverage.end, False)
-            at = np.searchsorted(there, asked)
+            at = there.searchsorted(asked)
             known = there.take(at, mode="clip") == asked if len(there) else at < 0
             if not known.all():
                 raise _no_row(covered, site, layers, int(asked[~known][0]))

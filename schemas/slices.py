@@ -171,7 +171,7 @@ def common_rows(groups: Sequence[LayerGroup], wanted: Sequence[int], start: int,
             if (members := [i for i, layer in enumerate(wanted) if layer in group.layers])]
     chosen = [group.rejected if rejected else group.rows for group, _ in used]
     if len(used) == 1:
-        begin, end = np.searchsorted(chosen[0].positions, (start, stop)).tolist()
+        begin, end = chosen[0].positions.searchsorted((start, stop)).tolist()
         return chosen[0].positions[begin:end], [(*used[0], slice(begin, end))]
     keys = [rows.extent << 32 | rows.row if rejected else rows.positions for rows in chosen]
     common = keys[0]

@@ -206,9 +206,19 @@ def test_pieces_of_any_buffers_are_copied(rows: int, nbytes: int, seed: int) -> 
         which, starts = rng.integers(0, 2, rows), rng.integers(0, 4 * 4096 - nbytes + 1, rows)
         starts[-1:] = 4 * 4096 - nbytes
         out = np.zeros((rows, nbytes), np.uint8)
-        loop.copy(np.array([buffers[one].ctypes.data for one in which], np.int64) + starts, out)
+        at = np.array([buffers[one].ctypes.data for one in which], np.int64) + starts
+        loop.copy(at, out)
         wanted = [buffers[one][start:start + nbytes].tobytes() for one, start in zip(which, starts, strict=True)]
         assert [row.tobytes() for row in out] == wanted
+        for seeds in (None, rng.integers(0, 2**64, rows, np.uint64)):
+            out[:] = 0
+            digests = loop.copy_hashed(at, out, seeds)
+            assert [row.tobytes() for row in out] == wanted
+            each_seed = [0] * rows if seeds is None else seeds.tolist()
+            assert digests.tolist() == [xxhash.xxh3_64_intdigest(piece, seed)
+                                        for piece, seed in zip(wanted, each_seed, strict=True)]
+        with pytest.raises(ValueError, match="seeds"):
+            loop.copy_hashed(at, out, np.zeros(rows + 1, np.uint64))
         for bad in (out[:, ::2], np.zeros((rows + 1, nbytes), np.uint8)):
             if len(bad) > rows or rows > 1 < nbytes:
                 with pytest.raises(ValueError, match="addresses"):

@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schemas import codecs, mapping, native_loops
 from schemas import covered as covered_module
-from schemas import mapping, native_loops
 from schemas import reader as reader_module
 from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError
 from schemas.ids import new_ulid
 from schemas.located import Located, joined
-from schemas.placement import PARTS
-from schemas.reader import RowsAt, StoreReader
+from schemas.mapping import SegmentMaps
+from schemas.placement import FIRST, KIND, PARTS, SEGMENT, STEP
+from schemas.reader import RowsAt, StoreReader, read_store_uuid
 from tests.store_helpers import SITE, Sender, WriterProcess, engine_info, expected_pieces, until
 from vllm_tap.store import open_store
 from writer_service.compaction import compact
@@ -250,14 +251,20 @@ def test_a_wrong_byte_costs_its_row_alone(made: Made, tmp_path: Path) -> None:
         assert_content(reader.rows_at([(made.captures[n], p) for n, p in others], SITE, [2]), made, others)
 
 
-@pytest.mark.parametrize("place", [-(1 << 40), 1 << 40])
-def test_places_outside_of_a_file_are_not_read(made: Made, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+@pytest.mark.parametrize(("end", "by"), [(0, -(1 << 40)), (0, -1), (1, 1), (1, 1 << 40)])
+def test_places_outside_of_a_file_are_not_read(made: Made, monkeypatch: pytest.MonkeyPatch, end: int, by: int) -> None:
     """Of one row among those of several segments, as a wrong catalog may have it: no memory beside a map is read."""
     rows = [(capture, position) for capture in made.captures for position in (3, ROWS - 1)]
+    main = codecs.streams("int8b64", WIDTH, "bfloat16")[0].nbytes
+    maps = SegmentMaps(made.store, read_store_uuid(made.store))
 
     def elsewhere(parts: Sequence[Located]) -> Located:
+        """One piece so many bytes before the file's start, or after its end."""
         found = joined(parts)
-        found.table[PARTS:, 5] = place
+        table = found.table[:, 5]
+        piece = table[FIRST] + found.kinds[table[KIND]].index(2) * table[STEP]
+        size = len(maps.data(reader.segment(found.segments[table[SEGMENT]]))[1])
+        table[PARTS] = by - piece * main + end * (size - main)
         return found
 
     monkeypatch.setattr(reader_module, "joined", elsewhere)
