@@ -5,13 +5,14 @@ Each raises StartError with the setting's name, its value and what would be vali
 
 from __future__ import annotations
 
+import socket
 from enum import StrEnum
 
 from schemas.errors import SpecError, StartError
 from schemas.sites import is_probe, parse_site
 
-__all__ = ["Durability", "LogFormat", "OnFull", "check_one_of", "check_port", "check_positive", "check_seconds",
-           "parse_arm"]
+__all__ = ["Durability", "LogFormat", "OnFull", "check_can_listen", "check_one_of", "check_port", "check_positive",
+           "check_seconds", "parse_arm"]
 
 
 class Durability(StrEnum):
@@ -57,6 +58,20 @@ def check_port(name: str, port: int, zero: str = "") -> None:
     """A port; 0 only where ``zero`` says what it stands for."""
     if not (0 if zero else 1) <= port <= 65535:
         raise StartError(f"{name} = {port}: a port is 1 to 65535" + (f", 0 for {zero}" if zero else ""))
+
+
+def check_can_listen(host: str, port: int, flag: str) -> None:
+    """StartError where the port cannot be listened on. It is taken for a moment and never listened on: who comes is
+    refused, as before.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise StartError(f"{flag} {port} on {host}: {error.strerror or error}; "
+                         f"stop what uses it or choose another with {flag}") from None
 
 
 def parse_arm(name: str, text: str) -> tuple[str, ...]:

@@ -268,6 +268,7 @@ def test_what_cannot_start(tmp_path: Path) -> None:
         for folder, why in ((tmp_path / "none", "no key of a line"), (tmp_path / "keys", "Address already in use")):
             with pytest.raises(AssertionError, match=why):
                 WriterProcess(tmp_path / "store", *flags, str(folder))
+            assert not (tmp_path / "store").exists()  # a start that is refused mends nothing, and so makes nothing
     stray = tmp_path / "keys" / "senders" / "stray.key"
     for text, why in (("garbage", "no key of a line"), ('curve\n public-key = "short"\n', "40 characters of Z85")):
         stray.write_text(text)

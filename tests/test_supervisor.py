@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from schemas.checks import check_can_listen
 from schemas.errors import StartError
 from tests.processes import free_port, runs
 from tests.programs.supervised import PACE
 from vllm_tap.guard import session_members
-from vllm_tap.services import ServeConfig, check_can_listen, make_socket_dir, services
+from vllm_tap.services import ServeConfig, make_socket_dir, services
 from vllm_tap.tiny_model import tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -266,6 +267,9 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None
         folder = make_socket_dir()
         with pytest.raises(StartError, match=f"--engine-port {port}"):
             services(ServeConfig(str(tiny_model()), tmp_path, port=free_port(), engine_port=port), folder)
+        with pytest.raises(StartError, match=f"--metrics-port {port}"):
+            services(ServeConfig(str(tiny_model()), tmp_path, port=free_port(), engine_port=free_port(),
+                                 metrics_port=port), folder)
         folder.rmdir()
     check_can_listen("127.0.0.1", port, "--port")
 

@@ -51,7 +51,8 @@ def test_metrics_and_json_lines(tmp_path: Path) -> None:
             taken = subprocess.run(
                 [sys.executable, "-m", "writer_service", "--store", str(tmp_path / "other"), "--endpoint",
                  f"ipc://{writer.folder}/x", "--metrics-port", str(port)], capture_output=True, text=True, cwd=ROOT)
-            assert taken.returncode == 2 and f"--metrics-port = {port} on 127.0.0.1" in taken.stderr
+            assert taken.returncode == 2 and f"--metrics-port {port} on 127.0.0.1" in taken.stderr
+            assert not (tmp_path / "other").exists()  # it was looked at before the store was
         writer.process.terminate()
         _, errors = writer.process.communicate(timeout=20)
     lines = [json.loads(line) for line in errors.splitlines()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from schemas.checks import (
     Durability,
     LogFormat,
     OnFull,
+    check_can_listen,
     check_one_of,
     check_port,
     check_positive,
@@ -156,18 +156,6 @@ def port_is_free(host: str, port: int) -> bool:
     return True
 
 
-def check_can_listen(host: str, port: int, flag: str) -> None:
-    """StartError where the port cannot be listened on."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        raise StartError(f"{flag} {port} on {host}: {error.strerror or error}; "
-                         f"stop what uses it or choose another with {flag}") from None
-
-
 def make_socket_dir() -> Path:
     """A new folder of mode 0700 for the writer's socket, short enough for an ipc path."""
     for parent in (tempfile.gettempdir(), "/tmp"):
@@ -198,6 +186,8 @@ def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
     """Writer, engine and API, in the order in which they start. StartError where a port or the store is taken."""
     check_can_listen(config.host, config.port, "--port")
     check_can_listen("127.0.0.1", config.engine_port, "--engine-port")
+    if config.metrics_port:
+        check_can_listen("127.0.0.1", config.metrics_port, "--metrics-port")
     check_free(config.store)
     endpoint = f"ipc://{socket_dir / 'writer.sock'}"
     store = config.store.absolute()

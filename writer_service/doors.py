@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +12,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from schemas import limits
+from schemas.checks import check_can_listen
 from schemas.curve import check_writer, secure_writer
 from schemas.errors import StartError
 from writer_service.config import Config
@@ -34,6 +36,20 @@ def check_doors(config: Config) -> None:
         _check_place(path)
     if config.curve is not None:
         check_writer(config.curve)
+    if config.metrics_port:
+        check_can_listen(config.metrics_host, config.metrics_port, "--metrics-port")
+    if at := _numeric(config.listen):
+        check_can_listen(*at, "--listen")
+
+
+def _numeric(listen: str) -> tuple[str, int] | None:
+    """Host and port of an address that is numbers, or ``*``; names of interfaces are for ZeroMQ to find."""
+    host, _, port = listen.removeprefix("tcp://").rpartition(":")
+    host = "0.0.0.0" if host == "*" else host.strip("[]")
+    try:
+        return str(ipaddress.ip_address(host)), int(port)
+    except ValueError:
+        return None
 
 
 class Doors:

@@ -12,7 +12,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from schemas.control import TapState
-from schemas.errors import StartError
 from writer_service.counters import Counters
 from writer_service.journal import Journal
 
@@ -116,10 +115,7 @@ def _of_taps(taps: dict[str, TapState]) -> Iterator[Metric]:
 
 
 def serve_metrics(host: str, port: int, state: State) -> None:
-    """Answer on ``host``:``port`` from a thread until the process ends; StartError where that cannot be."""
+    """Answer on ``host``:``port`` from a thread until the process ends; OSError where that cannot be."""
     registry = CollectorRegistry()
     registry.register(_Reader(state))
-    try:
-        start_http_server(port, host, registry)
-    except OSError as error:
-        raise StartError(f"--metrics-port = {port} on {host}: {error.strerror}; choose another") from None
+    start_http_server(port, host, registry)
