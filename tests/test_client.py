@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Iterator
 from datetime import datetime
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import vllm_tap
+from schemas import limits
 from schemas.errors import ConflictError, NotFoundError, SpecError, TapError
 from schemas.ids import new_ulid
 from schemas.manifest import Missing
@@ -131,6 +133,29 @@ def test_a_running_capture(client: Client, store: Store, way: str) -> None:
     with pytest.raises(NotComplete, match="running"):
         capture["resid_post", 0]
     assert capture.slice("resid_post", 0, allow_missing=True).values.shape == (1, len(PROMPT), WIDTH)
+
+
+def test_a_wait_may_be_longer_than_the_service_waits(stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+                                                     ) -> None:
+    """It answers after two minutes at most; whoever waits longer asks it again."""
+    monkeypatch.setattr(limits, "wait_timeout_s_max", 0.2)
+    capture = client.generate(PROMPT, capture={"codec": "raw"}, play={"unfinished": True}).capture
+    capture.wait_s = 1.0
+
+    async def awaited() -> None:
+        async with AsyncClient(stack.url, wait_s=1.0, retries=0) as other:
+            began = time.monotonic()
+            assert (await other.capture(capture.id).manifest()).status == "running" and time.monotonic() - began > 0.9
+            with pytest.raises(NotComplete, match="running"):
+                await other.capture(capture.id).get("resid_post", 0)
+            assert time.monotonic() - began > 1.9
+
+    began = time.monotonic()
+    assert capture.manifest().status == "running" and time.monotonic() - began > 0.9
+    with pytest.raises(NotComplete, match="running"):
+        capture["resid_post", 0]
+    assert time.monotonic() - began > 1.9
+    asyncio.run(awaited())
 
 
 @pytest.mark.parametrize("way", ["client", "store"])

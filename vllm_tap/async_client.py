@@ -189,22 +189,24 @@ class AsyncClient:
 
     async def manifest(self, ref: str, wait_s: float | None = None) -> Manifest:
         """``Client.manifest``."""
-        return wire.read_manifest(ref, await self._send(wire.ask_manifest(ref, wait_s)))
+        end_s = time.monotonic() + (wait_s or 0.0)
+        while True:  # an answer is waited for so long at most
+            left_s = None if wait_s is None else max(end_s - time.monotonic(), 0.0)
+            found = wire.read_manifest(ref, await self._send(wire.ask_manifest(ref, left_s)))
+            if found.status in FINAL or time.monotonic() >= end_s:
+                return found
 
     async def final(self, ref: str, wait_s: float) -> Manifest:
         """``Client.final``."""
-        end_s = time.monotonic() + wait_s
-        while True:
-            left_s = max(end_s - time.monotonic(), 0.0)
-            found = await self.manifest(ref, min(left_s, limits.wait_timeout_s_max))
-            if found.status in FINAL:
-                return found
-            if time.monotonic() >= end_s:
-                raise not_complete(found, wait_s)
+        if (found := await self.manifest(ref, wait_s)).status in FINAL:
+            return found
+        raise not_complete(found, wait_s)
 
     async def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
                    wait_s: float | None, rejected: bool = False) -> Rows:
         """``Client.rows``."""
+        if wait_s is not None and wait_s > limits.wait_timeout_s_max:
+            await self.final(ref, wait_s)
         return wire.read_rows(site, layers, await self._send(
             wire.ask_rows(ref, site, layers, start, stop, wait_s, rejected)))
 
