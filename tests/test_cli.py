@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -30,7 +32,7 @@ from schemas.spec import parse_spec
 from tests.engine_player import WIDTH, EnginePlayer, decoded
 from tests.processes import free_port, runs
 from tests.test_supervisor import until
-from vllm_tap import AsyncClient, Client, open_store
+from vllm_tap import AsyncClient, Client, open_store, writer_process
 from vllm_tap import Store as TapStore
 from vllm_tap.capture_job import CaptureJob
 from vllm_tap.cli import app, list_captures
@@ -44,6 +46,7 @@ from vllm_tap.prompt_source import PromptSource
 from vllm_tap.services import make_socket_dir
 from vllm_tap.tiny_model import tiny_model
 from vllm_tap.writer_process import WriterProcess
+from writer_service.store_lock import is_free
 
 ROOT = Path(__file__).parent.parent
 
@@ -565,6 +568,22 @@ def test_a_killed_writer_is_started_again(tmp_path: Path, sockets: Path) -> None
     assert second is not None and not runs(second)
 
 
+@pytest.mark.parametrize("window_s, kept", [(0.5, True), (60.0, False)])
+def test_a_writer_that_dies_now_and_then_is_always_started_again(
+        window_s: float, kept: bool, tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_process, "_RESTARTS_MAX", 1)
+    monkeypatch.setattr(writer_process, "_RESTARTS_WINDOW_S", window_s)
+    given_up = threading.Event()
+    with WriterProcess(tmp_path / "store", f"ipc://{sockets}/writer.sock", give_up=given_up.set) as writer:
+        for _ in range(2):
+            until(lambda: not is_free(tmp_path / "store"), 10)
+            time.sleep(window_s if kept else 0.0)
+            died = writer.pid
+            os.kill(died or 0, signal.SIGKILL)
+            until(lambda died=died: writer.pid != died or given_up.is_set(), 10)  # type: ignore[misc]
+        assert given_up.is_set() == (not kept) and (writer.failed is None) == kept, writer.failed
+
+
 def test_a_second_writer_on_a_store_is_told_so(tmp_path: Path, sockets: Path) -> None:
     with (WriterProcess(tmp_path / "store", f"ipc://{sockets}/a.sock"),
           pytest.raises(TapError, match="writer did not start"),
@@ -580,6 +599,23 @@ def test_serve_on_a_store_that_another_writer_has_is_refused(tmp_path: Path, soc
 
 
 # ── the whole of it, on vLLM ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_capture_that_is_terminated_leaves_nothing_behind(tmp_path: Path, sockets: Path) -> None:
+    pytest.importorskip("vllm")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "The sea"}\n')
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_CI_ENV": "1", "TMPDIR": str(sockets)}
+    command = [sys.executable, "-m", "vllm_tap", "capture", str(file), "--tiny", "--store", str(tmp_path / "store")]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("starting vLLM" in line for line in process.stderr)
+        assert [each for each in sockets.iterdir() if each.name.startswith("vllm-tap-")]
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not [each for each in sockets.iterdir() if each.name.startswith("vllm-tap-")]
+    assert is_free(tmp_path / "store")
 
 
 @pytest.mark.soak  # three engines: half a minute

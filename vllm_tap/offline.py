@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,6 +56,8 @@ def run(job: CaptureJob) -> int:
     console = Console(stderr=True, highlight=False)
     tally, began = Tally(), time.monotonic()
     with ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            stack.callback(signal.signal, number, signal.signal(number, _end))
         socket_dir = make_socket_dir()
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         endpoint = f"ipc://{socket_dir / 'writer.sock'}"
@@ -92,6 +95,11 @@ def run(job: CaptureJob) -> int:
         statuses = _await_ends(job.store, tally)
     _print_summary(console, job, tally, statuses, time.monotonic() - began, generated)
     return 0 if not tally.refused and set(statuses) <= {"complete"} else 1
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """As an interrupt ends it: what is in flight is aborted, and everything that was started goes too."""
+    raise SystemExit(128 + number)
 
 
 def _count(prompts: PromptSource) -> int:

@@ -22,6 +22,7 @@ __all__ = ["READY_S", "WriterProcess"]
 READY_S: Final = 60.0
 _STOP_S: Final = 30.0
 _RESTARTS_MAX: Final = 5
+_RESTARTS_WINDOW_S: Final = 60.0  # a server runs for months: what died long ago does not count
 _GUARD: Final = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
 
 
@@ -64,9 +65,8 @@ class WriterProcess:
 
     def _watch(self, ready: threading.Event) -> None:
         """Lives as long as the program, so the death signal of what it starts means the program's death."""
-        for attempt in range(_RESTARTS_MAX + 1):
-            if self._stopping.is_set():
-                return
+        deaths: deque[float] = deque()
+        while not self._stopping.is_set():
             process = subprocess.Popen(
                 [*_GUARD, "start", "-1", str(os.getpid()), *self._command], stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -85,10 +85,17 @@ class WriterProcess:
             if not ready.is_set():
                 self.failed = self._lines[-1] if self._lines else f"exit code {status}"
                 return
+            now = time.monotonic()
+            while deaths and deaths[0] < now - _RESTARTS_WINDOW_S:
+                deaths.popleft()
+            if len(deaths) >= _RESTARTS_MAX:
+                self.failed = (f"it ended {_RESTARTS_MAX + 1} times in {_RESTARTS_WINDOW_S:.0f} s; last: "
+                               f"{self._lines[-1] if self._lines else '–'}")
+                self._give_up()
+                return
             print(f"the writer ended (status {status}); starting it again", file=sys.stderr)
-            time.sleep(0.2 * 2**attempt)
-        self.failed = f"it ended {_RESTARTS_MAX + 1} times; last: {self._lines[-1] if self._lines else '–'}"
-        self._give_up()
+            time.sleep(0.2 * 2**len(deaths))
+            deaths.append(now)
 
     def _stop(self) -> None:
         self._stopping.set()
