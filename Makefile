@@ -47,7 +47,7 @@ test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest, W
 page-test: $(STAMP) $(VENV)/.installed-page  ## the page at / in a real browser (needs Chromium: apt-get install chromium, or TAP_CHROMIUM=…)
 	$(PY) -m pytest tests/test_page.py $(if $(K),-k "$(K)") $(ARGS)
 
-compose-test: $(STAMP)  ## docker/compose.yml for real: Docker, or as root podman, buildah, runc, netavark, debootstrap
+compose-test: $(STAMP)  ## docker/compose.yml for real: Docker, or root with podman buildah runc netavark aardvark-dns iptables debootstrap
 	@command -v podman-compose >/dev/null || docker info >/dev/null 2>&1 || \
 	    $(uv) pip install --quiet --python $(PY) podman-compose
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" UV_FIND_LINKS='$(find_links)' $(PY) -m tests.compose

@@ -23,6 +23,9 @@ FOLDER = ROOT / "build" / "compose"
 BASE = "localhost/vllm-tap-base:bookworm"
 SERVICES = ("writer", "engine", "api")
 PROJECT = "vllm-tap-test"
+# Without the last one containers do not find each other by name, and nothing says why.
+NEEDED = ("podman", "podman-compose", "buildah", "runc", "debootstrap", "iptables", "netavark", "aardvark-dns")
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib/podman:/usr/libexec/podman"
 
 
 @dataclass
@@ -78,8 +81,7 @@ def engine(environment: Mapping[str, str] = os.environ) -> Compose | None:
     """What can run containers here; None where nothing can."""
     if shutil.which("docker") and subprocess.run(["docker", "info"], capture_output=True).returncode == 0:
         return Compose(podman=False)
-    needed = ("podman", "podman-compose", "buildah", "runc", "debootstrap")
-    if os.geteuid() == 0 and all(shutil.which(name) for name in needed):
+    if os.geteuid() == 0 and all(shutil.which(name, path=_PATH) for name in NEEDED):
         return Compose(podman=True, environment=_podman_settings())
     return None
 
@@ -121,7 +123,7 @@ def main() -> int:
     """Builds both images; 2 where there is no engine for containers."""
     compose = engine()
     if compose is None:
-        print("neither a Docker engine, nor root with podman, podman-compose, buildah, runc and debootstrap")
+        print(f"neither a Docker engine, nor root with {', '.join(NEEDED)}; see docs/deployment.md")
         return 2
     if not compose.podman:
         compose.compose("build", "writer", timeout_s=1800)
