@@ -7,6 +7,7 @@ For i < n:
 - ``scaled``: x[64 i:64 i + 64] = float32(q[64 i:64 i + 64]) × scales[i]
 - ``to_bfloat16``, ``to_float16``: y[64 i:64 i + 64] = x[64 i:64 i + 64], nearest, ties to even. By whole numbers, since
   not every processor has instructions for it; where float16 has no normal number, adding 0.5 rounds at its last bit.
+- ``crc``: crc = tables[7][x & 255] ^ tables[6][x >> 8 & 255] ^ … ^ tables[0][x >> 56] where x = words[i] ^ crc
 """
 
 from __future__ import annotations
@@ -169,5 +170,63 @@ block:
   br i1 %more, label %block, label %end
 end:
   ret void
+}
+
+define i32 @crc(i64 %n, ptr %words, ptr %tables, i32 %start_crc) {
+start:
+  %any = icmp ne i64 %n, 0
+  br i1 %any, label %word, label %end
+word:
+  %i = phi i64 [0, %start], [%next, %word]
+  %crc = phi i32 [%start_crc, %start], [%r7, %word]
+  %at = getelementptr i64, ptr %words, i64 %i
+  %data = load i64, ptr %at, align 1
+  %wide = zext i32 %crc to i64
+  %x = xor i64 %data, %wide
+  %b0 = lshr i64 %x, 0
+  %i0 = and i64 %b0, 255
+  %t0 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 7, i64 %i0
+  %v0 = load i32, ptr %t0
+  %b1 = lshr i64 %x, 8
+  %i1 = and i64 %b1, 255
+  %t1 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 6, i64 %i1
+  %v1 = load i32, ptr %t1
+  %b2 = lshr i64 %x, 16
+  %i2 = and i64 %b2, 255
+  %t2 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 5, i64 %i2
+  %v2 = load i32, ptr %t2
+  %b3 = lshr i64 %x, 24
+  %i3 = and i64 %b3, 255
+  %t3 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 4, i64 %i3
+  %v3 = load i32, ptr %t3
+  %b4 = lshr i64 %x, 32
+  %i4 = and i64 %b4, 255
+  %t4 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 3, i64 %i4
+  %v4 = load i32, ptr %t4
+  %b5 = lshr i64 %x, 40
+  %i5 = and i64 %b5, 255
+  %t5 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 2, i64 %i5
+  %v5 = load i32, ptr %t5
+  %b6 = lshr i64 %x, 48
+  %i6 = and i64 %b6, 255
+  %t6 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 1, i64 %i6
+  %v6 = load i32, ptr %t6
+  %b7 = lshr i64 %x, 56
+  %i7 = and i64 %b7, 255
+  %t7 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 0, i64 %i7
+  %v7 = load i32, ptr %t7
+  %r1 = xor i32 %v0, %v1
+  %r2 = xor i32 %r1, %v2
+  %r3 = xor i32 %r2, %v3
+  %r4 = xor i32 %r3, %v4
+  %r5 = xor i32 %r4, %v5
+  %r6 = xor i32 %r5, %v6
+  %r7 = xor i32 %r6, %v7
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %n
+  br i1 %more, label %word, label %end
+end:
+  %found = phi i32 [%start_crc, %start], [%r7, %word]
+  ret i32 %found
 }
 """

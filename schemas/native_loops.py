@@ -70,6 +70,8 @@ class Loops:
         signature = ctypes.CFUNCTYPE(None, number, pointer, pointer)
         self._narrow = {dtype: signature(self._engine.get_function_address(f"to_{dtype}"))
                         for dtype in ("bfloat16", "float16")}
+        word = ctypes.c_uint32
+        self._crc = ctypes.CFUNCTYPE(word, number, pointer, pointer, word)(self._engine.get_function_address("crc"))
 
     def _address(self, name: str) -> int | None:
         """Of a function of the package, the one that takes the widest instructions of the processor where it has it."""
@@ -170,6 +172,15 @@ class Loops:
             raise ValueError(f"numbers {x.shape} for an array {out.shape}")
         self._narrow[dtype](x.size // 64, x.ctypes.data, out.ctypes.data)
         return x.size // 64 * 64
+
+    def crc(self, data: Bytes, tables: npt.NDArray[np.uint32], crc: int) -> int:
+        """A reflected CRC of 32 bits carried over data, whole words of 8 bytes; ``tables`` ``[8, 256]``: of a byte that
+        so many others follow.
+        """
+        if len(data) % 8 or tables.shape != (8, 256) or not (data.flags.c_contiguous and tables.flags.c_contiguous):
+            raise ValueError(f"{len(data)} bytes, tables {tables.shape}")
+        found: int = self._crc(len(data) // 8, data.ctypes.data, tables.ctypes.data, crc)
+        return found
 
     def _digests(self, at: Callable[[int, int], I64], count: int, nbytes: int, seeds: U64 | None,
                  state: int | None) -> U64:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import codecs
+from schemas import codecs, native_loops
 from schemas.control import Frame, StreamPart
 from schemas.errors import CorruptError
 from schemas.frame import RowTable
@@ -247,15 +248,26 @@ def test_arbitrary_bytes_hold_no_frame(junk: bytes) -> None:
     assert list(walk(memoryview(junk), UUID, 3, "s", verify=verify_payload)) == []
 
 
+def crcs(data: bytes) -> set[int]:
+    """In NumPy, and in machine code where it can be made."""
+    loops = native_loops._loops or native_loops.load()
+    try:
+        native_loops._loops, native_loops._maker = None, threading.Thread()  # which makes none
+        found = {crc32c(data)}
+    finally:
+        native_loops._loops = loops
+    return found | {crc32c(data)}
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=5000))
 def test_crc32c_equals_the_library(data: bytes) -> None:
     google_crc32c = pytest.importorskip("google_crc32c")
-    assert crc32c(data) == google_crc32c.value(data)
+    assert crcs(data) == {google_crc32c.value(data)}
 
 
 def test_crc32c_of_a_large_index() -> None:
     google_crc32c = pytest.importorskip("google_crc32c")
     for size in (64 * 4096 - 1, 1 << 20, (1 << 20) + 17):
         data = np.random.default_rng(size).bytes(size)
-        assert crc32c(data) == google_crc32c.value(data)
+        assert crcs(data) == {google_crc32c.value(data)}
