@@ -60,6 +60,7 @@ class Keeper:
         self._retain_days, self._retain_bytes = retain_days, retain_bytes
         self._take_number = take_number or (lambda: cold_blocks.free_number(store))
         self._usage = Usage(store)
+        self._db: sqlite3.Connection | None = None  # between two rounds
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keep")
         self._running: Future[Round] | None = None
         self._due = 0.0
@@ -102,19 +103,24 @@ class Keeper:
     def close(self) -> None:
         """End the thread; what it did not get to is done after the next start."""
         self._pool.shutdown()
+        if self._db is not None:
+            self._db.close()
 
     def round(self) -> Round:
         """One round, here and now."""
         done = Round()
-        db = connect_read(self._store / "catalog.sqlite")
+        db, self._db = self._db or connect_read(self._store / "catalog.sqlite"), None
         try:
             db.execute("BEGIN")  # one moment: what is journaled later is the next round's
             self._erase(db, done)
             self._scrub(db, done)
             done.used_bytes = self._usage.measure()
             self._expire(db, done)
+            db.execute("ROLLBACK")
+            self._db = db  # one that is new reads the whole schema first, most of what an idle round takes
         finally:
-            db.close()
+            if self._db is None:
+                db.close()
         return done
 
     def _erase(self, db: sqlite3.Connection, done: Round) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +13,14 @@ from schemas.zarr_layout import WRITER, journal_folder
 BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
 
 
-def disk_bytes(path: Path) -> int:
+def disk_bytes(path: Path | os.DirEntry[str]) -> int:
     """What a file or folder takes: erased pages do not count. Files that vanish meanwhile count nothing."""
     try:
-        if not path.is_dir():
-            return path.stat().st_blocks * BLOCK_BYTES
-        return sum(disk_bytes(entry) for entry in path.iterdir())
+        info = path.stat()
+        if not stat.S_ISDIR(info.st_mode):
+            return info.st_blocks * BLOCK_BYTES
+        with os.scandir(path) as entries:
+            return sum(map(disk_bytes, entries))
     except FileNotFoundError:
         return 0
 
