@@ -30,7 +30,7 @@ retire_rounds: Final = 2  # so that deletes one after the other do not make a bl
 failed_rounds: Final = 30
 rewrite_rest: Final = 9  # times as long as making a cold block anew took, before the next
 expired_at_once: Final = 500
-owed_share: Final = 4  # retention by bytes stops where a fourth of them was deleted and did not come back
+owed_share: Final = 4  # where more than a fourth was deleted and did not come back, nothing is deleted for that
 KeeperChange = Erased | Scrubbed | SegmentGone | Compacted
 
 
@@ -180,11 +180,11 @@ class Keeper:
         in_vain = excess > 0 and self._owed > self._retain_bytes // owed_share
         if in_vain and not self._in_vain:
             says.warn("retention_in_vain", f"rows take {done.used_bytes} bytes, more than the {self._retain_bytes} to "
-                      f"be kept, but deleting gives too little back ({self._owed} bytes are missing): no more is "
-                      "deleted until it does", used_bytes=done.used_bytes, missing_bytes=self._owed)
+                      f"be kept, but deleting gives too little back ({self._owed} bytes are missing): for these "
+                      "nothing more is deleted", used_bytes=done.used_bytes, missing_bytes=self._owed)
         self._in_vain = in_vain
         if in_vain:
-            return
+            excess -= self._owed  # it may come back with the rest of its blocks; what is new makes room as ever
         asked, self._asked = self._asked, set()
         for capture in islice(oldest(db, now_ms), expired_at_once):
             if excess <= 0:
