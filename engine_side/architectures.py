@@ -6,7 +6,7 @@ architecture is one entry here and one in the parity tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -78,13 +78,13 @@ _LLAMA_BLOCK: Final = {
     "resid_post": Place("", "stream_out", "hidden + residual as the block returns them, before any norm"),
     "attn_out": Place("self_attn", "result", "attention output as added to the residual stream"),
     "mlp_out": Place("mlp", "result", "MLP output as added to the residual stream"),
-    "mlp_post": Place("mlp.down_proj", "argument", "act(gate) · up, before the down projection"),
+    "mlp_post": Place("mlp.down_proj", "operand", "act(gate) · up, before the down projection"),
     "q": Place("self_attn.qkv_proj", "q", "query projection, before a query norm and the rotary embedding"),
     "k": Place("self_attn.qkv_proj", "k", "key projection, before a key norm and the rotary embedding"),
     "v": Place("self_attn.qkv_proj", "v", "value projection"),
     "q_rot": Place("self_attn.attn", "query", "queries as the attention kernel gets them"),
     "k_rot": Place("self_attn.attn", "key", "keys as the attention kernel gets them"),
-    "z": Place("self_attn.o_proj", "argument", "attention result of all heads, before the output projection"),
+    "z": Place("self_attn.o_proj", "operand", "attention result of all heads, before the output projection"),
 }
 _LLAMA_MODEL: Final = {
     "embed": Place("model.embed_tokens", "result", "rows of the embedding table, before any scaling"),
@@ -124,11 +124,11 @@ _OPT: Final = Family("model.decoder.layers", {
     "resid_post": Place("", "result", "residual stream as the block returns it"),
     "attn_out": Place("self_attn", "result", "attention output as added to the residual stream"),
     "mlp_out": Place("fc2", "result", "MLP output as added to the residual stream"),
-    "mlp_post": Place("fc2", "argument", "activation before the second linear layer"),
+    "mlp_post": Place("fc2", "operand", "activation before the second linear layer"),
     "q": Place("self_attn.qkv_proj", "q", "query projection"),
     "k": Place("self_attn.qkv_proj", "k", "key projection"),
     "v": Place("self_attn.qkv_proj", "v", "value projection"),
-    "z": Place("self_attn.out_proj", "argument", "attention result of all heads, before the output projection"),
+    "z": Place("self_attn.out_proj", "operand", "attention result of all heads, before the output projection"),
 }, {
     "embed": Place("model.decoder.embed_tokens", "result", "rows of the embedding table, without positions"),
     "final_norm": Place("model.decoder.final_layer_norm", "result", "output of the final norm, after its weight"),
@@ -140,8 +140,8 @@ _GPT_NEOX: Final = Family("model.layers", {
     "resid_post": Place("", "result", "residual stream as the block returns it"),
     "attn_out": Place("attention", "result", "attention output as added to the residual stream"),
     "mlp_out": Place("mlp", "result", "MLP output as added to the residual stream"),
-    "mlp_post": Place("mlp.dense_4h_to_h", "argument", "activation before the second linear layer"),
-    "z": Place("attention.dense", "argument", "attention result of all heads, before the output projection"),
+    "mlp_post": Place("mlp.dense_4h_to_h", "operand", "activation before the second linear layer"),
+    "z": Place("attention.dense", "operand", "attention result of all heads, before the output projection"),
 }, {
     "embed": Place("model.embed_in", "result", "rows of the embedding table"),
     "final_norm": Place("model.final_layer_norm", "result", "output of the final norm, after its weight"),
@@ -183,6 +183,25 @@ def find_points(model: nn.Module, names: list[str], sites: tuple[str, ...], n_la
             raise StartError(f"vllm-tap: cannot arm {site} on {', '.join(names)}; this model offers: "
                              f"{', '.join(_offered(family, model, blocks))}")
         yield from points
+
+
+def find_carried(model: nn.Module, names: Sequence[str], points: Iterable[Point]
+                 ) -> Iterator[tuple[tuple[nn.Module, nn.Module], Point]]:
+    """The norms of every block that carries (hidden, residual), with a point that has the stream as the block gets it.
+
+    The first of the two adds hidden to the residual, which makes the stream; the second is handed the stream. Not of
+    the first block, which gets no residual.
+    """
+    family = family_of(names)
+    after = family.block.get("resid_mid")
+    if after is None or after.rule != "second":
+        return
+    streams = {point.layer + 1: point for point in points if point.site == "resid_post"} | {
+        point.layer: point for point in points if point.site == "resid_pre"}
+    for layer, block in enumerate(_part(model, family.layers)):
+        norms = getattr(block, "input_layernorm", None), _part(block, after.path)
+        if layer in streams and layer > 0 and norms[0] is not None and norms[1] is not None:
+            yield (norms[0], norms[1]), streams[layer]
 
 
 def find_entry(model: nn.Module, names: list[str], sites: tuple[str, ...]) -> Entry | None:
@@ -244,7 +263,7 @@ def _width(module: Any, rule: str, hidden: int) -> int:
         return int(module.num_heads * module.head_size)
     if rule in ("k", "v", "key"):
         return int(module.num_kv_heads * module.head_size)
-    if rule == "argument":
+    if rule in ("argument", "operand"):
         return int(getattr(module, "input_size_per_partition", getattr(module, "in_features", hidden)))
     if rule == "result" and not hasattr(module, "embedding_dim"):
         return int(getattr(module, "output_size", getattr(module, "out_features", hidden)))

@@ -35,6 +35,7 @@ class Staging:
     layers: dict[str, list[int]]
     joint: torch.Tensor | None = None
     probes: dict[str, Scorer] = field(default_factory=dict)
+    _of_layer: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
     def source(self, site: str) -> str:
         """The site whose buffer has the rows that a site's are made of."""
@@ -43,6 +44,19 @@ class Staging:
     def index(self, site: str, layer: int) -> int:
         """Where a layer lies in the buffer of its source."""
         return self.layers[self.source(site)].index(layer)
+
+    def of_layer(self, site: str, layer: int) -> torch.Tensor:
+        """The buffer [tokens, width] of a layer, always the same tensor: so the compiler sees who reads what.
+
+        It is no view of all layers: what writes into a view the compiler takes for what writes into all that it is a
+        view of, and copies that where it cannot see that nobody reads it.
+        """
+        if (site, layer) not in self._of_layer:
+            whole, number = (self.joint, self.index(JOINT[0], layer)) if site == "qkv" else (
+                self.buffers[site], self.index(site, layer))
+            assert whole is not None
+            self._of_layer[site, layer] = torch.from_dlpack(whole[number])
+        return self._of_layer[site, layer]
 
     def layers_of(self, site: str) -> list[int]:
         """The layers that a site has."""

@@ -3,6 +3,9 @@
 Only instances of the target model are touched, so drafters and other models in the process stay as they are. The
 wrapped forward is ordinary traced code: Dynamo and CUDA graphs see a tensor copy, no hook and no opaque operation.
 What comes from the arguments is copied before the call: fused norms update the residual in place.
+
+A copy costs nothing where what follows reads staging instead of the tensor that was copied: then the compiler writes
+once, into staging. So the operand of a matrix product is read from there, and so is the residual (``read_back``).
 """
 
 from __future__ import annotations
@@ -22,14 +25,20 @@ from engine_side.staging import JOINT, Staging
 
 Forward = Callable[..., Any]
 
+STREAM: Final = "vllm_tap_stream"  # the buffer that a norm reads
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How rows are made of a call: of its arguments (``before``) or of its result."""
+    """How rows are made of a call: of its arguments (``before``) or of its result.
+
+    ``instead``: the call gets the staged rows for its first argument, which it only reads.
+    """
 
     before: bool
     rows: Callable[..., torch.Tensor]
     method: str = "forward"
+    instead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ def _largest(gate: Any, result: Any) -> torch.Tensor:
 RULES: Final[dict[str, Rule]] = {
     "stream_in": Rule(True, _stream_in),
     "argument": Rule(True, Call.first),
+    "operand": Rule(True, Call.first, instead=True),
     "query": Rule(True, lambda call: call.get("query", 0)),
     "key": Rule(True, lambda call: call.get("key", 1)),
     "stream_out": Rule(False, _stream_out),
@@ -126,10 +136,10 @@ def install(points: Iterable[Point], staging: Staging,
     for _, points_of in groupby(ordered, key=lambda point: id(point.module)):
         taps = list(points_of)
         module = taps[0].module
-        copies = [(tap.site, tap.rule, staging.buffers[tap.site][staging.index(tap.site, tap.layer)]) for tap in taps]
+        copies = [(tap.site, tap.rule, staging.of_layer(tap.site, tap.layer)) for tap in taps]
         if staging.joint is not None and {tap.rule for tap in taps} >= set(JOINT):
             copies = [copy for copy in copies if copy[1] not in JOINT]
-            buffer = staging.joint[staging.index(JOINT[0], taps[0].layer)]
+            buffer = staging.of_layer("qkv", taps[0].layer)
             if straight and id(module) in straight:
                 straight[id(module)](module, buffer)
             else:
@@ -160,12 +170,15 @@ def _wrap(module: Any, method: str, taps: list[tuple[str, Rule]]) -> None:
 
 def _tapped(forward: Forward, taps: list[tuple[str, Rule]]) -> Forward:
     places = {name: number - 1 for number, name in enumerate(inspect.signature(forward).parameters)}
-    before = [(name, rule.rows) for name, rule in taps if rule.before]
+    before = [(name, rule) for name, rule in taps if rule.before]
     after = [(name, rule.rows) for name, rule in taps if not rule.before]
 
     def tapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for name, rows_of in before:
-            _copy(getattr(self, name), rows_of(Call(places, args, kwargs)))
+        for name, rule in before:
+            rows = rule.rows(Call(places, args, kwargs))
+            staged = _copy(getattr(self, name), rows)
+            if rule.instead and staged.dtype == rows.dtype:
+                args, kwargs = _with_first(args, kwargs, staged.view(rows.shape))
         result = forward(self, *args, **kwargs)
         for name, rows_of in after:
             _copy(getattr(self, name), rows_of(self, result))
@@ -174,6 +187,26 @@ def _tapped(forward: Forward, taps: list[tuple[str, Rule]]) -> Forward:
     return tapped
 
 
-def _copy(buffer: torch.Tensor, rows: torch.Tensor) -> None:
+def _copy(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     rows = rows.reshape(-1, buffer.shape[-1])
-    buffer[: rows.shape[0]].copy_(rows)
+    staged = buffer[: rows.shape[0]]
+    staged.copy_(rows)
+    return staged
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], first: torch.Tensor
+                ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((first, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): first})
+
+
+def read_back(norm: nn.Module, buffer: torch.Tensor) -> None:
+    """``norm(hidden, residual)`` takes its residual from ``buffer`` [tokens, width], where a tap put the same rows."""
+    forward, dtype = type(norm).forward, buffer.dtype
+
+    def reading(self: Any, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is not None and residual.dtype == dtype:
+            residual = getattr(self, STREAM)[: hidden.shape[0]]
+        return forward(self, hidden, residual)
+
+    norm.register_buffer(STREAM, buffer, persistent=False)
+    norm.__class__ = type(type(norm).__name__, (type(norm),), {"forward": reading})

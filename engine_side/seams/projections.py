@@ -17,15 +17,18 @@ from torch import nn
 BUFFER = "vllm_tap_straight"
 
 _library = torch.library.Library("vllm_tap", "FRAGMENT")
-_library.define("project(Tensor rows, Tensor weight, Tensor(a!) out) -> ()")
+_library.define("project(Tensor rows, Tensor weight, Tensor(a!) buffer) -> ()")
 
 
-def _project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """``out`` [n, width] = ``rows`` [n, hidden] · ``weight`` [width, hidden]ᵀ: what ``F.linear`` runs, put here."""
-    torch.mm(rows, weight.t(), out=out)
+def _project(rows: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> None:
+    """First n of ``buffer`` [tokens, width] = ``rows`` [n, hidden] · ``weight`` [width, hidden]ᵀ, as by ``F.linear``.
+
+    It gets the whole buffer: told to write into a part, the compiler lets it write elsewhere and copies that, twice.
+    """
+    torch.mm(rows, weight.t(), out=buffer[: rows.shape[0]])
 
 
-def _project_fake(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def _project_fake(rows: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> None:
     """Nothing is returned."""
 
 
@@ -75,6 +78,6 @@ def write_into(projection: Any, buffer: torch.Tensor) -> None:
 def _apply(_method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     assert bias is None
     rows = x.reshape(-1, x.shape[-1])
-    out: torch.Tensor = getattr(layer, BUFFER)[: rows.shape[0]]
-    torch.ops.vllm_tap.project(rows, layer.weight, out)
-    return out.view(*x.shape[:-1], out.shape[-1])
+    buffer: torch.Tensor = getattr(layer, BUFFER)
+    torch.ops.vllm_tap.project(rows, layer.weight, buffer)
+    return buffer[: rows.shape[0]].view(*x.shape[:-1], buffer.shape[-1])

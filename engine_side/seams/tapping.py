@@ -12,10 +12,10 @@ import xxhash
 from torch import nn
 
 from engine_side import worker
-from engine_side.architectures import SHARED_OUT, Point, find_entry, find_points
+from engine_side.architectures import SHARED_OUT, Point, find_carried, find_entry, find_points
 from engine_side.config import TAP_VERSION, TESTED_VERSIONS, EngineConfig, in_tested_range
 from engine_side.probes import scorer
-from engine_side.seams import projections
+from engine_side.seams import projections, residuals
 from engine_side.staging import Staging, allocate
 from engine_side.taps import install
 from schemas.control import EngineInfo
@@ -46,6 +46,7 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
                                 config.scratch_bytes)
     _make_scorers(probes, staging, model, device)
     install(points, staging, projections.find(model, vllm_config.compilation_config.pass_config))
+    residuals.read_back(find_carried(model, architectures, points), staging, vllm_config)
     armed = Armed({site: layers[site] for site in config.arm}, n_layers,
                   dict.fromkeys(filter(has_heads, config.arm), model_config.get_head_size()),
                   {probe.name: loaded.about for probe, loaded in probes.items()})

@@ -53,6 +53,16 @@ def test_every_row_of_a_ragged_batch_in_chunks(engine: Engine) -> None:
     assert (told["async_scheduling"], told["speculative"]) == (ON_GPU, "")
 
 
+def test_blocks_go_on_with_the_stream_that_was_captured(engine: Engine) -> None:
+    """What these tests compare is then what the model itself computed with."""
+    from engine_side import taps, worker
+
+    if worker.CURRENT is None:
+        pytest.skip("this engine has processes of its own")
+    reading = [name for name, module in worker.CURRENT.model.named_modules() if hasattr(module, taps.STREAM)]
+    assert reading == [f"model.layers.{layer}.post_attention_layernorm" for layer in range(1, LAYERS)]
+
+
 def test_an_id_of_the_form_of_a_completions_is_no_prompt_number(engine: Engine) -> None:
     from vllm import SamplingParams
 

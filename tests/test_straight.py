@@ -1,0 +1,230 @@
+"""What lies in staging anyway is written once: the same numbers as with copies, and no tensor beside staging.
+
+The block is built as vLLM builds one, of its own norm, and compiled by Inductor as vLLM compiles.
+"""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine_side import taps
+from engine_side.architectures import Point, find_carried
+from engine_side.seams import projections, residuals
+from engine_side.staging import Staging, allocate
+from engine_side.taps import install
+
+HIDDEN, INNER, TOKENS, HEAD = 32, 96, 16, 8
+QKV = {"q": 32, "k": 16, "v": 16}
+WIDTHS = {"resid_post": HIDDEN, "attn_out": HIDDEN, "mlp_out": HIDDEN, "mlp_post": INNER, **QKV}
+
+
+class Norm(nn.Module):
+    """What vLLM's RMSNorm does to (hidden, residual), without its registry."""
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        summed = hidden.float() if residual is None else hidden.float() + residual.float()
+        normed = (summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + 1e-6)).to(hidden.dtype)
+        return normed if residual is None else (normed, summed.to(hidden.dtype))
+
+
+class Projection(nn.Linear):
+    num_heads, num_kv_heads, head_size = 4, 2, HEAD
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out, bias=False, dtype=torch.bfloat16)
+        self.quant_method = SimpleMethod()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.quant_method.apply(self, x)
+
+
+class SimpleMethod:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.linear(x, layer.weight, bias)
+
+
+@torch.library.custom_op("vllm_tap_test::attend", mutates_args=())
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As opaque to the compiler as attention is."""
+    return torch.cat([q, k, v], dim=-1)
+
+
+@attend.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.cat([q, k, v], dim=-1)
+
+
+class Attention(nn.Module):
+    """q and k are normed, as Qwen3 does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj, self.o_proj = Projection(HIDDEN, sum(QKV.values())), Projection(sum(QKV.values()), HIDDEN)
+        self.q_norm, self.k_norm = Norm(), Norm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv_proj(x).split(list(QKV.values()), dim=-1)
+        return self.o_proj(attend(self.q_norm(q), self.k_norm(k), v))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = Projection(HIDDEN, 2 * INNER), Projection(INNER, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
+        self.self_attn, self.mlp = Attention(), Mlp()
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers, self.model.norm = nn.ModuleList(Block() for _ in range(3)), Norm()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        residual = None
+        for block in self.model.layers:
+            hidden, residual = block(hidden, residual)
+        return self.model.norm(hidden, residual)[0]
+
+
+def tapped(model: Model, straight: bool, monkeypatch: pytest.MonkeyPatch) -> Staging:
+    """``straight``: as a start does it where everything can be; otherwise every row is copied."""
+    parts = {"resid_post": ("", "stream_out"), "attn_out": ("self_attn", "result"), "mlp_out": ("mlp", "result"),
+             "mlp_post": ("mlp.down_proj", "operand" if straight else "argument"),
+             **{site: ("self_attn.qkv_proj", site) for site in QKV}}
+    points = [Point(site, layer, block.get_submodule(path), rule, WIDTHS[site], site)
+              for site, (path, rule) in parts.items() for layer, block in enumerate(model.model.layers)]
+    staging, _ = allocate(WIDTHS, {site: [0, 1, 2] for site in WIDTHS}, TOKENS, torch.bfloat16, torch.device("cpu"),
+                          1 << 20)
+    writers = {id(block.self_attn.qkv_proj): projections.write_into for block in model.model.layers}
+    install(points, staging, writers if straight else None)
+    if straight:
+        monkeypatch.setattr(residuals, "_adds", lambda norm: isinstance(norm, Norm))
+        carried = find_carried(model, ["LlamaForCausalLM"], points)
+        assert residuals.read_back(carried, staging, configured()) == 2, "all but the first, which gets no residual"
+    return staging
+
+
+def configured(adding: str = "native", ranks: int = 1, splitting: tuple[str, ...] = ("vllm::unified_attention",),
+               partition: bool = False, mode: int = 3, backend: str = "inductor", **passes: Any) -> Any:
+    """The parts of vLLM's configuration that decide."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        compilation_config=SimpleNamespace(
+            pass_config=SimpleNamespace(**passes), mode=mode, backend=backend, splitting_ops=list(splitting),
+            use_inductor_graph_partition=partition),
+        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(fused_add_rms_norm=[adding, "native"])))
+
+
+@torch.inference_mode()
+def test_what_lies_in_staging_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(0)
+    models = {way: Model().eval() for way in ("plain", "copied", "straight")}
+    for model in models.values():
+        model.load_state_dict(models["plain"].state_dict())
+    staged = {way: tapped(models[way], way == "straight", monkeypatch) for way in ("copied", "straight")}
+    hidden = torch.randn(11, HIDDEN, dtype=torch.bfloat16)
+    results, made = {}, {}
+    for way, model in models.items():
+        torch._dynamo.reset()
+        # vLLM functionalizes so, and rounds sums where it cuts its graph.
+        with config.patch(enable_auto_functionalized_v2=False, emulate_precision_casts=True):
+            results[way], code = run_and_get_code(torch.compile(model, dynamic=True, fullgraph=True), hidden)
+        made[way] = [int(width) for one in code
+                     for width in re.findall(r"= empty_strided_cpu\(\(s\d+, (\d+)\)", one)]
+    assert torch.equal(results["copied"], results["straight"])
+    for site, buffer in staged["copied"].buffers.items():
+        assert torch.equal(buffer[:, :11], staged["straight"].buffers[site][:, :11]), site
+    # No other tensor has the width of a joint projection or of an activation.
+    assert [made["copied"].count(width) for width in (sum(QKV.values()), INNER)] == [3, 3]
+    assert [made["straight"].count(width) for width in (sum(QKV.values()), INNER)] == [0, 0]
+    assert made["straight"].count(HIDDEN) < made["copied"].count(HIDDEN), "the stream has a tensor of its own"
+
+
+@torch.inference_mode()
+def test_a_layer_is_one_tensor_and_no_view() -> None:
+    """The compiler could read one of two tensors over the same memory before it writes the other."""
+    layers = {site: [0, 1] for site in WIDTHS}
+    staging, _ = allocate(WIDTHS, layers, TOKENS, torch.bfloat16, torch.device("cpu"), 1 << 20)
+    for site in (*WIDTHS, "qkv"):
+        one = staging.of_layer(site, 1)
+        assert one is staging.of_layer(site, 1)
+        assert one._base is None and one.storage_offset() == 0 and one.untyped_storage() is not staging.buffers["q"]
+    staging.of_layer("qkv", 1)[3].fill_(7)
+    for site in QKV:
+        assert staging.buffers[site][1, 3].eq(7).all() and staging.buffers[site][0].eq(0).all()
+    staging.of_layer("mlp_out", 0)[2].fill_(5)
+    assert staging.buffers["mlp_out"][0, 2].eq(5).all() and staging.buffers["mlp_out"][1].eq(0).all()
+
+
+@pytest.mark.parametrize(("vllm_config", "expected"), [
+    (configured(), True),
+    (configured(fuse_norm_quant=False, fuse_act_quant=True), True),
+    (configured(fuse_norm_quant=True), False),
+    (configured(fuse_allreduce_rms=True), False),
+    (configured(ranks=2), False),
+    (configured("vllm_c"), False),  # updates the residual in place
+    (configured(splitting=()), False),  # one graph, which may keep more bits than a row
+    (configured(partition=True), False),
+    (configured(splitting=(), mode=0), True),
+    (configured(splitting=(), mode=2, backend="eager"), True),
+    (SimpleNamespace(), False),  # a vLLM that says nothing of it
+])
+def test_a_residual_is_read_only_where_norms_leave_it_as_it_is(vllm_config: Any, expected: bool) -> None:
+    assert residuals.functional(vllm_config) is expected
+
+
+def test_vllm_still_says_how_norms_are_made() -> None:
+    from vllm.config import CompilationConfig
+    from vllm.config.kernel import IrOpPriorityConfig
+
+    assert {"fuse_norm_quant", "fuse_allreduce_rms"} <= set(vars(CompilationConfig().pass_config))
+    assert {"mode", "backend", "splitting_ops", "use_inductor_graph_partition"} <= set(vars(CompilationConfig()))
+    assert hasattr(IrOpPriorityConfig(), "fused_add_rms_norm")
+
+
+def test_an_operand_of_another_dtype_goes_on_as_it_is() -> None:
+    linear = nn.Linear(INNER, HIDDEN, dtype=torch.float64)
+    staging, _ = allocate({"mlp_post": INNER}, {"mlp_post": [0]}, TOKENS, torch.float32, torch.device("cpu"), 1 << 20)
+    install([Point("mlp_post", 0, linear, "operand", INNER, "")], staging)
+    x = torch.randn(3, INNER, dtype=torch.float64)
+    assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+    assert torch.equal(staging.buffers["mlp_post"][0, :3], x.float())
+
+
+def test_an_operand_may_be_given_by_name_and_have_more_dimensions() -> None:
+    linear = nn.Linear(INNER, HIDDEN)
+    staging, _ = allocate({"mlp_post": INNER}, {"mlp_post": [0]}, TOKENS, torch.float32, torch.device("cpu"), 1 << 20)
+    install([Point("mlp_post", 0, linear, "operand", INNER, "")], staging)
+    x = torch.randn(2, 3, INNER)
+    assert torch.equal(linear(input=x), nn.functional.linear(x, linear.weight, linear.bias))
+    assert torch.equal(staging.buffers["mlp_post"][0, :6], x.reshape(6, INNER))
+    assert taps.RULES["operand"].instead
