@@ -70,6 +70,8 @@ class Process:
             endpoint = f"ipc://{folder}/{name}.sock"
             environment |= {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": engine.arm,
                             "VLLM_TAP_STAGING_BYTES_MAX": str(64 << 30), "VLLM_TAP_PROBES": make_probe(shape, folder)}
+            # raw16 is 3 GB in half a second: what a writer lags behind must find room, or rows are dropped.
+            environment |= {"VLLM_TAP_RING_BYTES": str(4 << 30)} if shape != "small" else {}
             environment |= {key: value for key, value in os.environ.items() if key in (
                 "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES", "VLLM_TAP_ON_FULL")}
             self._beside.enter_context(WriterProcess(Path(store), endpoint))
