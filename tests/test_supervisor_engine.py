@@ -37,7 +37,8 @@ class Serve:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "vllm_tap", "serve", "--tiny", "--port", str(port),
-                 "--engine-port", str(free_port()), "--store", str(self.store)],
+                 "--engine-port", str(free_port()), "--store", str(self.store),
+                 "--arm", "resid_post,attn_out,mlp_out"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_CI_ENV": "1"})
 
@@ -107,6 +108,12 @@ def run_the_readme(run: Serve) -> None:
         done = subprocess.run([sys.executable, "-c", here(block)], cwd=folder, env=environment, capture_output=True,
                               text=True, timeout=60)
         assert done.returncode == 0, f"{block}\n{done.stderr}"
+    # The tutorial is one session of Python.
+    session = here("\n".join(blocks("python", "docs/tutorial.md")))
+    done = subprocess.run([sys.executable, "-c", session], cwd=folder, env=environment, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    assert (folder / "lens.png").stat().st_size > 5000
 
 
 @pytest.fixture
