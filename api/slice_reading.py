@@ -23,7 +23,7 @@ from api.shares import fits, share
 from api.slice_formats import Arrays, encode, itemsize, narrow
 from api.slice_query import SliceQuery
 from schemas import limits
-from schemas.codecs import decode, identified
+from schemas.codecs import identified
 from schemas.errors import LimitError
 from schemas.manifest import Manifest, Missing
 from schemas.reader import Slice, StoreReader
@@ -179,7 +179,10 @@ def _numbers(piece: Slice, dtype: str) -> npt.NDArray[Any]:
     """The rows as ``narrow`` makes them, ``[layers, n, decoded width]``; narrow ones are never all there as float32."""
     if dtype == "float32":
         return piece.values()
-    shape = len(piece.layers), len(piece.positions), identified(piece.codec).decoded_width(piece.width)
+    codec = identified(piece.codec)
+    if (found := codec.decode_as(piece.pieces, piece.width, dtype)) is not None:
+        return found
+    shape = len(piece.layers), len(piece.positions), codec.decoded_width(piece.width)
     numbers = np.empty(shape, np.float16 if dtype == "float16" else np.uint16)
     count, few = shape[0] * shape[1], max(1, _CAST_NUMBERS // max(1, shape[2]))
     flat = {name: array.reshape(count, *array.shape[2:]) for name, array in piece.pieces.items()}
@@ -187,7 +190,7 @@ def _numbers(piece: Slice, dtype: str) -> npt.NDArray[Any]:
     for begin in range(0, count, few):
         rows = slice(begin, begin + few)
         some = {name: array[rows] for name, array in flat.items()}
-        narrow(decode(piece.codec, some, piece.width, piece.dtype), dtype, into[rows])
+        narrow(codec.decode(some, piece.width, piece.dtype), dtype, into[rows])
     return numbers
 
 

@@ -5,6 +5,9 @@ For i < n:
 - ``gather``: to[i][:bytes] = at[i][:bytes], with the next piece (its second page too) on its way from memory meanwhile;
   if hash: out[i] = hash(to[i], bytes, seeds[i]), of the copy while the processor's first cache has it
 - ``scaled``: x[64 i:64 i + 64] = float32(q[64 i:64 i + 64]) × scales[i]
+- ``decoded``: ``scaled`` of a row of so many blocks, into x; x[at[j]] = values[j] for its ``kept`` entries; if narrow:
+  narrow(x, into the row of y), while the processor's first cache has it. x is at ``x_step`` bytes further on every row:
+  0 where it is but a place to work in
 - ``to_bfloat16``, ``to_float16``: y[64 i:64 i + 64] = x[64 i:64 i + 64], nearest, ties to even. By whole numbers, since
   not every processor has instructions for it; where float16 has no normal number, adding 0.5 rounds at its last bit.
 - ``crc``: crc = tables[7][x & 255] ^ tables[6][x >> 8 & 255] ^ … ^ tables[0][x >> 56] where x = words[i] ^ crc
@@ -102,6 +105,51 @@ block:
   %next = add i64 %i, 1
   %more = icmp ult i64 %next, %n
   br i1 %more, label %block, label %end
+end:
+  ret void
+}
+
+define void @decoded(i64 %n, i64 %blocks, ptr %q, ptr %scales, i64 %kept, ptr %at, ptr %values, ptr %narrow, ptr %x,
+                     i64 %x_step, ptr %y) {
+start:
+  %width = shl i64 %blocks, 6
+  %any = icmp ne i64 %n, 0
+  %any_kept = icmp ne i64 %kept, 0
+  %narrowed = icmp ne ptr %narrow, null
+  br i1 %any, label %row, label %end
+row:
+  %i = phi i64 [0, %start], [%next, %done]
+  %first = mul i64 %i, %width
+  %first_block = mul i64 %i, %blocks
+  %x_first = mul i64 %i, %x_step
+  %first_kept = mul i64 %i, %kept
+  %q_i = getelementptr i8, ptr %q, i64 %first
+  %scales_i = getelementptr float, ptr %scales, i64 %first_block
+  %x_i = getelementptr i8, ptr %x, i64 %x_first
+  %y_i = getelementptr i16, ptr %y, i64 %first
+  call void @scaled(i64 %blocks, ptr %q_i, ptr %scales_i, ptr %x_i)
+  br i1 %any_kept, label %entry, label %whole
+entry:
+  %j = phi i64 [0, %row], [%next_j, %entry]
+  %entry_j = add i64 %first_kept, %j
+  %at_j = getelementptr i64, ptr %at, i64 %entry_j
+  %value_j = getelementptr float, ptr %values, i64 %entry_j
+  %column = load i64, ptr %at_j
+  %value = load float, ptr %value_j
+  %x_j = getelementptr float, ptr %x_i, i64 %column
+  store float %value, ptr %x_j
+  %next_j = add i64 %j, 1
+  %more_kept = icmp ult i64 %next_j, %kept
+  br i1 %more_kept, label %entry, label %whole
+whole:
+  br i1 %narrowed, label %round, label %done
+round:
+  call void %narrow(i64 %blocks, ptr %x_i, ptr %y_i)
+  br label %done
+done:
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %n
+  br i1 %more, label %row, label %end
 end:
   ret void
 }

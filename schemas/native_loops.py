@@ -1,5 +1,5 @@
-"""Loops over rows in machine code: xxh3 of many pieces, copies of them, blocks of codes times their scales, numbers
-made narrower; each in one call that leaves the interpreter alone.
+"""Loops over rows in machine code: xxh3 of many pieces, copies of them, rows of codes decoded, numbers made narrower;
+each in one call that leaves the interpreter alone.
 
 In Python each piece is a call and objects for it, three times what hashing 4 KB takes; NumPy goes over blocks twice.
 Here machine code loops over them, and calls the xxhash package's own functions. LLVM makes it, through llvmlite, which
@@ -65,11 +65,12 @@ class Loops:
         self._run = signature(self._engine.get_function_address("digests"))
         signature = ctypes.CFUNCTYPE(None, pointer, number, pointer, number, pointer, pointer, pointer)
         self._copy = signature(self._engine.get_function_address("gather"))
-        signature = ctypes.CFUNCTYPE(None, number, pointer, pointer, pointer)
-        self._scale = signature(self._engine.get_function_address("scaled"))
+        signature = ctypes.CFUNCTYPE(None, number, number, pointer, pointer, number, pointer, pointer, pointer, pointer,
+                                     number, pointer)
+        self._decode = signature(self._engine.get_function_address("decoded"))
         signature = ctypes.CFUNCTYPE(None, number, pointer, pointer)
-        self._narrow = {dtype: signature(self._engine.get_function_address(f"to_{dtype}"))
-                        for dtype in ("bfloat16", "float16")}
+        self._rounding = {dtype: self._engine.get_function_address(f"to_{dtype}") for dtype in ("bfloat16", "float16")}
+        self._narrow = {dtype: signature(address) for dtype, address in self._rounding.items()}
         word = ctypes.c_uint32
         self._crc = ctypes.CFUNCTYPE(word, number, pointer, pointer, word)(self._engine.get_function_address("crc"))
 
@@ -155,14 +156,26 @@ class Loops:
         to = np.arange(len(out)) * nbytes + out.ctypes.data
         self._copy(hash_, len(at), at.ctypes.data, nbytes, to.ctypes.data, seeds, found)
 
-    def scaled(self, codes: npt.NDArray[Any], scales: F32) -> F32:
-        """Codes, int8, as float32, each block of 64 of them by one of ``scales``: of the shape of ``codes``."""
-        if codes.size != 64 * scales.size:
-            raise ValueError(f"{scales.size} scales for {codes.size} codes")
+    def decoded(self, codes: npt.NDArray[Any], scales: F32, at: I64, values: F32, dtype: str) -> npt.NDArray[Any]:
+        """Codes, int8 ``[..., width]``, each block of 64 of them by one of ``scales`` ``[..., width / 64]``, then the
+        ``values`` ``[..., k]`` at those columns: as float32, or rounded to float16 or bfloat16 (its bits, uint16).
+
+        IndexError where a column lies beyond.
+        """
         codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales)
-        x = np.empty(codes.shape, np.float32)
-        self._scale(scales.size, codes.ctypes.data, scales.ctypes.data, x.ctypes.data)
-        return x
+        at, values = np.ascontiguousarray(at), np.ascontiguousarray(values)
+        width, kept = codes.shape[-1], at.shape[-1]
+        rows = codes.size // width
+        if codes.size != 64 * scales.size or width % 64 or at.shape != values.shape or at.size != rows * kept:
+            raise ValueError(f"{scales.size} scales and {at.size} values for codes {codes.shape}")
+        if at.size and not 0 <= at.min() <= at.max() < width:
+            raise IndexError(f"columns {at.min()} to {at.max()} of {width}")
+        rounding = self._rounding.get(dtype)
+        found = np.empty(codes.shape, np.uint16 if dtype == "bfloat16" else dtype)
+        x = found if rounding is None else np.empty(width, np.float32)
+        self._decode(rows, width // 64, codes.ctypes.data, scales.ctypes.data, kept, at.ctypes.data, values.ctypes.data,
+                     rounding, x.ctypes.data, 4 * width if rounding is None else 0, found.ctypes.data)
+        return found
 
     def narrowed(self, x: F32, dtype: str, out: U16) -> int:
         """The bits of ``x`` as bfloat16 or float16, nearest, ties to even, into ``out``; how many of them are made:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from api.slice_formats import cast
 from schemas import codecs, native_loops
+from schemas.errors import CorruptError
 from schemas.frame_hashes import hash_streams
 from schemas.native_loops import load, loops_for
 from schemas.row_checksums import piece_digests
@@ -152,28 +153,43 @@ def test_numbers_made_narrow_are_what_torch_makes(dtype: str, made: bool) -> Non
         loops.narrowed(x, dtype, np.empty(len(x) - 1, np.uint16))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 9), st.sampled_from([64, 192, 4096]), st.integers(0, 2**32), st.booleans())
-def test_codes_times_scales_are_what_numpy_makes(rows: int, width: int, seed: int, turned: bool) -> None:
-    """To the bit, for scales of any bits: infinite, NaN and denormal ones too."""
+def test_codes_are_decoded_to_what_numpy_makes(rows: int, width: int, seed: int, turned: bool) -> None:
+    """To the bit, as float32 and rounded from it, for scales and outliers of any bits: 0, infinite, NaN, denormal."""
     rng, loop = np.random.default_rng(seed), load()
     assert loop is not None
     shape, blocks = (2, rows, width), (2, rows, width // 64)
     q = rng.integers(-128, 128, shape[::-1] if turned else shape, np.int8)
-    scale = rng.integers(0, 1 << 16, blocks, np.uint16)
-    pieces = {"q": q.T if turned else q, "scale": scale,
-              "outlier_index": np.tile(np.arange(8, dtype=np.uint16), (2, rows, 1)),
-              "outlier_value": rng.integers(0, 1 << 16, (2, rows, 8), np.uint16)}
-    found = codecs.decode("int8b64", pieces, width, "bfloat16")
+    odd = np.array([0, 0x8000, 1, 0x8001, 0x7F80, 0xFF80, 0x7F81, 0xFFC1, 0x3300, 0x3380, 0x477F, 0x4780], np.uint16)
+    scale, values = (np.where(rng.random(size) < 0.5, rng.choice(odd, size), rng.integers(0, 1 << 16, size, np.uint16))
+                     for size in (blocks, (2, rows, 8)))
+    pieces = {"q": q.T if turned else q, "scale": scale, "outlier_value": values,
+              "outlier_index": rng.integers(0, width, (2, rows, 8), np.uint16)}  # now and then one twice
+    codec = codecs.identified("int8b64")
+    found = {dtype: codec.decode_as(pieces, width, dtype) for dtype in ("float16", "bfloat16")}
+    decoded = codec.decode(pieces, width, "bfloat16")
     native_loops._loops = None
     try:
+        assert codec.decode_as(pieces, width, "float16") is None
         with np.errstate(over="ignore"):  # no encoder makes such scales
-            wanted = codecs.decode("int8b64", pieces, width, "bfloat16")
+            wanted = codec.decode(pieces, width, "bfloat16")
     finally:
         native_loops._loops = loop
-    assert found.view(np.uint32).tolist() == wanted.view(np.uint32).tolist()
+    assert np.array_equal(decoded.view(np.uint32), wanted.view(np.uint32))
+    for dtype, made in found.items():
+        assert made is not None and made.dtype == cast(wanted, dtype).dtype
+        rounded = np.empty(wanted.size, np.uint16)
+        loop.narrowed(wanted.reshape(-1), dtype, rounded)
+        assert np.array_equal(made.view(np.uint16), rounded.reshape(shape))
+    if rows:
+        pieces["outlier_index"][-1, -1, 0] = width
+        for read in (codec.decode, codec.decode_as):
+            with pytest.raises(CorruptError):
+                read(pieces, width, "bfloat16")
     with pytest.raises(ValueError, match="scales"):
-        loop.scaled(q, np.zeros(q.size // 64 + 1, np.float32))
+        loop.decoded(q, np.zeros(q.size // 64 + 1, np.float32), np.zeros((0, 8), np.int64),
+                     np.zeros((0, 8), np.float32), "float32")
 
 
 def test_pieces_are_copied_from_anywhere_to_anywhere() -> None:

@@ -75,6 +75,16 @@ class Codec:
             raise CorruptError("decode", self.identity, error) from None
         return rows
 
+    def decode_as(self, pieces: Mapping[str, Array], width: int, dtype: str) -> npt.NDArray[Any] | None:
+        """Rows of float32, float16 or bfloat16 (its bits) at once; None where ``decode`` must go before."""
+        if self.family.decode_as is None:
+            return None
+        try:
+            rows: npt.NDArray[Any] | None = self.family.decode_as(pieces, width, dtype, **self.parameters)
+        except IndexError as error:
+            raise CorruptError("decode", self.identity, error) from None
+        return rows
+
     def decoded_width(self, width: int) -> int:
         """How many numbers a row of ``width`` decodes to."""
         return min(int(self.parameters["k"]), width) if self.family.projected else width

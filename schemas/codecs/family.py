@@ -20,7 +20,8 @@ class Family:
 
     ``error`` is the bound that manifests carry; ``formula`` decodes a row without this project's code; ``decoded`` says
     what the decoded numbers are. ``either`` are parameters of which one is given; ``sites``, where not empty, the only
-    ones with heads to encode. ``legacy`` codecs are offered for their earlier users.
+    ones with heads to encode. ``legacy`` codecs are offered for their earlier users. ``decode_as``, where there is one,
+    decodes straight to a dtype, or gives None.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Family:
     sites: tuple[str, ...] = ()
     decoded: str = OWN
     legacy: bool = False
+    decode_as: Callable[..., Any] | None = None
 
     @property
     def projected(self) -> bool:
@@ -55,7 +57,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     Family("int8b64", int8b64.streams, int8b64.decode,
            "int8 in blocks of 64 columns with a bfloat16 scale, 8 largest entries kept apart",
            f"at most 0.51 of a block's scale a column, outliers {_BFLOAT16}",
-           "x[c] = q[c] * scale[c // 64]; then x[outlier_index] = outlier_value"),
+           "x[c] = q[c] * scale[c // 64]; then x[outlier_index] = outlier_value", decode_as=int8b64.decode_as),
     Family("fp8row", fp8row.streams, fp8row.decode, "8-bit floats (e4m3) with a bfloat16 scale a row",
            "at most 2^-4 of a number's size, or 2^-10 of the row's scale where that is more",
            "x = float8_e4m3fn(q) * scale"),

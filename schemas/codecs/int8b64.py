@@ -9,7 +9,7 @@ Decoding: x = q * s_b, then the outliers put back.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -63,9 +63,10 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
 
 def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
     """Rows of float32 ``[..., width]``."""
+    found: npt.NDArray[np.float32] | None = decode_as(pieces, width, "float32")
+    if found is not None:
+        return found
     q, scale = pieces["q"], bfloat16_to_float32(pieces["scale"].view(np.uint16))
-    if width % BLOCK == 0 and (loop := loops_for(0)) is not None:  # two to three times as fast
-        return put_back(loop.scaled(q, scale), pieces)
     x = np.empty(q.shape, np.float32)
     flat, codes, scales = x.reshape(-1, width), q.reshape(-1, width), scale.reshape(-1, scale.shape[-1])
     few = max(1, _CACHED_NUMBERS // width)
@@ -75,3 +76,13 @@ def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str
             flat[rows] = codes[rows]
             times_scale(flat[rows], scales[rows])
     return put_back(x, pieces)
+
+
+def decode_as(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[Any] | None:
+    """Rows of float32, float16 or bfloat16 (its bits) in one pass of machine code, two to three times as fast; None
+    where there is none for it.
+    """
+    if width % BLOCK or (loop := loops_for(0)) is None:
+        return None
+    scale, values = (bfloat16_to_float32(pieces[name].view(np.uint16)) for name in ("scale", "outlier_value"))
+    return loop.decoded(pieces["q"], scale, pieces["outlier_index"].astype(np.int64), values, dtype)
