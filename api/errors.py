@@ -32,7 +32,7 @@ from schemas.errors import (
     TapError,
 )
 
-__all__ = ["ApiError", "BadParam", "Json", "OverQuota", "error_response", "install", "status_of"]
+__all__ = ["ApiError", "BadParam", "Json", "OverQuota", "error_response", "install", "status_of", "stopped"]
 
 log = logging.getLogger("vllm_tap.api")
 
@@ -66,6 +66,11 @@ class BadParam(ApiError):
         shown = repr(value)
         shown = shown if len(shown) <= 120 else shown[:117] + "..."
         super().__init__(400, "invalid_parameter", f"{param} = {shown}: {valid}", param)
+
+
+def stopped() -> ApiError:
+    """The answer where this service is being stopped."""
+    return ApiError(503, "stopping", "the service is being stopped", headers={"Retry-After": "5"})
 
 
 class OverQuota(ApiError):

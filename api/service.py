@@ -17,7 +17,7 @@ import httpx
 from fastapi import Request
 
 from api.config import Config
-from api.errors import ApiError
+from api.errors import ApiError, stopped
 from api.feed import Feed
 from api.metrics import Metrics
 from api.quotas import Quotas
@@ -97,9 +97,20 @@ class Service:
             return await self.read(call, self.map_limit)
 
     async def submit(self, make: Callable[[int], Record]) -> None:
-        """The record, durable with the writer; raises what ``ControlChannel.submit`` raises."""
-        await anyio.to_thread.run_sync(lambda: self.channel.submit(make, self.config.submit_s),
-                                       limiter=self._submit_limit)
+        """The record, durable with the writer; raises what ``ControlChannel.submit`` raises, and 503 at a stop."""
+        work = asyncio.ensure_future(anyio.to_thread.run_sync(
+            lambda: self.channel.submit(make, self.config.submit_s), limiter=self._submit_limit,
+            abandon_on_cancel=True))
+        stopping = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise stopped()  # the record stays with the channel, whose end ends the thread too
+            work.result()
+        finally:
+            for each in (work, stopping):
+                each.cancel()
+            await asyncio.gather(work, stopping, return_exceptions=True)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs ``work`` beside the requests; cancelled when the process stops."""

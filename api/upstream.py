@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from api.errors import ApiError
+from api.errors import ApiError, stopped
 from api.service import Service, owner_of, service_of
 
 __all__ = ["ClientGone", "Relay", "caller_headers", "forward_headers", "new_client", "read_body", "send",
@@ -103,11 +103,6 @@ async def send(service: Service, request: httpx.Request) -> httpx.Response:
                        headers={"Retry-After": "2"}) from None
     except httpx.HTTPError as error:
         raise broken(service, error) from None
-
-
-def stopped() -> ApiError:
-    """The answer where this service is being stopped."""
-    return ApiError(503, "stopping", "the service is being stopped", headers={"Retry-After": "5"})
 
 
 def broken(service: Service, error: httpx.HTTPError | httpx.StreamError) -> ApiError:

@@ -140,6 +140,22 @@ def test_a_stop_with_a_request_in_flight_is_quick_and_ends_it_upstream(stack: St
         time.sleep(0.05)
 
 
+def test_a_stop_does_not_wait_for_a_writer_that_is_away(stack: Stack) -> None:
+    stack.processes["writer"].kill()
+    answers: list[httpx.Response] = []
+    callers = [threading.Thread(target=lambda: answers.append(stack.complete("x", capture=SPEC))) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    time.sleep(0.5)  # they wait for the writer by now, and would for seconds
+    started_s = time.monotonic()
+    assert stack.processes["api"].stop() == 0
+    for caller in callers:
+        caller.join()
+    assert [(answer.status_code, answer.json()["error"]["code"]) for answer in answers] == [(503, "stopping")] * 3
+    assert "Traceback" not in (said := stack.processes["api"].log.read_text()), said[-3000:]
+    assert time.monotonic() - started_s < 4.5  # of which two for what is still to be said to the writer
+
+
 @pytest.mark.parametrize(("args", "says"), [
     (["--host", "0.0.0.0"], "vllm-tap keys make"), (["--host", "10.1.2.3"], "vllm-tap keys make"),
     (["--host", "example.org"], "loopback"), (["--keys", "no/such.json"], "no/such.json"),

@@ -143,7 +143,7 @@ async def _own(service: Service, planned: Plan, owner: str) -> None:
 
     try:
         await service.submit(make)
-    except StoreError:
+    except (StoreError, ApiError):
         # It may still arrive: then nobody will ask for it, and it must not wait for ever.
         _abandon(service, planned, "the writer did not answer in time")
         raise
