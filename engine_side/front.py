@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ import numpy as np
 from engine_side.ticket import Ticket, decode, encode
 from schemas.channel import ControlChannel
 from schemas.control import ClientFinish
-from schemas.errors import LimitError, SpecError
+from schemas.errors import LimitError, SpecError, TapError
 from schemas.ids import new_ulid
 from schemas.limits import capture_samples_max
 from schemas.spec import Armed, CaptureSpec, Resolved, parse_spec, resolve
+
+logger = logging.getLogger("vllm.tap")
 
 _SEEN_MAX: Final = 100_000
 _RETIRE_S: Final = 10.0
@@ -27,6 +30,7 @@ _endpoint = ""
 _curve: Path | None = None
 _channel: ControlChannel | None = None
 _retired: set[str] = set()
+_untold = 0  # ends that the writer was not told of, since the last one that it was
 
 
 def retire(endpoint: str) -> None:
@@ -115,8 +119,11 @@ def forget(text: str) -> None:
 
 
 def report_finish(capture: str, reason: str, stop_reason: str | int | None, output_token_ids: list[int]) -> None:
-    """Tell the writer how the client saw the end; never waits."""
-    global _channel
+    """Tell the writer how the client saw the end; never waits.
+
+    Where the writer is away for so long that no more may wait, the end is not told: logged once, and counted.
+    """
+    global _channel, _untold
     with _lock:
         if not _endpoint:
             return
@@ -124,5 +131,15 @@ def report_finish(capture: str, reason: str, stop_reason: str | int | None, outp
             _channel = ControlChannel(_endpoint, "front_end", _curve)
         channel = _channel
     tokens = np.asarray(output_token_ids, "<u4").tobytes()
-    channel.post(lambda seq: ClientFinish(seq=seq, capture=capture, reason=reason, stop_reason=stop_reason,
-                                           output_token_ids=tokens))
+    try:
+        channel.post(lambda seq: ClientFinish(seq=seq, capture=capture, reason=reason, stop_reason=stop_reason,
+                                               output_token_ids=tokens))
+    except TapError as error:
+        if not _untold:
+            logger.warning("vllm-tap: how clients see the ends of captures is not told from %s on: %s", capture, error)
+        _untold += 1
+        return
+    if _untold:
+        logger.warning("vllm-tap: the ends of %d captures, as their clients saw them, were not told; it goes on with "
+                       "%s", _untold, capture)
+        _untold = 0
