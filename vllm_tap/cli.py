@@ -259,6 +259,9 @@ cli_upkeep.add(app)
 
 def main() -> None:
     """Entry point: every error made on purpose is one line on standard error and exit code 2."""
+    for name in ("stdout", "stderr"):  # closed by who started us: nobody wants it
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     own, dashes, for_vllm = _split(sys.argv[1:])
     try:
         if dashes and own[:1] not in (["serve"], ["capture"]):
@@ -269,7 +272,9 @@ def main() -> None:
         _fail(str(error), 2)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
-    except BrokenPipeError:  # `vllm-tap ls | head`
+    except (BrokenPipeError, SystemExit) as error:  # `vllm-tap ls | head`; typer and rich have made it an exit of 1
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         _let_go_of_output()
         raise SystemExit(0) from None
     except OSError as error:
