@@ -405,7 +405,6 @@ def test_a_writer_that_is_not_ready_yet_is_waited_for(tmp_path: Path, caplog: py
     said = store / endpoint_name()
     said.parent.mkdir(parents=True)
     said.write_text("ipc:///where/one/before/was")
-    time.sleep(0.02)  # a file's time is no finer than the kernel's clock
     lock, _ = store_lock.take_lock(store)
     assert writer_of(config, 0.1) is None and "did not listen within 0.1 s" in caplog.text
     threading.Timer(0.2, fs.close, [lock]).start()

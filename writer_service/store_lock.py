@@ -35,10 +35,8 @@ def is_free(store: Path) -> bool:
 
 def listens(store: Path) -> str | None:
     """Where the writer that has the store listens, None where it does not say so yet."""
-    said = store / endpoint_name()
     try:
-        taken_ns = (store / "writers" / WRITER / "LOCK").stat().st_mtime_ns
-        return said.read_text() if said.stat().st_mtime_ns >= taken_ns else None  # else it is the word of one before it
+        return (store / endpoint_name()).read_text()
     except FileNotFoundError:
         return None
 
@@ -58,6 +56,7 @@ def take_lock(store: Path) -> tuple[int, int]:
         if tries == 10:
             raise _taken(store)
         time.sleep(0.01)  # who looks whether the store is free has the lock for a moment
+    fs.remove(store / endpoint_name())  # the word of one before it
     try:
         before = int(os.pread(fd, 64, 0).split()[0])
     except (IndexError, ValueError):
