@@ -177,11 +177,11 @@ def encoded(manifest: Manifest, slices: Sequence[Slice], query: SliceQuery) -> A
 
 def _numbers(piece: Slice, dtype: str) -> npt.NDArray[Any]:
     """The rows as ``narrow`` makes them, ``[layers, n, decoded width]``; narrow ones are never all there as float32."""
+    codec = identified(piece.codec)
+    if (found := codec.decode_as(piece.pieces, piece.width, piece.dtype, dtype)) is not None:
+        return found
     if dtype == "float32":
         return piece.values()
-    codec = identified(piece.codec)
-    if (found := codec.decode_as(piece.pieces, piece.width, dtype)) is not None:
-        return found
     shape = len(piece.layers), len(piece.positions), codec.decoded_width(piece.width)
     numbers = np.empty(shape, np.float16 if dtype == "float16" else np.uint16)
     count, few = shape[0] * shape[1], max(1, _CAST_NUMBERS // max(1, shape[2]))

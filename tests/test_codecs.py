@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api.slice_formats import cast
 from bench import codec_tables
 from engine_side.codecs import TORCH_DTYPES, encode
 from schemas import codecs
@@ -267,6 +268,20 @@ def test_raw16_is_the_row_cast_to_16_bits(dtype: torch.dtype) -> None:
     rows = torch.randn(7, 100).to(dtype)
     cast = rows.to(torch.bfloat16) if dtype == torch.float32 else rows
     assert np.array_equal(round_trip("raw16", rows)[0], cast.float().numpy())
+
+
+@pytest.mark.parametrize("name", ["raw", "raw16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_is_kept_as_it_is_wanted_is_handed_out_as_it_is(name: str, dtype: str) -> None:
+    """Every number of 16 bits, what decoding and rounding makes of it; a NaN has the bits that the model gave it."""
+    codec, every = codecs.identified(name), np.arange(1 << 16, dtype=np.uint16).reshape(1, 2, -1)
+    pieces = {"x": every.view(codec.streams(1 << 15, dtype)[0].dtype)}
+    found, decoded = codec.decode_as(pieces, 1 << 15, dtype, dtype), codec.decode(pieces, 1 << 15, dtype)
+    assert found is not None and np.array_equal(found.view(np.uint16), every)
+    rounded, nan = cast(decoded, dtype), np.isnan(decoded)
+    assert found.dtype == rounded.dtype and np.array_equal(rounded.view(np.uint16)[~nan], every[~nan])
+    for other in {"float32", "float16", "bfloat16"} - {dtype}:
+        assert codec.decode_as(pieces, 1 << 15, dtype, other) is None
 
 
 @pytest.mark.parametrize("density", [0.01, 0.04, 0.5, 1.0])

@@ -38,7 +38,7 @@ router = APIRouter(route_class=_Plain)
 
 _PIECE_BYTES: Final = 1 << 20  # of one write to the socket
 _SHORT_BYTES: Final = 1 << 16
-_ENCODING: Final = 1  # grows when the same rows become other bytes
+_ENCODING: Final = 2  # grows when the same rows become other bytes
 _BYTES: Final = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})", re.ASCII)
 
 

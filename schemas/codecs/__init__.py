@@ -75,12 +75,14 @@ class Codec:
             raise CorruptError("decode", self.identity, error) from None
         return rows
 
-    def decode_as(self, pieces: Mapping[str, Array], width: int, dtype: str) -> npt.NDArray[Any] | None:
-        """Rows of float32, float16 or bfloat16 (its bits) at once; None where ``decode`` must go before."""
+    def decode_as(self, pieces: Mapping[str, Array], width: int, dtype: str, wanted: str) -> npt.NDArray[Any] | None:
+        """Rows of float32, float16 or bfloat16 (its bits), at once or as they are stored; None where ``decode`` must go
+        before.
+        """
         if self.family.decode_as is None:
             return None
         try:
-            rows: npt.NDArray[Any] | None = self.family.decode_as(pieces, width, dtype, **self.parameters)
+            rows: npt.NDArray[Any] | None = self.family.decode_as(pieces, width, dtype, wanted, **self.parameters)
         except IndexError as error:
             raise CorruptError("decode", self.identity, error) from None
         return rows

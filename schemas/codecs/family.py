@@ -50,10 +50,11 @@ _SEED: Final = Parameter("seed", int, 0, (1 << 32) - 1, 0, "key of the projectio
 _HEAD: Final = Parameter("head", int, 1, 1 << 14, None, "columns of a head; the engine fills it in")
 
 FAMILIES: Final[tuple[Family, ...]] = (
-    Family("raw", raw.streams, raw.decode, "the model's own dtype, bit for bit", "exact", "x"),
+    Family("raw", raw.streams, raw.decode, "the model's own dtype, bit for bit", "exact", "x",
+           decode_as=raw.decode_as),
     Family("raw16", raw16.streams, raw16.decode,
            "16-bit rows: bit for bit on 16-bit models, float32 rounded to bfloat16",
-           f"exact on 16-bit models; else {_BFLOAT16}", "x"),
+           f"exact on 16-bit models; else {_BFLOAT16}", "x", decode_as=raw16.decode_as),
     Family("int8b64", int8b64.streams, int8b64.decode,
            "int8 in blocks of 64 columns with a bfloat16 scale, 8 largest entries kept apart",
            f"at most 0.51 of a block's scale a column, outliers {_BFLOAT16}",

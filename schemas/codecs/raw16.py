@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,12 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
 def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
     """Widen to float32, exactly."""
     return raw.decode(pieces, width, kept(dtype))
+
+
+def decode_as(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, wanted: str
+              ) -> npt.NDArray[Any] | None:
+    """As ``raw`` of the dtype that is kept."""
+    return raw.decode_as(pieces, width, kept(dtype), wanted)
 
 
 def kept(dtype: str) -> str:
