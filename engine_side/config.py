@@ -15,7 +15,7 @@ from schemas.curve import check_sender
 from schemas.errors import StartError
 from schemas.probes import Registered, parse_probes, place_of
 
-TAP_VERSION: Final = "3"  # part of the compile-cache salt: change it when traced code changes
+TAP_VERSION: Final = "4"  # part of the compile-cache salt: change it when traced code changes
 
 VARIABLES: Final = (
     "VLLM_TAP_ENDPOINT", "VLLM_TAP_CURVE", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES",

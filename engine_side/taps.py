@@ -136,6 +136,9 @@ def install(points: Iterable[Point], staging: Staging,
     for _, points_of in groupby(ordered, key=lambda point: id(point.module)):
         taps = list(points_of)
         module = taps[0].module
+        if any(RULES[tap.rule].instead for tap in taps):
+            # vLLM's word for a layer whose input must be rows: else an fp8 model's activation quantizes it before.
+            module.requires_unquantized_input = True
         copies = [(tap.site, tap.rule, staging.of_layer(tap.site, tap.layer)) for tap in taps]
         if staging.joint is not None and {tap.rule for tap in taps} >= set(JOINT):
             copies = [copy for copy in copies if copy[1] not in JOINT]

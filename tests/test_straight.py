@@ -137,6 +137,7 @@ def configured(adding: str = "native", ranks: int = 1, splitting: tuple[str, ...
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         compilation_config=SimpleNamespace(
             pass_config=SimpleNamespace(**passes), mode=mode, backend=backend, splitting_ops=list(splitting),
+            splitting_ops_contain_attention=lambda: "vllm::unified_attention" in splitting,
             use_inductor_graph_partition=partition),
         kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(fused_add_rms_norm=[adding, "native"])))
 
@@ -193,6 +194,8 @@ def test_a_layer_is_one_tensor_and_no_view() -> None:
     (configured(ranks=2), False),
     (configured("vllm_c"), False),  # updates the residual in place
     (configured(splitting=()), False),  # one graph, which may keep more bits than a row
+    (configured(splitting=("vllm::moe_forward",)), False),  # as good as none
+    (configured(mode=2), False),  # splitting was asked for where nothing is split, as on a CPU
     (configured(partition=True), False),
     (configured(splitting=(), mode=0), True),
     (configured(splitting=(), mode=2, backend="eager"), True),
@@ -207,7 +210,8 @@ def test_vllm_still_says_how_norms_are_made() -> None:
     from vllm.config.kernel import IrOpPriorityConfig
 
     assert {"fuse_norm_quant", "fuse_allreduce_rms"} <= set(vars(CompilationConfig().pass_config))
-    assert {"mode", "backend", "splitting_ops", "use_inductor_graph_partition"} <= set(vars(CompilationConfig()))
+    assert {"mode", "backend", "use_inductor_graph_partition"} <= set(vars(CompilationConfig()))
+    assert callable(CompilationConfig.splitting_ops_contain_attention)
     assert hasattr(IrOpPriorityConfig(), "fused_add_rms_norm")
 
 
@@ -218,6 +222,18 @@ def test_an_operand_of_another_dtype_goes_on_as_it_is() -> None:
     x = torch.randn(3, INNER, dtype=torch.float64)
     assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
     assert torch.equal(staging.buffers["mlp_post"][0, :3], x.float())
+
+
+def test_an_operand_is_not_quantized_before_it_is_captured() -> None:
+    """In an fp8 model, vLLM's activation hands a layer that takes them quantized numbers, which are no rows."""
+    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+
+    linear = nn.Linear(INNER, HIDDEN)
+    linear._input_quant_key = "fp8"  # as vLLM's kernels say that they take them
+    assert get_input_quant_key(linear) is not None
+    staging, _ = allocate({"mlp_post": INNER}, {"mlp_post": [0]}, TOKENS, torch.float32, torch.device("cpu"), 1 << 20)
+    install([Point("mlp_post", 0, linear, "operand", INNER, "")], staging)
+    assert get_input_quant_key(linear) is None
 
 
 def test_an_operand_may_be_given_by_name_and_have_more_dimensions() -> None:

@@ -51,7 +51,8 @@ def _cut(compilation: Any) -> bool:
     from vllm.config import CompilationMode
 
     return (compilation.mode == CompilationMode.NONE or compilation.backend == "eager"
-            or (bool(compilation.splitting_ops) and not compilation.use_inductor_graph_partition))
+            or (compilation.mode == CompilationMode.VLLM_COMPILE and compilation.splitting_ops_contain_attention()
+                and not compilation.use_inductor_graph_partition))
 
 
 def _adds(norm: nn.Module) -> bool:
