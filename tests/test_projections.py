@@ -79,6 +79,20 @@ def test_what_is_not_a_plain_product_on_a_gpu_is_copied() -> None:
     assert projections.find(Attention(), SimpleNamespace()) == {}  # on a CPU, and not vLLM's own method
 
 
+def test_where_adapters_run_inside_an_operation_of_their_own_q_and_k_are_copied(monkeypatch: pytest.MonkeyPatch
+                                                                                 ) -> None:
+    """That operation tells the compiler that it writes nothing and returns what is new: staging would be neither."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.utils import default_unquantized_gemm
+
+    method = UnquantizedLinearMethod()
+    method._gemm_impl = default_unquantized_gemm
+    projection = SimpleNamespace(quant_method=method, bias=None, weight=SimpleNamespace(is_cuda=True))
+    assert projections._plain(projection)
+    monkeypatch.setenv("VLLM_LORA_ENABLE_DUAL_STREAM", "1")
+    assert not projections._plain(projection)
+
+
 @pytest.mark.parametrize("flag", ["enable_qk_norm_rope_fusion", "fuse_qk_norm_rope_kvcache"])
 def test_where_norm_and_rotation_work_in_place_q_and_k_are_copied(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projections, "_plain", lambda _projection: True)

@@ -63,7 +63,8 @@ def _plain(projection: Any) -> bool:
         method = projection.quant_method
         product = getattr(method, "_gemm_impl", None) or dispatch_unquantized_gemm()  # newer ones keep it
         return bool(type(method) is UnquantizedLinearMethod and product is default_unquantized_gemm
-                    and not envs.VLLM_BATCH_INVARIANT and projection.bias is None and projection.weight.is_cuda)
+                    and not envs.VLLM_BATCH_INVARIANT and not getattr(envs, "VLLM_LORA_ENABLE_DUAL_STREAM", False)
+                    and projection.bias is None and projection.weight.is_cuda)
     except (ImportError, AttributeError):
         return False
 
