@@ -294,7 +294,8 @@ def test_a_failed_sync_is_never_believed(tmp_path: Path, monkeypatch: pytest.Mon
                 engine.wait()
             engine.finish(capture, end=6)
             engine.wait()
-        assert [refusal.code for refusal in engine.refusals] == ["resend"]
+        # On a busy machine a message that was on its way meanwhile is refused once more.
+        assert {refusal.code for refusal in engine.refusals} == {"resend"}
         for capture in captures:
             assert status_is(store, capture, "complete")
             with StoreReader(store) as reader:
