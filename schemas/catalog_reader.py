@@ -231,8 +231,6 @@ def _row(now: Moment, capture: Capture) -> CaptureRow:
 
 def resolved_of(capture: Capture) -> Resolved:
     if capture.resolved is None:
-        why = (f"it failed: {capture.failed}" if capture.failed is not None else
-               "whoever asked for it was gone before an engine started it" if capture.lost else
-               "no engine has started it yet")
+        why = f"it failed: {capture.failed}" if capture.failed is not None else "no engine has started it yet"
         raise NotFoundError(f"capture {capture.id} has no rows: {why}")
     return msgspec.json.decode(capture.resolved, type=Resolved)

@@ -48,6 +48,7 @@ CREATE INDEX captures_owner ON captures (owner, created_ms, id) WHERE deleted = 
 CREATE INDEX captures_status ON captures (status, created_ms, id);
 CREATE INDEX captures_owner_status ON captures (owner, status, created_ms, id);
 CREATE INDEX captures_may_expire ON captures (created_ms) WHERE deleted = 0 AND hold = 0;
+CREATE INDEX captures_open ON captures (stream) WHERE finish_seq IS NULL;
 CREATE TABLE aliases (
     n INTEGER PRIMARY KEY AUTOINCREMENT, alias TEXT NOT NULL, owner TEXT NOT NULL, ulid TEXT NOT NULL
 );

@@ -95,7 +95,7 @@ class Ping(msgspec.Struct, tag="ping"):
 
 
 class Bye(msgspec.Struct, tag="bye", forbid_unknown_fields=True):
-    """The stream ends; ``seq`` is its last number. Captures still open, or announced and not begun, are closed."""
+    """The stream ends; ``seq`` is its last number. Captures still open are closed as engine_lost."""
 
     seq: int
 

@@ -220,7 +220,7 @@ def status_of_cover(capture: Capture, coverage: Coverage) -> str:
     if capture.deleted:
         return "deleted"
     if capture.resolved is None:
-        return "failed" if capture.lost or capture.failed is not None else "pending"
+        return "failed" if capture.failed is not None else "pending"
     if capture.finish_seq is None:
         return "incomplete" if capture.lost else "running"
     resolved = msgspec.json.decode(capture.resolved, type=Resolved)

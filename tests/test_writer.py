@@ -33,7 +33,6 @@ from schemas.frame import RowTable
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from schemas.spec import Resolved
-from tests.consistency import assert_consistent
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, engine_info, until
 from writer_service import catalog
 from writer_service.changes import Indexed
@@ -555,52 +554,6 @@ def test_engine_lost_by_silence_by_bye_and_come_back(store: Path, tmp_path: Path
         assert until(lambda: reader.capture(first).status == "complete")
         silent.close()
         leaving.close()
-
-
-def test_captures_that_no_engine_began_are_closed_with_whoever_announced_them(store: Path) -> None:
-    with WriterProcess(store, "--engine-lost-s", "0.6") as writer, StoreReader(store) as reader:
-        engine, silent, leaving, alive = senders = [Sender(writer.endpoint, role) for role in ("engine", *["api"] * 3)]
-        first, second, third, samples = (new_ulid() for _ in range(4))
-        for sender in senders:
-            sender.hello()
-        silent.own(first)
-        leaving.own(second)
-        leaving.own(samples, count=2)
-        alive.own(third)
-        for sender in (silent, leaving, alive):
-            sender.wait()
-        engine.open(f"{samples}.1")
-        engine.wait()
-        leaving.bye()
-
-        def statuses() -> list[str]:
-            alive.sync()
-            engine.sync()
-            return [reader.capture(capture).status for capture in (first, second, third, *reader.samples(samples))]
-
-        assert until(lambda: statuses() == ["failed", "failed", "pending", "failed", "running"]), statuses()
-        with pytest.raises(NotFoundError, match="whoever asked for it was gone before an engine started it"):
-            reader.slice(second, SITE, [0], 0, 1)
-        # It had only waited for its turn: what an engine says of a capture wins.
-        engine.open(second)
-        engine.frame([(f"{samples}.1", 1, range(8))])
-        engine.finish(f"{samples}.1", end=8)
-        engine.wait()
-        assert until(lambda: statuses() == ["failed", "running", "pending", "failed", "complete"]), statuses()
-        # Also where the next writer reads it again, and from the log alone.
-        writer.kill()
-        writer.start()
-        assert reader.capture(second).status == "running"
-        engine.hello()
-        engine.frame([(second, 1, range(8))])
-        engine.finish(second, end=8)
-        engine.wait()
-        assert final(reader, second) == "complete"
-        assert until(lambda: reader.capture(third).status == "failed")  # its API did not come back
-        writer.stop()
-        for sender in senders:
-            sender.close()
-    assert_consistent(store)
 
 
 def test_second_writer_is_refused(store: Path, writer: WriterProcess, tmp_path: Path) -> None:

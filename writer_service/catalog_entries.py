@@ -116,11 +116,10 @@ def _open(db: sqlite3.Connection, entry: Entry, opened: Open) -> set[str]:
                (_asked_tags(opened.asked), opened.capture))
     db.execute(
         "UPDATE captures SET stream = ?, epoch = ?, request = ?, open_seq = ?, asked = ?, resolved = ?, "
-        "prompt_len = ?, prompt_tokens = ?, cached = ?, adapter = ?, lost = 0 "  # closed too early, where it was
-        "WHERE id = ? AND (stream IS NULL OR stream = ? AND open_seq = ?) AND deleted = 0",
+        "prompt_len = ?, prompt_tokens = ?, cached = ?, adapter = ? WHERE id = ? AND stream IS NULL AND deleted = 0",
         (entry.stream, entry.epoch, opened.request, opened.seq, opened.asked,
          msgspec.json.encode(opened.resolved).decode(), opened.prompt_len, opened.prompt_token_ids, opened.cached,
-         opened.adapter, opened.capture, entry.stream, opened.seq))
+         opened.adapter, opened.capture))
     return {opened.capture}
 
 

@@ -31,10 +31,7 @@ log_end: Final = _HEAD.size  # of a log without a record
 
 
 class Lost(msgspec.Struct, tag="lost", forbid_unknown_fields=True):
-    """The writer closed captures whose engine vanished, or that no engine began before whoever announced them vanished.
-
-    What still comes wins over it: the Finish, or the Open.
-    """
+    """The writer closed captures whose engine vanished; a Finish that still comes wins over it."""
 
     captures: list[str]
     reason: str

@@ -88,15 +88,6 @@ class Ledger:
         rows = self._db.execute("SELECT id FROM captures WHERE ulid = ?", (ref,))
         return sorted({row["id"] for row in rows} | self._ulids.get(ref, set()))
 
-    def unopened(self, ref: str) -> set[str]:
-        """Those of them that no engine has opened."""
-        return {capture for capture in self.under(ref) if (known := self.get(capture)) and known.opener is None}
-
-    def announcer(self, capture: str) -> str:
-        """The stream that announced it, "" where none did."""
-        standing = self.get(capture)
-        return standing.own[0] if standing is not None and standing.own is not None else ""
-
     def accept(self, stream: str, epoch: int, record: Record) -> Effect:
         """Hold a record against the rules; RefusedError if it may not be stored.
 
@@ -155,14 +146,11 @@ class Ledger:
         self._ulids.clear()
 
     def open_captures(self) -> Iterator[tuple[str, str]]:
-        """(stream, capture) of everything that an engine has opened and not finished, from the catalog.
-
-        What no engine has opened yet is open with the stream that announced it.
-        """
-        query = ("SELECT coalesce(stream, own_stream) AS holder, id FROM captures WHERE holder IS NOT NULL "
-                 "AND status IN ('pending', 'running')")
+        """(stream, capture) of everything that an engine has opened and not finished, from the catalog."""
+        query = ("SELECT stream, id FROM captures WHERE stream IS NOT NULL AND finish_seq IS NULL AND lost = 0 "
+                 "AND deleted = 0")
         for row in self._db.execute(query):
-            yield row["holder"], row["id"]
+            yield row["stream"], row["id"]
 
     def _own(self, stream: str, own: Own) -> Effect:
         _need(is_ulid(own.capture), "capture", "a ULID")

@@ -12,7 +12,6 @@ import zmq
 
 from schemas import limits
 from schemas.control import (
-    Abandon,
     Bye,
     ClientFinish,
     Delete,
@@ -21,7 +20,6 @@ from schemas.control import (
     Frame,
     Hello,
     Open,
-    Own,
     Ping,
     Record,
     Refuse,
@@ -257,10 +255,8 @@ class Reception:
         effect()
         self._took(state, record.seq)
         self._counters.records += 1
-        if isinstance(record, Own):
-            state.open_captures.update(self._ledger.unopened(record.capture))
-        elif isinstance(record, Open):
-            self._senders.take_over(record.capture, self._ledger.announcer(record.capture), state)
+        if isinstance(record, Open):
+            state.open_captures.add(record.capture)
             if self._quota.over and self._append(state, OverQuota(record.capture)):
                 self._ledger.refuse_rows(record.capture)
         elif isinstance(record, Dropped):
@@ -268,10 +264,10 @@ class Reception:
             self._counters.dropped[record.reason] = self._counters.dropped.get(record.reason, 0) + lost
         elif isinstance(record, Finish):
             state.open_captures.discard(record.capture)
-        elif isinstance(record, Abandon):
-            self._senders.let_go(self._ledger.unopened(record.capture))
         elif isinstance(record, Delete):
-            self._senders.let_go(set(self._ledger.under(record.capture)))
+            deleted = set(self._ledger.under(record.capture))
+            for other in self._senders:
+                other.open_captures -= deleted
 
     def _refuse(self, state: SenderState, seq: int, code: str, reason: str) -> None:
         if self._append(state, Refused(seq, code)):

@@ -91,23 +91,12 @@ class Senders:
         return state
 
     def own_captures(self, opened: Iterable[tuple[str, str]]) -> None:
-        """Set what each stream has open: the captures that it opened, and those it announced that nobody opened yet."""
+        """Set which captures each stream has open: (stream, capture)."""
         for state in self._streams.values():
             state.open_captures.clear()
         for stream, capture in opened:
             if stream in self._streams:
                 self._streams[stream].open_captures.add(capture)
-
-    def take_over(self, capture: str, announcer: str, state: SenderState) -> None:
-        """An engine opened what ``announcer`` had announced: it is the engine's to finish."""
-        if announcer in self._streams:
-            self._streams[announcer].open_captures.discard(capture)
-        state.open_captures.add(capture)
-
-    def let_go(self, captures: set[str]) -> None:
-        """Nothing more is expected of these."""
-        for state in self._streams.values():
-            state.open_captures -= captures
 
     def find_lost(self, now: float) -> None:
         """Close the captures of senders that have been silent for too long, and let go of their memory."""
@@ -120,7 +109,7 @@ class Senders:
                 self._disconnect(state)
 
     def close_captures(self, state: SenderState, reason: str) -> None:
-        """Journal that a sender's open captures will not be finished by it, or never began."""
+        """Journal that a sender's open captures will not be finished by it."""
         if not state.open_captures:
             return
         if self._journal.try_append(state, Lost(sorted(state.open_captures), reason)):  # else at the next look
