@@ -19,7 +19,68 @@ from typing import Final
 
 __all__ = ["CODE"]
 
-CODE: Final = """
+_HASHED: Final = """\
+  %seed_i = getelementptr i64, ptr %seeds, i64 %i
+  %out_i = getelementptr i64, ptr %out, i64 %i
+  %seed = load i64, ptr %seed_i
+  %digest = call i64 %hash(ptr ADDRESS, i64 %bytes, i64 %seed)
+  store i64 %digest, ptr %out_i
+"""
+
+
+def _hashed(address: str) -> str:
+    """Piece i, which lies at ``address``, hashed with its seed into its place."""
+    return _HASHED.replace("ADDRESS", address)
+
+
+_BLOCKS: Final = """
+define void @NAME(i64 %n, PARAMETERS) {
+start:
+  %any = icmp ne i64 %n, 0
+  br i1 %any, label %block, label %end
+block:
+  %i = phi i64 [0, %start], [%next, %block]
+  %first = shl i64 %i, 6
+BODY  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %n
+  br i1 %more, label %block, label %end
+end:
+  ret void
+}
+"""
+
+
+def _blocks(name: str, parameters: str, body: str) -> str:
+    """A function that does ``body`` for n blocks of 64 numbers; %first is the number of a block's first."""
+    return _BLOCKS.replace("NAME", name).replace("PARAMETERS", parameters).replace("BODY", body)
+
+
+_NARROWING: Final = """\
+  %x_i = getelementptr float, ptr %x, i64 %first
+  %y_i = getelementptr i16, ptr %y, i64 %first
+  %numbers = load <64 x float>, ptr %x_i, align 4
+  %bits = bitcast <64 x float> %numbers to <64 x i32>
+  %nan = fcmp uno <64 x float> %numbers, %numbers
+BODY  %narrow = trunc <64 x i32> %found to <64 x i16>
+  store <64 x i16> %narrow, ptr %y_i, align 2
+"""
+
+
+def _narrowing(dtype: str, body: str) -> str:
+    """The function that makes 16 bits of float32, in which ``body`` finds them: %found of %numbers, %bits, %nan."""
+    return _blocks(f"to_{dtype}", "ptr %x, ptr %y", _NARROWING.replace("BODY", body))
+
+
+_LOOKED_UP: Final = "".join(f"""\
+  %b{byte} = lshr i64 %x, {8 * byte}
+  %i{byte} = and i64 %b{byte}, 255
+  %t{byte} = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 {7 - byte}, i64 %i{byte}
+  %v{byte} = load i32, ptr %t{byte}
+""" for byte in range(8))
+_JOINED: Final = "".join(f"  %r{byte} = xor i32 %{f'r{byte - 1}' if byte > 1 else 'v0'}, %v{byte}\n"
+                         for byte in range(1, 8))
+
+_DIGESTS: Final = """
 define void @digests(ptr %hash, ptr %update, ptr %state, i64 %n, ptr %at, i64 %bytes, ptr %seeds, ptr %out) {
 start:
   %any = icmp ne i64 %n, 0
@@ -34,18 +95,15 @@ stream:
   %error = call i32 %update(ptr %state, ptr %address, i64 %bytes)
   br label %row
 row:
-  %seed_i = getelementptr i64, ptr %seeds, i64 %i
-  %out_i = getelementptr i64, ptr %out, i64 %i
-  %seed = load i64, ptr %seed_i
-  %digest = call i64 %hash(ptr %address, i64 %bytes, i64 %seed)
-  store i64 %digest, ptr %out_i
-  %next = add i64 %i, 1
+HASHED  %next = add i64 %i, 1
   %more = icmp ult i64 %next, %n
   br i1 %more, label %piece, label %end
 end:
   ret void
 }
+""".replace("HASHED", _hashed("%address"))
 
+_GATHER: Final = """
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 
@@ -73,25 +131,15 @@ piece:
   call void @llvm.memcpy.p0.p0.i64(ptr %target, ptr %source, i64 %bytes, i1 false)
   br i1 %hashed, label %row, label %copied
 row:
-  %seed_i = getelementptr i64, ptr %seeds, i64 %i
-  %out_i = getelementptr i64, ptr %out, i64 %i
-  %seed = load i64, ptr %seed_i
-  %digest = call i64 %hash(ptr %target, i64 %bytes, i64 %seed)
-  store i64 %digest, ptr %out_i
-  br label %copied
+HASHED  br label %copied
 copied:
   br i1 %more, label %piece, label %end
 end:
   ret void
 }
+""".replace("HASHED", _hashed("%target"))
 
-define void @scaled(i64 %n, ptr %q, ptr %scales, ptr %x) {
-start:
-  %any = icmp ne i64 %n, 0
-  br i1 %any, label %block, label %end
-block:
-  %i = phi i64 [0, %start], [%next, %block]
-  %first = shl i64 %i, 6
+_SCALED: Final = _blocks("scaled", "ptr %q, ptr %scales, ptr %x", """\
   %q_i = getelementptr i8, ptr %q, i64 %first
   %scale_i = getelementptr float, ptr %scales, i64 %i
   %x_i = getelementptr float, ptr %x, i64 %first
@@ -102,13 +150,9 @@ block:
   %all = shufflevector <64 x float> %one, <64 x float> poison, <64 x i32> zeroinitializer
   %product = fmul <64 x float> %numbers, %all
   store <64 x float> %product, ptr %x_i, align 4
-  %next = add i64 %i, 1
-  %more = icmp ult i64 %next, %n
-  br i1 %more, label %block, label %end
-end:
-  ret void
-}
+""")
 
+_DECODED: Final = """
 define void @decoded(i64 %n, i64 %blocks, ptr %q, ptr %scales, i64 %kept, ptr %at, ptr %values, ptr %narrow, ptr %x,
                      i64 %x_step, ptr %y) {
 start:
@@ -153,46 +197,18 @@ done:
 end:
   ret void
 }
+"""
 
-define void @to_bfloat16(i64 %n, ptr %x, ptr %y) {
-start:
-  %any = icmp ne i64 %n, 0
-  br i1 %any, label %block, label %end
-block:
-  %i = phi i64 [0, %start], [%next, %block]
-  %first = shl i64 %i, 6
-  %x_i = getelementptr float, ptr %x, i64 %first
-  %y_i = getelementptr i16, ptr %y, i64 %first
-  %numbers = load <64 x float>, ptr %x_i, align 4
-  %bits = bitcast <64 x float> %numbers to <64 x i32>
-  %nan = fcmp uno <64 x float> %numbers, %numbers
+_TO_BFLOAT16: Final = _narrowing("bfloat16", """\
   %last = lshr <64 x i32> %bits, splat (i32 16)
   %odd = and <64 x i32> %last, splat (i32 1)
   %half = add <64 x i32> %bits, splat (i32 32767)
   %up = add <64 x i32> %half, %odd
   %rounded = lshr <64 x i32> %up, splat (i32 16)
   %found = select <64 x i1> %nan, <64 x i32> splat (i32 32704), <64 x i32> %rounded
-  %narrow = trunc <64 x i32> %found to <64 x i16>
-  store <64 x i16> %narrow, ptr %y_i, align 2
-  %next = add i64 %i, 1
-  %more = icmp ult i64 %next, %n
-  br i1 %more, label %block, label %end
-end:
-  ret void
-}
+""")
 
-define void @to_float16(i64 %n, ptr %x, ptr %y) {
-start:
-  %any = icmp ne i64 %n, 0
-  br i1 %any, label %block, label %end
-block:
-  %i = phi i64 [0, %start], [%next, %block]
-  %first = shl i64 %i, 6
-  %x_i = getelementptr float, ptr %x, i64 %first
-  %y_i = getelementptr i16, ptr %y, i64 %first
-  %numbers = load <64 x float>, ptr %x_i, align 4
-  %bits = bitcast <64 x float> %numbers to <64 x i32>
-  %nan = fcmp uno <64 x float> %numbers, %numbers
+_TO_FLOAT16: Final = _narrowing("float16", """\
   %top = lshr <64 x i32> %bits, splat (i32 16)
   %sign = and <64 x i32> %top, splat (i32 32768)
   %size = and <64 x i32> %bits, splat (i32 2147483647)
@@ -211,15 +227,9 @@ block:
   %bounded = select <64 x i1> %is_large, <64 x i32> splat (i32 31744), <64 x i32> %finite
   %unsigned = select <64 x i1> %nan, <64 x i32> splat (i32 32256), <64 x i32> %bounded
   %found = or <64 x i32> %unsigned, %sign
-  %narrow = trunc <64 x i32> %found to <64 x i16>
-  store <64 x i16> %narrow, ptr %y_i, align 2
-  %next = add i64 %i, 1
-  %more = icmp ult i64 %next, %n
-  br i1 %more, label %block, label %end
-end:
-  ret void
-}
+""")
 
+_CRC: Final = """
 define i32 @crc(i64 %n, ptr %words, ptr %tables, i32 %start_crc) {
 start:
   %any = icmp ne i64 %n, 0
@@ -231,50 +241,13 @@ word:
   %data = load i64, ptr %at, align 1
   %wide = zext i32 %crc to i64
   %x = xor i64 %data, %wide
-  %b0 = lshr i64 %x, 0
-  %i0 = and i64 %b0, 255
-  %t0 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 7, i64 %i0
-  %v0 = load i32, ptr %t0
-  %b1 = lshr i64 %x, 8
-  %i1 = and i64 %b1, 255
-  %t1 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 6, i64 %i1
-  %v1 = load i32, ptr %t1
-  %b2 = lshr i64 %x, 16
-  %i2 = and i64 %b2, 255
-  %t2 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 5, i64 %i2
-  %v2 = load i32, ptr %t2
-  %b3 = lshr i64 %x, 24
-  %i3 = and i64 %b3, 255
-  %t3 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 4, i64 %i3
-  %v3 = load i32, ptr %t3
-  %b4 = lshr i64 %x, 32
-  %i4 = and i64 %b4, 255
-  %t4 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 3, i64 %i4
-  %v4 = load i32, ptr %t4
-  %b5 = lshr i64 %x, 40
-  %i5 = and i64 %b5, 255
-  %t5 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 2, i64 %i5
-  %v5 = load i32, ptr %t5
-  %b6 = lshr i64 %x, 48
-  %i6 = and i64 %b6, 255
-  %t6 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 1, i64 %i6
-  %v6 = load i32, ptr %t6
-  %b7 = lshr i64 %x, 56
-  %i7 = and i64 %b7, 255
-  %t7 = getelementptr [8 x [256 x i32]], ptr %tables, i64 0, i64 0, i64 %i7
-  %v7 = load i32, ptr %t7
-  %r1 = xor i32 %v0, %v1
-  %r2 = xor i32 %r1, %v2
-  %r3 = xor i32 %r2, %v3
-  %r4 = xor i32 %r3, %v4
-  %r5 = xor i32 %r4, %v5
-  %r6 = xor i32 %r5, %v6
-  %r7 = xor i32 %r6, %v7
-  %next = add i64 %i, 1
+BODY  %next = add i64 %i, 1
   %more = icmp ult i64 %next, %n
   br i1 %more, label %word, label %end
 end:
   %found = phi i32 [%start_crc, %start], [%r7, %word]
   ret i32 %found
 }
-"""
+""".replace("BODY", _LOOKED_UP + _JOINED)
+
+CODE: Final = _DIGESTS + _GATHER + _SCALED + _DECODED + _TO_BFLOAT16 + _TO_FLOAT16 + _CRC
