@@ -18,6 +18,7 @@ from engine_side.architectures import Point, find_carried
 from engine_side.seams import projections, residuals
 from engine_side.staging import Staging, allocate
 from engine_side.taps import install
+from tests.test_projections import Method
 
 HIDDEN, INNER, TOKENS, HEAD = 32, 96, 16, 8
 QKV = {"q": 32, "k": 16, "v": 16}
@@ -38,15 +39,10 @@ class Projection(nn.Linear):
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__(width, out, bias=False, dtype=torch.bfloat16)
-        self.quant_method = SimpleMethod()
+        self.quant_method = Method()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.quant_method.apply(self, x)
-
-
-class SimpleMethod:
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return nn.functional.linear(x, layer.weight, bias)
 
 
 @torch.library.custom_op("vllm_tap_test::attend", mutates_args=())

@@ -86,7 +86,8 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
         stack.callback(shutil.rmtree, sockets, ignore_errors=True)
         endpoint = f"ipc://{sockets / 'writer.sock'}"
         writer = stack.enter_context(WriterProcess(path, endpoint, durability))
-        strangers = _open_captures(path)  # of engines that were killed before they began or ended them
+        with StoreReader(path) as reader:
+            strangers = _open_captures(reader)  # of engines that were killed before they began or ended them
         settings = {_ENDPOINT: endpoint, "VLLM_TAP_ARM": armed, "VLLM_TAP_ON_FULL": on_full, "VLLM_ACT_CAPTURE": "0",
                     "VLLM_TAP_PROBES": probes_text(registered)}
         if ring_bytes is not None:
@@ -154,17 +155,17 @@ def _restore(before: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _open_captures(path: Path) -> set[str]:
+def _open_captures(reader: StoreReader) -> set[str]:
     """The captures that have not ended."""
-    with StoreReader(path) as reader:
-        return {row.id for status in ("pending", "running") for row in Filters(status).of(reader)}
+    return {row.id for status in ("pending", "running") for row in Filters(status).of(reader)}
 
 
 def _await_ends(path: Path, strangers: set[str], wait_s: float) -> None:
     """Until every capture that a client saw the end of has ended in the store too: its rows may be on their way."""
     end_s = time.monotonic() + wait_s
-    while left := _open_captures(path) - strangers:
-        if time.monotonic() > end_s:
-            raise TapError(f"{len(left)} captures have not ended within {wait_s:g} s, such as {min(left)}: is the "
-                           "engine still generating?")
-        time.sleep(0.05)
+    with StoreReader(path) as reader:
+        while left := _open_captures(reader) - strangers:
+            if time.monotonic() > end_s:
+                raise TapError(f"{len(left)} captures have not ended within {wait_s:g} s, such as {min(left)}: is the "
+                               "engine still generating?")
+            time.sleep(0.05)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine_side.seams import residuals
+
 BUFFER = "vllm_tap_straight"
 
 _library = torch.library.Library("vllm_tap", "FRAGMENT")
@@ -42,7 +44,7 @@ def find(model: nn.Module, passes: Any) -> dict[int, Callable[[Any, torch.Tensor
 
     ``passes``: vLLM's choice of what its compiler fuses (``compilation_config.pass_config``).
     """
-    if any(chosen for name, chosen in vars(passes).items() if "qk_norm_rope" in name):
+    if residuals.fuses(passes, "qk_norm_rope"):
         return {}
     return {id(module.qkv_proj): write_into for module in model.modules()
             if _normed(module) and _plain(module.qkv_proj)}

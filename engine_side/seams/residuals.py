@@ -37,13 +37,20 @@ def functional(vllm_config: Any) -> bool:
         from vllm import envs
 
         compilation = vllm_config.compilation_config
-        fused = [name for name, chosen in vars(compilation.pass_config).items()
-                 if chosen and any(part in name for part in ("norm", "rms", "padding"))]
+        fused = fuses(compilation.pass_config, "norm", "rms", "padding")
         adding = vllm_config.kernel_config.ir_op_priority.fused_add_rms_norm
         return (adding[0] == "native" and not fused and not envs.VLLM_BATCH_INVARIANT and _cut(compilation)
                 and vllm_config.parallel_config.tensor_parallel_size == 1)
     except (ImportError, AttributeError, IndexError):
         return False
+
+
+def fuses(passes: Any, *parts: str) -> bool:
+    """Whether vLLM's compiler is told to fuse something that has one of ``parts`` in its name.
+
+    ``passes``: ``compilation_config.pass_config``.
+    """
+    return any(chosen and any(part in name for part in parts) for name, chosen in vars(passes).items())
 
 
 def _cut(compilation: Any) -> bool:
