@@ -51,7 +51,7 @@ class Layout:
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     encode: encoders.Encoder
-    kernel: Callable[[kernels.Source, torch.Tensor], kernels.Launch] | None
+    kernel: Callable[[kernels.Source, torch.Tensor, list[int]], kernels.Launch] | None
     rows_max: int  # of a block
 
     def place(self, n: int) -> Place:
@@ -184,24 +184,22 @@ class Burst:
         inputs = token_ids.data_ptr(), positions.data_ptr()
         begin = self.at + self.head + self.done * self.step_bytes
         for piece in self.pieces:
-            at = begin + piece.at
-            offsets = [at + offset for offset in piece.place.offsets]
             if piece.launch is not None and inputs == self._inputs:
-                piece.launch(offsets)
+                piece.launch(begin + piece.at)
             else:
-                self._encode(piece, offsets, token_ids, positions)
+                self._encode(piece, begin + piece.at, token_ids, positions)
         self._inputs = inputs
         self.done += 1
 
-    def _encode(self, piece: Piece, offsets: list[int], token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def _encode(self, piece: Piece, at: int, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         assert self.memory is not None
-        layout = piece.layout
+        layout, place = piece.layout, piece.place
         if layout.kernel is not None:
-            source = kernels.Source(layout.buffer, layout.layer_index, piece.where, piece.place.n, token_ids, positions)
-            piece.launch = layout.kernel(source, self.memory)
-            piece.launch(offsets)
+            source = kernels.Source(layout.buffer, layout.layer_index, piece.where, place.n, token_ids, positions)
+            piece.launch = layout.kernel(source, self.memory, place.offsets)
+            piece.launch(at)
         else:
-            _encode(piece, self.memory, offsets, token_ids, positions)
+            _encode(piece, self.memory, [at + offset for offset in place.offsets], token_ids, positions)
 
     def runs(self, end: int) -> list[Run]:
         """What was encoded; ``end`` is the ring's head after the region, which is free when all are released."""
@@ -218,6 +216,7 @@ class Burst:
         return found
 
 
+@torch.inference_mode()
 def _encode(piece: Piece, memory: torch.Tensor, offsets: list[int], token_ids: torch.Tensor, positions: torch.Tensor
             ) -> None:
     """By the reference encoders, where there is no kernel."""

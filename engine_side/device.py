@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from engine_side.cuda_copies import device_to_host
+from engine_side.cuda_calls import device_to_host
 from engine_side.events import Event, Freed, Run
 from engine_side.ring import Ring
 from engine_side.shared import COPIES, Outbox

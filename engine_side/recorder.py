@@ -261,8 +261,7 @@ class Recorder:
         if step is None:
             return
         try:
-            with torch.inference_mode():
-                self._take_rows(step)
+            self._take_rows(step)
         except Exception:
             self.counters.failures += 1
             if self.counters.failures == 1:
@@ -376,6 +375,7 @@ class Recorder:
             if not burst.brought:
                 self._bring(burst)
 
+    @torch.inference_mode()
     def _settle(self, burst: Burst, wait: bool) -> bool:
         """Take the burst's region; False where there is none."""
         region = self._allocate(burst.nbytes, wait)

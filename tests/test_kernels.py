@@ -88,7 +88,9 @@ def taken(codec: str, source: kernels.Source, offset: int = 0) -> dict[str, torc
     for shape, kind in pieces.values():
         offsets.append(end)
         end += -(-torch.Size(shape).numel() * kind.itemsize // 64) * 64 + 64
-    kernels.launch(codec, source, scratch)(offsets)
+    kernels.launch(codec, source, scratch, offsets)(128)  # compiles
+    scratch.fill_(UNTOUCHED)
+    kernels.launch(codec, source, scratch, [at - 64 for at in offsets])(64)
     scratch, out = scratch.cpu(), {}
     for begin, (name, (shape, kind)) in zip(offsets, pieces.items(), strict=True):
         part = scratch[begin : begin + torch.Size(shape).numel() * kind.itemsize]
@@ -215,7 +217,9 @@ def test_scores_of_a_probe(dtype: torch.dtype, width: int, count: int, sigmoid: 
         sizes = (4 * count * source.n, 4 * source.n, 8 * source.n)
         offsets = [0, *((-(-sum(sizes[:end]) // 64) + end) * 64 for end in (1, 2))]
         scratch = torch.full((offsets[-1] + sizes[-1] + 64,), UNTOUCHED, dtype=torch.uint8, device=DEVICE)
-        kernels.score(*there, sigmoid, source, scratch)(offsets)
+        kernels.score(*there, sigmoid, source, scratch, offsets)(0)
+        scratch.fill_(UNTOUCHED)
+        kernels.score(*there, sigmoid, source, scratch, offsets)(0)
         chosen = torch.tensor(rows) if isinstance(rows, list) else torch.arange(rows[0], rows[0] + rows[1])
         got, ids, places = (scratch.cpu()[at : at + size] for at, size in zip(offsets, sizes, strict=True))
         want = probe.encode(buffer[[2]][:, chosen])["x"][0]

@@ -6,14 +6,16 @@ Nothing here imports Triton until a kernel is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, Final
 
+import numpy as np
 import torch
 
+from engine_side.cuda_calls import Function, Launched
 from schemas import codecs
 from schemas.errors import SpecError
 
@@ -54,15 +56,16 @@ class _Kernel:
     constants: tuple[Any, ...]
     warps: int
     compiled: Any = None
+    loaded: Function | None = None  # compiled, and known to the driver as we know it
 
-    def first(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> Callable[..., None] | None:
-        """Launch it on ``grid``; what does so again, None where it is not compiled but interpreted."""
-        if self.compiled is None:
-            self.compiled = self.function[grid](*args, num_warps=self.warps)
-            return None if self.compiled is None else self.compiled[grid]
-        again: Callable[..., None] = self.compiled[grid]
-        again(*args)
-        return again
+    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+        """By Triton; ``args`` without the constants."""
+        if self.compiled is not None:
+            self.compiled[grid](*args, *self.constants)
+            return
+        self.compiled = self.function[grid](*args, *self.constants, num_warps=self.warps)  # None: it is interpreted
+        if self.compiled is not None:
+            self.loaded = Function.of(self.compiled, len(args))
 
 
 @lru_cache(maxsize=256)
@@ -83,49 +86,56 @@ def supported(identity: str, width: int, dtype: torch.dtype) -> bool:
 class Launch:
     """A kernel with its rows and the memory it writes to; called again and again, its streams each time elsewhere."""
 
-    __slots__ = ("_after", "_again", "_before", "_grid", "_kernel")
+    __slots__ = ("_after", "_before", "_grid", "_kernel", "_launched", "_moving", "_offsets")
 
-    def __init__(self, kernel: _Kernel, source: Source, scratch: torch.Tensor, *more: torch.Tensor) -> None:
+    def __init__(self, kernel: _Kernel, source: Source, scratch: torch.Tensor, offsets: Sequence[int],
+                 *more: torch.Tensor) -> None:
         buffer, rows, ids, positions = source.buffer, source.rows, source.token_ids, source.positions
         to_layer, to_row, _ = buffer.stride()
         gathered = not isinstance(rows, int)
         # Of a 64-bit number that is not negative the lower half is the number: one kernel for both.
         wide_ids, wide_positions = ids.dtype == torch.int64, positions.dtype == torch.int64
         self._kernel, self._grid = kernel, (source.n, source.layers.shape[0], 1)
-        self._again: Callable[..., None] | None = None
         self._before = (
             buffer, to_layer, to_row, source.layers, rows if gathered else source.layers, 0 if gathered else rows,
             ids.view(torch.int32) if wide_ids else ids, 1 + wide_ids,
             positions.view(torch.int32) if wide_positions else positions, 1 + wide_positions, scratch)
-        self._after: tuple[Any, ...] = (*more, *kernel.constants)
+        self._offsets, self._after = np.array(offsets, np.int64), more
+        self._launched: Launched | None = None
+        if kernel.loaded is not None and source.n:  # the driver takes no empty grid
+            addresses = [of.data_ptr() if isinstance(of, torch.Tensor) else int(of)
+                         for of in (*self._before, *offsets, *more)]
+            self._launched = Launched(kernel.loaded, self._grid, addresses, buffer.device.index)
+            self._moving = self._launched.values[len(self._before) :][: len(offsets)]
 
-    def __call__(self, offsets: Sequence[int]) -> None:
-        """Enqueue it on the current stream. Waits for nothing, allocates nothing.
-
-        ``offsets``: the byte, a multiple of 64, at which each declared stream lies in the memory, in the declared
-        order, as [n_layers, n, *shape]; then token ids (int32 [n]) and positions (int64 [n]).
+    def __call__(self, begin: int) -> None:
+        """Enqueue it on the current stream, its streams from byte ``begin`` (a multiple of 64) on. Waits for nothing,
+        allocates nothing.
         """
-        if self._again is None:
-            self._again = self._kernel.first(self._grid, (*self._before, *offsets, *self._after))
+        if self._launched is not None:
+            np.add(self._offsets, begin, out=self._moving)
+            self._launched()
         else:
-            self._again(*self._before, *offsets, *self._after)
+            self._kernel.launch(self._grid, (*self._before, *(self._offsets + begin).tolist(), *self._after))
 
 
-def launch(identity: str, source: Source, scratch: torch.Tensor) -> Launch:
+def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int]) -> Launch:
     """What encodes ``source`` (at least a row) into ``scratch`` (uint8).
 
-    The first launch of a kind compiles, unless ``warm`` has.
+    ``offsets``: the byte, a multiple of 64, at which each declared stream begins, counted from where a launch begins,
+    in the declared order, as [n_layers, n, *shape]; then token ids (int32 [n]) and positions (int64 [n]). The first
+    launch of a kind compiles, unless ``warm`` has.
     """
-    return Launch(_kernel(identity, *_kind(source)), source, scratch)
+    return Launch(_kernel(identity, *_kind(source)), source, scratch, offsets)
 
 
-def score(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, source: Source, scratch: torch.Tensor
-          ) -> Launch:
+def score(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, source: Source, scratch: torch.Tensor,
+          offsets: Sequence[int]) -> Launch:
     """``launch`` of a probe: its scores x float32 [1, n, k] in the place of a codec's streams.
 
     ``directions`` float32 [k, width], contiguous; ``bias`` float32 [k]; both where the rows are, ``scored`` for them.
     """
-    return Launch(_scorer(len(bias), sigmoid, *_kind(source)), source, scratch, directions, bias)
+    return Launch(_scorer(len(bias), sigmoid, *_kind(source)), source, scratch, offsets, directions, bias)
 
 
 def scored(count: int, width: int, dtype: torch.dtype) -> bool:
@@ -145,13 +155,13 @@ def warm(identity: str, width: int, dtype: torch.dtype, device: torch.device) ->
     """Compile what ``launch`` may need for such rows, so that no step waits for a compiler."""
     declared = codecs.streams(identity, width, str(dtype).removeprefix("torch."))
     for source, scratch, offsets in _samples(width, dtype, device, [stream.nbytes for stream in declared]):
-        launch(identity, source, scratch)(offsets)
+        launch(identity, source, scratch, offsets)(0)
 
 
 def warm_scores(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, dtype: torch.dtype) -> None:
     """``warm`` of what ``score`` may need for rows in ``dtype``."""
     for source, scratch, offsets in _samples(directions.shape[1], dtype, directions.device, [4 * len(bias)]):
-        score(directions, bias, sigmoid, source, scratch)(offsets)
+        score(directions, bias, sigmoid, source, scratch, offsets)(0)
 
 
 def _samples(width: int, dtype: torch.dtype, device: torch.device, sizes: Sequence[int]

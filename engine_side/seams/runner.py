@@ -127,11 +127,10 @@ def _resume(recorder: Any, requests: Any) -> None:
 
 
 def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: Layout) -> None:
-    with torch.inference_mode():
-        step = layout(runner, scheduler_output)
-        if scheduler_output.scheduled_new_reqs:
-            step.begin = partial(_open_all, recorder, scheduler_output.scheduled_new_reqs)
-        recorder.after_step(step)
+    step = layout(runner, scheduler_output)
+    if scheduler_output.scheduled_new_reqs:
+        step.begin = partial(_open_all, recorder, scheduler_output.scheduled_new_reqs)
+    recorder.after_step(step)
 
 
 def _miss(recorder: Any) -> None:

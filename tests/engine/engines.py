@@ -25,6 +25,7 @@ from vllm_tap.tiny_model import LAYERS, tiny_model
 SITES = ("resid_post", "attn_out", "mlp_out")
 ON_GPU = torch.cuda.is_available()
 DTYPE = "bfloat16" if ON_GPU else "float32"  # the GPU's attention kernels know no float32
+SHARED: dict[str, Any] = {"gpu_memory_utilization": 0.3} if ON_GPU else {}  # engines of other tests are there, too
 
 
 @dataclass
@@ -159,7 +160,7 @@ def start(reader: StoreReader, reference: Reference, family: str, *, here: bool 
     from vllm import LLM
 
     options = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32, "dtype": DTYPE, "seed": 0,
-               **({"gpu_memory_utilization": 0.3} if ON_GPU else {}), **options}
+               **SHARED, **options}
     with in_this_process(here and not ON_GPU):
         return Engine(LLM(str(model(family)), **options), reader, reference, options)
 

@@ -16,7 +16,7 @@ from schemas.reader import StoreReader
 from tests.engine.accounts import Circumstances, Request, Rows, Seen, check, tell
 from tests.engine.coded_model import coded_model
 from tests.engine.draws import Setting
-from tests.engine.engines import DTYPE, ON_GPU, in_this_process, model, shut_down
+from tests.engine.engines import DTYPE, ON_GPU, SHARED, in_this_process, model, shut_down
 
 
 @dataclass
@@ -69,7 +69,7 @@ def engine(setting: Setting) -> Iterator[Any]:
     path = coded_model(DTYPE) if setting.family == "coded" else model(setting.family)
     try:
         with in_this_process(not ON_GPU):
-            llm = LLM(str(path), dtype=DTYPE, **setting.options)
+            llm = LLM(str(path), dtype=DTYPE, **setting.options, **SHARED)
     finally:
         os.environ.clear()
         os.environ |= before

@@ -1,0 +1,124 @@
+"""Calls of the CUDA libraries that vLLM has loaded: copies to pinned memory, and launches of compiled kernels.
+
+A slice on either side and ``copy_`` under another stream cost the step's thread ten times as much as the copy's call
+itself; Triton's launcher asks every tensor for its address, and the driver about that, and gives the interpreter away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from schemas.errors import StartError
+
+__all__ = ["Copy", "Function", "Launched", "device_to_host"]
+
+Copy = Callable[[int, int, int, int], None]
+_DEVICE_TO_HOST: Final = 2
+_HIDDEN_MAX: Final = 2  # pointers that Triton adds: memory for itself, and for a profiler
+
+
+def device_to_host() -> Copy:
+    """``copy(target, source, nbytes, stream)``: addresses, and a stream's handle; waits for nothing.
+
+    StartError where no CUDA runtime is loaded, RuntimeError of a copy that the runtime refuses.
+    """
+    memcpy = _library("libcudart").cudaMemcpyAsync
+    memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    memcpy.restype = ctypes.c_int
+
+    def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+        error = memcpy(target, source, nbytes, _DEVICE_TO_HOST, stream)
+        if error:
+            raise RuntimeError(f"cudaMemcpyAsync of {nbytes} bytes to the host: error {error}")
+
+    return copy
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = [*((f"{of}Dim{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "XYZ"),
+                ("sharedMemBytes", ctypes.c_uint), ("hStream", ctypes.c_void_p), ("attrs", ctypes.c_void_p),
+                ("numAttrs", ctypes.c_uint)]
+
+
+class Function:
+    """A kernel that Triton has compiled and the driver has loaded, whose parameters are numbers of at most 64 bits."""
+
+    def __init__(self, handle: int, threads: int, shared: int, parameters: int) -> None:
+        self.handle, self.threads, self.shared, self.parameters = handle, threads, shared, parameters
+        self.launch = _library("libcuda.so").cuLaunchKernelEx
+        self.launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+        self.launch.restype = ctypes.c_int
+
+    @classmethod
+    def of(cls, compiled: Any, given: int) -> Function | None:
+        """Of what Triton's launch returned, for ``given`` arguments; None where it wants more than is known here."""
+        about, handle = getattr(compiled, "metadata", None), getattr(compiled, "function", None)
+        if about is None or not isinstance(handle, int):
+            return None
+        unusual = (getattr(about, name, 0) for name in (
+            "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"))
+        parameters = _parameters(handle)
+        if any(unusual) or getattr(about, "num_ctas", 1) != 1 or not given <= parameters <= given + _HIDDEN_MAX:
+            return None
+        return cls(handle, 32 * about.num_warps, about.shared, parameters)
+
+
+class Launched:
+    """A kernel with its grid and arguments, to be launched again and again; ``values`` [arguments] may be changed."""
+
+    __slots__ = ("_at", "_config", "_device", "_function", "_launch", "_table", "_table_at", "values")
+
+    def __init__(self, function: Function, grid: tuple[int, int, int], arguments: Sequence[int], device: int) -> None:
+        self._launch, self._function, self._device = function.launch, function.handle, device
+        whole: npt.NDArray[np.int64] = np.zeros(function.parameters, np.int64)  # what Triton adds stays 0
+        self.values = whole[: len(arguments)]
+        self.values[:] = arguments
+        self._table = whole.ctypes.data + 8 * np.arange(function.parameters)  # where the driver finds each
+        self._config = _Config(*grid, function.threads, 1, 1, function.shared, None, None, 0)
+        self._at, self._table_at = ctypes.addressof(self._config), self._table.ctypes.data
+
+    def __call__(self) -> None:
+        """Enqueue it on the current stream; RuntimeError where the driver refuses."""
+        self._config.hStream = torch._C._cuda_getCurrentRawStream(self._device)
+        error = self._launch(self._at, self._function, self._table_at, None)
+        if error:
+            raise RuntimeError(f"cuLaunchKernelEx: error {error}")
+
+
+def _parameters(function: int) -> int:
+    """How many parameters a loaded kernel has; -1 where one is wider than a number, or nobody tells (before 12.4)."""
+    ask = getattr(_library("libcuda.so"), "cuFuncGetParamInfo", None)
+    if ask is None:
+        return -1
+    ask.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]
+    offset, size, count = ctypes.c_size_t(), ctypes.c_size_t(), 0
+    while ask(function, count, ctypes.byref(offset), ctypes.byref(size)) == 0:
+        if size.value > 8:
+            return -1
+        count += 1
+    return count
+
+
+@lru_cache
+def _library(name: str) -> ctypes.PyDLL:
+    """A library of this process; its calls keep the interpreter, as giving it away costs more than they take."""
+    return ctypes.PyDLL(_loaded(name))
+
+
+def _loaded(name: str) -> str:
+    """The file of a library that this process has mapped."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")[2]
+        if path.rpartition("/")[2].startswith(name):
+            return f"/{path}"
+    raise StartError(f"vllm-tap: no {name} among the libraries of this process: capture cannot reach the device")

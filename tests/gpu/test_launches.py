@@ -1,0 +1,72 @@
+"""Kernels that are launched again go straight to the driver; what they write is what Triton's launcher would write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine_side import kernels
+from engine_side.cuda_calls import Function
+from schemas.codecs import streams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make bench-gpu on one")
+
+CODECS = ["raw", "raw16", "int8b64", "nf4b64", "fp8row", "full8", "kv8:head=64", "qk8:head=64", "topk:density=0.04",
+          "topk8:density=0.5"]
+ROWS, LAYERS, WIDTH, STREAM = 9, 3, 512, 1 << 16
+
+
+def source(gathered: bool) -> kernels.Source:
+    torch.manual_seed(0)
+    buffer = torch.randn(LAYERS, 20, WIDTH, device="cuda").bfloat16()
+    numbers = torch.arange(20, device="cuda")
+    rows: Any = torch.tensor([1, 3, 4, 5, 9, 11, 12, 18, 19], device="cuda") if gathered else 4
+    return kernels.Source(buffer, torch.tensor([0, 2], dtype=torch.int32, device="cuda"), rows, ROWS, numbers.int(),
+                          numbers)
+
+
+def room() -> torch.Tensor:
+    return torch.zeros(16 * STREAM, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("codec", CODECS)
+def test_both_launchers_write_the_same(codec: str, gathered: bool) -> None:
+    offsets = [STREAM * i for i in range(len(streams(codec, WIDTH, "bfloat16")) + 2)]
+    kernels._kernel.cache_clear()
+    rows, by_triton, by_driver, later = source(gathered), room(), room(), room()
+    kernels.launch(codec, rows, by_triton, offsets)(0)
+    for memory, begin in ((by_driver, 0), (later, 128)):
+        launch = kernels.launch(codec, rows, memory, offsets)
+        assert launch._launched is not None, "this Triton's kernels are not as they are known here"
+        launch(begin)
+    assert all(by_triton[at : at + STREAM].any() for at in offsets)
+    assert torch.equal(by_triton, by_driver)
+    assert torch.equal(by_triton[:-128], later[128:])
+
+
+def test_a_stream_that_is_current_later_gets_the_launch() -> None:
+    memory, offsets = room(), [0, STREAM, 2 * STREAM]
+    kernels.launch("raw16", source(False), memory, offsets)(0)
+    launch = kernels.launch("raw16", source(False), memory, offsets)
+    memory.zero_()
+    torch.cuda.synchronize()
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(100_000_000)
+        launch(0)
+        after = torch.cuda.Event()
+        after.record()
+    assert not memory.any(), "it did not wait behind what is on its stream"
+    after.synchronize()
+    assert memory[:STREAM].any()
+
+
+def test_a_kernel_that_wants_more_is_left_to_triton() -> None:
+    kernels._kernel.cache_clear()
+    kernels.launch("raw16", source(False), room(), [0, STREAM, 2 * STREAM])(0)
+    compiled = kernels._kernel("raw16", *kernels._kind(source(False))).compiled
+    assert Function.of(compiled, 14) is not None
+    assert Function.of(compiled, 15 + 2) is None and Function.of(compiled, 11) is None
