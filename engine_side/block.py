@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+import numpy as np
 import torch
 
 from engine_side import codecs as encoders
@@ -26,6 +27,7 @@ from engine_side.staging import Staging
 from schemas import codecs, limits
 
 _KERNEL_BLOCK_BYTES: Final = 32 << 20
+_AHEAD: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Layout:
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     encode: encoders.Encoder
-    kernel: Callable[[kernels.Source, torch.Tensor, list[int]], kernels.Launch] | None
+    kernel: Callable[[kernels.Source, torch.Tensor, list[int], I64], kernels.Launch] | None
     rows_max: int  # of a block
 
     def place(self, n: int) -> Place:
@@ -105,6 +107,7 @@ class Piece:
     at: int = 0  # from the begin of a step
     where: int | torch.Tensor = 0  # the first of contiguous rows, or the rows (int64, on the device)
     launch: kernels.Launch | None = None  # of its kernel, with the tensors of the last step
+    begins: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # [steps] of the burst, in the room
 
     def __post_init__(self) -> None:
         self.place = self.layout.place(len(self.row))
@@ -135,6 +138,9 @@ class Burst:
     done: int = 0
     brought: bool = False  # what was encoded is on its way; what follows needs a region of its own
     _inputs: tuple[int, int] = (0, 0)  # addresses of the last step's token ids and positions
+    # Where requests are in the next steps, the bytes of the runner's integers: a few instructions beside a step whose
+    # caches are cold, where an operation on an array would be thousands.
+    _ahead: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for piece in self.pieces:
@@ -148,10 +154,17 @@ class Burst:
         """Bytes of the region."""
         return self.head + self.steps_max * self.step_bytes
 
-    def goes_on(self, requests: list[str], first: I64, rows: int, drafts: bool) -> bool:
-        """Whether a step is the next of this burst: the same requests, each one token further."""
-        return (rows == self.rows and not drafts and requests == self.requests
-                and bool((first - self.done == self.first).all()))
+    def goes_on(self, requests: list[str], first: I64, rows: int) -> bool:
+        """Whether a step is the next of this burst: the same requests, each one token further.
+
+        ``first``: the position of each, and perhaps numbers behind them.
+        """
+        if rows != self.rows or requests != self.requests:
+            return False
+        if not self._ahead:
+            steps = np.arange(self.done + _AHEAD - 1, self.done - 1, -1)
+            self._ahead = [step.tobytes() for step in (self.first + steps[:, None]).astype(first.dtype)]
+        return first.tobytes().startswith(self._ahead.pop())
 
     def renewed(self, began: float) -> Burst:
         """A burst of the same rows from the next step on."""
@@ -160,46 +173,45 @@ class Burst:
                   for piece in self.pieces]
         slots, first = self.live
         return Burst(pieces, self.steps_max, self.steady - self.done, self.requests, self.first + self.done, self.rows,
-                     began, (slots, first + self.done), _inputs=self._inputs)
+                     began, (slots, first + self.done), _inputs=self._inputs, _ahead=self._ahead)
 
     def settle(self, ring: torch.Tensor, base: int, memory: torch.Tensor, at: int) -> None:
         """The region was taken; the indexes of rows go to the device through the ring, which is pinned."""
         self.base, self.memory, self.at = base, memory, at
         offset = 0
+        steps = at + self.head + self.step_bytes * np.arange(self.steps_max)
         for piece in self.pieces:
-            if not piece.gathered:
+            piece.begins = steps + piece.at
+            if piece.launch is not None:
+                piece.launch.move(piece.begins)
+            if piece.gathered:
+                piece.where = _index(piece, ring, base + offset, memory, at + offset)
+                offset += -(-8 * piece.place.n // ALIGN) * ALIGN
+            else:
                 piece.where = int(piece.row[0])
-                continue
-            n = piece.place.n
-            host = view(ring, base + offset, (n,), torch.int64)
-            host.copy_(torch.from_numpy(piece.row))
-            piece.where = host
-            if memory is not ring:
-                piece.where = view(memory, at + offset, (n,), torch.int64)
-                piece.where.copy_(host, non_blocking=True)
-            offset += -(-8 * n // ALIGN) * ALIGN
 
     def encode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Enqueue the next step's rows."""
         inputs = token_ids.data_ptr(), positions.data_ptr()
-        begin = self.at + self.head + self.done * self.step_bytes
+        same = inputs == self._inputs
         for piece in self.pieces:
-            if piece.launch is not None and inputs == self._inputs:
-                piece.launch(begin + piece.at)
-            else:
-                self._encode(piece, begin + piece.at, token_ids, positions)
+            if piece.launch is None or not same:
+                self._bind(piece, token_ids, positions)
+            if piece.launch is not None:
+                piece.launch(self.done)
         self._inputs = inputs
         self.done += 1
 
-    def _encode(self, piece: Piece, at: int, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def _bind(self, piece: Piece, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Make a piece's kernel ready for such a step; where there is none, take its rows."""
         assert self.memory is not None
         layout, place = piece.layout, piece.place
         if layout.kernel is not None:
             source = kernels.Source(layout.buffer, layout.layer_index, piece.where, place.n, token_ids, positions)
-            piece.launch = layout.kernel(source, self.memory, place.offsets)
-            piece.launch(at)
+            piece.launch = layout.kernel(source, self.memory, place.offsets, piece.begins)
         else:
-            _encode(piece, self.memory, [at + offset for offset in place.offsets], token_ids, positions)
+            begin = int(piece.begins[self.done])
+            _encode(piece, self.memory, [begin + offset for offset in place.offsets], token_ids, positions)
 
     def runs(self, end: int) -> list[Run]:
         """What was encoded; ``end`` is the ring's head after the region, which is free when all are released."""
@@ -216,7 +228,18 @@ class Burst:
         return found
 
 
-@torch.inference_mode()
+@torch.inference_mode()  # type: ignore[untyped-decorator]
+def _index(piece: Piece, ring: torch.Tensor, base: int, memory: torch.Tensor, at: int) -> torch.Tensor:
+    """The rows of a piece as a tensor at ``at`` of the memory, by way of ``base`` of the ring."""
+    host = view(ring, base, (piece.place.n,), torch.int64)
+    host.copy_(torch.from_numpy(piece.row))
+    if memory is ring:
+        return host
+    there = view(memory, at, (piece.place.n,), torch.int64)
+    return there.copy_(host, non_blocking=True)
+
+
+@torch.inference_mode()  # type: ignore[untyped-decorator]
 def _encode(piece: Piece, memory: torch.Tensor, offsets: list[int], token_ids: torch.Tensor, positions: torch.Tensor
             ) -> None:
     """By the reference encoders, where there is no kernel."""

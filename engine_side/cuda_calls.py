@@ -74,23 +74,31 @@ class Function:
 
 
 class Launched:
-    """A kernel with its grid and arguments, to be launched again and again; ``values`` [arguments] may be changed."""
+    """A kernel with its grid and arguments, to be launched again and again.
 
-    __slots__ = ("_at", "_config", "_device", "_function", "_launch", "_table", "_table_at", "values")
+    ``values`` int64 [steps, arguments]: what each of its launches gets; they may be changed.
+    """
 
-    def __init__(self, function: Function, grid: tuple[int, int, int], arguments: Sequence[int], device: int) -> None:
+    __slots__ = ("_at", "_config", "_device", "_function", "_launch", "_stream", "_table", "_tables", "values")
+
+    def __init__(self, function: Function, grid: tuple[int, int, int], arguments: Sequence[int], device: int,
+                 steps: int) -> None:
         self._launch, self._function, self._device = function.launch, function.handle, device
-        whole: npt.NDArray[np.int64] = np.zeros(function.parameters, np.int64)  # what Triton adds stays 0
-        self.values = whole[: len(arguments)]
+        whole: npt.NDArray[np.int64] = np.zeros((steps, function.parameters), np.int64)  # what Triton adds stays 0
+        self.values = whole[:, : len(arguments)]
         self.values[:] = arguments
-        self._table = whole.ctypes.data + 8 * np.arange(function.parameters)  # where the driver finds each
+        # Where the driver finds each argument of a step, and where it finds that.
+        self._table = whole.ctypes.data + 8 * np.arange(whole.size)
+        self._tables = [self._table.ctypes.data + 8 * function.parameters * step for step in range(steps)]
         self._config = _Config(*grid, function.threads, 1, 1, function.shared, None, None, 0)
-        self._at, self._table_at = ctypes.addressof(self._config), self._table.ctypes.data
+        self._at, self._stream = ctypes.addressof(self._config), 0
 
-    def __call__(self) -> None:
+    def __call__(self, step: int) -> None:
         """Enqueue it on the current stream; RuntimeError where the driver refuses."""
-        self._config.hStream = torch._C._cuda_getCurrentRawStream(self._device)
-        error = self._launch(self._at, self._function, self._table_at, None)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if stream != self._stream:
+            self._config.hStream = self._stream = stream
+        error = self._launch(self._at, self._function, self._tables[step], None)
         if error:
             raise RuntimeError(f"cuLaunchKernelEx: error {error}")
 

@@ -39,7 +39,7 @@ _BURST_STEPS_MAX: Final = 16
 _BURST_BYTES_MAX: Final = 16 << 20
 _COUNT_S: Final = 0.5
 _FLUSH_S: Final = 1.0
-_BURST_S: Final = 0.025  # rows are seen no later than that, and a step
+_BURST_S: Final = 0.04  # rows are seen no later than that, and a step
 
 
 @dataclass(slots=True)
@@ -239,21 +239,32 @@ class Recorder:
         self.catch_up()
         if not self.captures and step.begin is None:
             return
-        burst = self._burst
-        if burst is not None:
-            goes_on = step.begin is None and burst.goes_on(step.requests, step.first, int(step.starts[-1]),
-                                                           step.drafts is not None)
-            if goes_on and (not burst.brought or (
-                    not self._stale and self._begin_burst(burst.renewed(time.monotonic())))):
-                self.counters.steps += 1
-                self._go_on(step)
-                return
-            self._end_burst()
+        if step.begin is None and step.drafts is None and self.goes_on(
+                step.requests, step.first, int(step.starts[-1]), step.token_ids, step.positions):
+            return
+        self._end_burst()
         step.starts, step.first = step.starts.astype(np.int64), step.first.astype(np.int64)
         if self._hurried:
             self._late = step
         else:
             self._take_rows(step)
+
+    def goes_on(self, requests: list[str], first: I64, rows: int, token_ids: torch.Tensor, positions: torch.Tensor
+                ) -> bool:
+        """Take the wanted rows of a step that goes on with the burst; where it does not, that ends, and none are taken.
+
+        As in a Step without drafts, in which no request begins; behind ``first`` there may be other numbers.
+        """
+        burst = self._burst
+        if burst is None:
+            return False
+        if not burst.goes_on(requests, first, rows) or (
+                burst.brought and (self._stale or not self._begin_burst(burst.renewed(time.monotonic())))):
+            self._end_burst()
+            return False
+        self.counters.steps += 1
+        self._go_on(token_ids, positions)
+        return True
 
     def catch_up(self) -> None:
         """Take the rows of a step that was left for later."""
@@ -283,7 +294,7 @@ class Recorder:
         parts = self._parts(selected)
         if selected.steady > 1 and (burst := self._burst_of(step, selected, parts)) and self._begin_burst(burst):
             self._bytes_a_token = burst.step_bytes / burst.rows
-            self._go_on(step)
+            self._go_on(step.token_ids, step.positions)
             return
         for entry, part in parts:
             self._take(step, entry, part)
@@ -324,7 +335,7 @@ class Recorder:
                           selected.flags[rows])
             burst = Burst([piece], 1, 1, [], step.first, 0, 0.0, selected.live)
             if self._settle(burst, wait=True):
-                if not self._encode(step, burst):
+                if not self._encode(burst, step.token_ids, step.positions):
                     self._lose(entry, selected, rows)
                 self._bring(burst)
             else:
@@ -355,11 +366,11 @@ class Recorder:
         self._burst = burst
         return True
 
-    def _go_on(self, step: Step) -> None:
+    def _go_on(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """The next step of the burst."""
         burst = self._burst
         assert burst is not None
-        if not self._encode(step, burst):
+        if not self._encode(burst, token_ids, positions):
             self._end_burst()
             for piece in burst.pieces:
                 self.counters.dropped += len(piece.row) * len(piece.layout.layers)
@@ -375,7 +386,6 @@ class Recorder:
             if not burst.brought:
                 self._bring(burst)
 
-    @torch.inference_mode()
     def _settle(self, burst: Burst, wait: bool) -> bool:
         """Take the burst's region; False where there is none."""
         region = self._allocate(burst.nbytes, wait)
@@ -390,9 +400,9 @@ class Recorder:
             self.crossing.free()
             return False
 
-    def _encode(self, step: Step, burst: Burst) -> bool:
+    def _encode(self, burst: Burst, token_ids: torch.Tensor, positions: torch.Tensor) -> bool:
         try:
-            burst.encode(step.token_ids, step.positions)
+            burst.encode(token_ids, positions)
             return True
         except Exception:
             self._failed(burst)

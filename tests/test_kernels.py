@@ -88,9 +88,9 @@ def taken(codec: str, source: kernels.Source, offset: int = 0) -> dict[str, torc
     for shape, kind in pieces.values():
         offsets.append(end)
         end += -(-torch.Size(shape).numel() * kind.itemsize // 64) * 64 + 64
-    kernels.launch(codec, source, scratch, offsets)(128)  # compiles
+    kernels.launch(codec, source, scratch, offsets)(0)  # compiles
     scratch.fill_(UNTOUCHED)
-    kernels.launch(codec, source, scratch, [at - 64 for at in offsets])(64)
+    kernels.launch(codec, source, scratch, [at - 64 for at in offsets], np.array([0, 64]))(1)
     scratch, out = scratch.cpu(), {}
     for begin, (name, (shape, kind)) in zip(offsets, pieces.items(), strict=True):
         part = scratch[begin : begin + torch.Size(shape).numel() * kind.itemsize]

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine_side.cuda_calls import Function, Launched
@@ -29,6 +30,8 @@ _MODULES: Final = {
     "raw": "copies", "raw16": "copies", "int8b64": "blocks", "nf4b64": "blocks", "fp8row": "row8", "full8": "row8",
     "kv8": "heads", "qk8": "heads", "topk": "largest", "topk8": "largest",
 }
+I64 = npt.NDArray[np.int64]
+_AT_0: Final = np.zeros(1, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +87,14 @@ def supported(identity: str, width: int, dtype: torch.dtype) -> bool:
 
 
 class Launch:
-    """A kernel with its rows and the memory it writes to; called again and again, its streams each time elsewhere."""
+    """A kernel with its rows and the memory it writes to, for up to ``steps`` steps; a step's streams lie from byte
+    ``begins[step]`` (a multiple of 64) on.
+    """
 
-    __slots__ = ("_after", "_before", "_grid", "_kernel", "_launched", "_moving", "_offsets")
+    __slots__ = ("_after", "_before", "_begins", "_grid", "_kernel", "_launched", "_offsets")
 
-    def __init__(self, kernel: _Kernel, source: Source, scratch: torch.Tensor, offsets: Sequence[int],
-                 *more: torch.Tensor) -> None:
+    def __init__(self, kernel: _Kernel, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64,
+                 more: Sequence[torch.Tensor] = ()) -> None:
         buffer, rows, ids, positions = source.buffer, source.rows, source.token_ids, source.positions
         to_layer, to_row, _ = buffer.stride()
         gathered = not isinstance(rows, int)
@@ -105,37 +110,44 @@ class Launch:
         if kernel.loaded is not None and source.n:  # the driver takes no empty grid
             addresses = [of.data_ptr() if isinstance(of, torch.Tensor) else int(of)
                          for of in (*self._before, *offsets, *more)]
-            self._launched = Launched(kernel.loaded, self._grid, addresses, buffer.device.index)
-            self._moving = self._launched.values[len(self._before) :][: len(offsets)]
+            self._launched = Launched(kernel.loaded, self._grid, addresses, buffer.device.index, len(begins))
+        self.move(begins)
 
-    def __call__(self, begin: int) -> None:
-        """Enqueue it on the current stream, its streams from byte ``begin`` (a multiple of 64) on. Waits for nothing,
-        allocates nothing.
-        """
+    def move(self, begins: I64) -> None:
+        """Streams lie elsewhere from now on; ``begins`` has no more steps than before."""
+        self._begins = begins
         if self._launched is not None:
-            np.add(self._offsets, begin, out=self._moving)
-            self._launched()
+            first = len(self._before)
+            self._launched.values[: len(begins), first : first + len(self._offsets)] = begins[:, None] + self._offsets
+
+    def __call__(self, step: int) -> None:
+        """Enqueue it on the current stream. Waits for nothing, allocates nothing."""
+        if self._launched is not None:
+            self._launched(step)
         else:
-            self._kernel.launch(self._grid, (*self._before, *(self._offsets + begin).tolist(), *self._after))
+            offsets = (self._offsets + self._begins[step]).tolist()
+            self._kernel.launch(self._grid, (*self._before, *offsets, *self._after))
 
 
-def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int]) -> Launch:
+def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64 = _AT_0
+           ) -> Launch:
     """What encodes ``source`` (at least a row) into ``scratch`` (uint8).
 
-    ``offsets``: the byte, a multiple of 64, at which each declared stream begins, counted from where a launch begins,
-    in the declared order, as [n_layers, n, *shape]; then token ids (int32 [n]) and positions (int64 [n]). The first
-    launch of a kind compiles, unless ``warm`` has.
+    ``begins`` [steps]: the byte at which what a step writes begins; ``offsets``: from there, the byte at which each
+    declared stream begins, in the declared order, as [n_layers, n, *shape]; then token ids (int32 [n]) and positions
+    (int64 [n]). All are multiples of 64. The first launch of a kind compiles, unless ``warm`` has.
     """
-    return Launch(_kernel(identity, *_kind(source)), source, scratch, offsets)
+    return Launch(_kernel(identity, *_kind(source)), source, scratch, offsets, begins)
 
 
 def score(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, source: Source, scratch: torch.Tensor,
-          offsets: Sequence[int]) -> Launch:
+          offsets: Sequence[int], begins: I64 = _AT_0) -> Launch:
     """``launch`` of a probe: its scores x float32 [1, n, k] in the place of a codec's streams.
 
     ``directions`` float32 [k, width], contiguous; ``bias`` float32 [k]; both where the rows are, ``scored`` for them.
     """
-    return Launch(_scorer(len(bias), sigmoid, *_kind(source)), source, scratch, offsets, directions, bias)
+    return Launch(_scorer(len(bias), sigmoid, *_kind(source)), source, scratch, offsets, begins,
+                  (directions, bias))
 
 
 def scored(count: int, width: int, dtype: torch.dtype) -> bool:

@@ -25,7 +25,10 @@ from schemas.errors import StartError
 
 logger = logging.getLogger("vllm.tap")
 
-Layout = Callable[[Any, Any], Step]
+# Of a runner's last step: its batch, the position of each request's first row and the offsets of their rows (behind
+# them numbers that mean nothing), token ids and positions on the device, and how much too high positions may be.
+Batch = tuple[Any, npt.NDArray[Any], npt.NDArray[Any], torch.Tensor, torch.Tensor, int]
+Layout = Callable[[Any], Batch]
 _failed = False
 
 
@@ -127,54 +130,40 @@ def _resume(recorder: Any, requests: Any) -> None:
 
 
 def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: Layout) -> None:
-    step = layout(runner, scheduler_output)
-    if scheduler_output.scheduled_new_reqs:
-        step.begin = partial(_open_all, recorder, scheduler_output.scheduled_new_reqs)
-    recorder.after_step(step)
+    batch, first, starts, token_ids, positions, slack = layout(runner)
+    new, guesses = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_spec_decode_tokens
+    if not (new or guesses) and recorder.goes_on(batch.req_ids, first, scheduler_output.total_num_scheduled_tokens,
+                                                 token_ids, positions):
+        return
+    n = batch.num_reqs
+    requests, starts = list(batch.req_ids[:n]), starts[: n + 1]
+    drafts = _drafts(guesses, requests, starts) if guesses else None
+    begin = partial(_open_all, recorder, new) if new else None
+    recorder.after_step(Step(requests, starts, first[:n], positions, token_ids, drafts, slack, begin))
 
 
 def _miss(recorder: Any) -> None:
     recorder.miss_step()
 
 
-def _drafts(scheduler_output: Any, requests: list[str], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-    """How many rows of each request are guesses; None where nobody has any. Some drafters run fewer than were planned:
-    of the rows that a request has at least one is its own.
+def _drafts(guesses: dict[str, Any], requests: list[str], starts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """How many rows of each request are guesses. Some drafters run fewer than were planned: of the rows that a request
+    has at least one is its own.
     """
-    guesses = scheduler_output.scheduled_spec_decode_tokens
-    if not guesses:
-        return None
     planned = np.fromiter(map(len, map(guesses.get, requests, repeat(()))), np.int64, len(requests))
     ran: npt.NDArray[np.int64] = np.minimum(planned, np.diff(starts) - 1)
     return ran
 
 
-def _layout_v1(runner: Any, scheduler_output: Any) -> Step:
+def _layout_v1(runner: Any) -> Batch:
     batch = runner.input_batch
-    n = batch.num_reqs
     positions = getattr(runner.positions, "gpu", runner.positions)
-    requests, starts = batch.req_ids[:n], runner.query_start_loc.np[: n + 1]
-    return Step(
-        requests=requests,
-        starts=starts,
-        first=batch.num_computed_tokens_cpu[:n],  # corrected for drafts when execute_model returns
-        positions=positions,
-        token_ids=runner.input_ids.gpu,
-        drafts=_drafts(scheduler_output, requests, starts),
-    )
+    # What is computed was corrected for drafts when execute_model returns.
+    return batch, batch.num_computed_tokens_cpu, runner.query_start_loc.np, runner.input_ids.gpu, positions, 0
 
 
-def _layout_v2(runner: Any, scheduler_output: Any) -> Step:
+def _layout_v2(runner: Any) -> Batch:
     batch = runner.execute_model_state.input_batch
-    n = batch.num_reqs
-    requests, starts = list(batch.req_ids[:n]), batch.query_start_loc_np[: n + 1]
     guessing = runner.num_speculative_steps if runner.scheduler_config.async_scheduling else 0
-    return Step(
-        requests=requests,
-        starts=starts,
-        first=batch.num_computed_tokens_np[:n],
-        positions=batch.positions,
-        token_ids=batch.input_ids,
-        drafts=_drafts(scheduler_output, requests, starts),
-        slack=guessing,
-    )
+    return (batch, batch.num_computed_tokens_np, batch.query_start_loc_np, batch.input_ids, batch.positions,
+            guessing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,15 +37,19 @@ def room() -> torch.Tensor:
 def test_both_launchers_write_the_same(codec: str, gathered: bool) -> None:
     offsets = [STREAM * i for i in range(len(streams(codec, WIDTH, "bfloat16")) + 2)]
     kernels._kernel.cache_clear()
-    rows, by_triton, by_driver, later = source(gathered), room(), room(), room()
+    rows, by_triton, by_driver = source(gathered), room(), room()
     kernels.launch(codec, rows, by_triton, offsets)(0)
-    for memory, begin in ((by_driver, 0), (later, 128)):
-        launch = kernels.launch(codec, rows, memory, offsets)
-        assert launch._launched is not None, "this Triton's kernels are not as they are known here"
-        launch(begin)
     assert all(by_triton[at : at + STREAM].any() for at in offsets)
-    assert torch.equal(by_triton, by_driver)
-    assert torch.equal(by_triton[:-128], later[128:])
+    launch = kernels.launch(codec, rows, by_driver, offsets, np.array([192, 0, 128]))
+    assert launch._launched is not None, "this Triton's kernels are not as they are known here"
+    for moved in (False, True):
+        if moved:
+            launch.move(np.array([64, 256]))
+        for step, begin in enumerate((64, 256) if moved else (192, 0, 128)):
+            by_driver.zero_()
+            launch(step)
+            assert torch.equal(by_triton[:-256], by_driver[begin:][: 16 * STREAM - 256])
+            assert not by_driver[:begin].any()
 
 
 def test_a_stream_that_is_current_later_gets_the_launch() -> None:
