@@ -114,9 +114,12 @@ def test_every_row_once_or_lost(
             for site, buffer in staging.buffers.items():
                 for layer in range(LAYERS):
                     buffer[layer, : len(rows)] = (ids + layer / 4 + (0.125 if site == "mlp_out" else 0.0))[:, None]
-            recorder.after_step(Step([str(i) for i in batch], np.cumsum([0, *counts]),
-                                     np.array([done[i] for i in batch]),
-                                     torch.tensor([p for _, p in rows]), ids.to(torch.int32)))
+            names, first = [str(i) for i in batch], np.array([done[i] for i in batch], np.int32)
+            positions, ids = torch.tensor([p for _, p in rows]), ids.to(torch.int32)
+            # A seam asks first, with whatever lies behind its numbers.
+            asked = number % 2 and recorder.goes_on(names, np.append(first, first[-1:]), len(rows), ids, positions)
+            if not asked:
+                recorder.after_step(Step(names, np.cumsum([0, *counts]), first, positions, ids))
         for i, p in rows:
             if i in tickets and not tickets[i].resolved.empty:
                 resolved = tickets[i].resolved
@@ -164,3 +167,36 @@ def test_what_is_no_next_step_ends_a_burst(
     assert found == expected
     assert {name: int(recorder.captures.computed[slot]) for slot, name in names.items()} == {
         name: max((p + 1 for n, p in steps if n == name), default=0) for name in ("a", "b")}
+
+
+def test_a_burst_goes_on_with_the_next_positions_of_the_same_requests_alone(ring: Ring) -> None:
+    ring.shared.tail = ring.head
+    staging = Staging({"resid_post": torch.zeros(LAYERS, TOKENS, WIDTH)}, {"resid_post": [0, 1, 2]})
+    recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    spec = parse_spec({"codec": "raw", "layers": [1]})
+    for name in "ab":
+        ticket = Ticket(new_ulid(), spec.to_json(), resolve(spec, Armed({"resid_post": [0, 1, 2]}, LAYERS)), 0, 1, 1)
+        recorder.open(name, ticket, [1] * 5, 0)
+
+    def goes_on(names: list[str], first: list[int], rows: int = 2) -> bool:
+        at = torch.tensor(first)
+        return recorder.goes_on(names, np.array(first, np.int32), rows, at.int(), at)
+
+    def begin(first: list[int]) -> None:
+        recorder.before_step(2)
+        at = torch.tensor(first)
+        recorder.after_step(Step(["a", "b"], np.array([0, 1, 2]), np.array(first, np.int32), at, at.int()))
+
+    assert not goes_on(["a", "b"], [5, 9])
+    begin([5, 9])
+    for step in range(1, 60):  # over several bursts, and more steps than are looked ahead
+        assert goes_on(["a", "b"], [5 + step, 9 + step, *[0] * (step % 3)]), step
+    wrong = ((["a", "b"], [2, 1], 2), (["a", "b"], [1, 2], 2), (["b", "a"], [1, 1], 2), (["a", "b", "c"], [1, 1, 1], 2),
+             (["a"], [1], 1), (["a", "b"], [1, 1], 3))
+    for at, (names, more, rows) in enumerate(wrong):
+        a, b = 70 + 10 * at, 170 + 10 * at
+        begin([a, b])
+        assert not goes_on(names, [a + more[0], *(b + one for one in more[1:])], rows)
+        assert not goes_on(["a", "b"], [a + 1, b + 1]), "what did not go on has ended"
+        begin([a + 2, b + 2])
+        assert goes_on(["a", "b"], [a + 3, b + 3])
