@@ -44,5 +44,5 @@ ENGINES: dict[str, Engine] = {
     "sites": Engine({"every site armed, idle": None}, arm=EVERY_SITE, every_set=False),
     "eager": Engine({"base, eager": None}, eager=True, iterations_max=3, every_set=False),
     "hooks": Engine({"eager, hooks and .cpu()": None}, eager=True, hooks=True, iterations_max=2, every_set=False),
-    "builtin": Engine({"vLLM extract_hidden_states": None}, builtin=True, iterations_max=3, every_set=False),
+    "builtin": Engine({"vLLM extract_hidden_states": None}, builtin=True, iterations_max=10, every_set=False),
 }
