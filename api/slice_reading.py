@@ -28,11 +28,20 @@ from schemas.errors import LimitError
 from schemas.manifest import Manifest, Missing
 from schemas.reader import Slice, StoreReader
 
-__all__ = ["Answer", "Held", "captured", "encoded", "read_slices", "slice_bytes"]
+__all__ = ["Answer", "Held", "captured", "encoded", "read_slices", "slice_bytes", "sole"]
 
 # While it is made, a slice lies in memory as stored, as float32 and as what is sent; measured, per float32.
 _TIMES, _JSON_TIMES = 4, 20
 _CAST_NUMBERS = 1 << 17  # at a time: few enough that they stay in the processor's cache
+
+
+def sole(reader: StoreReader, ref: str, owner: str) -> Manifest:
+    """The manifest of the one capture that a name stands for; ApiError 400 where it stands for several."""
+    found = reader.sole(ref, owner)
+    if isinstance(found, list):
+        shown = ", ".join(found[:8]) + (", …" if len(found) > 8 else "")
+        raise ApiError(400, "several_captures", f"{ref!r} names {len(found)} captures; ask for one: {shown}", "ref")
+    return found
 
 
 def captured(manifest: Manifest) -> dict[str, list[int]]:

@@ -31,8 +31,9 @@ def interval(rounds: list[list[float]]) -> tuple[float, float, float]:
 
 
 def drift(series: Series) -> float | None:
-    """The last iteration over the second, median over rounds; None where there are fewer than four."""
-    found = [values[-1] / values[1] for values in series.ratio if len(values) >= 4]
+    """The second half of the iterations over the first, medians, over rounds; None where there are fewer than four."""
+    found = [statistics.median(values[-(len(values) // 2):]) / statistics.median(values[:len(values) // 2])
+             for values in series.ratio if len(values) >= 4]
     return statistics.median(found) if found else None
 
 
@@ -44,7 +45,7 @@ def markdown(result: Result) -> str:
         base_s = statistics.median([s for values in base.seconds for s in values])
         same = set(base.tokens)
         text += [f"**{load}** (base {base_s:.4f} s)", "",
-                 "| | over base | 95 % | until durable | last over second | answers |", "|---|---|---|---|---|---|"]
+                 "| | over base | 95 % | until durable | second half over first | answers |", "|---|---|---|---|---|---|"]
         for name, series in scenarios.items():
             if name == "base" or not any(series.ratio):
                 continue

@@ -206,6 +206,12 @@ class CatalogReader:
         with self._catalog.moment() as now:
             return manifest_of(now.db, self._coverings.of(now, ref, owner))
 
+    def sole(self, ref: str, owner: str | None = None) -> Manifest | list[str]:
+        """The manifest of the one capture that a name stands for; the ids of all where a request made several."""
+        with self._catalog.moment() as now:
+            samples = lookup.samples(now.db, ref, owner)
+            return samples if len(samples) > 1 else manifest_of(now.db, self._coverings.of(now, samples[0], owner))
+
     def progress(self, ref: str, owner: str | None = None) -> Progress:
         """How far one capture is."""
         with self._catalog.moment() as now:

@@ -62,7 +62,10 @@ class Coverings:
         if kept is not None and kept.version == now.version:
             self._kept.move_to_end(key)
             return kept
-        found = _read(now, find(now.db, ref, owner), site, kept)
+        whole = self._kept.get((ref, owner, None))
+        if whole is not None and whole.version != now.version:
+            whole = None
+        found = _read(now, ref, owner, site, kept, whole)
         if found is not kept:
             self._drop(key)
             self._kept[key] = found
@@ -82,11 +85,17 @@ class Coverings:
             self.rows -= dropped.size
 
 
-def _read(now: Moment, capture: Capture, site: str | None, kept: Covered | None) -> Covered:
-    """What the catalog says; ``kept`` where that is the same."""
-    db = now.db
-    extents, drops = load_extents(db, capture.id, site), load_drops(db, capture.id)
-    segments = {number: load_segment(db, number) for number in {extent.segment for extent in extents}}
+def _read(now: Moment, ref: str, owner: str | None, site: str | None, kept: Covered | None, whole: Covered | None
+          ) -> Covered:
+    """What the catalog says; ``kept`` where that is the same. ``whole`` is what it says of all sites, where known."""
+    if whole is not None:
+        capture, drops = whole.capture, whole.drops
+        extents = [extent for extent in whole.extents if extent.site == site]
+        segments = {number: whole.segments[number] for number in {extent.segment for extent in extents}}
+    else:
+        capture = find(now.db, ref, owner)
+        extents, drops = load_extents(now.db, capture.id, site), load_drops(now.db, capture.id)
+        segments = {number: load_segment(now.db, number) for number in {extent.segment for extent in extents}}
     if kept is not None and (kept.capture, kept.drops, kept.segments) == (capture, drops, segments) \
             and kept.extents == extents:
         kept.version = now.version

@@ -54,7 +54,11 @@ def samples(db: sqlite3.Connection, ref: str, owner: str | None) -> list[str]:
     ulid, index = split_capture_id(ref) or ("", None)
     if index is not None:
         return [find(db, ref, owner).id]
-    return [capture.id for capture in under(db, ulid, owner)]
+    rows = db.execute("SELECT id, owner FROM captures WHERE ulid = ? AND deleted = 0 ORDER BY sample", (ulid,))
+    found = [str(row["id"]) for row in rows if owner is None or row["owner"] == owner]
+    if not found:
+        raise no_capture(ulid)
+    return found
 
 
 def of_one_owner(db: sqlite3.Connection, alias: str) -> None:

@@ -15,6 +15,7 @@ from api.errors import ApiError, BadParam, Json
 from api.measures import MEASURES, Cells, Pair, cells, end_of, read_direction
 from api.service import check_ref, owner_of, service_of
 from api.slice_query import SliceQuery, one_of, parse_slice_query
+from api.slice_reading import sole
 from api.token_text import texts
 from api.upstream import ClientGone, read_body
 from api.waiting import FINAL
@@ -93,7 +94,7 @@ async def tokens(
     last = last if query.stop is None else min(last, query.stop)
 
     def read(reader: StoreReader) -> tuple[Manifest, EngineInfo | None, list[int]]:
-        found = _one(reader, ref, owner)
+        found = sole(reader, ref, owner)
         known = [*found.prompt_token_ids, *found.output_token_ids]
         more = _tokens_of_rows(reader, found, max(query.start, len(known)), last)
         return found, reader.engine(), known[query.start : last] + more
@@ -121,8 +122,8 @@ async def _answer(request: Request, ref: str, data: bytes | None) -> Json:
     direction = None if data is None else read_direction(data)
 
     def read(reader: StoreReader) -> dict[str, Any]:
-        shown = _one(reader, ref, owner)
-        against = None if query.against is None else _one(reader, query.against, owner)
+        shown = sole(reader, ref, owner)
+        against = None if query.against is None else sole(reader, query.against, owner)
         site, layers = _chosen(shown, query.rows)
         if against is not None:
             _chosen(against, SliceQuery([(site, None)], [",".join(map(str, layers))], 0, None, "", "", None, 0))
@@ -167,14 +168,6 @@ def _only(params: QueryParams, valid: tuple[str, ...]) -> QueryParams:
             raise BadParam(name, params.getlist(name), "given more than once")
     return QueryParams([(name, value) for name, value in params.multi_items()
                         if name in ("site", "layer", "start", "stop")])
-
-
-def _one(reader: StoreReader, ref: str, owner: str) -> Manifest:
-    samples = reader.samples(ref, owner)
-    if len(samples) > 1:
-        raise ApiError(400, "several_captures", f"{ref!r} names {len(samples)} captures; ask for one: "
-                       + ", ".join(samples[:8]), "ref")
-    return reader.manifest(ref, owner)
 
 
 def _chosen(manifest: Manifest, query: SliceQuery) -> tuple[str, list[int]]:

@@ -18,7 +18,7 @@ from api.sending import tell_stalled
 from api.service import check_ref, owner_of, service_of
 from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES
 from api.slice_query import SliceQuery, parse_slice_query
-from api.slice_reading import Answer, Held, captured, read_slices, slice_bytes
+from api.slice_reading import Answer, Held, captured, read_slices, slice_bytes, sole
 from api.slow_heads import ENDS_WHAT_IT_CLOSES
 from api.waiting import FINAL, poll
 from schemas.manifest import Manifest
@@ -70,7 +70,7 @@ async def activations(request: Request) -> Response:
     query = parse_slice_query(request.query_params, request.headers.get("accept"))
 
     def look() -> tuple[Manifest, bool]:
-        manifest = _manifest(service.reader(), ref, owner_of(request))
+        manifest = sole(service.reader(), ref, owner_of(request))
         return manifest, manifest.status in FINAL or _rows_there(manifest, query)
 
     if query.wait:
@@ -80,15 +80,7 @@ async def activations(request: Request) -> Response:
                            "ask again, or without wait to get the rows that are there")
     # All in one go, since each turn of a thread takes as long as reading a page of rows.
     return await service.read(
-        lambda reader: _answer(request, reader, _manifest(reader, ref, owner_of(request)), query), service.slice_limit)
-
-
-def _manifest(reader: StoreReader, ref: str, owner: str) -> Manifest:
-    samples = reader.samples(ref, owner)
-    if len(samples) > 1:
-        shown = ", ".join(samples[:8]) + (", …" if len(samples) > 8 else "")
-        raise ApiError(400, "several_captures", f"{ref!r} names {len(samples)} captures; ask for one: {shown}", "ref")
-    return reader.manifest(samples[0], owner)
+        lambda reader: _answer(request, reader, sole(reader, ref, owner_of(request)), query), service.slice_limit)
 
 
 def _rows_there(manifest: Manifest, query: SliceQuery) -> bool:
