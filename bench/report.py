@@ -45,7 +45,8 @@ def markdown(result: Result) -> str:
         base_s = statistics.median([s for values in base.seconds for s in values])
         same = set(base.tokens)
         text += [f"**{load}** (base {base_s:.4f} s)", "",
-                 "| | over base | 95 % | until durable | second half over first | answers |", "|---|---|---|---|---|---|"]
+                 "| | over base | 95 % | until durable | second half over first | answers |",
+                 "|---|---|---|---|---|---|"]
         for name, series in scenarios.items():
             if name == "base" or not any(series.ratio):
                 continue

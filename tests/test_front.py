@@ -1,4 +1,4 @@
-"""What the front end tells of captures' ends while the writer is away, and when it is back."""
+"""What the front end makes of specs, and tells of captures' ends while the writer is away, and when it is back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 
 from engine_side import front
 from schemas import limits
+from schemas.errors import LimitError, SpecError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
+from schemas.spec import Armed, parse_spec, resolve
 from tests.store_helpers import WriterProcess, until
 
 
@@ -32,3 +34,39 @@ def test_ends_beyond_what_may_wait_are_counted_and_said_once(tmp_path: Path, cap
         front.report_finish(new_ulid(), "stop", None, [1])
         assert len(caplog.records) == 2 and "of 3 captures" in caplog.records[-1].getMessage()
         front.retire(writer.endpoint)
+
+
+def test_a_spec_that_is_known_but_for_its_id_gives_what_it_gave() -> None:
+    armed = Armed({"resid_post": [0, 1, 2], "q": [0, 1, 2]}, 3, {"q": 4})
+    shape = front.Shape(armed, {"resid_post": 64, "q": 16})
+    asked: list[dict[str, object]] = [
+        {}, {"layers": [1]}, {"layers": [True]}, {"layers": "::2", "codec": "int8b64"},
+        {"layers": [1], "tags": {"a": "b"}},
+        {"layers": [1], "tags": {"a": "c"}}, {"layers": [1.0]}, {"positions": [[0, 2], [1, 5]]}, {"positions": [0, 2]},
+        {"codec": {"q": "qk8", "resid_post": "raw16"}}, {"sites": []}, {"sites": ["nothing"]}, {"layers": [7]},
+        {"return": "inline"}, {"unknown": 1}, {"positions": list(range(1500))},
+    ]
+
+    def fresh(value: dict[str, object]) -> object:
+        try:
+            spec = parse_spec(value)
+            return spec.to_json(), resolve(spec, armed, shape.widths)
+        except (SpecError, LimitError) as error:
+            return str(error)
+
+    def found(value: dict[str, object]) -> object:
+        try:
+            spec, layers = front.resolved(value, shape)
+            return spec.to_json(), layers
+        except SpecError as error:
+            return str(error)
+
+    for _ in range(3):
+        for value in asked:
+            for named in (value, {**value, "id": new_ulid()}, {"id": new_ulid(), **value}, {**value, "id": None},
+                          {**value, "id": "no ULID"}, {**value, "id": 7}):
+                assert str(fresh(named)) in str(found(named)), named
+    assert len(shape.known) >= 9
+    for at in range(1000):
+        front.resolved({"positions": [at]}, shape)
+    assert len(shape.known) <= 64 and sum(map(len, shape.known)) < 1 << 18
