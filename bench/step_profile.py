@@ -109,6 +109,7 @@ def _timed() -> dict[str, list[float]]:
 
     watch(Recorder, "before_step", "before_step")
     watch(Recorder, "after_step", "after_step")
+    watch(Recorder, "goes_on", "goes_on")  # what most steps of decode are
     watch(second.GPUModelRunner, "execute_model", "execute_model")
     watch(second.GPUModelRunner, "sample_tokens", "sample_tokens")
     return found

@@ -155,9 +155,9 @@ class Burst:
         return self.head + self.steps_max * self.step_bytes
 
     def goes_on(self, requests: list[str], first: I64, rows: int) -> bool:
-        """Whether a step is the next of this burst: the same requests, each one token further.
+        """Whether a step is the next of this burst: the same requests, each one token further. Asked once a step.
 
-        ``first``: the position of each, and perhaps numbers behind them.
+        ``first``: the position of each, in the runner's integers, and perhaps numbers behind them.
         """
         if rows != self.rows or requests != self.requests:
             return False
@@ -192,26 +192,21 @@ class Burst:
 
     def encode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Enqueue the next step's rows."""
+        assert self.memory is not None
         inputs = token_ids.data_ptr(), positions.data_ptr()
         same = inputs == self._inputs
         for piece in self.pieces:
+            if piece.layout.kernel is None:
+                begin = int(piece.begins[self.done])
+                _encode(piece, self.memory, [begin + offset for offset in piece.place.offsets], token_ids, positions)
+                continue
             if piece.launch is None or not same:
-                self._bind(piece, token_ids, positions)
-            if piece.launch is not None:
-                piece.launch(self.done)
+                source = kernels.Source(piece.layout.buffer, piece.layout.layer_index, piece.where, piece.place.n,
+                                        token_ids, positions)
+                piece.launch = piece.layout.kernel(source, self.memory, piece.place.offsets, piece.begins)
+            piece.launch(self.done)
         self._inputs = inputs
         self.done += 1
-
-    def _bind(self, piece: Piece, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """Make a piece's kernel ready for such a step; where there is none, take its rows."""
-        assert self.memory is not None
-        layout, place = piece.layout, piece.place
-        if layout.kernel is not None:
-            source = kernels.Source(layout.buffer, layout.layer_index, piece.where, place.n, token_ids, positions)
-            piece.launch = layout.kernel(source, self.memory, place.offsets, piece.begins)
-        else:
-            begin = int(piece.begins[self.done])
-            _encode(piece, self.memory, [begin + offset for offset in place.offsets], token_ids, positions)
 
     def runs(self, end: int) -> list[Run]:
         """What was encoded; ``end`` is the ring's head after the region, which is free when all are released."""

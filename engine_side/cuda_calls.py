@@ -62,13 +62,14 @@ class Function:
     @classmethod
     def of(cls, compiled: Any, given: int) -> Function | None:
         """Of what Triton's launch returned, for ``given`` arguments; None where it wants more than is known here."""
-        about, handle = getattr(compiled, "metadata", None), getattr(compiled, "function", None)
-        if about is None or not isinstance(handle, int):
-            return None
+        about, handle = compiled.metadata, compiled.function
         unusual = (getattr(about, name, 0) for name in (
             "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"))
+        # Of what is given it makes constants as it likes: then those that are left would be taken for one another.
+        taken = sum(kind != "constexpr" for kind in compiled.src.signature.values())
         parameters = _parameters(handle)
-        if any(unusual) or getattr(about, "num_ctas", 1) != 1 or not given <= parameters <= given + _HIDDEN_MAX:
+        if any(unusual) or getattr(about, "num_ctas", 1) != 1 or taken != given or not (
+                given <= parameters <= given + _HIDDEN_MAX):
             return None
         return cls(handle, 32 * about.num_warps, about.shared, parameters)
 

@@ -253,7 +253,8 @@ class Recorder:
                 ) -> bool:
         """Take the wanted rows of a step that goes on with the burst; where it does not, that ends, and none are taken.
 
-        As in a Step without drafts, in which no request begins; behind ``first`` there may be other numbers.
+        As in a Step without drafts, in which no request begins; ``first`` are the runner's integers, with what it has
+        behind them. Asked once a step.
         """
         burst = self._burst
         if burst is None:
@@ -282,11 +283,13 @@ class Recorder:
     def _take_rows(self, step: Step) -> None:
         if step.begin is not None:
             step.begin()
+        self._before = None
         if step.drafts is not None:
             self._guesses = max(self._guesses, int(step.drafts.max()) + step.slack)
             self._before = self.captures.computed.copy()
         selected = self.captures.select(step.requests, step.starts, step.first, step.drafts, step.slack)
         if selected is None:
+            self._before = None
             return
         self._stale = False
         self.counters.steps += 1
@@ -295,7 +298,7 @@ class Recorder:
         if selected.steady > 1 and (burst := self._burst_of(step, selected, parts)) and self._begin_burst(burst):
             self._bytes_a_token = burst.step_bytes / burst.rows
             self._go_on(step.token_ids, step.positions)
-            return
+            return  # a step with drafts begins none
         for entry, part in parts:
             self._take(step, entry, part)
         self._bytes_a_token = self._step_bytes / max(1, int(step.starts[-1]))

@@ -163,3 +163,15 @@ def test_a_step_knows_the_bytes_that_all_its_sites_make(ring: Ring) -> None:
     made = sum(size for event in recorder.outbox if isinstance(event, Run) for _, size in event.extents.values())
     assert made == 10 * 6 * 64
     assert made <= 10 * recorder._bytes_a_token < 1.5 * made
+
+
+def test_drafts_of_a_step_long_ago_do_not_decide_what_a_missed_step_loses(ring: Ring) -> None:
+    recorder = recorder_on(ring)
+    opened(recorder, "a", 2, layers=[1], sites=["resid_post"])
+    step(recorder, [("a", 0, 2)])
+    step(recorder, [("b", 9, 3)], drafts=[2])  # nobody captures it, and "a" waits
+    for position in range(2, 9):
+        step(recorder, [("a", position, 1)])
+    release(recorder)
+    recorder.miss_step()
+    assert [event.position.tolist() for event in recorder.outbox if isinstance(event, Lost)] == [[9, 10]]

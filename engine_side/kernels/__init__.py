@@ -6,6 +6,7 @@ Nothing here imports Triton until a kernel is asked for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,8 @@ _MODULES: Final = {
     "kv8": "heads", "qk8": "heads", "topk": "largest", "topk8": "largest",
 }
 I64 = npt.NDArray[np.int64]
+logger = logging.getLogger("vllm.tap")
+_left = False
 _AT_0: Final = np.zeros(1, np.int64)
 
 
@@ -68,7 +71,19 @@ class _Kernel:
             return
         self.compiled = self.function[grid](*args, *self.constants, num_warps=self.warps)  # None: it is interpreted
         if self.compiled is not None:
-            self.loaded = Function.of(self.compiled, len(args))
+            try:
+                self.loaded = Function.of(self.compiled, len(args))
+            except Exception:
+                _leave_to_triton(self)
+
+
+def _leave_to_triton(kernel: _Kernel) -> None:
+    """Its launcher asks for more each time, and takes longer; logged once."""
+    global _left
+    kernel.loaded = None
+    if not _left:
+        _left = True
+        logger.exception("vllm-tap: kernels are left to Triton's launcher, which takes longer (logged once)")
 
 
 @lru_cache(maxsize=256)
@@ -87,8 +102,8 @@ def supported(identity: str, width: int, dtype: torch.dtype) -> bool:
 
 
 class Launch:
-    """A kernel with its rows and the memory it writes to, for up to ``steps`` steps; a step's streams lie from byte
-    ``begins[step]`` (a multiple of 64) on.
+    """A kernel with its rows and the memory it writes to, for as many steps as ``begins`` has: a step's streams lie
+    from byte ``begins[step]`` (a multiple of 64) on.
     """
 
     __slots__ = ("_after", "_before", "_begins", "_grid", "_kernel", "_launched", "_offsets")
@@ -121,12 +136,16 @@ class Launch:
             self._launched.values[: len(begins), first : first + len(self._offsets)] = begins[:, None] + self._offsets
 
     def __call__(self, step: int) -> None:
-        """Enqueue it on the current stream. Waits for nothing, allocates nothing."""
+        """Enqueue a step of it on the current stream."""
         if self._launched is not None:
-            self._launched(step)
-        else:
-            offsets = (self._offsets + self._begins[step]).tolist()
-            self._kernel.launch(self._grid, (*self._before, *offsets, *self._after))
+            try:
+                self._launched(step)
+                return
+            except RuntimeError:
+                self._launched = None
+                _leave_to_triton(self._kernel)
+        offsets = (self._offsets + self._begins[step]).tolist()
+        self._kernel.launch(self._grid, (*self._before, *offsets, *self._after))
 
 
 def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64 = _AT_0
@@ -167,13 +186,15 @@ def warm(identity: str, width: int, dtype: torch.dtype, device: torch.device) ->
     """Compile what ``launch`` may need for such rows, so that no step waits for a compiler."""
     declared = codecs.streams(identity, width, str(dtype).removeprefix("torch."))
     for source, scratch, offsets in _samples(width, dtype, device, [stream.nbytes for stream in declared]):
-        launch(identity, source, scratch, offsets)(0)
+        for _ in range(2):  # Triton's launch compiles it; the next is as steps do it
+            launch(identity, source, scratch, offsets)(0)
 
 
 def warm_scores(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, dtype: torch.dtype) -> None:
     """``warm`` of what ``score`` may need for rows in ``dtype``."""
     for source, scratch, offsets in _samples(directions.shape[1], dtype, directions.device, [4 * len(bias)]):
-        score(directions, bias, sigmoid, source, scratch, offsets)(0)
+        for _ in range(2):
+            score(directions, bias, sigmoid, source, scratch, offsets)(0)
 
 
 def _samples(width: int, dtype: torch.dtype, device: torch.device, sizes: Sequence[int]

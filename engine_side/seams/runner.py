@@ -136,7 +136,7 @@ def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: Layout) ->
                                                  token_ids, positions):
         return
     n = batch.num_reqs
-    requests, starts = list(batch.req_ids[:n]), starts[: n + 1]
+    requests, starts = batch.req_ids[:n], starts[: n + 1]
     drafts = _drafts(guesses, requests, starts) if guesses else None
     begin = partial(_open_all, recorder, new) if new else None
     recorder.after_step(Step(requests, starts, first[:n], positions, token_ids, drafts, slack, begin))

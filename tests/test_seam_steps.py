@@ -1,0 +1,250 @@
+"""Steps as both runners lay them out, through the seam: whatever fails in one, each wanted row comes once or is lost.
+
+The kernels are stand-ins that keep the addresses they were made with, as launches by the driver do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_side import kernels, recorder
+from engine_side.device import Crossing
+from engine_side.events import Lost, Opened, Run
+from engine_side.recorder import End, Recorder
+from engine_side.ring import Ring, view
+from engine_side.seams import runner
+from engine_side.staging import Staging
+from engine_side.ticket import Ticket
+from schemas.ids import new_ulid
+from schemas.spec import Armed, intervals, parse_spec, resolve
+
+LAYERS, TOKENS, WIDTH, STEPS = 3, 64, 16, 70
+ARMED = Armed({"resid_post": [0, 1, 2], "mlp_out": [0, 1, 2]}, LAYERS)
+SPECS: list[dict[str, object] | None] = [
+    None,
+    {"codec": "raw"},
+    {"codec": "raw", "layers": [1], "sites": ["mlp_out"]},
+    {"codec": "raw", "positions": "prompt"},
+    {"codec": "raw", "positions": [[0, 2], [9, 14], [20, 21]]},
+    {"codec": "raw", "positions": "generated", "layers": [0, 2]},
+    {"sites": []},
+]
+Row = tuple[int, str, int, int]  # request, site, layer, position
+at_steps = st.sets(st.integers(0, STEPS - 1))
+
+
+@dataclass
+class Trouble:
+    """After how many more calls each thing fails, once; 0: it does not."""
+
+    left: dict[str, int] = field(default_factory=dict)
+
+    def meet(self, where: str) -> None:
+        if left := self.left.get(where, 0):
+            self.left[where] = left - 1
+            if left == 1:
+                raise RuntimeError(f"{where} fails, as it is to")
+
+
+class Kept:
+    """A launch with the addresses that it was made with."""
+
+    def __init__(self, trouble: Trouble, source: kernels.Source, memory: torch.Tensor, offsets: list[int],
+                 begins: Any) -> None:
+        trouble.meet("bind")
+        self.trouble, self.source, self.memory, self.offsets = trouble, source, memory, list(offsets)
+        self.table = np.full(len(begins), -1, np.int64)
+        self.move(begins)
+
+    def move(self, begins: Any) -> None:
+        assert len(begins) <= len(self.table)
+        self.table[: len(begins)] = begins
+
+    def __call__(self, step: int) -> None:
+        self.trouble.meet("launch")
+        begin, source = int(self.table[step]), self.source
+        assert begin >= 0
+        rows = torch.arange(source.rows, source.rows + source.n) if isinstance(source.rows, int) else source.rows
+        x = source.buffer[source.layers.long()][:, rows]
+        for offset, made in zip(self.offsets, (x, source.token_ids[rows].int(), source.positions[rows]), strict=True):
+            view(self.memory, begin + offset, tuple(made.shape), made.dtype).copy_(made)
+
+
+@pytest.fixture(scope="module")
+def ring() -> Iterator[Ring]:
+    found = Ring(1 << 15, pinned=False)
+    yield found
+    found.close()
+
+
+@dataclass
+class Seen:
+    """What the sender was given."""
+
+    ring: Ring
+    full: bool
+    rows: Counter[Row] = field(default_factory=Counter)
+    slots: dict[int, int] = field(default_factory=dict)
+
+    def take(self, outbox: Any) -> None:
+        while outbox:
+            event = outbox.popleft()
+            if isinstance(event, Opened):
+                self.slots[event.slot] = int(event.request)
+            elif isinstance(event, Lost):
+                self.rows.update((self.slots[slot], event.entry.site, layer, position) for layer in event.entry.layers
+                                 for slot, position in zip(event.slot.tolist(), event.position.tolist(), strict=True))
+            elif isinstance(event, Run):
+                for k in range(event.steps):
+                    self._check(event, k)
+                if not self.full:
+                    self.ring.shared.tail = event.mark[0]
+
+    def _check(self, run: Run, k: int) -> None:
+        n, memory, shift = len(run.slot), self.ring.memory, k * run.stride
+        x = view(memory, run.extents["x"][0] + shift, (len(run.entry.layers), n, WIDTH), torch.float32)
+        used = view(memory, run.positions + shift, (n,), torch.int64).tolist()
+        tokens = view(memory, run.tokens + shift, (n,), torch.int32).tolist()
+        assert used == (run.position + k).tolist()
+        for i, (slot, position) in enumerate(zip(run.slot.tolist(), used, strict=True)):
+            request = self.slots[slot]
+            assert tokens[i] == 1000 * request + position
+            for number, layer in enumerate(run.entry.layers):
+                assert bool((x[number, i] == number_of(run.entry.site, layer, tokens[i])).all())
+                self.rows[request, run.entry.site, layer, position] += 1
+
+
+def number_of(site: str, layer: int, token: int) -> float:
+    return token + layer / 4 + (0.125 if site == "mlp_out" else 0.0)
+
+
+class Runner:
+    """Arrays as a runner of either kind keeps them; what lies behind a step's own numbers means nothing."""
+
+    def __init__(self, second: bool) -> None:
+        self.second, self.requests = second, list[str]()
+        self.first, self.starts = np.zeros(64, np.int32), np.zeros(65, np.int32)
+        self.ids, self.positions = torch.zeros(TOKENS, dtype=torch.int32), torch.zeros(TOKENS, dtype=torch.int64)
+
+    def step(self, rows: list[tuple[int, int]], batch: list[int], counts: list[int], first: list[int], fresh: bool
+             ) -> Any:
+        """The runner after a step; ``fresh``: its tensors are others than before."""
+        n, ids = len(batch), torch.tensor([1000 * request + position for request, position in rows]).int()
+        positions = torch.tensor([position for _, position in rows])
+        self.requests[:] = map(str, batch)  # the first runner changes its list in place
+        self.first[:n], self.first[n:] = first, 77
+        self.starts[: n + 1], self.starts[n + 1 :] = np.cumsum([0, *counts]), len(rows)
+        if not fresh:
+            self.ids[: len(rows)], self.positions[: len(rows)] = ids, positions
+            ids, positions = self.ids, self.positions
+        if not self.second:
+            return SimpleNamespace(
+                input_batch=SimpleNamespace(req_ids=self.requests, num_reqs=n, num_computed_tokens_cpu=self.first),
+                query_start_loc=SimpleNamespace(np=self.starts), input_ids=SimpleNamespace(gpu=ids),
+                positions=positions)
+        batch_of = SimpleNamespace(
+            req_ids=list(self.requests), num_reqs=n, query_start_loc_np=self.starts[: n + 1].copy(),
+            num_computed_tokens_np=self.first[:n].copy(), input_ids=ids[: len(rows)], positions=positions[: len(rows)])
+        return SimpleNamespace(execute_model_state=SimpleNamespace(input_batch=batch_of), num_speculative_steps=0,
+                               scheduler_config=SimpleNamespace(async_scheduling=True))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.sampled_from(SPECS), st.integers(1, 12), st.integers(1, 45), st.integers(0, 10)),
+                      min_size=1, max_size=6),
+    stalls=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60), st.integers(1, 9)), max_size=6),
+    fails=st.dictionaries(st.integers(0, STEPS - 1),
+                          st.tuples(st.sampled_from(["launch", "room", "bind"]), st.integers(1, 4)), max_size=6),
+    missed=st.sets(st.integers(0, STEPS - 1), max_size=3), turned=st.sets(st.integers(0, STEPS - 1), max_size=4),
+    hurried=at_steps, forgotten=at_steps, slow=at_steps, fresh=at_steps,
+    full=st.booleans(), second=st.booleans(), compiled=st.booleans(),
+)
+def test_every_row_once_or_lost(
+    ring: Ring, requests: list[tuple[dict[str, object] | None, int, int, int]], stalls: list[tuple[int, int, int]],
+    fails: dict[int, tuple[str, int]], missed: set[int], turned: set[int], hurried: set[int], forgotten: set[int],
+    slow: set[int], fresh: set[int], full: bool, second: bool, compiled: bool,
+) -> None:
+    """Requests (spec, prompt, answer, step at which they come). In ``missed`` steps the runner cannot be read; in
+    ``turned`` ones requests stand in another order; ``slow`` ones take long; ``forgotten``: a kernel came before.
+    """
+    now, trouble, patch = [0.0], Trouble(), pytest.MonkeyPatch()
+    patch.setattr(kernels, "launch", lambda _codec, *args: Kept(trouble, *args))
+    patch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: now[0], time_ns=time.time_ns, sleep=time.sleep))
+    ring.shared.tail = ring.head
+    staging = Staging({site: torch.zeros(LAYERS, TOKENS, WIDTH) for site in ARMED.sites}, ARMED.sites)
+    crossing = Crossing(torch.device("cpu"), ring)
+    room = crossing.room
+
+    def narrow(base: int, nbytes: int) -> tuple[torch.Tensor, int]:
+        trouble.meet("room")
+        return room(base, nbytes)
+
+    patch.setattr(crossing, "room", narrow)
+    taken = Recorder(staging, "float32", "drop", crossing)
+    patch.setattr(taken.compiled, "has", lambda _codec, _site: compiled)
+    patch.setattr(taken.compiled, "begin", lambda _codec, _site: None)
+    laid, layout = Runner(second), runner._layout_v2 if second else runner._layout_v1
+    tickets: dict[int, Ticket] = {}
+    done, wanted, seen = dict.fromkeys(range(len(requests)), 0), Counter[Row](), Seen(ring, full)
+    try:
+        for number in range(STEPS):
+            now[0] += 0.05 if number in slow else 0.001
+            if number in fails:
+                trouble.left[fails[number][0]] = fails[number][1]
+            held = {i for i, begin, n in stalls if begin <= number < begin + n}
+            batch = [i for i, (_, prompt, answer, at) in enumerate(requests)
+                     if at <= number and done[i] < prompt + answer and i not in held]
+            if number in turned:
+                batch.reverse()
+            for i in batch:
+                if done[i] == 0 and requests[i][0] is not None:
+                    spec = parse_spec({**(requests[i][0] or {}), "id": new_ulid()})
+                    tickets[i] = Ticket(str(spec.id), spec.to_json(), resolve(spec, ARMED), 0, 1, 1)
+                    taken.open(str(i), tickets[i], [1] * requests[i][1], 0)
+            counts = [requests[i][1] if done[i] == 0 else 1 for i in batch]
+            rows = [(i, done[i] + k) for i, count in zip(batch, counts, strict=True) for k in range(count)]
+            if number in forgotten:
+                taken._forget_layouts("raw")
+            taken.before_step(len(rows), number in hurried)
+            if rows:
+                for site, buffer in staging.buffers.items():
+                    for layer in range(LAYERS):
+                        numbers = [number_of(site, layer, 1000 * i + position) for i, position in rows]
+                        buffer[layer, : len(rows)] = torch.tensor(numbers)[:, None]
+                of = laid.step(rows, batch, counts, [done[i] for i in batch], number in fresh - hurried)
+                output = SimpleNamespace(scheduled_new_reqs=[], scheduled_spec_decode_tokens={},
+                                         total_num_scheduled_tokens=len(rows))
+                ran = SimpleNamespace() if number in missed else of
+                if taken.captures and not runner._guarded(runner._after, taken, ran, output, layout):
+                    assert number in missed
+                    runner._guarded(runner._miss, taken)
+            for i, position in rows if number not in missed else ():
+                if i in tickets:
+                    asked = tickets[i].resolved
+                    if any(a <= position < b for a, b in intervals(asked.positions, requests[i][1])):
+                        wanted.update((i, site, layer, position) for site, layers in asked.layers.items()
+                                      for layer in layers)
+            for i, count in zip(batch, counts, strict=True):
+                done[i] += count
+                if done[i] >= requests[i][1] + requests[i][2] and i in tickets:
+                    taken.finish(End(str(i), tickets[i], "length", None, [1] * requests[i][1],
+                                     [1] * requests[i][2], done[i]))
+            if number % 5 == 0:
+                seen.take(taken.outbox)
+        taken.flush()
+        seen.take(taken.outbox)
+        assert seen.rows == wanted
+    finally:
+        patch.undo()
