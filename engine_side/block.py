@@ -192,10 +192,10 @@ class Burst:
 
     def encode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Enqueue the next step's rows."""
-        assert self.memory is not None
         inputs = token_ids.data_ptr(), positions.data_ptr()
         same = inputs == self._inputs
         for piece in self.pieces:
+            assert self.memory is not None
             if piece.layout.kernel is None:
                 begin = int(piece.begins[self.done])
                 _encode(piece, self.memory, [begin + offset for offset in piece.place.offsets], token_ids, positions)

@@ -246,5 +246,6 @@ def test_every_row_once_or_lost(
         taken.flush()
         seen.take(taken.outbox)
         assert seen.rows == wanted
+        assert fails or missed or taken.counters.failures == 0
     finally:
         patch.undo()
