@@ -10,6 +10,8 @@ For i < n:
   0 where it is but a place to work in
 - ``to_bfloat16``, ``to_float16``: y[64 i:64 i + 64] = x[64 i:64 i + 64], nearest, ties to even. By whole numbers, since
   not every processor has instructions for it; where float16 has no normal number, adding 0.5 rounds at its last bit.
+- ``from_float16``: y[64 i:64 i + 64] = x[64 i:64 i + 64] as float32, by whole numbers too; what is no normal float16
+  counts units of 2^-24
 - ``crc``: crc = tables[7][x & 255] ^ tables[6][x >> 8 & 255] ^ … ^ tables[0][x >> 56] where x = words[i] ^ crc
 """
 
@@ -229,6 +231,29 @@ _TO_FLOAT16: Final = _narrowing("float16", """\
   %found = or <64 x i32> %unsigned, %sign
 """)
 
+_FROM_FLOAT16: Final = _blocks("from_float16", "ptr %x, ptr %y", """\
+  %x_i = getelementptr i16, ptr %x, i64 %first
+  %y_i = getelementptr float, ptr %y, i64 %first
+  %narrow = load <64 x i16>, ptr %x_i, align 2
+  %bits = zext <64 x i16> %narrow to <64 x i32>
+  %size = and <64 x i32> %bits, splat (i32 32767)
+  %sign = and <64 x i32> %bits, splat (i32 32768)
+  %moved = shl <64 x i32> %size, splat (i32 13)
+  %normal = add <64 x i32> %moved, splat (i32 939524096)
+  %units = uitofp <64 x i32> %size to <64 x float>
+  %small = fmul <64 x float> %units, splat (float 0x3E70000000000000)
+  %small_bits = bitcast <64 x float> %small to <64 x i32>
+  %is_small = icmp ult <64 x i32> %size, splat (i32 1024)
+  %finite = select <64 x i1> %is_small, <64 x i32> %small_bits, <64 x i32> %normal
+  %is_large = icmp uge <64 x i32> %size, splat (i32 31744)
+  %bound = select <64 x i1> %is_large, <64 x i32> splat (i32 2139095040), <64 x i32> zeroinitializer
+  %unsigned = or <64 x i32> %finite, %bound
+  %top = shl <64 x i32> %sign, splat (i32 16)
+  %found = or <64 x i32> %unsigned, %top
+  %numbers = bitcast <64 x i32> %found to <64 x float>
+  store <64 x float> %numbers, ptr %y_i, align 4
+""")
+
 _CRC: Final = """
 define i32 @crc(i64 %n, ptr %words, ptr %tables, i32 %start_crc) {
 start:
@@ -250,4 +275,4 @@ end:
 }
 """.replace("BODY", _LOOKED_UP + _JOINED)
 
-CODE: Final = _DIGESTS + _GATHER + _SCALED + _DECODED + _TO_BFLOAT16 + _TO_FLOAT16 + _CRC
+CODE: Final = _DIGESTS + _GATHER + _SCALED + _DECODED + _TO_BFLOAT16 + _TO_FLOAT16 + _FROM_FLOAT16 + _CRC

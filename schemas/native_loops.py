@@ -1,5 +1,5 @@
-"""Loops over rows in machine code: xxh3 of many pieces, copies of them, rows of codes decoded, numbers made narrower;
-each in one call that leaves the interpreter alone.
+"""Loops over rows in machine code: xxh3 of many pieces, copies of them, rows of codes decoded, numbers made narrower
+and wider; each in one call that leaves the interpreter alone.
 
 In Python each piece is a call and objects for it, three times what hashing 4 KB takes; NumPy goes over blocks twice.
 Here machine code loops over them, and calls the xxhash package's own functions. LLVM makes it, through llvmlite, which
@@ -71,6 +71,7 @@ class Loops:
         signature = ctypes.CFUNCTYPE(None, number, pointer, pointer)
         self._rounding = {dtype: self._engine.get_function_address(f"to_{dtype}") for dtype in ("bfloat16", "float16")}
         self._narrow = {dtype: signature(address) for dtype, address in self._rounding.items()}
+        self._widen = signature(self._engine.get_function_address("from_float16"))
         word = ctypes.c_uint32
         self._crc = ctypes.CFUNCTYPE(word, number, pointer, pointer, word)(self._engine.get_function_address("crc"))
 
@@ -185,6 +186,13 @@ class Loops:
             raise ValueError(f"numbers {x.shape} for an array {out.shape}")
         self._narrow[dtype](x.size // 64, x.ctypes.data, out.ctypes.data)
         return x.size // 64 * 64
+
+    def widened(self, bits: U16, out: F32) -> int:
+        """float16, by its bits, as float32 into ``out``, exactly; how many of them are made: whole blocks of 64."""
+        if bits.shape != out.shape or not (bits.flags.c_contiguous and out.flags.c_contiguous):
+            raise ValueError(f"numbers {bits.shape} for an array {out.shape}")
+        self._widen(bits.size // 64, bits.ctypes.data, out.ctypes.data)
+        return bits.size // 64 * 64
 
     def crc(self, data: Bytes, tables: npt.NDArray[np.uint32], crc: int) -> int:
         """A reflected CRC of 32 bits carried over data, whole words of 8 bytes; ``tables`` ``[8, 256]``: of a byte that

@@ -153,6 +153,26 @@ def test_numbers_made_narrow_are_what_torch_makes(dtype: str, made: bool) -> Non
         loops.narrowed(x, dtype, np.empty(len(x) - 1, np.uint16))
 
 
+@pytest.mark.parametrize("made", [True, False])
+def test_float16_is_widened_to_what_it_is(made: bool) -> None:
+    """Every float16 there is, as the rows of a model of such numbers; any count of them, in any order in memory."""
+    loops, every = load(), np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    assert loops is not None
+    native_loops._loops = loops if made else None
+    native_loops._maker = threading.Thread()
+    try:
+        for x in (every[:0], every[:63], every[:65], every, every.reshape(4, 2, 8192), every[::-3]):
+            for codec in ("raw", "raw16"):
+                found = codecs.identified(codec).decode({"x": x}, x.shape[-1], "float16")
+                assert found.dtype == np.float32 and found.shape == x.shape
+                assert np.array_equal(found, x.astype(np.float32), equal_nan=True)
+                assert (np.signbit(found) == np.signbit(x)).all()
+    finally:
+        native_loops._loops = loops
+    with pytest.raises(ValueError, match="numbers"):
+        loops.widened(every.view(np.uint16), np.empty(9, np.float32))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 9), st.sampled_from([64, 192, 4096]), st.integers(0, 2**32), st.booleans())
 def test_codes_are_decoded_to_what_numpy_makes(rows: int, width: int, seed: int, turned: bool) -> None:
