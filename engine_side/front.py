@@ -74,7 +74,7 @@ class Shape:
 
     armed: Armed
     widths: dict[str, int]
-    known: OrderedDict[bytes, tuple[CaptureSpec, Resolved]] = field(default_factory=OrderedDict)  # of late, without ids
+    known: OrderedDict[bytes, tuple[CaptureSpec, Resolved]] = field(init=False, default_factory=OrderedDict)
 
 
 def resolved(value: object, shape: Shape) -> tuple[CaptureSpec, Resolved]:

@@ -19,7 +19,7 @@ from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
 from tests.consistency import dump
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
-from writer_service import fs, recovery, store_lock
+from writer_service import catalog_file, fs, recovery, store_lock
 from writer_service.erasing import erase
 from writer_service.fsck import fsck
 from writer_service.rebuild import rebuild
@@ -222,6 +222,59 @@ def test_a_damaged_catalog_is_rebuilt(tmp_path: Path) -> None:
         assert_rows(before.slice(capture, SITE, [0], 0, 9), 1, range(9))
         assert before.capture(capture).status == "running"
         before.close()
+    engine.close()
+
+
+def make_stale(store: Path, index: str, change: str) -> None:
+    """Change rows without an index that has them, as where SQLite's log lost what was in the file already."""
+    path, of_index = store / "catalog.sqlite", "FROM sqlite_master WHERE type = 'index' AND name = ?"
+    db = sqlite3.connect(path)
+    kept = db.execute(f"SELECT type, name, tbl_name, rootpage, sql {of_index}", (index,)).fetchone()
+    for work, args in ((f"DELETE {of_index}", (index,)), (change, ()),
+                       ("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", kept)):
+        db.execute("PRAGMA writable_schema=ON")
+        assert db.execute(work, args).rowcount == 1
+        db.commit()
+        db.close()
+        db = sqlite3.connect(path)
+    assert db.execute("PRAGMA quick_check").fetchall() == [("ok",)]
+    assert db.execute("PRAGMA integrity_check").fetchall() != [("ok",)]
+    db.close()
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_catalog_whose_index_does_not_match_is_rebuilt(tmp_path: Path, at_start: bool) -> None:
+    """At the start that meets it, or at the next one where it is met in between."""
+    store, capture, engine, writer = running_store(tmp_path)
+    writer.start()
+    writer.stop()  # now the catalog has what the journal has
+    path = store / "catalog.sqlite"
+    whole = path.read_bytes()
+    make_stale(store, "captures_created", "UPDATE captures SET created_ms = created_ms + 5")
+    assert any("catalog" in bad.what for bad in fsck(store).bad)
+    stale = path.read_bytes()
+    if at_start:  # what it has to do was told to a whole one
+        path.write_bytes(whole)
+    writer.start()
+    with writer, Sender(writer.endpoint, role="api") as api:
+        api.delete(capture)
+        if at_start:
+            api.wait()
+            writer.kill()
+            for file in store.glob("catalog.sqlite-*"):
+                file.unlink()
+            path.write_bytes(stale)
+        else:
+            assert writer.process.wait(20) == 1
+            writer.kill()  # it has ended
+            assert not path.exists() and list(store.glob("catalog.damaged*"))
+        writer.start()
+        api.hello()
+        api.wait()
+        with StoreReader(store) as reader, pytest.raises(NotFoundError):
+            reader.capture(capture)
+        assert until(lambda: fsck(store).bad == [])
+        assert not list(store.glob("catalog.damaged*"))
     engine.close()
 
 
@@ -583,7 +636,7 @@ def test_a_catalog_that_cannot_be_written_now_is_not_taken_for_damaged(tmp_path:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
     try:
         with pytest.raises(sqlite3.OperationalError):
-            recovery.open_catalog(store, read_store_uuid(store))
+            catalog_file.open_catalog(store, read_store_uuid(store))
         (store / "catalog.sqlite-shm").unlink()
         with pytest.raises(StoreError, match="the disk is full"):
             connect_read(store / "catalog.sqlite")
@@ -628,7 +681,7 @@ def test_a_start_that_is_killed_while_it_reads_the_log_forgets_no_number(tmp_pat
         writer.kill()
     for file in store.glob("catalog.sqlite*"):
         file.unlink()
-    db, _ = recovery.open_catalog(store, read_store_uuid(store))
+    db, _ = catalog_file.open_catalog(store, read_store_uuid(store))
     cut_short = recovery.Recovered(read_store_uuid(store), 1, -1, 1, 1, {}, [])
     recovery.replay_logs(db, store, cut_short)
     db.close()

@@ -18,6 +18,7 @@ from typing import Final
 from schemas.catalog import connect_write
 from writer_service import catalog, fs
 from writer_service.catalog_entries import note_streams
+from writer_service.catalog_file import DAMAGED, damaged, set_aside
 from writer_service.changes import Change, Erased, Scrubbed
 from writer_service.control_log import ControlLog
 from writer_service.segments import OpenSegment
@@ -165,6 +166,9 @@ class CatalogThread:
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             db.close()
         except Exception as error:  # the main loop must end, whatever it was
+            if isinstance(error, sqlite3.DatabaseError) and damaged(error):  # the next start makes it anew
+                with contextlib.suppress(OSError):
+                    set_aside(self._path.parent, DAMAGED)
             self.failed = error
             self._waker.wake()
 

@@ -58,7 +58,7 @@ def fsck(store: Path, progress: Progress = lambda done, total: None) -> Report:
     report.bad += [*_check_logs(store, uuid), *_check_erasures(store)]
     db = connect_read(store / "catalog.sqlite")
     try:
-        if (answer := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+        if (answer := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
             report.bad.append(Bad(f"the catalog is damaged ({answer}); rebuild it", "catalog.sqlite"))
             return report
         report.captures = db.execute("SELECT count(*) FROM captures WHERE deleted = 0").fetchone()[0]

@@ -9,15 +9,8 @@ from pathlib import Path
 from schemas.catalog_tables import CATALOG_VERSION
 from schemas.reader import read_store_uuid
 from writer_service import fs
-from writer_service.recovery import (
-    REBUILDING,
-    REPLACED,
-    Recovered,
-    mend,
-    new_catalog,
-    remove_catalog,
-    set_aside,
-)
+from writer_service.catalog_file import REBUILDING, REPLACED, new_catalog, remove_catalog, set_aside
+from writer_service.recovery import Recovered, mend
 from writer_service.store_lock import take_lock
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from schemas import codecs, limits
-from schemas.catalog import connect_write, load_frames
-from schemas.catalog_tables import CATALOG_VERSION
+from schemas.catalog import load_frames
 from schemas.cold import ColdBlock, cold_attributes
 from schemas.control import Bye, Hello
 from schemas.errors import CorruptError, StartError, StoreError
@@ -25,15 +24,21 @@ from schemas.segment import FrameView, frames_end, newer_frame, verify_payload, 
 from schemas.zarr_layout import KEYS_FILE, WRITER, block_name, main_chunk
 from writer_service import catalog, cold_blocks, erasing, fs, removal, says, sealing
 from writer_service.catalog_entries import note_streams
+from writer_service.catalog_file import (
+    DAMAGED,
+    REBUILDING,
+    REPLACED,
+    damaged,
+    new_catalog,
+    open_catalog,
+    remove_catalog,
+    set_aside,
+)
 from writer_service.changes import Change, Indexed, SegmentGone, SegmentMade, SegmentSealed
 from writer_service.control_log import log_numbers, log_path, read_log
 from writer_service.store_lock import take_lock
 
 apply_at_once = 512
-DAMAGED, REBUILDING, REPLACED = "catalog.damaged", "catalog.rebuilding", "catalog.replaced"
-# What says that a catalog is damaged. One that cannot be written now, as on a full disk, is as good as it was.
-DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_IOERR_READ,
-          sqlite3.SQLITE_IOERR_SHORT_READ)
 MADE_FIRST = ("writers", "blocks", ".store.json.tmp", KEYS_FILE)  # what may be there without a store.json
 
 
@@ -116,7 +121,15 @@ def recover(store: Path) -> Recovered:
     lock, epoch = take_lock(store)
     uuid = make_store(store)  # under the lock: two writers that start at once must not both name the store
     db, rebuilt = open_catalog(store, uuid)
-    state = mend(store, uuid, lock, epoch, db, rebuilt)
+    try:
+        state = mend(store, uuid, lock, epoch, db, rebuilt)
+    except sqlite3.DatabaseError as error:
+        # An index that does not match its table is not seen before something is changed that it has: looking for that
+        # at every start takes 10 s of a million captures.
+        if rebuilt or not damaged(error):
+            raise
+        set_aside(store, DAMAGED)
+        state = mend(store, uuid, lock, epoch, new_catalog(store / "catalog.sqlite", uuid), True)
     for name in (DAMAGED, REBUILDING, REPLACED):  # they tell what was deleted since
         remove_catalog(store, name)
     return state
@@ -150,50 +163,6 @@ def mend(store: Path, uuid: bytes, lock: int, epoch: int, db: sqlite3.Connection
         return state
     finally:
         db.close()
-
-
-def open_catalog(store: Path, uuid: bytes) -> tuple[sqlite3.Connection, bool]:
-    """The catalog, a new empty one where it is missing, damaged or of another store or version.
-
-    sqlite3.Error where that cannot be told or done now: the disk is full, or somebody else holds the catalog.
-    """
-    path = store / "catalog.sqlite"
-    if path.exists():
-        try:
-            db = connect_write(path)
-            version, owner = catalog.get_meta(db, "version"), catalog.get_meta(db, "store")
-            check = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if version == str(CATALOG_VERSION) and owner == uuid.hex() and check == "ok":
-                return db, False
-            db.close()
-        except sqlite3.DatabaseError as error:
-            if error.sqlite_errorcode not in DAMAGE and error.sqlite_errorcode & 0xFF not in DAMAGE:
-                raise
-        set_aside(store, DAMAGED)
-    return new_catalog(path, uuid), True
-
-
-def new_catalog(path: Path, uuid: bytes) -> sqlite3.Connection:
-    """An empty catalog in a new file."""
-    fs.close(fs.open_new(path))  # nobody else may read it; SQLite gives its other files the same mode
-    db = connect_write(path)
-    catalog.create(db, uuid.hex())
-    return db
-
-
-def set_aside(store: Path, name: str) -> None:
-    """Rename the catalog with what SQLite keeps beside it: readers that have it open go on with it."""
-    for suffix in ("", "-wal", "-shm"):
-        path = store / f"catalog.sqlite{suffix}"
-        if path.exists():
-            fs.rename(path, store / f"{name}{suffix}")
-
-
-def remove_catalog(store: Path, name: str) -> None:
-    """A catalog that is not in use any more goes, with what SQLite keeps beside it."""
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        if (store / f"{name}{suffix}").exists():
-            fs.remove(store / f"{name}{suffix}")
 
 
 def finish_seals(store: Path) -> None:
