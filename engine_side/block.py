@@ -27,7 +27,7 @@ from engine_side.staging import Staging
 from schemas import codecs, limits
 
 _KERNEL_BLOCK_BYTES: Final = 32 << 20
-_AHEAD: Final = 16
+_AHEAD: Final = 16  # steps whose positions are worked out at once
 
 
 @dataclass(frozen=True, slots=True)

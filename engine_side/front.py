@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import OrderedDict
@@ -93,9 +92,9 @@ def resolved(value: object, shape: Shape) -> tuple[CaptureSpec, Resolved]:
         raise SpecError("", "…", str(error)) from None
     layers = resolve(spec, shape.armed, shape.widths)
     if key:
-        shape.known[key] = spec, layers
-        while len(shape.known) > _KNOWN_MAX:
-            with contextlib.suppress(KeyError):  # other threads take away, too
+        with _lock:
+            shape.known[key] = spec, layers
+            if len(shape.known) > _KNOWN_MAX:
                 shape.known.popitem(last=False)
     return spec, layers
 

@@ -40,8 +40,13 @@ def find(db: sqlite3.Connection, ref: str, owner: str | None) -> Capture:
 
 def under(db: sqlite3.Connection, ulid: str, owner: str | None) -> list[Capture]:
     """The captures of a request, in the order of their numbers."""
-    rows = db.execute("SELECT * FROM captures WHERE ulid = ? AND deleted = 0 ORDER BY sample", (ulid,))
-    found = [capture for capture in map(capture_of, rows) if owner is None or capture.owner == owner]
+    return [capture_of(row) for row in _under(db, ulid, owner, "*")]
+
+
+def _under(db: sqlite3.Connection, ulid: str, owner: str | None, columns: str) -> list[sqlite3.Row]:
+    """Their rows, the owner's column among them."""
+    rows = db.execute(f"SELECT {columns} FROM captures WHERE ulid = ? AND deleted = 0 ORDER BY sample", (ulid,))
+    found = [row for row in rows if owner is None or row["owner"] == owner]
     if not found:
         raise no_capture(ulid)
     return found
@@ -54,11 +59,7 @@ def samples(db: sqlite3.Connection, ref: str, owner: str | None) -> list[str]:
     ulid, index = split_capture_id(ref) or ("", None)
     if index is not None:
         return [find(db, ref, owner).id]
-    rows = db.execute("SELECT id, owner FROM captures WHERE ulid = ? AND deleted = 0 ORDER BY sample", (ulid,))
-    found = [str(row["id"]) for row in rows if owner is None or row["owner"] == owner]
-    if not found:
-        raise no_capture(ulid)
-    return found
+    return [str(row["id"]) for row in _under(db, ulid, owner, "id, owner")]
 
 
 def of_one_owner(db: sqlite3.Connection, alias: str) -> None:

@@ -13,25 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_side.device import Crossing
-from engine_side.events import Counted, Finished, Lost, Opened, Run
+from engine_side.events import Counted, Finished, Run
 from engine_side.recorder import End, Recorder, Step
-from engine_side.ring import Ring, view
+from engine_side.ring import Ring
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas.ids import new_ulid
-from schemas.spec import Armed, intervals, parse_spec, resolve
-
-LAYERS, TOKENS, WIDTH = 3, 64, 16
-ARMED = Armed({"resid_post": [0, 1, 2], "mlp_out": [0, 1, 2]}, LAYERS)
-SPECS: list[dict[str, object] | None] = [
-    None,
-    {"codec": "raw"},
-    {"codec": "raw", "layers": [1], "sites": ["mlp_out"]},
-    {"codec": "raw", "positions": "prompt"},
-    {"codec": "raw", "positions": [[0, 2], [9, 14], [20, 21]]},
-    {"codec": "raw", "positions": "generated", "layers": [0, 2]},
-    {"sites": []},
-]
+from schemas.spec import Armed, parse_spec, resolve
+from tests.taken_rows import ARMED, LAYERS, SPECS, TOKENS, WIDTH, Row, Seen, staging, ticket_of, token_of, wanted, write
 
 
 @pytest.fixture(scope="module")
@@ -57,43 +46,11 @@ def test_every_row_once_or_lost(
     of hurried steps are taken with the next call, which may be of any kind.
     """
     ring.shared.tail = ring.head
-    staging = Staging({site: torch.zeros(LAYERS, TOKENS, WIDTH) for site in ARMED.sites}, ARMED.sites)
-    recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    armed = staging()
+    recorder = Recorder(armed, "float32", "drop", Crossing(torch.device("cpu"), ring))
     tickets: dict[int, Ticket] = {}
     done = dict.fromkeys(range(len(requests)), 0)
-    wanted: Counter[tuple[int, str, int, int]] = Counter()
-    got: Counter[tuple[int, str, int, int]] = Counter()
-    slots: dict[int, int] = {}
-
-    def collect() -> None:
-        while recorder.outbox:
-            event = recorder.outbox.popleft()
-            if isinstance(event, Opened):
-                slots[event.slot] = int(event.request)
-            elif isinstance(event, Lost):
-                got.update((slots[slot], event.entry.site, layer, position) for layer in event.entry.layers
-                           for slot, position in zip(event.slot.tolist(), event.position.tolist(), strict=True))
-            elif isinstance(event, Run):
-                _check(event)
-                if not full:
-                    ring.shared.tail = event.mark[0]
-            else:
-                assert isinstance(event, Finished | Counted)
-
-    def _check(run: Run) -> None:
-        n, begin = len(run.slot), run.extents["x"][0]
-        for k in range(run.steps):
-            x = view(ring.memory, begin + k * run.stride, (len(run.entry.layers), n, WIDTH), torch.float32)
-            used = view(ring.memory, run.positions + k * run.stride, (n,), torch.int64).tolist()
-            tokens = view(ring.memory, run.tokens + k * run.stride, (n,), torch.int32).tolist()
-            assert used == (run.position + k).tolist()
-            for i, (slot, position) in enumerate(zip(run.slot.tolist(), used, strict=True)):
-                request = slots[slot]
-                assert tokens[i] == 1000 * request + position
-                for number, layer in enumerate(run.entry.layers):
-                    right = 1000.0 * request + position + layer / 4 + (0.125 if run.entry.site == "mlp_out" else 0.0)
-                    assert bool((x[number, i] == right).all())
-                    got[request, run.entry.site, layer, position] += 1
+    asked, seen = Counter[Row](), Seen(ring, full)
 
     for number in range(70):
         held = {i for i, begin, n in stalls if begin <= number < begin + n}
@@ -102,29 +59,23 @@ def test_every_row_once_or_lost(
         for i in batch:
             spec, prompt, _, _ = requests[i]
             if done[i] == 0 and spec is not None:
-                capture = new_ulid()
-                parsed = parse_spec({**spec, "id": capture})
-                tickets[i] = Ticket(capture, parsed.to_json(), resolve(parsed, ARMED), 0, 1, 1)
+                tickets[i] = ticket_of(spec)
                 recorder.open(str(i), tickets[i], [1] * prompt, 0)
         counts = [requests[i][1] if done[i] == 0 else 1 for i in batch]
         rows = [(i, done[i] + k) for i, count in zip(batch, counts, strict=True) for k in range(count)]
         recorder.before_step(len(rows), number in hurried)
         if rows:
-            ids = torch.tensor([1000 * i + p for i, p in rows])
-            for site, buffer in staging.buffers.items():
-                for layer in range(LAYERS):
-                    buffer[layer, : len(rows)] = (ids + layer / 4 + (0.125 if site == "mlp_out" else 0.0))[:, None]
+            tokens = [token_of(i, p) for i, p in rows]
+            write(armed, tokens)
             names, first = [str(i) for i in batch], np.array([done[i] for i in batch], np.int32)
-            positions, ids = torch.tensor([p for _, p in rows]), ids.to(torch.int32)
+            positions, ids = torch.tensor([p for _, p in rows]), torch.tensor(tokens, dtype=torch.int32)
             # A seam asks first, with whatever lies behind its numbers.
-            asked = number % 2 and recorder.goes_on(names, np.append(first, first[-1:]), len(rows), ids, positions)
-            if not asked:
+            taken = number % 2 and recorder.goes_on(names, np.append(first, first[-1:]), len(rows), ids, positions)
+            if not taken:
                 recorder.after_step(Step(names, np.cumsum([0, *counts]), first, positions, ids))
         for i, p in rows:
-            if i in tickets and not tickets[i].resolved.empty:
-                resolved = tickets[i].resolved
-                if any(a <= p < b for a, b in intervals(resolved.positions, requests[i][1])):
-                    wanted.update((i, site, layer, p) for site, layers in resolved.layers.items() for layer in layers)
+            if i in tickets:
+                asked.update(wanted(i, tickets[i], requests[i][1], p))
         for i, count in zip(batch, counts, strict=True):
             done[i] += count
         if number in (7, 20):
@@ -136,10 +87,11 @@ def test_every_row_once_or_lost(
             if done[i] >= prompt + answer and i in tickets:
                 recorder.finish(End(str(i), tickets[i], "length", None, [1] * prompt, [1] * answer, done[i]))
         if number % 5 == 0:
-            collect()
+            seen.take(recorder.outbox)
     recorder.flush()
-    collect()
-    assert got == wanted
+    seen.take(recorder.outbox)
+    assert all(isinstance(event, Finished | Counted) for event in seen.others)
+    assert seen.rows == asked
     assert recorder.counters.failures == 0
 
 

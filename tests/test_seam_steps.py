@@ -20,27 +20,13 @@ from hypothesis import strategies as st
 
 from engine_side import kernels, recorder
 from engine_side.device import Crossing
-from engine_side.events import Lost, Opened, Run
 from engine_side.recorder import End, Recorder
 from engine_side.ring import Ring, view
 from engine_side.seams import runner
-from engine_side.staging import Staging
 from engine_side.ticket import Ticket
-from schemas.ids import new_ulid
-from schemas.spec import Armed, intervals, parse_spec, resolve
+from tests.taken_rows import SPECS, TOKENS, Row, Seen, staging, ticket_of, token_of, wanted, write
 
-LAYERS, TOKENS, WIDTH, STEPS = 3, 64, 16, 70
-ARMED = Armed({"resid_post": [0, 1, 2], "mlp_out": [0, 1, 2]}, LAYERS)
-SPECS: list[dict[str, object] | None] = [
-    None,
-    {"codec": "raw"},
-    {"codec": "raw", "layers": [1], "sites": ["mlp_out"]},
-    {"codec": "raw", "positions": "prompt"},
-    {"codec": "raw", "positions": [[0, 2], [9, 14], [20, 21]]},
-    {"codec": "raw", "positions": "generated", "layers": [0, 2]},
-    {"sites": []},
-]
-Row = tuple[int, str, int, int]  # request, site, layer, position
+STEPS = 70
 at_steps = st.sets(st.integers(0, STEPS - 1))
 
 
@@ -88,47 +74,6 @@ def ring() -> Iterator[Ring]:
     found.close()
 
 
-@dataclass
-class Seen:
-    """What the sender was given."""
-
-    ring: Ring
-    full: bool
-    rows: Counter[Row] = field(default_factory=Counter)
-    slots: dict[int, int] = field(default_factory=dict)
-
-    def take(self, outbox: Any) -> None:
-        while outbox:
-            event = outbox.popleft()
-            if isinstance(event, Opened):
-                self.slots[event.slot] = int(event.request)
-            elif isinstance(event, Lost):
-                self.rows.update((self.slots[slot], event.entry.site, layer, position) for layer in event.entry.layers
-                                 for slot, position in zip(event.slot.tolist(), event.position.tolist(), strict=True))
-            elif isinstance(event, Run):
-                for k in range(event.steps):
-                    self._check(event, k)
-                if not self.full:
-                    self.ring.shared.tail = event.mark[0]
-
-    def _check(self, run: Run, k: int) -> None:
-        n, memory, shift = len(run.slot), self.ring.memory, k * run.stride
-        x = view(memory, run.extents["x"][0] + shift, (len(run.entry.layers), n, WIDTH), torch.float32)
-        used = view(memory, run.positions + shift, (n,), torch.int64).tolist()
-        tokens = view(memory, run.tokens + shift, (n,), torch.int32).tolist()
-        assert used == (run.position + k).tolist()
-        for i, (slot, position) in enumerate(zip(run.slot.tolist(), used, strict=True)):
-            request = self.slots[slot]
-            assert tokens[i] == 1000 * request + position
-            for number, layer in enumerate(run.entry.layers):
-                assert bool((x[number, i] == number_of(run.entry.site, layer, tokens[i])).all())
-                self.rows[request, run.entry.site, layer, position] += 1
-
-
-def number_of(site: str, layer: int, token: int) -> float:
-    return token + layer / 4 + (0.125 if site == "mlp_out" else 0.0)
-
-
 class Runner:
     """Arrays as a runner of either kind keeps them; what lies behind a step's own numbers means nothing."""
 
@@ -140,7 +85,7 @@ class Runner:
     def step(self, rows: list[tuple[int, int]], batch: list[int], counts: list[int], first: list[int], fresh: bool
              ) -> Any:
         """The runner after a step; ``fresh``: its tensors are others than before."""
-        n, ids = len(batch), torch.tensor([1000 * request + position for request, position in rows]).int()
+        n, ids = len(batch), torch.tensor([token_of(*row) for row in rows]).int()
         positions = torch.tensor([position for _, position in rows])
         self.requests[:] = map(str, batch)  # the first runner changes its list in place
         self.first[:n], self.first[n:] = first, 77
@@ -183,8 +128,7 @@ def test_every_row_once_or_lost(
     patch.setattr(kernels, "launch", lambda _codec, *args: Kept(trouble, *args))
     patch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: now[0], time_ns=time.time_ns, sleep=time.sleep))
     ring.shared.tail = ring.head
-    staging = Staging({site: torch.zeros(LAYERS, TOKENS, WIDTH) for site in ARMED.sites}, ARMED.sites)
-    crossing = Crossing(torch.device("cpu"), ring)
+    armed, crossing = staging(), Crossing(torch.device("cpu"), ring)
     room = crossing.room
 
     def narrow(base: int, nbytes: int) -> tuple[torch.Tensor, int]:
@@ -192,12 +136,12 @@ def test_every_row_once_or_lost(
         return room(base, nbytes)
 
     patch.setattr(crossing, "room", narrow)
-    taken = Recorder(staging, "float32", "drop", crossing)
+    taken = Recorder(armed, "float32", "drop", crossing)
     patch.setattr(taken.compiled, "has", lambda _codec, _site: compiled)
     patch.setattr(taken.compiled, "begin", lambda _codec, _site: None)
     laid, layout = Runner(second), runner._layout_v2 if second else runner._layout_v1
     tickets: dict[int, Ticket] = {}
-    done, wanted, seen = dict.fromkeys(range(len(requests)), 0), Counter[Row](), Seen(ring, full)
+    done, asked, seen = dict.fromkeys(range(len(requests)), 0), Counter[Row](), Seen(ring, full)
     try:
         for number in range(STEPS):
             now[0] += 0.05 if number in slow else 0.001
@@ -209,20 +153,17 @@ def test_every_row_once_or_lost(
             if number in turned:
                 batch.reverse()
             for i in batch:
-                if done[i] == 0 and requests[i][0] is not None:
-                    spec = parse_spec({**(requests[i][0] or {}), "id": new_ulid()})
-                    tickets[i] = Ticket(str(spec.id), spec.to_json(), resolve(spec, ARMED), 0, 1, 1)
-                    taken.open(str(i), tickets[i], [1] * requests[i][1], 0)
+                spec, prompt, _, _ = requests[i]
+                if done[i] == 0 and spec is not None:
+                    tickets[i] = ticket_of(spec)
+                    taken.open(str(i), tickets[i], [1] * prompt, 0)
             counts = [requests[i][1] if done[i] == 0 else 1 for i in batch]
             rows = [(i, done[i] + k) for i, count in zip(batch, counts, strict=True) for k in range(count)]
             if number in forgotten:
                 taken._forget_layouts("raw")
             taken.before_step(len(rows), number in hurried)
             if rows:
-                for site, buffer in staging.buffers.items():
-                    for layer in range(LAYERS):
-                        numbers = [number_of(site, layer, 1000 * i + position) for i, position in rows]
-                        buffer[layer, : len(rows)] = torch.tensor(numbers)[:, None]
+                write(armed, [token_of(*row) for row in rows])
                 of = laid.step(rows, batch, counts, [done[i] for i in batch], number in fresh - hurried)
                 output = SimpleNamespace(scheduled_new_reqs=[], scheduled_spec_decode_tokens={},
                                          total_num_scheduled_tokens=len(rows))
@@ -232,10 +173,7 @@ def test_every_row_once_or_lost(
                     runner._guarded(runner._miss, taken)
             for i, position in rows if number not in missed else ():
                 if i in tickets:
-                    asked = tickets[i].resolved
-                    if any(a <= position < b for a, b in intervals(asked.positions, requests[i][1])):
-                        wanted.update((i, site, layer, position) for site, layers in asked.layers.items()
-                                      for layer in layers)
+                    asked.update(wanted(i, tickets[i], requests[i][1], position))
             for i, count in zip(batch, counts, strict=True):
                 done[i] += count
                 if done[i] >= requests[i][1] + requests[i][2] and i in tickets:
@@ -245,7 +183,7 @@ def test_every_row_once_or_lost(
                 seen.take(taken.outbox)
         taken.flush()
         seen.take(taken.outbox)
-        assert seen.rows == wanted
+        assert seen.rows == asked
         assert fails or missed or taken.counters.failures == 0
     finally:
         patch.undo()

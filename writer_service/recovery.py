@@ -29,7 +29,6 @@ from writer_service.catalog_file import (
     REBUILDING,
     REPLACED,
     damaged,
-    new_catalog,
     open_catalog,
     remove_catalog,
     set_aside,
@@ -129,7 +128,7 @@ def recover(store: Path) -> Recovered:
         if rebuilt or not damaged(error):
             raise
         set_aside(store, DAMAGED)
-        state = mend(store, uuid, lock, epoch, new_catalog(store / "catalog.sqlite", uuid), True)
+        state = mend(store, uuid, lock, epoch, *open_catalog(store, uuid))
     for name in (DAMAGED, REBUILDING, REPLACED):  # they tell what was deleted since
         remove_catalog(store, name)
     return state
