@@ -379,6 +379,37 @@ def test_a_failed_sync_forgets_what_the_record_did(tmp_path: Path, monkeypatch: 
             assert [row.id for row in reader.captures(status="deleted")] == [ulid]
 
 
+def test_a_failed_sync_forgets_a_greeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written down when the sender greets again: its epoch is what keeps earlier ones of the stream out."""
+    fault(monkeypatch, "datasync:control-:1:1:EIO")
+    failing, fired = tmp_path / "failing", tmp_path / "fired"
+    monkeypatch.setenv("FAULT_WHILE", str(failing))
+    monkeypatch.setenv("FAULT_FIRED", str(fired))
+    store, ulid = tmp_path / "store", new_ulid()
+    with WriterProcess(store, script=FAULTY) as writer, Sender(writer.endpoint, role="api", epoch=5) as old:
+        old.own(ulid)
+        old.wait()
+        failing.touch()
+        with Sender(writer.endpoint, role="api", stream=old.stream, epoch=6) as api:
+            assert until(fired.exists)
+            failing.unlink()
+            api.sync()
+            api.hello()
+            until(lambda: (5,) not in stream_epochs(store))
+            writer.stop()
+    assert stream_epochs(store) == [(6,)]
+    rebuilt(store)
+    assert stream_epochs(store) == [(6,)]
+
+
+def stream_epochs(store: Path) -> list[tuple[int]]:
+    db = sqlite3.connect(store / "catalog.sqlite")
+    try:
+        return db.execute("SELECT epoch FROM streams").fetchall()
+    finally:
+        db.close()
+
+
 @pytest.mark.parametrize("where", [".open", "control-", "journal"])
 def test_a_full_disk_and_space_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """No Ack while nothing can be written; reads live on; everything goes on when there is space."""

@@ -33,6 +33,7 @@ from schemas.frame import RowTable
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
 from schemas.spec import Resolved
+from tests.consistency import assert_consistent
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, engine_info, until
 from writer_service import catalog
 from writer_service.changes import Indexed
@@ -714,6 +715,32 @@ def test_many_streams_of_the_past_leave_room_for_new_ones(store: Path) -> None:
         with pytest.raises(AssertionError, match="stale"):
             old.hello()
         old.close()
+
+
+def test_a_stream_that_began_again_within_a_commit_stays_at_its_new_epoch(store: Path) -> None:
+    """The commit has rows of the stream as it was, and the greeting of the one that it is."""
+    with WriterProcess(store) as writer:
+        streams = []
+        for _ in range(5):
+            with Sender(writer.endpoint, epoch=5) as before:
+                capture = new_ulid()
+                before.open(capture)
+                before.wait()
+                before.frame([(capture, 1, range(4))])
+                before.sync()  # the frame was taken; its commit waits for others
+                with Sender(writer.endpoint, stream=before.stream, epoch=6):
+                    streams.append(before.stream)
+        writer.stop()
+        db = sqlite3.connect(store / "catalog.sqlite")
+        assert db.execute("SELECT DISTINCT epoch, covered FROM streams").fetchall() == [(6, 0)]
+        db.close()
+        assert_consistent(store)
+        writer.start()
+        for stream in streams:
+            late = Sender(writer.endpoint, stream=stream, epoch=5)
+            with pytest.raises(AssertionError, match="stale"):
+                late.hello()
+            late.close()
 
 
 def test_a_running_capture_costs_the_same_with_every_commit(tmp_path: Path) -> None:

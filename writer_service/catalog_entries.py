@@ -65,11 +65,16 @@ def apply_entry(db: sqlite3.Connection, entry: Entry) -> set[str]:
 
 
 def note_streams(db: sqlite3.Connection, covered: Iterable[tuple[str, int, str, int]]) -> None:
-    """Remember what of each (stream, epoch, role, number) is on the disk."""
+    """Remember what of each (stream, epoch, role, number) is on the disk.
+
+    A stream never goes back to an earlier epoch: what one commit takes of a stream that ends and of the same one begun
+    again is told in either order.
+    """
     db.executemany(
         "INSERT INTO streams (stream, epoch, role, covered) VALUES (?, ?, ?, ?) ON CONFLICT (stream) DO UPDATE SET "
         "epoch = excluded.epoch, role = excluded.role, bye = CASE WHEN excluded.epoch > epoch THEN 0 ELSE bye END, "
-        "covered = CASE WHEN excluded.epoch > epoch THEN excluded.covered ELSE max(covered, excluded.covered) END",
+        "covered = CASE WHEN excluded.epoch > epoch THEN excluded.covered ELSE max(covered, excluded.covered) END "
+        "WHERE excluded.epoch >= epoch",
         covered,
     )
 

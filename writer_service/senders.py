@@ -74,7 +74,9 @@ class Senders:
             self._forget(known)
             known = None
         state = known or self._remembered(hello) or SenderState(hello.stream, hello.epoch, hello.role)
-        if known is None or (hello.engine is not None and not engine_json(self._db, hello.stream)):
+        # What the catalog does not have may have been given up with a failed sync: it is written down once more.
+        if known is None or self._epoch_of(hello.stream) != hello.epoch or (
+                hello.engine is not None and not engine_json(self._db, hello.stream)):
             try:
                 self._journal.append_entry(state, hello)
             except OSError as error:
@@ -152,7 +154,7 @@ class Senders:
         self._streams[state.stream] = self._by_address[address] = state
 
     def _epoch_of(self, stream: str) -> int:
-        """The epoch of a stream that was dropped from memory, 0 where it is new."""
+        """The epoch of a stream as the catalog has it, 0 where it is new."""
         row = self._db.execute("SELECT epoch FROM streams WHERE stream = ?", (stream,)).fetchone()
         return 0 if row is None else int(row["epoch"])
 
