@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ _SEEN_MAX: Final = 100_000
 _RETIRE_S: Final = 10.0
 _KNOWN_MAX: Final = 64
 _KEY_BYTES_MAX: Final = 2048
+_ANY: Final = "0" * 26  # stands for an id
 _seen: OrderedDict[tuple[str, int], None] = OrderedDict()
 _lock = threading.Lock()
 _endpoint = ""
@@ -67,44 +68,71 @@ def use(endpoint: str, curve: Path | None) -> None:
         old.close()
 
 
+class Wanted(NamedTuple):
+    """A caller's spec, held against the model; ``asked`` is its canonical JSON."""
+
+    id: str | None
+    asked: str
+    resolved: Resolved
+
+
+class _Known(NamedTuple):
+    """What specs have in common that differ by their id alone; ``around_id``: their JSON before and behind it."""
+
+    without_id: str
+    around_id: tuple[str, str]
+    resolved: Resolved
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a front end knows of its model; ``widths``: numbers in a row, of the armed sites where that is sure."""
 
     armed: Armed
     widths: dict[str, int]
-    known: OrderedDict[bytes, tuple[CaptureSpec, Resolved]] = field(init=False, default_factory=OrderedDict)
+    known: OrderedDict[bytes, _Known] = field(init=False, default_factory=OrderedDict)
 
 
-def resolved(value: object, shape: Shape) -> tuple[CaptureSpec, Resolved]:
-    """A caller's spec, held against the model; SpecError (a ValueError) where it cannot be had.
+def resolve_spec(value: object, shape: Shape) -> Wanted:
+    """What a caller's spec asks for; SpecError (a ValueError) where it cannot be had.
 
-    Most requests ask for what others did: what follows from a spec but for its id is kept of the last few.
+    Most requests ask for what others did: what follows from a spec but for its id is kept of the last few. The time
+    that this takes is between a batch's requests, and decides how many of them the engine's first step takes up.
     """
     key, ulid = _shared(value)
     if key and (found := shape.known.get(key)) is not None:
-        if ulid is not None:
-            check_ulid(ulid)
-        return found[0].model_copy(update={"id": ulid}), found[1]
+        if ulid is None:
+            return Wanted(None, found.without_id, found.resolved)
+        before, after = found.around_id
+        return Wanted(ulid, before + check_ulid(ulid) + after, found.resolved)
     try:
         spec = parse_spec(value)
     except LimitError as error:  # vLLM answers a ValueError with 400, anything else with 500
         raise SpecError("", "…", str(error)) from None
     layers = resolve(spec, shape.armed, shape.widths)
     if key:
-        with _lock:
-            shape.known[key] = spec, layers
-            if len(shape.known) > _KNOWN_MAX:
-                shape.known.popitem(last=False)
-    return spec, layers
+        _keep(key, spec, layers, shape)
+    return Wanted(spec.id, spec.to_json(), layers)
+
+
+def _keep(key: bytes, spec: CaptureSpec, layers: Resolved, shape: Shape) -> None:
+    around = spec.model_copy(update={"id": _ANY}).to_json().split(_ANY)
+    if len(around) != 2:  # a tag reads like it
+        return
+    with _lock:
+        shape.known[key] = _Known(spec.model_copy(update={"id": None}).to_json(), (around[0], around[1]), layers)
+        if len(shape.known) > _KNOWN_MAX:
+            shape.known.popitem(last=False)
 
 
 def _shared(value: object) -> tuple[bytes, str | None]:
     """What tells a spec from another but for its id, b"" where that is not to be had so, and the id."""
     if not isinstance(value, dict) or not isinstance(ulid := value.get("id"), str | None):
         return b"", None
+    rest = value.copy()
+    rest.pop("id", None)
     try:
-        key = msgspec.json.encode({name: each for name, each in value.items() if name != "id"})
+        key = msgspec.json.encode(rest)
     except (TypeError, ValueError, OverflowError, RecursionError):
         return b"", None
     return key if len(key) <= _KEY_BYTES_MAX else b"", ulid
@@ -116,12 +144,12 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Sh
     ``count`` is how many captures the whole HTTP request makes, where a gateway knows it (a prompt list makes more
     than its n samples); ``prompt_number`` is this prompt's place in such a list.
     """
-    spec, layers = resolved(value, shape)
+    wanted = resolve_spec(value, shape)
     if count is None:
         count = n if prompt_number == 0 else (prompt_number + 1) * n
     if not isinstance(count, int) or not 0 < count <= capture_samples_max:
         raise SpecError("count", count, f"a request makes 1 to {capture_samples_max} captures")
-    ulid = spec.id or new_ulid()
+    ulid = wanted.id or new_ulid()
     base = prompt_number * n
     if base + n > count:
         raise SpecError("count", count, f"prompt {prompt_number} with n={n} makes samples up to {base + n - 1}")
@@ -131,7 +159,7 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Sh
         _seen[ulid, base] = None
         if len(_seen) > _SEEN_MAX:
             _seen.popitem(last=False)
-    return encode(Ticket(id=ulid, asked=spec.to_json(), resolved=layers, base=base, n=n, count=count))
+    return encode(Ticket(id=ulid, asked=wanted.asked, resolved=wanted.resolved, base=base, n=n, count=count))
 
 
 def with_adapter(text: str, adapter: str) -> str:
@@ -158,10 +186,9 @@ def report_finish(capture: str, reason: str, stop_reason: str | int | None, outp
         if _channel is None:
             _channel = ControlChannel(_endpoint, "front_end", _curve)
         channel = _channel
-    tokens = np.asarray(output_token_ids, "<u4").tobytes()
     try:
         channel.post(lambda seq: ClientFinish(seq=seq, capture=capture, reason=reason, stop_reason=stop_reason,
-                                               output_token_ids=tokens))
+                                               output_token_ids=np.asarray(output_token_ids, "<u4").tobytes()))
     except TapError as error:
         if not _untold:
             logger.warning("vllm-tap: how clients see the ends of captures is not told from %s on: %s", capture, error)

@@ -9,6 +9,7 @@ completions end in their prompt's number, which an id of the same form that a ca
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def connect() -> None:
     })
     wrap_when_imported("vllm.v1.engine.input_processor", {
         "InputProcessor.__init__": _init,
-        "InputProcessor.process_inputs": lambda original: _refusing(_process_inputs(original)),
+        "InputProcessor.process_inputs": _process_inputs,
     })
     wrap_when_imported("vllm.v1.engine.output_processor", {
         "RequestState.from_new_request": _from_new_request,
@@ -79,41 +80,38 @@ def _shape(model: Any, config: EngineConfig) -> front.Shape:
 def _check_capture_all(spec: str, shape: front.Shape) -> None:
     """Refused now rather than at the first request."""
     try:
-        front.resolved(spec, shape)
+        front.resolve_spec(spec, shape)
     except SpecError as error:
         raise StartError(f"vllm-tap: VLLM_ACT_CAPTURE asks for every request what this model cannot have: {error}"
                          ) from None
 
 
-def _refusing(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
-    """A spec that is refused is its client's error: newer vLLM servers know that of errors of their own kind alone."""
-
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return process_inputs(*args, **kwargs)
-        except SpecError as error:
-            try:
-                from vllm.exceptions import VLLMClientError
-            except ImportError:
-                raise error from None
-            kind = type(type(error).__name__, (type(error), VLLMClientError), {})
-            raise kind(error.field, error.value, error.reason) from None
-
-    return refusing
-
-
 def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        # What is done here stands between a batch's requests, of those without a spec as well.
         extra = getattr(params, "extra_args", None) or {}
-        if not _is_captured(self, extra, params, bool(kwargs.get("resumable"))):
+        if KEY not in extra and not _captures_all(self):
             return original(self, request_id, prompt, params, *args, **kwargs)
+        try:
+            if not _is_captured(self, extra, params, bool(kwargs.get("resumable"))):
+                return original(self, request_id, prompt, params, *args, **kwargs)
+            return ticketed(self, extra, request_id, prompt, params, *args, **kwargs)
+        except SpecError as error:
+            raise _client_error(error) from None
+
+    def ticketed(self: Any, extra: dict[str, Any], request_id: str, prompt: Any, params: Any, *args: Any,
+                 **kwargs: Any) -> Any:
         own = KEY in extra
         # Without a spec there is no id that the prompts of a list could share, and no such mark.
         listed = _COMPLETION.fullmatch(request_id) if LISTED_KEY in extra else None
         text = front.admit(extra[KEY] if own else self.vllm_tap.capture_all, extra.get(COUNT_KEY), n=params.n,
                            prompt_number=int(listed[1]) if listed else 0, shape=self.vllm_tap_shape)
+        # vLLM copies parameters deeply, which is dear for a spec: it gets them without.
+        rest = {key: value for key, value in extra.items() if key not in (KEY, COUNT_KEY, LISTED_KEY)}
+        bare = copy.copy(params)
+        bare.extra_args = rest or None
         try:
-            request = original(self, request_id, prompt, params, *args, **kwargs)
+            request = original(self, request_id, prompt, bare, *args, **kwargs)
             if request.prompt_token_ids is None and own:
                 raise SpecError("", extra[KEY], "a prompt of embeddings has no token ids, which every row is named by")
         except BaseException:
@@ -124,20 +122,35 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             return request
         if (adapter := getattr(request, "lora_request", None)) is not None:
             text = front.with_adapter(text, str(adapter.lora_name))
-        rest = {key: value for key, value in extra.items() if key not in (KEY, COUNT_KEY, LISTED_KEY)}
-        request.sampling_params.extra_args = {**rest, KEY: text}
+        request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), KEY: text}
         return request
 
     return process_inputs
 
 
-def _is_captured(processor: Any, extra: dict[str, Any], params: Any, in_pieces: bool) -> bool:
-    """Whether a request is captured, by a spec of its own or by everybody's; SpecError where its own cannot be."""
+def _client_error(error: SpecError) -> SpecError:
+    """A spec that is refused is its client's error: newer vLLM servers know that of errors of their own kind alone."""
+    try:
+        from vllm.exceptions import VLLMClientError
+    except ImportError:
+        return error
+    kind: type[SpecError] = type(type(error).__name__, (type(error), VLLMClientError), {})
+    return kind(error.field, error.value, error.reason)
+
+
+def _captures_all(processor: Any) -> bool:
+    """Whether requests without a spec are captured by everybody's."""
     # One that was made before anything of ours was installed knows nothing of it.
     config = getattr(processor, "vllm_tap", None)
+    return config is not None and bool(config.capture_all)
+
+
+def _is_captured(processor: Any, extra: dict[str, Any], params: Any, in_pieces: bool) -> bool:
+    """Whether a request is captured, by a spec of its own or by everybody's; SpecError where its own cannot be."""
     if KEY not in extra:
         # What asks for a pooled vector has no samples, and no tokens to capture.
-        return config is not None and bool(config.capture_all) and hasattr(params, "n") and not in_pieces
+        return _captures_all(processor) and hasattr(params, "n") and not in_pieces
+    config = getattr(processor, "vllm_tap", None)
     if config is None:
         raise SpecError("", extra[KEY], "this engine was started without taps; make it inside "
                                         "vllm_tap.recording(), or with VLLM_TAP_ENDPOINT set")
@@ -172,8 +185,9 @@ def _from_new_request(original: Callable[..., Any]) -> Callable[..., Any]:
         state = original(cls, *args, **kwargs)
         request = kwargs.get("request") or next((arg for arg in args if hasattr(arg, "sampling_params")), None)
         ticket = find(getattr(request, "sampling_params", None))
-        state.vllm_tap_capture = ticket.capture_of(state.request_id) if ticket else None
-        state.vllm_tap_captures = [ticket.capture(sample) for sample in range(ticket.n)] if ticket else []
+        if ticket is not None:
+            state.vllm_tap_capture = ticket.capture_of(state.request_id)
+            state.vllm_tap_captures = [ticket.capture(sample) for sample in range(ticket.n)]
         return state
 
     return from_new_request
