@@ -95,8 +95,8 @@ def chart(result: Result, path: Path, say: Callable[[str], None]) -> None:
     middles = [middle for _, middle, *_ in bars]
     axes.barh(range(len(bars)), middles, color=["#2f6f9f" if own else "#b9b3a8" for own in ours],
               xerr=[[middle - low for _, middle, low, _ in bars], [high - middle for _, middle, _, high in bars]])
-    for at, middle in enumerate(middles):
-        axes.text(middle * 1.03, at, f"{middle:.3f}", va="center", fontsize=8)
+    for at, (_, middle, _, high) in enumerate(bars):
+        axes.text(high * 1.02, at, f"{middle:.3f}", va="center", fontsize=8)
     axes.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
