@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -49,11 +49,16 @@ class _Item:
     """One record on its way; ``seq`` is 0 until it is first sent."""
 
     make: Callable[[int], Record]
+    done: threading.Event | None  # of a caller who waits: to make one takes longer than all else that a post does
     seq: int = 0
     data: bytes = b""
     sent_s: float = 0.0
     error: TapError | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+
+    def end(self) -> None:
+        """The writer holds it, or never will."""
+        if self.done is not None:
+            self.done.set()
 
 
 class ControlChannel:
@@ -97,9 +102,10 @@ class ControlChannel:
         been sent, else it may still arrive.
         """
         with self._hurrying():
-            item = self._put(make)
+            done = threading.Event()
+            item = self._put(make, done)
             self._urgent.set()
-            in_time = item.done.wait(timeout_s)
+            in_time = done.wait(timeout_s)
         if not in_time:
             with self._lock:
                 if item in self._queued:
@@ -107,7 +113,7 @@ class ControlChannel:
                     self._empty.notify_all()
                     raise StoreError("reach the writer at", self.endpoint, f"no connection for {timeout_s:g} s; "
                                      "the record was not sent", "is the writer process running?")
-            if not item.done.is_set():
+            if not done.is_set():
                 raise StoreError("wait for the writer at", self.endpoint, f"no answer for {timeout_s:g} s",
                                  "is its disk full, or the process stopped?")
         if item.error is not None:
@@ -160,8 +166,8 @@ class ControlChannel:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _HEARTBEAT_S)
 
-    def _put(self, make: Callable[[int], Record]) -> _Item:
-        item = _Item(make)
+    def _put(self, make: Callable[[int], Record], done: threading.Event | None = None) -> _Item:
+        item = _Item(make, done)
         with self._lock:
             if self._fatal is not None:
                 raise self._fatal
@@ -289,7 +295,7 @@ class ControlChannel:
                     item.data = encode(item.make(self._last_seq + 1))
                 except Exception as error:  # a caller's function must not end the channel for all others
                     item.error = ProtocolError(f"the record could not be made: {error!r}")
-                    item.done.set()
+                    item.end()
                     continue
                 self._last_seq += 1
                 item.seq = self._last_seq
@@ -315,7 +321,7 @@ class ControlChannel:
     def _cover(self, durable: int) -> None:
         with self._lock:
             while self._sent and self._sent[0].seq <= durable:
-                self._sent.popleft().done.set()
+                self._sent.popleft().end()
             self._covered = max(self._covered, min(durable, self._last_seq))
             self._empty.notify_all()
 
@@ -324,7 +330,7 @@ class ControlChannel:
             self._fatal = self._fatal or error
             for item in [*self._sent, *self._queued]:
                 item.error = item.error or error
-                item.done.set()
+                item.end()
             self._sent.clear()
             self._queued.clear()
             self._empty.notify_all()
