@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from types import NoneType
+from typing import Any, Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from engine_side.ticket import Ticket, decode, encode
 from schemas.channel import ControlChannel
@@ -27,6 +28,7 @@ _RETIRE_S: Final = 10.0
 _KNOWN_MAX: Final = 64
 _KEY_BYTES_MAX: Final = 2048
 _ANY: Final = "0" * 26  # stands for an id
+_LEAVES: Final = (str, int, bool, NoneType)
 _seen: OrderedDict[tuple[str, int], None] = OrderedDict()
 _lock = threading.Lock()
 _endpoint = ""
@@ -105,6 +107,8 @@ def resolve_spec(value: object, shape: Shape) -> Wanted:
             return Wanted(None, found.without_id, found.resolved)
         before, after = found.around_id
         return Wanted(ulid, before + check_ulid(ulid) + after, found.resolved)
+    if key:  # as it was then: its owner may change it meanwhile
+        value = {**msgspec.json.decode(key), "id": ulid}
     try:
         spec = parse_spec(value)
     except LimitError as error:  # vLLM answers a ValueError with 400, anything else with 500
@@ -127,15 +131,23 @@ def _keep(key: bytes, spec: CaptureSpec, layers: Resolved, shape: Shape) -> None
 
 def _shared(value: object) -> tuple[bytes, str | None]:
     """What tells a spec from another but for its id, b"" where that is not to be had so, and the id."""
-    if not isinstance(value, dict) or not isinstance(ulid := value.get("id"), str | None):
+    if type(value) is not dict or type(ulid := value.get("id")) not in (str, NoneType):
         return b"", None
     rest = value.copy()
     rest.pop("id", None)
     try:
-        key = msgspec.json.encode(rest)
-    except (TypeError, ValueError, OverflowError, RecursionError):
+        key = msgspec.json.encode(rest) if _is_plain(rest) else b""
+    except (TypeError, ValueError, OverflowError, RecursionError, RuntimeError):  # the last: changed meanwhile
         return b"", None
     return key if len(key) <= _KEY_BYTES_MAX else b"", ulid
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether no other value has the same JSON: bytes, dates, keys that are numbers would have that of a text."""
+    kind = type(value)
+    if kind is dict:
+        return all(type(name) is str for name in value) and all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if kind in (list, tuple) else kind in _LEAVES
 
 
 def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Shape) -> str:
@@ -186,9 +198,10 @@ def report_finish(capture: str, reason: str, stop_reason: str | int | None, outp
         if _channel is None:
             _channel = ControlChannel(_endpoint, "front_end", _curve)
         channel = _channel
+    tokens = struct.pack(f"<{len(output_token_ids)}I", *output_token_ids)
     try:
         channel.post(lambda seq: ClientFinish(seq=seq, capture=capture, reason=reason, stop_reason=stop_reason,
-                                               output_token_ids=np.asarray(output_token_ids, "<u4").tobytes()))
+                                               output_token_ids=tokens))
     except TapError as error:
         if not _untold:
             logger.warning("vllm-tap: how clients see the ends of captures is not told from %s on: %s", capture, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine_side import front
@@ -44,6 +45,8 @@ def test_a_spec_that_is_known_but_for_its_id_gives_what_it_gave() -> None:
         {"layers": [1], "tags": {"a": "b"}}, {"tags": {"0" * 26: "id"}}, {"tags": {"id": new_ulid()}},
         {"layers": [1], "tags": {"a": "c"}}, {"layers": [1.0]}, {"positions": [[0, 2], [1, 5]]}, {"positions": [0, 2]},
         {"codec": {"q": "qk8", "resid_post": "raw16"}}, {"sites": []}, {"sites": ["nothing"]}, {"layers": [7]},
+        {"tags": {"1": "x"}}, {"tags": {1: "x"}}, {"tags": {"a": "YWJj"}}, {"tags": {"a": b"abc"}},
+        {"layers": [0], "sites": None}, {"layers": [0], "sites": float("nan")}, {"positions": ((0, 2), (1, 5))},
         {"return": "inline"}, {"unknown": 1}, {"positions": list(range(1500))},
     ]
 
@@ -63,9 +66,24 @@ def test_a_spec_that_is_known_but_for_its_id_gives_what_it_gave() -> None:
     for _ in range(3):
         for value in asked:
             for named in (value, {**value, "id": new_ulid()}, {"id": new_ulid(), **value}, {**value, "id": None},
-                          {**value, "id": "no ULID"}, {**value, "id": 7}):
+                          {**value, "id": "no ULID"}, {**value, "id": 7}, {**value, "id": np.str_(new_ulid())}):
                 assert str(fresh(named)) in str(found(named)), named
     assert len(shape.known) >= 9
     for at in range(1000):
         front.resolve_spec({"positions": [at]}, shape)
     assert len(shape.known) <= 64 and sum(map(len, shape.known)) < 1 << 18
+
+
+def test_a_spec_that_is_changed_while_it_is_looked_at_changes_nothing_for_others(monkeypatch: pytest.MonkeyPatch
+                                                                                 ) -> None:
+    """Callers of an asynchronous engine may be in another thread."""
+    shape = front.Shape(Armed({"resid_post": [0, 1, 2]}, 3, {}), {"resid_post": 64})
+    asked: dict[str, list[int]] = {"layers": [0]}
+
+    def parse_changed(value: object) -> object:
+        asked["layers"][0] = 2
+        return parse_spec(value)
+
+    monkeypatch.setattr(front, "parse_spec", parse_changed)
+    front.resolve_spec(asked, shape)
+    assert front.resolve_spec({"layers": [0]}, shape).resolved.layers == {"resid_post": [0]}

@@ -229,10 +229,9 @@ class Writer:
         self._ledger.forget()
         self._senders.own_captures(self._ledger.open_captures())
         for state in self._senders:
-            if state.received > state.durable or state.must_greet:
-                state.rewind()
-                if state.address is not None:
-                    self._answers.start_over(state.address)
+            state.rewind()
+            if state.address is not None:
+                self._answers.start_over(state.address)
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
