@@ -41,7 +41,7 @@ class Senders:
                 continue  # looked up in the catalog should it come again
             covered = sequence.covered
             self._streams[name] = SenderState(
-                name, sequence.epoch, sequence.role, written=True, received=covered, durable=covered, settled=covered,
+                name, sequence.epoch, sequence.role, received=covered, durable=covered, settled=covered,
                 ahead=set(sequence.seqs), last_seen=now, ended=sequence.bye)
         self.own_captures(captures)
 
@@ -74,14 +74,13 @@ class Senders:
             self._forget(known)
             known = None
         state = known or self._remembered(hello) or SenderState(hello.stream, hello.epoch, hello.role)
-        if known is None or not known.written or (
+        if known is None or known.must_greet or (
                 hello.engine is not None and not engine_json(self._db, hello.stream)):
             try:
                 self._journal.append_entry(state, hello)
             except OSError as error:
                 self._journal.disk_error("append", self._journal.folder, error)
                 return Refuse("disk", f"{error.strerror}; try again")
-            state.written = True
         state.role, state.rank, state.shard = hello.role, hello.rank, hello.shard
         state.remote = is_remote(address)
         self._connect(state, address)

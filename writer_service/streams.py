@@ -81,8 +81,7 @@ class SenderState:
     ring: Ring | None = None
     last_seen: float = 0.0
     tap: TapState | None = None  # what an engine said of itself with its last Ping
-    written: bool = False  # its Hello is in the log, unless a sync fails yet
-    must_greet: bool = False  # told to start again from ``durable``; nothing is taken before its Hello
+    must_greet: bool = False  # told to start again from ``durable``; nothing is taken before its Hello, logged anew
     ended: bool = False
     open_captures: set[str] = field(default_factory=set)
     refused: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=refusals_kept_max))
@@ -103,7 +102,6 @@ class SenderState:
     def rewind(self) -> None:
         """Forget what was taken but did not reach the disk; its Hello may be among it."""
         self.received = self.durable
-        self.written = False
         self.must_greet = True
 
     def covered(self, visible_is_enough: bool) -> int:

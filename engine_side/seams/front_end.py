@@ -90,8 +90,6 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         # What is done here stands between a batch's requests, of those without a spec as well.
         extra = getattr(params, "extra_args", None) or {}
-        if KEY not in extra and not _captures_all(self):
-            return original(self, request_id, prompt, params, *args, **kwargs)
         try:
             if not _is_captured(self, extra, params, bool(kwargs.get("resumable"))):
                 return original(self, request_id, prompt, params, *args, **kwargs)
@@ -138,19 +136,13 @@ def _client_error(error: SpecError) -> SpecError:
     return kind(error.field, error.value, error.reason)
 
 
-def _captures_all(processor: Any) -> bool:
-    """Whether requests without a spec are captured by everybody's."""
-    # One that was made before anything of ours was installed knows nothing of it.
-    config = getattr(processor, "vllm_tap", None)
-    return config is not None and bool(config.capture_all)
-
-
 def _is_captured(processor: Any, extra: dict[str, Any], params: Any, in_pieces: bool) -> bool:
     """Whether a request is captured, by a spec of its own or by everybody's; SpecError where its own cannot be."""
+    # One that was made before anything of ours was installed knows nothing of it.
+    config = getattr(processor, "vllm_tap", None)
     if KEY not in extra:
         # What asks for a pooled vector has no samples, and no tokens to capture.
-        return _captures_all(processor) and hasattr(params, "n") and not in_pieces
-    config = getattr(processor, "vllm_tap", None)
+        return config is not None and bool(config.capture_all) and hasattr(params, "n") and not in_pieces
     if config is None:
         raise SpecError("", extra[KEY], "this engine was started without taps; make it inside "
                                         "vllm_tap.recording(), or with VLLM_TAP_ENDPOINT set")
