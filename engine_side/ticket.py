@@ -7,6 +7,7 @@ string. The capture id of a sample follows from the ticket and from vLLM's name 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -43,6 +44,8 @@ class Ticket(msgspec.Struct, frozen=True, tag="vllm-tap", tag_field="ticket"):
 
 
 _decoder = msgspec.json.Decoder(Ticket)
+_KEPT_MAX: Final = 1024  # tickets; longer ones than the next are not kept
+_KEPT_LENGTH_MAX: Final = 2048
 
 
 def encode(ticket: Ticket) -> str:
@@ -55,13 +58,19 @@ def decode(text: str) -> Ticket:
     return _decoder.decode(text)
 
 
+_kept = lru_cache(_KEPT_MAX)(decode)
+
+
 def find(sampling_params: Any) -> Ticket | None:
-    """The ticket of a request, None where it asks for no capture. Never raises: the engine must live."""
+    """The ticket of a request, None where it asks for no capture. Never raises: the engine must live.
+
+    Asked several times for each request, by the thread that runs the steps.
+    """
     extra = getattr(sampling_params, "extra_args", None)
     text = extra.get(KEY) if isinstance(extra, dict) else None
     if not isinstance(text, str):
         return None
     try:
-        return decode(text)
+        return _kept(text) if len(text) <= _KEPT_LENGTH_MAX else decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None

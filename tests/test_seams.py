@@ -11,6 +11,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,39 @@ def test_a_vllm_without_one_of_the_seams_does_not_start_and_says_what_it_looked_
 def test_what_is_no_ticket_is_none(extra: object) -> None:
     assert find(types.SimpleNamespace(extra_args=extra)) is None
     assert find(None) is None
+
+
+PARAMS: list[dict[str, Any]] = [
+    {}, {"stop": ["a", "b"], "bad_words": ["no"], "logprobs": 2},
+    {"stop_token_ids": [1, 2], "logit_bias": {3: 0.5}, "allowed_token_ids": [4]},
+    {"extra_args": {"more": {"own": [1]}}}, {"structured_outputs": {"choice": ["a", "b"]}},
+    {"skip_clone": True, "n": 2},
+]
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("given", PARAMS)
+def test_a_request_gets_what_vllm_copies_of_its_parameters_but_for_the_spec(given: dict[str, Any]) -> None:
+    sampling = pytest.importorskip("vllm.sampling_params")
+    from engine_side.seams.front_end import _without_spec
+
+    def made(extra: dict[str, Any]) -> Any:
+        of = dict(given)
+        if "structured_outputs" in of:
+            of["structured_outputs"] = sampling.StructuredOutputsParams(**of["structured_outputs"])
+        return sampling.SamplingParams(**{**of, "extra_args": {**of.get("extra_args", {}), **extra} or None})
+
+    rest = given.get("extra_args", {})
+    params, plain = made({KEY: {"sites": []}}), made({})
+    got, whole = _without_spec(params, rest).clone(), plain.clone()
+    for name in params.__struct_fields__:
+        assert getattr(got, name) == getattr(whole, name) or name == "skip_clone", name
+        if isinstance(getattr(got, name), list | set | dict) and not given.get("skip_clone"):
+            assert getattr(got, name) is not getattr(params, name), f"{name} is the caller's"
+    assert got.skip_clone == (not {"extra_args", "structured_outputs"} & given.keys())
+    assert params.extra_args == {**rest, KEY: {"sites": []}} and params.skip_clone == given.get("skip_clone", False)
+    if rest:
+        assert got.extra_args["more"]["own"] is not params.extra_args["more"]["own"]
 
 
 CHILD = ("import sys, time; from engine_side.seams.scheduler import _die_with_parent; _die_with_parent(); "
