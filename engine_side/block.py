@@ -192,6 +192,9 @@ class Burst:
 
     def encode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """Enqueue the next step's rows."""
+        if not self.pieces:
+            self.done += 1
+            return
         inputs = token_ids.data_ptr(), positions.data_ptr()
         same = inputs == self._inputs
         for piece in self.pieces:

@@ -83,7 +83,8 @@ class Crossing:
             self._over = [torch.cuda.Event() for _ in range(2 * _COPIES_MAX)]  # in turns: scratch keeps fewer
             self.numbers = torch.arange(COPIES, dtype=torch.int64, device=device)
             self._copy = device_to_host()
-        self._waiting: deque[tuple[Event, int, int, int, int]] = deque()  # event, from, to, bytes, scratch's head
+        self.waiting: deque[tuple[Event, int, int, int, int]] = deque()  # event, from, to, bytes, scratch's head
+        self.left = self.outbox.left if isinstance(self.outbox, Outbox) else ()  # what the sender has no room for
 
     def room(self, base: int, nbytes: int) -> tuple[torch.Tensor, int]:
         """Where bytes are encoded that shall lie at ``base`` of the ring: memory (uint8) and an offset in it."""
@@ -91,7 +92,7 @@ class Crossing:
         if scratch is None:
             return self.ring.memory, base
         while (at := scratch.take(nbytes, torch.cuda.current_stream(self._device))) is None:
-            if self._waiting:
+            if self.waiting:
                 self.move(nbytes)
             else:  # what was taken and never brought holds nothing
                 scratch.forget()
@@ -109,12 +110,12 @@ class Crossing:
         if self.scratch is None:
             self.outbox.append(freed)
         else:
-            self._waiting.append((freed, 0, 0, 0, 0))
+            self.waiting.append((freed, 0, 0, 0, 0))
 
     def say(self, event: Event) -> None:
         """An event without bytes, after everything before it."""
-        if self._waiting:
-            self._waiting.append((event, 0, 0, 0, 0))
+        if self.waiting:
+            self.waiting.append((event, 0, 0, 0, 0))
         else:
             self.outbox.append(event)
 
@@ -125,15 +126,15 @@ class Crossing:
             return
         *others, last = runs  # the last one brings the bytes of all
         for run in others:
-            self._waiting.append((run, 0, 0, 0, 0))
-        self._waiting.append((last, at, base, nbytes, self.scratch.head))
+            self.waiting.append((run, 0, 0, 0, 0))
+        self.waiting.append((last, at, base, nbytes, self.scratch.head))
 
     def before_step(self, tokens: int, bytes_a_token: float) -> None:
         """Send on what waits, as fast as the step of ``tokens`` will make more and a little faster; all where it is 0.
 
         At the speed of the bus the part beyond takes a millisecond, a step of decode several.
         """
-        if self._waiting:
+        if self.waiting:
             self.move(_AHEAD_BYTES + 1.5 * tokens * bytes_a_token if tokens else float("inf"))
         self.push()
 
@@ -143,7 +144,7 @@ class Crossing:
 
     def move(self, budget: float) -> None:
         """Enqueue copies of at most ``budget`` bytes, but one, behind everything on the model's stream so far."""
-        if self.scratch is None or not self._waiting:
+        if self.scratch is None or not self.waiting:
             return
         self._encoded.record(torch.cuda.current_stream(self._device))
         self._copying.wait_event(self._encoded)
@@ -151,8 +152,8 @@ class Crossing:
         moved: list[Event] = []
         source = target = size = until = 0  # of a copy that may grow: what was encoded one after the other lies so
         # Runs that share their bytes go together: those before the one that brings them are without any.
-        while self._waiting and (budget > 0 or not isinstance(self._waiting[0][0], Run)):
-            event, at, base, nbytes, head = self._waiting.popleft()
+        while self.waiting and (budget > 0 or not isinstance(self.waiting[0][0], Run)):
+            event, at, base, nbytes, head = self.waiting.popleft()
             if nbytes:
                 if (source + size, target + size) != (at, base):
                     self._to_ring(source, target, size)

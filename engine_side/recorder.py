@@ -83,6 +83,7 @@ class Recorder:
     dtype: str
     on_full: str
     crossing: Crossing
+    quiet: bool = False  # nothing is captured, and nothing waits: a step in which no request begins needs no call
     compiled: Compiled = field(init=False)
     captures: CaptureTable = field(default_factory=CaptureTable)
     counters: TapCounters = field(default_factory=TapCounters)
@@ -118,6 +119,7 @@ class Recorder:
     def open(self, request: str, ticket: Ticket, prompt_token_ids: list[int], cached: int) -> None:
         """A request is scheduled for the first time (on some runners again after a preemption)."""
         self.catch_up()
+        self.quiet = False
         if request in self._tickets:
             self.resume(request, cached)
             return
@@ -197,16 +199,19 @@ class Recorder:
         and token ids between it and the next call of any kind. Then its rows are taken in that call, when the tokens
         of the step before it are out; what waits for the host goes behind the next step, but not twice.
         """
-        self.catch_up()
+        if self._late is not None:
+            self.catch_up()
         skipped, self._hurried = self._hurried, hurried
         if tokens == 0:
             self._end_burst()
             self._rest()
-            return
-        if time.monotonic() > self._count_at:
+        elif self._burst is None and time.monotonic() > self._count_at:
             self._count()
-        if not hurried or skipped:
-            self.crossing.before_step(tokens, self._bytes_a_token)
+        crossing = self.crossing
+        if (crossing.waiting or crossing.left) and (not hurried or skipped):
+            crossing.before_step(tokens, self._bytes_a_token)
+        if not self.captures.slot_of:
+            self.quiet = not (crossing.waiting or crossing.left) and self.counters == self._counted
 
     def flush(self) -> None:
         """Nothing stays behind."""
@@ -360,6 +365,8 @@ class Recorder:
 
     def _begin_burst(self, burst: Burst) -> bool:
         """Take a burst's region; False where it would have no room for two steps."""
+        if time.monotonic() > self._count_at:
+            self._count()
         burst.steps_max = burst.steady
         if burst.pieces:
             room = min(_BURST_BYTES_MAX, self._bytes_max // 2) - burst.head
@@ -373,13 +380,17 @@ class Recorder:
         """The next step of the burst."""
         burst = self._burst
         assert burst is not None
-        if not self._encode(burst, token_ids, positions):
+        try:
+            burst.encode(token_ids, positions)
+        except Exception:
+            self._failed(burst)
             self._end_burst()
             for piece in burst.pieces:
                 self.counters.dropped += len(piece.row) * len(piece.layout.layers)
                 self.crossing.say(Lost(piece.layout.entry, piece.slot, piece.position + burst.done))
             self.captures.advance(*burst.live, burst.done + 1)
-        elif burst.done == burst.steps_max or (burst.pieces and time.monotonic() - burst.began > _BURST_S):
+            return
+        if burst.done == burst.steps_max or (burst.pieces and time.monotonic() - burst.began > _BURST_S):
             self._bring(burst)
 
     def _end_burst(self) -> None:

@@ -113,7 +113,7 @@ class Outbox:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._left: deque[memoryview] = deque()  # what the queue had no room for
+        self.left: deque[memoryview] = deque()  # what the queue had no room for
         self._left_bytes = 0
         self._fence = _Fence()
 
@@ -126,7 +126,7 @@ class Outbox:
         if self._shared.abandoned:
             return
         message = encode(event)
-        self._left.append(memoryview(len(message).to_bytes(_SIZE, "little") + message))
+        self.left.append(memoryview(len(message).to_bytes(_SIZE, "little") + message))
         self._left_bytes += _SIZE + len(message)
         self.push()
 
@@ -138,25 +138,25 @@ class Outbox:
     def push(self) -> bool:
         """Put what was left into the queue as far as there is room; whether nothing is left."""
         shared = self._shared
-        while self._left:
+        while self.left:
             at = shared.put % _QUEUE
             room = min(_QUEUE - at, shared.taken + _QUEUE - shared.put)
-            part = self._left[0][:room]
+            part = self.left[0][:room]
             if not part:
                 if self._left_bytes > _LEFT_MAX:  # it has not looked for long, and all of this is memory
                     logger.error("vllm-tap: the sender's process takes nothing any more; nothing more is captured")
                     shared.abandoned = True
-                    self._left.clear()
+                    self.left.clear()
                     self._left_bytes = 0
                 return False
             shared.queue[at : at + len(part)] = part
             self._fence()
             shared.put += len(part)
             self._left_bytes -= len(part)
-            if len(part) == len(self._left[0]):
-                self._left.popleft()
+            if len(part) == len(self.left[0]):
+                self.left.popleft()
             else:
-                self._left[0] = self._left[0][len(part) :]
+                self.left[0] = self.left[0][len(part) :]
         return True
 
 

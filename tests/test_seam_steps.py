@@ -5,11 +5,12 @@ The kernels are stand-ins that keep the addresses they were made with, as launch
 
 from __future__ import annotations
 
+import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_side import kernels, recorder
+from engine_side import kernels, recorder, worker
 from engine_side.device import Crossing
+from engine_side.events import Counted
 from engine_side.recorder import End, Recorder
 from engine_side.ring import Ring, view
 from engine_side.seams import runner
-from engine_side.ticket import Ticket
+from engine_side.ticket import KEY, Ticket, encode
 from tests.taken_rows import SPECS, TOKENS, Row, Seen, staging, ticket_of, token_of, wanted, write
 
 STEPS = 70
@@ -105,6 +107,14 @@ class Runner:
                                scheduler_config=SimpleNamespace(async_scheduling=True))
 
 
+def scheduled(tokens: int, requests: int = 0, new: Sequence[Any] = ()) -> Any:
+    """What the scheduler says of a step; of more tokens than requests: one with prompts."""
+    return SimpleNamespace(
+        scheduled_new_reqs=new, scheduled_spec_decode_tokens={}, total_num_scheduled_tokens=tokens,
+        num_scheduled_tokens=dict.fromkeys(map(str, range(requests)), 1),
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=()))
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.sampled_from(SPECS), st.integers(1, 12), st.integers(1, 45), st.integers(0, 10)),
@@ -139,6 +149,7 @@ def test_every_row_once_or_lost(
     taken = Recorder(armed, "float32", "drop", crossing)
     patch.setattr(taken.compiled, "has", lambda _codec, _site: compiled)
     patch.setattr(taken.compiled, "begin", lambda _codec, _site: None)
+    patch.setattr(worker, "CURRENT", SimpleNamespace(recorder=taken))
     laid, layout = Runner(second), runner._layout_v2 if second else runner._layout_v1
     tickets: dict[int, Ticket] = {}
     done, asked, seen = dict.fromkeys(range(len(requests)), 0), Counter[Row](), Seen(ring, full)
@@ -161,16 +172,18 @@ def test_every_row_once_or_lost(
             rows = [(i, done[i] + k) for i, count in zip(batch, counts, strict=True) for k in range(count)]
             if number in forgotten:
                 taken._forget_layouts("raw")
-            taken.before_step(len(rows), number in hurried)
-            if rows:
-                write(armed, [token_of(*row) for row in rows])
-                of = laid.step(rows, batch, counts, [done[i] for i in batch], number in fresh - hurried)
-                output = SimpleNamespace(scheduled_new_reqs=[], scheduled_spec_decode_tokens={},
-                                         total_num_scheduled_tokens=len(rows))
-                ran = SimpleNamespace() if number in missed else of
-                if taken.captures and not runner._guarded(runner._after, taken, ran, output, layout):
-                    assert number in missed
-                    runner._guarded(runner._miss, taken)
+            patch.setattr(runner, "_alone", lambda *_, now=number: now in hurried)
+
+            def model(ran: Any, _: Any, number: int = number, rows: Any = rows, batch: Any = batch,
+                      counts: Any = counts) -> None:
+                if rows:
+                    write(armed, [token_of(*row) for row in rows])
+                    of = laid.step(rows, batch, counts, [done[i] for i in batch], number in fresh - hurried)
+                    vars(ran).update({} if number in missed else vars(of))
+
+            before = taken.counters.failures
+            runner._execute_model(model, layout)(SimpleNamespace(), scheduled(len(rows)))
+            assert number not in missed or not rows or not taken.captures or taken.counters.failures > before
             for i, position in rows if number not in missed else ():
                 if i in tickets:
                     asked.update(wanted(i, tickets[i], requests[i][1], position))
@@ -187,3 +200,57 @@ def test_every_row_once_or_lost(
         assert fails or missed or taken.counters.failures == 0
     finally:
         patch.undo()
+
+
+def entered(execute: Callable[..., None], ran: Any, output: Any) -> list[str]:
+    """Our functions that a step enters, in their order."""
+    found: list[str] = []
+
+    def seen(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "engine_side" in frame.f_code.co_filename:
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(seen)
+    try:
+        execute(ran, output)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_step_enters_few_functions(ring: Ring, monkeypatch: pytest.MonkeyPatch, second: bool) -> None:
+    """Each costs some microseconds, as what a step of three milliseconds finds in its caches is the model's."""
+    now, trouble = [0.0], Trouble()
+    monkeypatch.setattr(kernels, "launch", lambda _codec, *args: Kept(trouble, *args))
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: now[0], time_ns=time.time_ns))
+    ring.shared.tail = ring.head
+    armed = staging()
+    taken = Recorder(armed, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    monkeypatch.setattr(taken.compiled, "has", lambda _codec, _site: True)
+    monkeypatch.setattr(taken.compiled, "begin", lambda _codec, _site: None)
+    monkeypatch.setattr(worker, "CURRENT", SimpleNamespace(recorder=taken))
+    execute = runner._execute_model(lambda _ran, _output: None, runner._layout_v2 if second else runner._layout_v1)
+    laid = Runner(second)
+
+    def step(position: int, new: Sequence[Any] = ()) -> list[str]:
+        now[0] += 0.001
+        write(armed, [token_of(0, position)])
+        return entered(execute, laid.step([(0, position)], [0], [1], [position], False), scheduled(1, 1, new))
+
+    assert step(0)[:2] == ["execute_model", "before_step"]
+    assert step(1) == ["execute_model"], "an engine that captures nothing"
+    ticket = ticket_of({"codec": "raw", "layers": [1], "sites": ["mlp_out"]})
+    step(2, [SimpleNamespace(req_id="0", num_computed_tokens=2, prompt_token_ids=[1, 1, 1],
+                             sampling_params=SimpleNamespace(extra_args={KEY: encode(ticket)}))])
+    steps = [step(position) for position in range(3, 40)]
+    burst = ["execute_model", "before_step", "_after", "_layout_v2" if second else "_layout_v1", "goes_on", "goes_on",
+             "_go_on", "encode", *["view"] * 3]  # the last are the stand-in's
+    assert steps.count(burst) > len(steps) * 3 // 4, steps
+    taken.finish(End("0", ticket, "length", None, [1] * 3, [1] * 37, 40))
+    now[0] += 1.0
+    step(40)
+    assert step(41) == ["execute_model"]
+    assert isinstance(taken.outbox, deque)
+    told = [event.counters for event in taken.outbox if isinstance(event, Counted)]
+    assert told[-1] == taken.counters and taken.counters.rows == 38

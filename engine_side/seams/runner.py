@@ -59,53 +59,65 @@ def input_ids(runner: Any) -> torch.Tensor:
 
 def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        # Every function that a step enters costs it some microseconds: its caches hold other things by then. So
+        # what is asked in every step is asked here.
         current = worker.CURRENT
-        if current is None or current.recorder is None:
+        recorder = None if current is None else current.recorder
+        if recorder is None or (recorder.quiet and not scheduler_output.scheduled_new_reqs
+                                and not hasattr(scheduler_output, FINISHED)):
             return original(self, scheduler_output, *args, **kwargs)
         if kwargs.get("dummy_run"):
-            _guarded(_catch_up, current.recorder)
+            _guarded(_catch_up, recorder)
             return original(self, scheduler_output, *args, **kwargs)
         for end in getattr(scheduler_output, FINISHED, ()):
-            _guarded(_finish, current.recorder, end)
+            _guarded(_finish, recorder, end)
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-            _guarded(_resume, current.recorder, scheduler_output.scheduled_cached_reqs)
+            _guarded(_resume, recorder, scheduler_output.scheduled_cached_reqs)
         tokens = scheduler_output.total_num_scheduled_tokens
-        _guarded(_before, current.recorder, self, scheduler_output)
+        try:
+            recorder.before_step(tokens, tokens > len(scheduler_output.num_scheduled_tokens) and _alone(recorder, self))
+        except Exception:
+            _note(recorder)
         result = original(self, scheduler_output, *args, **kwargs)
-        ran = tokens and (current.recorder.captures or scheduler_output.scheduled_new_reqs)
-        if ran and not _guarded(_after, current.recorder, self, scheduler_output, layout):
-            _guarded(_miss, current.recorder)
+        if tokens and (scheduler_output.scheduled_new_reqs or recorder.captures.slot_of):
+            try:
+                _after(recorder, self, scheduler_output, layout)
+            except Exception:
+                _note(recorder)
+                _guarded(_miss, recorder)
         return result
 
     return execute_model
 
 
-def _guarded(body: Callable[..., None], *args: Any) -> bool:
-    """No exception of ours may end the engine; the first is logged. Whether it went well."""
-    global _failed
+def _guarded(body: Callable[..., None], *args: Any) -> None:
+    """No exception of ours may end the engine."""
     try:
         body(*args)
-        return True
     except Exception:
-        args[0].counters.failures += 1
-        if not _failed:
-            _failed = True
-            logger.exception("vllm-tap: capture failed in a step; generation goes on (logged once)")
-        return False
+        _note(args[0])
+
+
+def _note(recorder: Any) -> None:
+    """The exception at hand is counted; the first is logged."""
+    global _failed
+    recorder.counters.failures += 1
+    recorder.quiet = False  # there is something to tell
+    if not _failed:
+        _failed = True
+        logger.exception("vllm-tap: capture failed in a step; generation goes on (logged once)")
 
 
 def _catch_up(recorder: Any) -> None:
     recorder.catch_up()
 
 
-def _before(recorder: Any, runner: Any, scheduler_output: Any) -> None:
-    """A step with prompts on a device waits for the host that launches it, hundreds of kernels. (A drafter, or the
-    dummy steps of a data-parallel group, would come between it and the next step.)
+def _alone(recorder: Any, runner: Any) -> bool:
+    """Whether a step with prompts, which waits for the host that launches its hundreds of kernels, may be hurried: a
+    drafter, or the dummy steps of a data-parallel group, would come between it and the next step.
     """
-    tokens = scheduler_output.total_num_scheduled_tokens
-    recorder.before_step(tokens, hurried=(
-        recorder.crossing.scratch is not None and tokens > len(scheduler_output.num_scheduled_tokens)
-        and runner.speculative_config is None and runner.parallel_config.data_parallel_size == 1))
+    return (recorder.crossing.scratch is not None and runner.speculative_config is None
+            and runner.parallel_config.data_parallel_size == 1)
 
 
 def _finish(recorder: Any, end: End) -> None:
