@@ -39,6 +39,8 @@ ENGINES: dict[str, Engine] = {
         "topk": {"codec": "topk"},
         "rp8": {"codec": "rp8"},
     }, arm="resid_post"),
+    "layer": Engine({"one layer armed, idle": None, "one layer armed, captured": {"codec": "int8b64"}},
+                    arm="resid_post.8"),
     "disk": Engine({"int8b64, disk": {"codec": "int8b64"}, "raw16, disk": {"codec": "raw16"}}, arm="resid_post",
                    store="disk", iterations_max=4, every_set=False),
     "sites": Engine({"every site armed, idle": None}, arm=EVERY_SITE, every_set=False),

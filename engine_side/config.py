@@ -14,6 +14,7 @@ from schemas.checks import OnFull, check_one_of, parse_arm
 from schemas.curve import check_sender
 from schemas.errors import StartError
 from schemas.probes import Registered, parse_probes, place_of
+from schemas.sites import layers_by_site
 
 TAP_VERSION: Final = "4"  # part of the compile-cache salt: change it when traced code changes
 
@@ -34,7 +35,7 @@ class EngineConfig:
 
     endpoint: str
     curve: Path | None = None  # the folder of keys for a writer on another host
-    arm: tuple[str, ...] = ("resid_post",)
+    arm: tuple[str, ...] = ("resid_post",)  # sites, or site.layer
     ring_bytes: int = 0  # 0: worker.ring_bytes
     scratch_bytes: int = 0  # on the device; 0: staging.scratch_bytes
     on_full: str = "drop"  # "drop": generation never waits; "wait": nothing is lost
@@ -58,7 +59,7 @@ class EngineConfig:
         if len(self.endpoint) - len("ipc://") > 100:
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: a socket path has at most 100 characters")
         check_one_of("VLLM_TAP_ON_FULL", self.on_full, OnFull)
-        if self.capture_all and legacy.SITE not in self.arm:
+        if self.capture_all and legacy.SITE not in layers_by_site(self.arm):
             raise StartError(f"VLLM_TAP_ARM={','.join(self.arm)!r}: must have {legacy.SITE}, which VLLM_ACT_CAPTURE=1 "
                              "captures")
         for name, value in (("RING", self.ring_bytes), ("SCRATCH", self.scratch_bytes)):
@@ -67,7 +68,8 @@ class EngineConfig:
 
     def salt(self) -> str:
         """What tells one traced graph from another in vLLM's compile caches."""
-        more = sorted({f"{site}.{layer}" for site, layer in map(place_of, self.probes) if site not in self.arm})
+        more = sorted({f"{site}.{layer}" for site, layer in map(place_of, self.probes)
+                       if not {site, f"{site}.{layer}"} & set(self.arm)})
         return " ".join(["vllm-tap", TAP_VERSION, ",".join(self.arm), *more])
 
 

@@ -75,8 +75,10 @@ def check_can_listen(host: str, port: int, flag: str) -> None:
 
 
 def parse_arm(name: str, text: str) -> tuple[str, ...]:
-    """The sites to tap of a comma-separated list, in canonical names; taps go to every layer, so none may fix one."""
-    sites: list[str] = []
+    """What to tap of a comma-separated list, in canonical names: sites (``resid_post``), or a layer of one
+    (``resid_post.12``); a site is tapped in every layer where it is named alone.
+    """
+    places: list[str] = []
     for part in filter(None, map(str.strip, text.split(","))):
         try:
             site, layer = parse_site(part)
@@ -85,10 +87,7 @@ def parse_arm(name: str, text: str) -> tuple[str, ...]:
         if is_probe(site):
             raise StartError(f"{name} = {text!r}: {part!r}: a probe is registered by --probe NAME=FILE "
                              "(VLLM_TAP_PROBES), not armed")
-        if layer is not None:
-            raise StartError(f"{name} = {text!r}: {part!r} fixes a layer, but taps go to every layer; name the "
-                             f"site alone ({site})")
-        sites.append(site)
-    if not sites:
+        places.append(site if layer is None else f"{site}.{layer}")
+    if not places:
         raise StartError(f"{name} = {text!r}: names no site")
-    return tuple(dict.fromkeys(sites))
+    return tuple(place for place in dict.fromkeys(places) if "." not in place or place.partition(".")[0] not in places)

@@ -9,12 +9,13 @@ TransformerLens names: https://transformerlensorg.github.io/TransformerLens/
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from schemas.errors import SpecError
 
-__all__ = ["PROBE", "SITES", "Site", "has_heads", "is_probe", "is_site", "parse_site", "site_named",
+__all__ = ["PROBE", "SITES", "Site", "has_heads", "is_probe", "is_site", "layers_by_site", "parse_site", "site_named",
            "transformer_lens_name"]
 
 
@@ -89,6 +90,15 @@ def parse_site(name: str, field: str = "sites", error: type[SpecError] = SpecErr
         return match[1], None if match[2] is None else int(match[2])
     raise error(field, name, f"unknown site; valid: {', '.join(SITES)}, or a TransformerLens name "
                              "such as blocks.12.hook_resid_post")
+
+
+def layers_by_site(places: Iterable[str]) -> dict[str, list[int] | None]:
+    """The layers of each site of ``places`` (sites, or ``site.layer``), in order; None for all that it has."""
+    found: dict[str, list[int] | None] = {}
+    for site, layer in map(parse_site, places):
+        known = found.setdefault(site, [])
+        found[site] = None if layer is None or known is None else sorted({*known, layer})
+    return found
 
 
 def is_probe(site: str) -> bool:

@@ -19,9 +19,9 @@ from schemas.codecs import DEFAULT_CODEC, parse_codec, streams
 from schemas.errors import LimitError, NotArmedError, SpecError, json_fault
 from schemas.ids import check_ulid
 from schemas.probes import Probe
-from schemas.sites import PROBE, SITES, has_heads, is_probe, parse_site
+from schemas.sites import PROBE, SITES, has_heads, is_probe, layers_by_site, parse_site
 
-__all__ = ["Armed", "CaptureSpec", "Resolved", "armed_everywhere", "intervals", "parse_spec", "resolve"]
+__all__ = ["Armed", "CaptureSpec", "Resolved", "armed_at", "intervals", "parse_spec", "resolve"]
 
 NAMED_POSITIONS: Final = ("all", "prompt", "generated", "last_prompt")
 _SLICE: Final = re.compile(r"(-?[0-9]{1,5})?:(-?[0-9]{1,5})?(?::([0-9]{1,5}))?", re.ASCII)
@@ -87,13 +87,15 @@ class Armed(msgspec.Struct, frozen=True):
     probes: dict[str, Probe] = {}
 
 
-def armed_everywhere(sites: Iterable[str], n_layers: int, head: int, probes: dict[str, Probe]) -> Armed:
-    """Taps for ``sites`` in every layer, as far as that is known without the model: which layers have a site only the
-    worker knows, and what its model lacks becomes `not_armed` in the manifest. ``head``: a head's columns, or 0.
+def armed_at(places: Iterable[str], n_layers: int, head: int, probes: dict[str, Probe]) -> Armed:
+    """Taps at ``places`` (sites, or ``site.layer``), as far as that is known without the model: which layers have a
+    site only the worker knows, and what its model lacks becomes `not_armed` in the manifest. ``head``: a head's
+    columns, or 0.
     """
-    names = list(sites)
-    return Armed({site: list(range(n_layers)) if SITES[site].per_layer else [0] for site in names}, n_layers,
-                 dict.fromkeys(filter(has_heads, names), head), probes)
+    asked = layers_by_site(places)
+    every = {site: list(range(n_layers)) if SITES[site].per_layer else [0] for site in asked}
+    return Armed({site: every[site] if layers is None else layers for site, layers in asked.items()}, n_layers,
+                 dict.fromkeys(filter(has_heads, asked), head), probes)
 
 
 class Resolved(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -463,14 +463,20 @@ def test_a_malformed_line_ends_the_command_before_anything_starts(tmp_path: Path
 
 
 @pytest.mark.parametrize("sites, arm, armed", [
-    (None, None, "resid_post"), ("blocks.2.hook_mlp_out, attn_out,mlp_out", None, "mlp_out,attn_out"),
+    (None, None, "resid_post.0,resid_post.2"),
+    ("blocks.2.hook_mlp_out, attn_out,mlp_out,embed", None, "mlp_out.2,attn_out.0,attn_out.2,mlp_out.0,embed"),
     ("resid_post", "resid_post,attn_out", "resid_post,attn_out"),
 ])
 def test_what_is_asked_for_is_armed(sites: str | None, arm: str | None, armed: str, tmp_path: Path) -> None:
     job = CaptureJob(PromptSource("p"), str(tiny_model()), tmp_path, sites=sites, arm=arm, layers="0, 2",
                      positions="last")
     assert job.armed == armed
+    every = {None: "resid_post"}.get(sites, "mlp_out.2,attn_out,mlp_out,embed")
+    assert replace(job, layers="::2").armed == (arm or every)
     assert job.spec().layers == [0, 2] and job.spec().positions == "last_prompt"
+    for layers, says in (("9", "the model has layers 0 to 3"), ("[-1]", ""), ("[[0, 1]]", "")):
+        with pytest.raises(TapError, match=f"--layers = .*{says}"):
+            replace(job, layers=layers)
 
 
 def test_probes_of_an_offline_run(tmp_path: Path) -> None:

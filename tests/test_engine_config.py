@@ -8,6 +8,8 @@ import torch
 from engine_side.config import from_environment, in_tested_range
 from engine_side.staging import allocate
 from schemas.errors import StartError
+from schemas.sites import layers_by_site
+from schemas.spec import armed_at
 
 ENDPOINT = {"VLLM_TAP_ENDPOINT": "ipc:///tmp/t/writer.sock"}
 
@@ -22,6 +24,12 @@ def test_defaults_and_spellings() -> None:
     armed = from_environment({**ENDPOINT, "VLLM_TAP_ARM": " mlp_out, resid_post,mlp_out "})
     assert armed is not None and armed.arm == ("mlp_out", "resid_post")
     assert config.salt() != armed.salt()
+    places = "blocks.3.hook_out,mlp_out.2,resid_post.0,mlp_out,resid_post.3"
+    some = from_environment({**ENDPOINT, "VLLM_TAP_ARM": places})
+    assert some is not None and some.arm == ("resid_post.3", "resid_post.0", "mlp_out")
+    assert layers_by_site(some.arm) == {"resid_post": [0, 3], "mlp_out": None}
+    assert len({config.salt(), armed.salt(), some.salt()}) == 3
+    assert armed_at(some.arm, 4, 8, {}).sites == {"resid_post": [0, 3], "mlp_out": [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +41,7 @@ def test_defaults_and_spellings() -> None:
         ({"VLLM_TAP_CURVE": "/x", "VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "/x/sender.key_secret: no key"),
         ({"VLLM_TAP_ENDPOINT": "ipc://" + "x" * 120}, "at most 100 characters"),
         ({"VLLM_TAP_ARM": "nope"}, "unknown site"),
-        ({"VLLM_TAP_ARM": "blocks.3.hook_out"}, "fixes a layer"),
+        ({"VLLM_TAP_ARM": "embed.0"}, "unknown site"),
         ({"VLLM_TAP_ARM": " , "}, "names no site"),
         ({"VLLM_TAP_ARM": "probe.tone"}, "a probe is registered by --probe NAME=FILE (VLLM_TAP_PROBES)"),
         ({"VLLM_TAP_PROBES": "tone"}, "valid: NAME=FILE, or NAME=FILE@resid_post.12"),

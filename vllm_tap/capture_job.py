@@ -11,7 +11,7 @@ from typing import Any
 from schemas.checks import parse_arm
 from schemas.errors import ArgumentError, SpecError, TapError
 from schemas.probes import Registered, load_probe
-from schemas.sites import parse_site
+from schemas.sites import SITES, parse_site
 from schemas.spec import CaptureSpec, parse_spec
 from vllm_tap.model_config import read_config
 from vllm_tap.prompt_source import PromptSource
@@ -43,11 +43,12 @@ class CaptureJob:
     def __post_init__(self) -> None:
         check_model(self.model)
         check_store(self.store)
-        armed, spec = parse_arm("--arm", self.armed), self.spec()
+        spec, armed = self.spec(), parse_arm("--arm", self.armed)
         for probe in self.probes:
             load_probe(probe)
         if (config := read_config(self.model, self.engine_args)) is not None:
-            config.check_taps("--sites" if self.arm is None else "--arm", armed, self.probes)
+            flag, places = ("--sites", self.sites_asked) if self.arm is None else ("--arm", armed)
+            config.check_taps(flag, places, self.probes)
             config.check_spec(spec, armed, self.probes)
         if self.output is not None:
             if self.output.is_dir():
@@ -56,18 +57,29 @@ class CaptureJob:
 
     @property
     def armed(self) -> str:
-        """The sites to tap: those of ``arm``, else those asked for, else resid_post."""
+        """What to tap: ``arm``, else what is asked for and no other layer, as nobody else asks this engine."""
         if self.arm is not None:
             return self.arm
-        if self.sites is None:
-            return "resid_post"
-        named = (parse_site(name.strip(), "--sites", ArgumentError)[0] for name in self.sites.split(","))
-        return ",".join(dict.fromkeys(named))
+        layers = _numbers("--layers", self.layers)
+        numbers = layers if isinstance(layers, list) and layers else [None]
+        places = [(site, number if fixed is None and SITES[site].per_layer else fixed)
+                  for site, fixed in self._named() for number in numbers]
+        return ",".join(dict.fromkeys(site if layer is None else f"{site}.{layer}" for site, layer in places))
+
+    @property
+    def sites_asked(self) -> tuple[str, ...]:
+        """The sites asked for, in canonical names; resid_post where none is named."""
+        return tuple(dict.fromkeys(site for site, _ in self._named()))
+
+    def _named(self) -> list[tuple[str, int | None]]:
+        names = ["resid_post"] if self.sites is None else self.sites.split(",")
+        return [parse_site(name.strip(), "--sites", ArgumentError) for name in names]
 
     def settings(self) -> dict[str, Any]:
         """What makes one run another than the next, beside the prompts themselves."""
         known = {probe.name: load_probe(probe).about.fingerprint for probe in self.probes}
-        return {"source": self.prompts.name, "model": self.model, "armed": self.armed,
+        return {"source": self.prompts.name, "model": self.model, 
+                "armed": ",".join(self.sites_asked) if self.arm is None else self.arm,
                 "spec": self.spec().to_json(), "max_tokens": self.max_tokens, "temperature": self.temperature,
                 **({"probes": known} if known else {})}
 

@@ -133,7 +133,8 @@ def capture(
              f"(default: {DEFAULT_CODEC}).")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 16,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    arm: Annotated[str | None, typer.Option(help="Sites to tap (default: the sites asked for).")] = None,
+    arm: Annotated[str | None, typer.Option(help="Sites to tap, in every layer or, as resid_post.12, in one (default: "
+                                                 "what is asked for).")] = None,
     probe: Annotated[list[str] | None, typer.Option(
         help="Take the scores of a probe: NAME=FILE, or NAME=FILE@resid_post.12; repeatable. Without --sites nothing "
              "else is taken.")] = None,

@@ -39,5 +39,6 @@ Keys = Annotated[Path | None, typer.Option("--keys", help="The API keys (default
 Tiny = Annotated[bool, typer.Option("--tiny", help="Use a small model made on the spot instead of MODEL.")]
 Probes = Annotated[list[str] | None, typer.Option(
     "--probe", help="Register a probe: NAME=FILE (safetensors), or NAME=FILE@resid_post.12; repeatable.")]
-Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …")]
+Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …; resid_post.12 "
+                                       "taps a layer alone.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]

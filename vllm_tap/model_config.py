@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from schemas.errors import ArgumentError, SpecError, StartError
 from schemas.probes import Registered, load_probe
-from schemas.sites import SITES
-from schemas.spec import CaptureSpec, armed_everywhere, resolve
+from schemas.sites import SITES, layers_by_site
+from schemas.spec import CaptureSpec, armed_at, resolve
 
 __all__ = ["ModelConfig", "read_config"]
 
@@ -46,9 +46,13 @@ class ModelConfig:
                 raise StartError(f"{flag} = {site!r}: the architecture {', '.join(self.architectures)} has no such "
                                  f"site; valid: {', '.join(offered)}")
 
-    def check_taps(self, flag: str, sites: Sequence[str], probes: Sequence[Registered]) -> None:
+    def check_taps(self, flag: str, places: Sequence[str], probes: Sequence[Registered]) -> None:
         """StartError where the model cannot have what ``flag`` arms, or what a probe reads."""
-        self.check_sites(flag, sites)
+        asked = layers_by_site(places)
+        self.check_sites(flag, list(asked))
+        for site, layers in asked.items():
+            if self.n_layers and layers and layers[-1] >= self.n_layers:
+                raise StartError(f"{flag} = {site}.{layers[-1]}: this model has layers 0 to {self.n_layers - 1}")
         for probe in probes:
             self.check_probe(probe)
 
@@ -68,7 +72,7 @@ class ModelConfig:
         """ArgumentError that names the flag of what an engine with these taps would refuse."""
         if not self.n_layers:
             return
-        known = armed_everywhere(armed, self.n_layers, self.head,
+        known = armed_at(armed, self.n_layers, self.head,
                                  {probe.name: load_probe(probe).about for probe in probes})
         try:
             resolve(spec, known, self.widths)

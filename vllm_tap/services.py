@@ -28,6 +28,7 @@ from schemas.checks import (
 from schemas.errors import StartError
 from schemas.legacy import SITE
 from schemas.probes import Registered, load_probe, probes_text
+from schemas.sites import layers_by_site
 from schemas.zarr_layout import KEYS_FILE
 from vllm_tap.child import Service
 from vllm_tap.model_config import read_config
@@ -75,7 +76,7 @@ class ServeConfig:
         check_model(self.model)
         if (config := read_config(self.model, self.engine_args)) is not None:
             config.check_taps("--arm", armed, self.probes)
-        if self.capture_all and SITE not in armed:
+        if self.capture_all and SITE not in layers_by_site(armed):
             raise StartError(f"--arm {self.arm!r}: --activation-capture captures {SITE}, which is not among them")
         check_port("--port", self.port)
         check_port("--engine-port", self.engine_port)
@@ -100,7 +101,7 @@ class ServeConfig:
 
     @property
     def armed(self) -> tuple[str, ...]:
-        """The sites of ``arm`` in canonical names."""
+        """What ``arm`` taps, in canonical names: sites, or ``site.layer``."""
         return parse_arm("--arm", self.arm)
 
     @property

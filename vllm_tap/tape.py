@@ -60,7 +60,8 @@ class Recording:
 def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_post", *, on_full: str = "wait",
               durability: str = "fsync", ring_bytes: int | None = None, wait_s: float = 60.0,
               probes: Mapping[str, str | Path] | None = None) -> Iterator[Recording]:
-    """Runs a writer beside this process; an ``LLM`` that is made inside has taps at the sites of ``arm``.
+    """Runs a writer beside this process; an ``LLM`` that is made inside has taps at the sites of ``arm``, each in every
+    layer (``resid_post``) or in one (``resid_post.12``).
 
     ``on_full``: whether generation waits for the disk ("wait") or rows are dropped and named ("drop"). ``probes``: by
     name the files of probes that can be asked for (schemas.probes). At its end it waits, ``wait_s`` seconds at most,

@@ -25,8 +25,8 @@ from engine_side.seams.patching import wrap_when_imported
 from engine_side.ticket import COUNT_KEY, KEY, LISTED_KEY, find
 from schemas.errors import SpecError, StartError
 from schemas.probes import load_probe
-from schemas.sites import SITES
-from schemas.spec import armed_everywhere
+from schemas.sites import SITES, layers_by_site
+from schemas.spec import armed_at
 
 logger = logging.getLogger("vllm.tap")
 
@@ -72,14 +72,14 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 def _shape(model: Any, config: EngineConfig) -> front.Shape:
     """The widths that the model's own configuration states; those of experts differ too much to be read off it."""
-    text, head, arm = model.hf_text_config, model.get_head_size(), config.arm
+    text, head = model.hf_text_config, model.get_head_size()
     dense = not any("expert" in name and not name.startswith("_") for name in vars(text))
     known = {"hidden": model.get_hidden_size(), "q_heads": getattr(text, "num_attention_heads", 0) * head,
              "kv_heads": model.get_total_num_kv_heads() * head,
              "mlp": getattr(text, "intermediate_size", None) if dense else None}
-    widths = {site: known.get(SITES[site].width) for site in arm}
+    widths = {site: known.get(SITES[site].width) for site in layers_by_site(config.arm)}
     probes = {probe.name: load_probe(probe).about for probe in config.probes}
-    return front.Shape(armed_everywhere(arm, model.get_total_num_hidden_layers(), head, probes),
+    return front.Shape(armed_at(config.arm, model.get_total_num_hidden_layers(), head, probes),
                        {site: width for site, width in widths.items() if isinstance(width, int) and width > 0})
 
 

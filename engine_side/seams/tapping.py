@@ -21,7 +21,7 @@ from engine_side.taps import install
 from schemas.control import EngineInfo
 from schemas.errors import StartError
 from schemas.probes import LoadedProbe, Registered, load_probe
-from schemas.sites import PROBE, SITES, has_heads
+from schemas.sites import PROBE, SITES, has_heads, layers_by_site
 from schemas.spec import Armed
 
 logger = logging.getLogger("vllm.tap")
@@ -30,13 +30,17 @@ logger = logging.getLogger("vllm.tap")
 def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     """Allocate staging, install taps, make recorder and sender; StartError where rows would not be what they should."""
     probes = {probe: load_probe(probe) for probe in config.probes}
-    tapped = tuple(dict.fromkeys([*config.arm, *(loaded.about.site for loaded in probes.values())]))
-    _refuse(vllm_config, config.arm, tapped)
+    asked = layers_by_site(config.arm)
+    tapped = tuple(dict.fromkeys([*asked, *(loaded.about.site for loaded in probes.values())]))
+    _refuse(vllm_config, list(asked), tapped)
     _warn(config)
     model_config = vllm_config.model_config
     architectures, n_layers = list(model_config.architectures), model_config.get_total_num_hidden_layers()
     find = partial(find_points, model, architectures, n_layers=n_layers, hidden=model_config.get_hidden_size())
-    points = list(find(config.arm))
+    points = armed_points(asked, find)
+    armed = Armed({site: [point.layer for point in points if point.site == site] for site in asked}, n_layers,
+                  dict.fromkeys(filter(has_heads, asked), model_config.get_head_size()),
+                  {probe.name: loaded.about for probe, loaded in probes.items()})
     points += probe_points(probes, points, find)
     layers = {site: [point.layer for point in points if point.site == site] for site in tapped}
     widths = {point.site: point.width for point in points}
@@ -47,11 +51,9 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     _make_scorers(probes, staging, model, device)
     install(points, staging, projections.find(model, vllm_config.compilation_config.pass_config))
     residuals.read_back(find_carried(model, architectures, points), staging, vllm_config)
-    armed = Armed({site: layers[site] for site in config.arm}, n_layers,
-                  dict.fromkeys(filter(has_heads, config.arm), model_config.get_head_size()),
-                  {probe.name: loaded.about for probe, loaded in probes.items()})
     worker.start(config, _info(model, vllm_config, armed, points, staging), model, staging,
-                 find_entry(model, architectures, config.arm), scratch, device, leads=_tensor_parallel_rank() == 0)
+                 find_entry(model, architectures, tuple(site for site in asked if 0 in armed.sites[site])), scratch,
+                 device, leads=_tensor_parallel_rank() == 0)
 
 
 def _refuse(vllm_config: Any, arm: Sequence[str], tapped: Sequence[str]) -> None:
@@ -122,6 +124,17 @@ def _info(model: nn.Module, vllm_config: Any, armed: Armed, points: Iterable[Poi
     )
 
 
+def armed_points(asked: Mapping[str, list[int] | None], find: Callable[[tuple[str, ...]], Iterable[Point]]
+                 ) -> list[Point]:
+    """The points of every site in the layers asked for (None: in all that have it); StartError where one has it not."""
+    there = list(find(tuple(asked)))
+    for site, layers in asked.items():
+        has = [point.layer for point in there if point.site == site]
+        if absent := sorted(set(layers or ()) - set(has)):
+            raise StartError(f"vllm-tap: cannot arm {site}.{absent[0]}: this model has {site} in layers {has}")
+    return [point for point in there if (layers := asked[point.site]) is None or point.layer in layers]
+
+
 def probe_points(probes: Mapping[Registered, LoadedProbe], armed: list[Point],
                  find: Callable[[tuple[str, ...]], Iterable[Point]]) -> list[Point]:
     """The points that probes read and nobody has armed; StartError where the model lacks one, or has other widths."""
@@ -130,7 +143,7 @@ def probe_points(probes: Mapping[Registered, LoadedProbe], armed: list[Point],
         site, layer, (k, width) = loaded.about.site, loaded.about.layer, loaded.directions.shape
         which = f"vllm-tap: probe {probe.name!r}: {probe.path}:"
         try:
-            there = [point for point in armed if point.site == site] or list(find((site,)))
+            there = [point for point in armed if (point.site, point.layer) == (site, layer)] or list(find((site,)))
         except StartError as error:
             raise StartError(f"{which} site = {site!r}: {error}") from None
         point = next((point for point in there if point.layer == layer), None)

@@ -1,0 +1,60 @@
+"""Taps in some layers alone: what is armed is captured as Hugging Face has it, and nothing else can be asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from engine_side import worker
+from schemas.errors import SpecError
+from schemas.reader import StoreReader
+from tests.engine.engines import DTYPE, SHARED, Engine, in_this_process
+from tests.engine.families import family_model
+from tests.engine.features import RAW, tokens
+from tests.engine.reference import Reference
+
+ARM = "resid_post.2, blocks.0.hook_out, mlp_out, mlp_out.1, attn_out.1, q.1, k.1, v.1, q.2"
+ARMED = {"resid_post": [0, 2], "mlp_out": [0, 1, 2], "attn_out": [1], "q": [1, 2], "k": [1], "v": [1]}
+PARAMS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
+
+
+@pytest.mark.timeout(300)
+def test_chosen_layers_are_armed(reader: StoreReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import LLM
+
+    folder = family_model("llama", DTYPE)
+    reference = Reference(folder)
+    width = reference.model.config.hidden_size
+    directions = np.random.default_rng(0).standard_normal((2, width)).astype(np.float32)
+    save_file({"directions": directions}, tmp_path / "probe.safetensors")
+    monkeypatch.setenv("VLLM_TAP_ARM", ARM)
+    monkeypatch.setenv("VLLM_TAP_PROBES", f"tone={tmp_path}/probe.safetensors@resid_post.1")
+    with in_this_process():
+        llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=4, **SHARED)
+    engine = Engine(llm, reader, reference)
+    try:
+        assert worker.CURRENT is not None
+        assert worker.CURRENT.info.armed.sites == ARMED
+        assert worker.CURRENT.staging.buffers["attn_out"].shape[0] == 1, "room for layers that nobody armed"
+        every, some = engine.run([tokens(40, seed=1), tokens(30, seed=2)], [PARAMS] * 2, [
+            {**RAW, "sites": list(ARMED), "probe": ["tone"]}, {**RAW, "sites": ["blocks.2.hook_out"]}])
+        assert {(row.site, row.layer) for row in every.manifest.rows} == {
+            *((site, layer) for site, layers in ARMED.items() for layer in layers), ("probe.tone", 1)}
+        assert [(row.site, row.layer) for row in some.manifest.rows] == [("resid_post", 2)]
+        for one in (every, some):
+            right = reference.rows(one.tokens)
+            for row in one.manifest.rows:
+                assert row.captured == len(one.tokens) - 1 and not row.missing
+                found = reader.slice(one.id, row.site, [row.layer]).values()[0]
+                scores = row.site == "probe.tone"
+                wanted = right["resid_post", 1] @ directions.T if scores else right[row.site, row.layer]
+                assert np.abs(found - wanted[: len(found)]).max() <= 1e-3 * np.abs(wanted).max(), (row.site, row.layer)
+        for spec in ({"layers": [1]}, {"sites": ["resid_post.1"]}, {"layers": "::3", "sites": ["attn_out"]}):
+            with pytest.raises(SpecError, match=r"not armed for \w+; armed: \["):
+                engine.run([tokens(5, seed=3)], [PARAMS], [{**RAW, **spec}])
+    finally:
+        engine.close()
