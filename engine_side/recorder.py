@@ -205,7 +205,7 @@ class Recorder:
         if tokens == 0:
             self._end_burst()
             self._rest()
-        elif self._burst is None and time.monotonic() > self._count_at:
+        elif (self._burst is None or not self._burst.pieces) and time.monotonic() > self._count_at:
             self._count()
         crossing = self.crossing
         if (crossing.waiting or crossing.left) and (not hurried or skipped):
@@ -242,6 +242,7 @@ class Recorder:
     def after_step(self, step: Step) -> None:
         """Take the wanted rows of the step that was just enqueued; later, where it was hurried."""
         self.catch_up()
+        self.quiet = False
         if not self.captures and step.begin is None:
             return
         if step.begin is None and step.drafts is None and self.goes_on(

@@ -72,5 +72,5 @@ def find(sampling_params: Any) -> Ticket | None:
         return None
     try:
         return _kept(text) if len(text) <= _KEPT_LENGTH_MAX else decode(text)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except (msgspec.DecodeError, TypeError, UnicodeError, RecursionError):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -25,7 +25,10 @@ from engine_side.events import Counted
 from engine_side.recorder import End, Recorder
 from engine_side.ring import Ring, view
 from engine_side.seams import runner
+from engine_side.seams.scheduler import FINISHED
+from engine_side.shared import Outbox
 from engine_side.ticket import KEY, Ticket, encode
+from schemas.control import TapCounters
 from tests.taken_rows import SPECS, TOKENS, Row, Seen, staging, ticket_of, token_of, wanted, write
 
 STEPS = 70
@@ -107,12 +110,18 @@ class Runner:
                                scheduler_config=SimpleNamespace(async_scheduling=True))
 
 
-def scheduled(tokens: int, requests: int = 0, new: Sequence[Any] = ()) -> Any:
+def scheduled(tokens: int, requests: int = 0, new: Sequence[Any] = (), ended: Sequence[End] = ()) -> Any:
     """What the scheduler says of a step; of more tokens than requests: one with prompts."""
     return SimpleNamespace(
         scheduled_new_reqs=new, scheduled_spec_decode_tokens={}, total_num_scheduled_tokens=tokens,
         num_scheduled_tokens=dict.fromkeys(map(str, range(requests)), 1),
-        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=()))
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=()), **({FINISHED: ended} if ended else {}))
+
+
+def request(name: str, ticket: Ticket, prompt: int, computed: int = 0) -> Any:
+    """One that begins, as the scheduler says it."""
+    return SimpleNamespace(req_id=name, num_computed_tokens=computed, prompt_token_ids=[1] * prompt,
+                           sampling_params=SimpleNamespace(extra_args={KEY: encode(ticket)}))
 
 
 @settings(max_examples=120, deadline=None)
@@ -152,6 +161,7 @@ def test_every_row_once_or_lost(
     patch.setattr(worker, "CURRENT", SimpleNamespace(recorder=taken))
     laid, layout = Runner(second), runner._layout_v2 if second else runner._layout_v1
     tickets: dict[int, Ticket] = {}
+    unseen, ended = set[int](), list[End]()  # the first: requests whose begin was missed
     done, asked, seen = dict.fromkeys(range(len(requests)), 0), Counter[Row](), Seen(ring, full)
     try:
         for number in range(STEPS):
@@ -163,11 +173,13 @@ def test_every_row_once_or_lost(
                      if at <= number and done[i] < prompt + answer and i not in held]
             if number in turned:
                 batch.reverse()
+            new: list[Any] = []
             for i in batch:
                 spec, prompt, _, _ = requests[i]
                 if done[i] == 0 and spec is not None:
                     tickets[i] = ticket_of(spec)
-                    taken.open(str(i), tickets[i], [1] * prompt, 0)
+                    new.append(request(str(i), tickets[i], prompt))
+                    unseen |= {i} if number in missed else set()
             counts = [requests[i][1] if done[i] == 0 else 1 for i in batch]
             rows = [(i, done[i] + k) for i, count in zip(batch, counts, strict=True) for k in range(count)]
             if number in forgotten:
@@ -182,75 +194,158 @@ def test_every_row_once_or_lost(
                     vars(ran).update({} if number in missed else vars(of))
 
             before = taken.counters.failures
-            runner._execute_model(model, layout)(SimpleNamespace(), scheduled(len(rows)))
+            runner._execute_model(model, layout)(SimpleNamespace(), scheduled(len(rows), new=new, ended=ended))
+            ended = []
             assert number not in missed or not rows or not taken.captures or taken.counters.failures > before
             for i, position in rows if number not in missed else ():
-                if i in tickets:
+                if i in tickets and i not in unseen:
                     asked.update(wanted(i, tickets[i], requests[i][1], position))
             for i, count in zip(batch, counts, strict=True):
                 done[i] += count
                 if done[i] >= requests[i][1] + requests[i][2] and i in tickets:
-                    taken.finish(End(str(i), tickets[i], "length", None, [1] * requests[i][1],
+                    ended.append(End(str(i), tickets[i], "length", None, [1] * requests[i][1],
                                      [1] * requests[i][2], done[i]))
             if number % 5 == 0:
                 seen.take(taken.outbox)
+        runner._execute_model(lambda *_: None, layout)(SimpleNamespace(), scheduled(0, ended=ended))
         taken.flush()
         seen.take(taken.outbox)
-        assert seen.rows == asked
+        assert seen.rows == asked and not taken.captures
         assert fails or missed or taken.counters.failures == 0
     finally:
         patch.undo()
 
 
-def entered(execute: Callable[..., None], ran: Any, output: Any) -> list[str]:
-    """Our functions that a step enters, in their order."""
-    found: list[str] = []
+@dataclass
+class One:
+    """A recorder under a runner with one request, which an idle engine has had before."""
 
-    def seen(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and "engine_side" in frame.f_code.co_filename:
-            found.append(frame.f_code.co_name)
+    patch: pytest.MonkeyPatch
+    ring: Ring
+    second: bool
+    hurried: bool = False
+    now: float = 0.0
 
-    sys.setprofile(seen)
-    try:
-        execute(ran, output)
-    finally:
-        sys.setprofile(None)
-    return found
+    def __post_init__(self) -> None:
+        self.patch.setattr(kernels, "launch", lambda _codec, *args: Kept(Trouble(), *args))
+        self.patch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: self.now, time_ns=time.time_ns))
+        self.patch.setattr(runner, "_alone", lambda *_: self.hurried)
+        self.ring.shared.tail = self.ring.head
+        self.staging = staging()
+        self.taken = Recorder(self.staging, "float32", "drop", Crossing(torch.device("cpu"), self.ring))
+        self.patch.setattr(self.taken.compiled, "has", lambda _codec, _site: True)
+        self.patch.setattr(self.taken.compiled, "begin", lambda _codec, _site: None)
+        self.patch.setattr(worker, "CURRENT", SimpleNamespace(recorder=self.taken))
+        self.laid = Runner(self.second)
+        assert self.step(0)[:2] == ["execute_model", "before_step"]
+        assert self.step(1) == ["execute_model"], "an engine that captures nothing"
+
+    def step(self, position: int, rows: int = 1, new: Sequence[Any] = (), ended: Sequence[End] = ()) -> list[str]:
+        """A step of a millisecond; which of our functions it entered."""
+        self.now += 0.001
+        found: list[str] = []
+
+        def seen(frame: FrameType, event: str, _: object) -> None:
+            if event == "call" and "engine_side" in frame.f_code.co_filename:
+                found.append(frame.f_code.co_name)
+
+        def model(ran: Any, _: Any) -> None:
+            sys.setprofile(None)
+            tokens = [(0, position + k) for k in range(rows)]
+            write(self.staging, [token_of(*token) for token in tokens])
+            vars(ran).update(vars(self.laid.step(tokens, [0], [rows], [position], False)))
+            sys.setprofile(seen)
+
+        execute = runner._execute_model(model, runner._layout_v2 if self.second else runner._layout_v1)
+        ran, output = SimpleNamespace(), scheduled(rows, 1, new, ended)
+        sys.setprofile(seen)
+        try:
+            execute(ran, output)
+        finally:
+            sys.setprofile(None)
+        return [name for name in found if name not in ("model", "__init__", "step")]
+
+    @property
+    def told(self) -> list[TapCounters]:
+        """What the sender was told of counters."""
+        assert isinstance(self.taken.outbox, deque)
+        return [event.counters for event in self.taken.outbox if isinstance(event, Counted)]
 
 
 @pytest.mark.parametrize("second", [False, True])
 def test_a_step_enters_few_functions(ring: Ring, monkeypatch: pytest.MonkeyPatch, second: bool) -> None:
     """Each costs some microseconds, as what a step of three milliseconds finds in its caches is the model's."""
-    now, trouble = [0.0], Trouble()
-    monkeypatch.setattr(kernels, "launch", lambda _codec, *args: Kept(trouble, *args))
-    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: now[0], time_ns=time.time_ns))
-    ring.shared.tail = ring.head
-    armed = staging()
-    taken = Recorder(armed, "float32", "drop", Crossing(torch.device("cpu"), ring))
-    monkeypatch.setattr(taken.compiled, "has", lambda _codec, _site: True)
-    monkeypatch.setattr(taken.compiled, "begin", lambda _codec, _site: None)
-    monkeypatch.setattr(worker, "CURRENT", SimpleNamespace(recorder=taken))
-    execute = runner._execute_model(lambda _ran, _output: None, runner._layout_v2 if second else runner._layout_v1)
-    laid = Runner(second)
-
-    def step(position: int, new: Sequence[Any] = ()) -> list[str]:
-        now[0] += 0.001
-        write(armed, [token_of(0, position)])
-        return entered(execute, laid.step([(0, position)], [0], [1], [position], False), scheduled(1, 1, new))
-
-    assert step(0)[:2] == ["execute_model", "before_step"]
-    assert step(1) == ["execute_model"], "an engine that captures nothing"
-    ticket = ticket_of({"codec": "raw", "layers": [1], "sites": ["mlp_out"]})
-    step(2, [SimpleNamespace(req_id="0", num_computed_tokens=2, prompt_token_ids=[1, 1, 1],
-                             sampling_params=SimpleNamespace(extra_args={KEY: encode(ticket)}))])
-    steps = [step(position) for position in range(3, 40)]
+    one, ticket = One(monkeypatch, ring, second), ticket_of({"codec": "raw", "layers": [1], "sites": ["mlp_out"]})
+    one.step(2, new=[request("0", ticket, 3, 2)])
+    steps = [one.step(position) for position in range(3, 40)]
     burst = ["execute_model", "before_step", "_after", "_layout_v2" if second else "_layout_v1", "goes_on", "goes_on",
              "_go_on", "encode", *["view"] * 3]  # the last are the stand-in's
     assert steps.count(burst) > len(steps) * 3 // 4, steps
-    taken.finish(End("0", ticket, "length", None, [1] * 3, [1] * 37, 40))
-    now[0] += 1.0
-    step(40)
-    assert step(41) == ["execute_model"]
-    assert isinstance(taken.outbox, deque)
-    told = [event.counters for event in taken.outbox if isinstance(event, Counted)]
-    assert told[-1] == taken.counters and taken.counters.rows == 38
+    assert "finish" in one.step(40, ended=[End("0", ticket, "length", None, [1] * 3, [1] * 37, 40)])
+    assert one.step(41) != ["execute_model"], "what was counted is still to be told"
+    one.now += 1.0
+    one.step(42)
+    assert one.told[-1] == one.taken.counters and one.taken.counters.rows == 38
+    assert one.step(43) == ["execute_model"]
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("hurried", [False, True])
+def test_a_capture_that_begins_in_an_idle_engine_has_all_its_rows(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch, second: bool, hurried: bool
+) -> None:
+    """Of a hurried step rows are taken with the next one, which must look whether there are any."""
+    one, ticket = One(monkeypatch, ring, second, hurried), ticket_of({"codec": "raw"})
+    one.step(0, rows=6, new=[request("0", ticket, 6)])
+    for position in range(6, 12):
+        one.step(position)
+    one.step(12, ended=[End("0", ticket, "length", None, [1] * 6, [1] * 7, 12)])
+    seen = Seen(ring, False)
+    seen.take(one.taken.outbox)
+    assert seen.rows == Counter(row for position in range(12) for row in wanted(0, ticket, 6, position))
+    assert one.taken.counters.dropped == 0 and one.taken.counters.rows == 12 * 6
+
+
+@pytest.mark.parametrize("positions", ["prompt", "all"])
+def test_counters_are_told_while_a_burst_goes_on(ring: Ring, monkeypatch: pytest.MonkeyPatch, positions: str) -> None:
+    """Also where nothing is wanted any more, and it goes on for as long as the batch does."""
+    one = One(monkeypatch, ring, second=True)
+    one.step(0, rows=6, new=[request("0", ticket_of({"codec": "raw", "positions": positions}), 6)])
+    for position in range(6, 12):
+        one.step(position)
+    assert not one.told
+    one.now += 1.0
+    for position in range(12, 32):
+        one.step(position)
+    assert one.told[-1].rows >= 6 * 6
+
+
+def test_what_found_no_room_goes_out_with_the_next_steps(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, ticket = One(monkeypatch, ring, second=True), ticket_of({"codec": "raw"})
+    shared, outbox = ring.shared, Outbox(ring.shared)
+    shared.taken = shared.put
+    one.taken.crossing = Crossing(torch.device("cpu"), ring, outbox=outbox)
+    # One that never ran is begun and ended.
+    end = End("0", ticket, "length", None, [1] * 3, [70_000] * 2_000_000, 40)
+    assert "finish" in one.step(2, ended=[end])
+    assert outbox.left and shared.put > shared.taken
+    for position in range(3, 99):
+        if not outbox.left:
+            break
+        assert one.step(position) != ["execute_model"], "nobody would send what is left"
+        shared.taken = shared.put
+    assert not outbox.left
+    one.now += 1.0
+    one.step(99)
+    assert one.step(100) == ["execute_model"]
+
+
+@pytest.mark.parametrize("where", ["open", "layout"])
+def test_failures_of_an_idle_engine_are_told(ring: Ring, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    one = One(monkeypatch, ring, second=True)
+    monkeypatch.setattr(*{"open": (Recorder, "open"), "layout": (runner, "_layout_v2")}[where], lambda *_: 1 / 0)
+    one.step(2, new=[request("0", ticket_of({"codec": "raw"}), 3, 2)])
+    one.now += 1.0
+    one.step(3)
+    assert one.told[-1].failures == one.taken.counters.failures > 0
+    assert one.step(4) == ["execute_model"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import json
@@ -135,7 +136,8 @@ def test_a_vllm_without_one_of_the_seams_does_not_start_and_says_what_it_looked_
 
 @pytest.mark.parametrize("extra", [
     None, {}, [], "capture", {KEY: None}, {KEY: 7}, {KEY: {}}, {KEY: ""}, {KEY: "{"}, {KEY: "\ud800"},
-    {KEY: '"\ud800"'}, {KEY: "[" * 100_000}, {KEY: '{"ticket":"vllm-tap","id":[1]}'}, {KEY: '{"sites":["resid_post"]}'},
+    {KEY: '"\ud800"'}, {KEY: type("Text", (str,), {})("{}")},
+    {KEY: "[" * 100_000}, {KEY: '{"ticket":"vllm-tap","id":[1]}'}, {KEY: '{"sites":["resid_post"]}'},
 ])
 def test_what_is_no_ticket_is_none(extra: object) -> None:
     assert find(types.SimpleNamespace(extra_args=extra)) is None
@@ -146,7 +148,7 @@ PARAMS: list[dict[str, Any]] = [
     {}, {"stop": ["a", "b"], "bad_words": ["no"], "logprobs": 2},
     {"stop_token_ids": [1, 2], "logit_bias": {3: 0.5}, "allowed_token_ids": [4]},
     {"extra_args": {"more": {"own": [1]}}}, {"structured_outputs": {"choice": ["a", "b"]}},
-    {"skip_clone": True, "n": 2},
+    {"skip_clone": True, "n": 2}, {"logit_bias": {3: [0.5]}}, {"temperature": 0.0, "top_p": 0.5, "seed": 3},
 ]
 
 
@@ -169,10 +171,35 @@ def test_a_request_gets_what_vllm_copies_of_its_parameters_but_for_the_spec(give
         assert getattr(got, name) == getattr(whole, name) or name == "skip_clone", name
         if isinstance(getattr(got, name), list | set | dict) and not given.get("skip_clone"):
             assert getattr(got, name) is not getattr(params, name), f"{name} is the caller's"
-    assert got.skip_clone == (not {"extra_args", "structured_outputs"} & given.keys())
+    nested = {"extra_args", "structured_outputs"} & given.keys() or given.get("logit_bias") == {3: [0.5]}
+    assert got.skip_clone == (not nested)
     assert params.extra_args == {**rest, KEY: {"sites": []}} and params.skip_clone == given.get("skip_clone", False)
     if rest:
         assert got.extra_args["more"]["own"] is not params.extra_args["more"]["own"]
+
+
+@pytest.mark.versions
+def test_parameters_that_were_changed_since_are_looked_at_again() -> None:
+    """As vLLM's own copy does: else the engine would be the first that refuses them."""
+    sampling = pytest.importorskip("vllm.sampling_params")
+    from engine_side.seams.front_end import _without_spec
+
+    for name, value in (("temperature", 0.0), ("stop_token_ids", [5]), ("seed", -1), ("stop", "a"), ("n", 2)):
+        params = sampling.SamplingParams(top_p=0.5, temperature=0.7)
+        setattr(params, name, value)
+        assert _without_spec(params, {}) == _marked(copy.deepcopy(params)), name
+    for name, wrong in (("max_tokens", 0), ("top_p", 0.0), ("n", 0)):
+        params = sampling.SamplingParams()
+        setattr(params, name, wrong)
+        with pytest.raises(Exception, match=name) as ours:
+            _without_spec(params, {})
+        with pytest.raises(ours.type, match=re.escape(str(ours.value))):
+            copy.deepcopy(params)
+
+
+def _marked(params: Any) -> Any:
+    params.skip_clone = True
+    return params
 
 
 CHILD = ("import sys, time; from engine_side.seams.scheduler import _die_with_parent; _die_with_parent(); "

@@ -144,6 +144,7 @@ def _without_spec(params: Any, rest: dict[str, Any]) -> Any:
             setattr(own, name, value.copy())
         elif type(value) not in _FIXED and not isinstance(value, Enum):
             return own
+    own.__post_init__()  # as a deep copy does: what was assigned since they were made is checked, and seen to
     own.skip_clone = True
     return own
 
