@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from engine_side import worker
+from engine_side.seams import runner
 from schemas.errors import SpecError
 from schemas.reader import StoreReader
 from tests.engine.engines import DTYPE, SHARED, Engine, in_this_process
@@ -31,6 +32,7 @@ def test_chosen_layers_are_armed(reader: StoreReader, tmp_path: Path, monkeypatc
     width = reference.model.config.hidden_size
     directions = np.random.default_rng(0).standard_normal((2, width)).astype(np.float32)
     save_file({"directions": directions}, tmp_path / "probe.safetensors")
+    monkeypatch.setattr(runner, "_alone", lambda *_: True)  # as on a GPU: rows of prompts are taken with the next step
     monkeypatch.setenv("VLLM_TAP_ARM", ARM)
     monkeypatch.setenv("VLLM_TAP_PROBES", f"tone={tmp_path}/probe.safetensors@resid_post.1")
     with in_this_process():
@@ -53,6 +55,9 @@ def test_chosen_layers_are_armed(reader: StoreReader, tmp_path: Path, monkeypatc
                 scores = row.site == "probe.tone"
                 wanted = right["resid_post", 1] @ directions.T if scores else right[row.site, row.layer]
                 assert np.abs(found - wanted[: len(found)]).max() <= 1e-3 * np.abs(wanted).max(), (row.site, row.layer)
+        engine.run([tokens(20, seed=4)], [PARAMS], [None])
+        (late,) = engine.run([tokens(20, seed=4)], [PARAMS], [RAW])
+        assert all(row.captured == len(late.tokens) - 1 for row in late.manifest.rows), "after steps that took nothing"
         for spec in ({"layers": [1]}, {"sites": ["resid_post.1"]}, {"layers": "::3", "sites": ["attn_out"]}):
             with pytest.raises(SpecError, match=r"not armed for \w+; armed: \["):
                 engine.run([tokens(5, seed=3)], [PARAMS], [{**RAW, **spec}])
