@@ -68,8 +68,9 @@ class EngineConfig:
 
     def salt(self) -> str:
         """What tells one traced graph from another in vLLM's compile caches."""
-        more = sorted({f"{site}.{layer}" for site, layer in map(place_of, self.probes)
-                       if not {site, f"{site}.{layer}"} & set(self.arm)})
+        # In their order, as taps are made in it: what a graph of a cache writes first is the first that was registered.
+        more = dict.fromkeys(f"{site}.{layer}" for site, layer in map(place_of, self.probes)
+                             if not {site, f"{site}.{layer}"} & set(self.arm))
         return " ".join(["vllm-tap", TAP_VERSION, ",".join(self.arm), *more])
 
 

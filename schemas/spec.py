@@ -213,6 +213,7 @@ def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = 
     asked = _layers_asked(spec.layers, armed.n_layers)
     layers: dict[str, set[int]] = {}
     everything = [] if spec.probe else list(armed.sites)  # a probe alone takes no row off the device but its scores
+    nowhere = set() if spec.sites is not None else set(asked or ())  # of layers that are asked for of every site
     for name in everything if spec.sites is None else spec.sites:
         site, fixed = parse_site(name)
         if site not in armed.sites:
@@ -222,6 +223,11 @@ def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = 
             wanted = set(armed.sites[site])  # one a model: `layers` is not about it
         elif fixed is None:
             wanted = set(armed.sites[site]) if asked is None else asked
+            if spec.sites is None and asked:  # of each site what it has of them
+                wanted = asked & set(armed.sites[site])
+                nowhere -= wanted
+                if not wanted:
+                    continue
         elif fixed >= armed.n_layers:
             raise SpecError("sites", name, f"layer out of range; the model has layers 0 to {armed.n_layers - 1}")
         elif asked is not None and fixed not in asked:
@@ -229,8 +235,13 @@ def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = 
         else:
             wanted = {fixed}
         if missing := sorted(wanted - set(armed.sites[site])):
-            raise NotArmedError("layers", missing, f"not armed for {site}; armed: {armed.sites[site]}")
+            field, value = ("layers", missing) if fixed is None else ("sites", name)
+            raise NotArmedError(field, value, f"not armed for {site}; armed: {armed.sites[site]} (restart the engine "
+                                              "with --arm to add layers)")
         layers.setdefault(site, set()).update(wanted)
+    if nowhere and (blocks := [site for site in everything if SITES[site].per_layer]):
+        raise NotArmedError("layers", sorted(nowhere), "not armed for any site; armed: " + "; ".join(
+            f"{site} {armed.sites[site]}" for site in blocks) + " (restart the engine with --arm to add layers)")
     scores = _probes(spec.probe, armed.probes)
     return Resolved(
         layers={**{site: sorted(chosen) for site, chosen in layers.items()}, **scores},

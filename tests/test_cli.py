@@ -474,9 +474,16 @@ def test_what_is_asked_for_is_armed(sites: str | None, arm: str | None, armed: s
     every = {None: "resid_post"}.get(sites, "mlp_out.2,attn_out,mlp_out,embed")
     assert replace(job, layers="::2").armed == (arm or every)
     assert job.spec().layers == [0, 2] and job.spec().positions == "last_prompt"
-    for layers, says in (("9", "the model has layers 0 to 3"), ("[-1]", ""), ("[[0, 1]]", "")):
+    for layers, says in (("9", "the model has layers 0 to 3"), ("10000", "0 to 3"), ("[-1]", ""), ("[[0, 1]]", "")):
         with pytest.raises(TapError, match=f"--layers = .*{says}"):
             replace(job, layers=layers)
+
+
+def test_what_only_some_blocks_have_is_armed_wherever_it_is(tmp_path: Path) -> None:
+    """The first block of a sparse model may be dense: its manifest says that the layer has no such rows."""
+    job = CaptureJob(PromptSource("p"), "some/sparse-model", tmp_path, sites="router_logits,resid_post,mlp_post",
+                     layers="0,1")
+    assert job.armed == "router_logits,resid_post.0,resid_post.1,mlp_post"
 
 
 def test_probes_of_an_offline_run(tmp_path: Path) -> None:

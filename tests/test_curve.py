@@ -134,9 +134,12 @@ def test_a_writer_that_stands_still_does_not_fill_memory(place: Place, monkeypat
             tapped.step(capture, first, 1024)
         tapped.finish(capture, 8192)
         waiting = tapped.sender._unacked
-        until(lambda: len(waiting) >= 9, 10.0)
-        out = sum(outgoing.nbytes for seq, outgoing in waiting.items() if seq < tapped.sender._next)
-        assert 0 < out <= 2 * MIB < sum(outgoing.nbytes for outgoing in waiting.values())
+
+        def out() -> int:
+            return sum(outgoing.nbytes for seq, outgoing in list(waiting.items()) if seq < tapped.sender._next)
+
+        assert until(lambda: len(waiting) >= 9 and out() > 0, 20.0)
+        assert out() <= 2 * MIB < sum(outgoing.nbytes for outgoing in waiting.values())
     finally:
         place.writer.process.send_signal(signal.SIGCONT)
     manifest = manifest_of(place.store, capture)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from engine_side.config import from_environment, in_tested_range
 from engine_side.staging import allocate
@@ -30,6 +34,15 @@ def test_defaults_and_spellings() -> None:
     assert layers_by_site(some.arm) == {"resid_post": [0, 3], "mlp_out": None}
     assert len({config.salt(), armed.salt(), some.salt()}) == 3
     assert armed_at(some.arm, 4, 8, {}).sites == {"resid_post": [0, 3], "mlp_out": [0, 1, 2, 3]}
+
+
+def test_probes_in_another_order_are_another_graph(tmp_path: Path) -> None:
+    """Taps are made in their order: a cached graph of the other order would write each one's rows into the other's."""
+    save_file({"directions": np.ones(8, np.float32)}, tmp_path / "p")
+    names = [f"{name}={tmp_path}/p@{name}.1" for name in ("k", "v")]
+    salts = [config.salt() for some in (names, names[::-1], names[:1])
+             if (config := from_environment({**ENDPOINT, "VLLM_TAP_PROBES": ",".join(some)})) is not None]
+    assert len(set(salts)) == 3
 
 
 @pytest.mark.parametrize(

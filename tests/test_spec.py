@@ -29,6 +29,8 @@ ARMED = Armed({"resid_post": [0, 1, 2, 3], "attn_out": [1, 3]}, n_layers=4)
         ({"sites": ["blocks.1.hook_attn_out", "resid_post"], "layers": [1]}, {"attn_out": [1], "resid_post": [1]}),
         ({"sites": []}, {}),
         ({"layers": []}, {"resid_post": [], "attn_out": []}),
+        ({"layers": [0, 1]}, {"resid_post": [0, 1], "attn_out": [1]}),
+        ({"layers": "::2"}, {"resid_post": [0, 2]}),
     ],
 )
 def test_layers_resolve(spec: dict[str, Any], layers: dict[str, list[int]]) -> None:
@@ -43,6 +45,7 @@ def test_layers_resolve(spec: dict[str, Any], layers: dict[str, list[int]]) -> N
         ({"sites": "resid_post"}, "sites", "a list of sites"),
         ({"sites": ["mlp_out"]}, "sites", "not armed; armed: resid_post, attn_out"),
         ({"sites": ["attn_out"], "layers": [0]}, "layers", "not armed for attn_out; armed: [1, 3]"),
+        ({"sites": ["attn_out.2"]}, "sites", "not armed for attn_out; armed: [1, 3] (restart the engine with --arm"),
         ({"sites": ["blocks.9.hook_out"]}, "sites", "layers 0 to 3"),
         ({"sites": ["resid_post.1"], "layers": [2]}, "layers", "does not contain"),
         ({"layers": [4]}, "layers", "0 to 3"),
@@ -104,6 +107,14 @@ def test_codecs_that_do_not_fit_a_site_are_refused(asked: object, says: str) -> 
     with pytest.raises(SpecError) as raised:
         resolve(parse_spec({"codec": asked}), HEADED, {"resid_post": 4096})
     assert raised.value.field == "codec" and says in str(raised.value)
+
+
+def test_layers_of_every_site_must_be_armed_somewhere() -> None:
+    armed = Armed({"resid_post": [0, 2], "mlp_out": [1], "embed": [0]}, 4)
+    assert resolve(parse_spec({"layers": [2]}), armed).layers == {"resid_post": [2], "embed": [0]}
+    assert resolve(parse_spec({"layers": "-2:"}), Armed({"embed": [0]}, 4)).layers == {"embed": [0]}
+    with pytest.raises(SpecError, match=r"layers = \[3\]: not armed for any site; armed: resid_post \[0, 2\]; mlp_out"):
+        resolve(parse_spec({"layers": [0, 3]}), armed)
 
 
 def test_an_unarmed_site_is_its_own_error() -> None:

@@ -235,7 +235,7 @@ def test_session_members_sees_processes_and_not_zombies() -> None:
 
 @pytest.mark.parametrize("changes, names", [
     ({"arm": "resid_poste"}, ["--arm", "resid_poste", "resid_post"]),
-    ({"arm": "blocks.3.hook_resid_post"}, ["--arm", "every layer", "resid_post"]),
+    ({"arm": "blocks.9.hook_resid_post"}, ["--arm", "resid_post.9", "layers 0 to 3"]),
     ({"model": "/nowhere/at/all"}, ["MODEL", "/nowhere/at/all", "no such folder"]),
     ({"port": 0}, ["--port", "0", "65535"]),
     ({"engine_port": 8100}, ["--engine-port", "8100"]),

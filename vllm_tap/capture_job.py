@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from schemas.checks import parse_arm
 from schemas.errors import ArgumentError, SpecError, TapError
@@ -18,6 +18,8 @@ from vllm_tap.prompt_source import PromptSource
 from vllm_tap.services import check_model, check_store, check_writable
 
 __all__ = ["CaptureJob"]
+
+_EVERYWHERE: Final = ("hidden", "q_heads", "kv_heads")  # sites of such rows are in every block of a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,15 @@ class CaptureJob:
     def __post_init__(self) -> None:
         check_model(self.model)
         check_store(self.store)
-        spec, armed = self.spec(), parse_arm("--arm", self.armed)
+        spec = self.spec()
         for probe in self.probes:
             load_probe(probe)
         if (config := read_config(self.model, self.engine_args)) is not None:
-            flag, places = ("--sites", self.sites_asked) if self.arm is None else ("--arm", armed)
+            flag, places = ("--sites", self.sites_asked) if self.arm is None else (
+                "--arm", parse_arm("--arm", self.arm))
             config.check_taps(flag, places, self.probes)
-            config.check_spec(spec, armed, self.probes)
+            config.check_spec(spec, places, self.probes)
+        parse_arm("--layers" if self.arm is None else "--arm", self.armed)
         if self.output is not None:
             if self.output.is_dir():
                 raise TapError(f"--output = {str(self.output)!r}: is a folder; name a file")
@@ -57,13 +61,15 @@ class CaptureJob:
 
     @property
     def armed(self) -> str:
-        """What to tap: ``arm``, else what is asked for and no other layer, as nobody else asks this engine."""
+        """What to tap: ``arm``, else the sites asked for; where layers are listed, in no others, as nobody else asks
+        this engine. What only some blocks of some models have is tapped wherever it is.
+        """
         if self.arm is not None:
             return self.arm
         layers = _numbers("--layers", self.layers)
         numbers = layers if isinstance(layers, list) and layers else [None]
-        places = [(site, number if fixed is None and SITES[site].per_layer else fixed)
-                  for site, fixed in self._named() for number in numbers]
+        places = [(site, number if fixed is None and SITES[site].per_layer and SITES[site].width in _EVERYWHERE
+                   else fixed) for site, fixed in self._named() for number in numbers]
         return ",".join(dict.fromkeys(site if layer is None else f"{site}.{layer}" for site, layer in places))
 
     @property
