@@ -58,7 +58,11 @@ def test_chosen_layers_are_armed(reader: StoreReader, tmp_path: Path, monkeypatc
         engine.run([tokens(20, seed=4)], [PARAMS], [None])
         (late,) = engine.run([tokens(20, seed=4)], [PARAMS], [RAW])
         assert all(row.captured == len(late.tokens) - 1 for row in late.manifest.rows), "after steps that took nothing"
-        for spec in ({"layers": [1]}, {"sites": ["resid_post.1"]}, {"layers": "::3", "sites": ["attn_out"]}):
+        (one,) = engine.run([tokens(5, seed=5)], [PARAMS], [{**RAW, "layers": [1]}])
+        assert {(row.site, row.layer) for row in one.manifest.rows} == {
+            (site, 1) for site, layers in ARMED.items() if 1 in layers}
+        for spec in ({"layers": [1], "sites": ["resid_post"]}, {"sites": ["resid_post.1"]},
+                     {"layers": "::3", "sites": ["attn_out"]}):
             with pytest.raises(SpecError, match=r"not armed for \w+; armed: \["):
                 engine.run([tokens(5, seed=3)], [PARAMS], [{**RAW, **spec}])
     finally:
