@@ -263,7 +263,7 @@ class One:
             execute(ran, output)
         finally:
             sys.setprofile(None)
-        return [name for name in found if name not in ("model", "__init__", "step")]
+        return found
 
     @property
     def told(self) -> list[TapCounters]:

@@ -48,12 +48,12 @@ class CaptureJob:
         spec = self.spec()
         for probe in self.probes:
             load_probe(probe)
+        flag, places = ("--sites", self.sites_asked) if self.arm is None else ("--arm", parse_arm("--arm", self.arm))
         if (config := read_config(self.model, self.engine_args)) is not None:
-            flag, places = ("--sites", self.sites_asked) if self.arm is None else (
-                "--arm", parse_arm("--arm", self.arm))
             config.check_taps(flag, places, self.probes)
             config.check_spec(spec, places, self.probes)
-        parse_arm("--layers" if self.arm is None else "--arm", self.armed)
+        if self.arm is None:
+            parse_arm("--layers", self.armed)
         if self.output is not None:
             if self.output.is_dir():
                 raise TapError(f"--output = {str(self.output)!r}: is a folder; name a file")
@@ -84,7 +84,7 @@ class CaptureJob:
     def settings(self) -> dict[str, Any]:
         """What makes one run another than the next, beside the prompts themselves."""
         known = {probe.name: load_probe(probe).about.fingerprint for probe in self.probes}
-        return {"source": self.prompts.name, "model": self.model, 
+        return {"source": self.prompts.name, "model": self.model,
                 "armed": ",".join(self.sites_asked) if self.arm is None else self.arm,
                 "spec": self.spec().to_json(), "max_tokens": self.max_tokens, "temperature": self.temperature,
                 **({"probes": known} if known else {})}

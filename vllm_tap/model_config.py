@@ -73,7 +73,7 @@ class ModelConfig:
         if not self.n_layers:
             return
         known = armed_at(armed, self.n_layers, self.head,
-                                 {probe.name: load_probe(probe).about for probe in probes})
+                         {probe.name: load_probe(probe).about for probe in probes})
         try:
             resolve(spec, known, self.widths)
         except SpecError as error:
