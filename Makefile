@@ -75,11 +75,13 @@ bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, writer G
 	$(PY) -m bench
 
 bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, and the whole table (make ENGINE=gpu …)
-	$(PY) -m pytest tests/gpu tests/test_kernels.py
+	$(PY) -m pytest tests/gpu tests/test_kernels.py tests/engine/test_coded_rows.py tests/engine/test_arming.py
 	$(PY) -m bench.kernels
 	$(PY) -m bench --shape 3b --engines base,tap --pairs 5 --rounds 1 --iterations 20 --skip-writer \
 	    --scenarios 'idle+zero layers+one layer+last prompt token'
-	$(PY) -m bench --shape 3b --engines base,layer --pairs 3 --rounds 1 --iterations 20 --skip-writer
+	$(PY) -m bench --shape 3b --name 3b-gathered --loads hook-gathered --engines base,again,tap,layer --pairs 3 \
+	    --rounds 1 --iterations 40 --skip-writer \
+	    --scenarios 'base, another process+idle+one layer+one layer armed, idle+one layer armed, captured'
 	$(PY) -m bench --shape 3b --engines base,sites --pairs 3 --rounds 2 --iterations 10 --skip-writer
 	$(PY) -m bench --shape 3b --engines base,tap,disk,eager,builtin,hooks --rounds 3 --iterations 5 --scenarios \
 	    'every 4th layer+int8b64+raw16+fp8row+nf4b64+topk+rp8+int8b64, disk+raw16, disk+base, eager+eager, hooks and .cpu()+vLLM extract_hidden_states'

@@ -96,8 +96,15 @@ class Run:
                            extra_args=None if spec is None else {"capture": {**spec, "id": ids[i]}})
             for i in range(load.batch)
         ]
+        if load.gathered:
+            self.llm.sleep(level=0)  # it takes requests, and begins none
         begin = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        if load.gathered:
+            self.llm.enqueue(prompts, params, use_tqdm=False)
+            self.llm.wake_up(tags=["scheduling"])
+            outputs = self.llm.wait_for_completion(use_tqdm=False)
+        else:
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begin
         durable = None
         if spec is not None and spec.get("sites") != []:

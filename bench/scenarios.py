@@ -25,6 +25,7 @@ class Engine:
 
 ENGINES: dict[str, Engine] = {
     "base": Engine({"base": None}),
+    "again": Engine({"base, another process": None}),  # how far two processes of one kind are apart
     "tap": Engine({
         "idle": None,
         "zero layers": {"sites": []},

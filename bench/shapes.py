@@ -35,6 +35,7 @@ class Load:
     batch: int
     prompt: int
     generated: int
+    gathered: bool = False  # the engine's first step finds all requests there, so that all runs have the same steps
 
 
 SHAPES = {
@@ -45,6 +46,7 @@ SHAPES = {
 LOADS = {
     "small": Load(8, 128, 32),
     "hook": Load(32, 512, 128),  # the case that is published for hooks
+    "hook-gathered": Load(32, 512, 128, gathered=True),
     "decode1": Load(1, 16, 128),
     "decode32": Load(32, 16, 128),
     "decode256": Load(256, 16, 128),

@@ -86,6 +86,24 @@ def test_preempted_requests(llm: Any, reader: StoreReader) -> None:
     assert set(statuses(reader, played)) == {"complete"}
 
 
+def test_an_engine_that_rests_between_requests(llm: Any, reader: StoreReader) -> None:
+    """Requests one after the other, each ended and in the store before the next: rows that a step hands over late, or
+    to the next one, have none to follow. Captures come after steps that took nothing, and such steps after captures.
+    """
+    short, last = {"max_tokens": 1}, {"spec": {"positions": "last"}}
+    played: list[Played] = []
+    for of, (length, params, more) in enumerate((
+        (30, {}, None), (30, {}, {}), (1, short, {}), (1, short, None), (100, short, {}), (60, {}, last), (2, {}, None),
+        (20, {}, {"abort": 9}), (20, {}, {}), (31, {"max_tokens": 2}, {}),
+    ), start=1):
+        tokens = prompt(of, length)
+        played += proven(llm, reader, whole(tokens, params, **more) if more is not None else Request(
+            tokens, {**LONG, **params}))
+    played += proven(llm, reader, *(whole(prompt(of, 9), {"max_tokens": 25}, arrival=4 * of) if of % 2 else Request(
+        prompt(of, 40), {**LONG, "max_tokens": 6}, arrival=4 * of) for of in range(11, 21)))  # one ends as others begin
+    assert set(statuses(reader, played)) == {"complete"}
+
+
 def test_prompts_from_the_prefix_cache(llm: Any, reader: StoreReader) -> None:
     tokens = prompt(9, 110, shared=100)
     proven(llm, reader, Request(tokens, LONG))  # whole blocks of this prompt are cached now
