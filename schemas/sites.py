@@ -68,6 +68,7 @@ _FIXED: Final = {name: site for site in _TABLE for name in site.lens if "{l}" no
 _PER_LAYER: Final = {name.removeprefix("blocks.{l}."): site for site in _TABLE for name in site.lens if "{l}" in name}
 _BLOCK: Final = re.compile(r"blocks\.([0-9]{1,4})\.(.+)", re.ASCII)
 _SHORT: Final = re.compile(r"([a-z_]+)\.([0-9]{1,4})", re.ASCII)
+_NAME_MAX: Final = 64  # longer ones are not misspelt
 PROBE: Final = "probe."
 _PROBE: Final = re.compile(r"(probe\.[A-Za-z0-9][A-Za-z0-9_-]{0,63})(?:\.([0-9]{1,4}))?", re.ASCII)
 
@@ -88,8 +89,23 @@ def parse_site(name: str, field: str = "sites", error: type[SpecError] = SpecErr
         return match[1], int(match[2])
     if match := _PROBE.fullmatch(name):
         return match[1], None if match[2] is None else int(match[2])
-    raise error(field, name, f"unknown site; valid: {', '.join(SITES)}, or a TransformerLens name "
-                             "such as blocks.12.hook_resid_post")
+    raise error(field, name, f"unknown site; {_meant(name)}valid: {', '.join(SITES)}, those of blocks also with a "
+                             "layer (resid_post.12), or a TransformerLens name such as blocks.12.hook_resid_post")
+
+
+def _meant(name: str) -> str:
+    """The nearest name that there is, as a question."""
+    from difflib import get_close_matches  # only an error needs it
+
+    if len(name) > _NAME_MAX:
+        return ""
+    if match := _BLOCK.fullmatch(name):
+        found = [f"blocks.{match[1]}.{near}" for near in get_close_matches(match[2], _PER_LAYER, 1)]
+    else:
+        layer = match[2] if (match := _SHORT.fullmatch(name)) else ""
+        found = [f"{near}.{layer}" if layer and SITES[near].per_layer else near
+                 for near in get_close_matches(name.partition(".")[0], SITES, 1)]
+    return f"did you mean {found[0]}? " if found else ""
 
 
 def layers_by_site(places: Iterable[str]) -> dict[str, list[int] | None]:

@@ -198,3 +198,19 @@ def test_a_codec_may_be_named_as_its_only_layer_is() -> None:
     name = "blocks.3.hook_resid_post"
     resolved = resolve(parse_spec({"sites": [name], "codec": {name: "raw"}}), Armed({"resid_post": [0, 1, 2, 3]}, 4))
     assert (resolved.layers, resolved.codec) == ({"resid_post": [3]}, {"resid_post": "raw"})
+
+
+@pytest.mark.parametrize(("name", "meant"), [
+    ("resid_pst.12", "resid_post.12"), ("Resid_post", "resid_post"), ("resid_post.x", "resid_post"),
+    ("resid_post.12345", "resid_post"), ("final_nrm.3", "final_norm"), ("blocks.3.hook_resid_pst",
+                                                                        "blocks.3.hook_resid_post"),
+    ("../../etc/passwd", None), ("resid_post" * 10_000, None), ("", None),
+])
+def test_a_misspelt_site_is_told_what_was_meant(name: str, meant: str | None) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse_site(name)
+    said = raised.value.reason
+    assert "valid: resid_pre" in said and "resid_post.12" in said
+    assert ("did you mean" in said) == (meant is not None)
+    if meant is not None:
+        assert f"did you mean {meant}? " in said and parse_site(meant)
