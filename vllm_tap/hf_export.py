@@ -41,7 +41,6 @@ def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str 
 
     All captures must have the chosen sites and layers, decoded to rows of the same widths.
     """
-    datasets = need("datasets", "--format hf")
     if context is not None and context < 1:
         raise ArgumentError("--context", context, "at least 1 token")
     target = out or Path(ref or "activations")
@@ -54,6 +53,7 @@ def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str 
         refs = [ref] if ref else [row.id for row in Filters("complete", tags or {}).of(reader)][::-1]
         if not refs:
             raise NotFoundError(f"no complete captures in {store}" + (f" with tags {dict(tags)}" if tags else ""))
+        datasets = need("datasets", "--format hf")  # takes seconds: what is refused is refused before
         captures = (_rows(reader, reader.manifest(name), sites, layers) for name in refs)
         first = next(captures)
         try:

@@ -1,4 +1,4 @@
-"""The residual stream of a block is staging itself: it is written there, and nowhere else.
+"""The residual stream of a block is staging itself: what carries it to the block's second norm is not written twice.
 
 A block's first norm adds hidden and residual; the sum goes on to the second norm, behind attention, where the compiled
 graph is cut. So it is written for that, and once more into staging: 10 µs of a decode step of a 3B model on an H200,
@@ -6,16 +6,11 @@ and a millisecond of a step of 8,192 tokens. Where the second norm reads staging
 left out. The sum is the same, bit for bit. Staging may be read, not changed: hence only with norms that vLLM leaves to
 the compiler, and with none of its fusions that update the residual in place. And only where the graph is cut, which
 rounds the sum to the model's dtype; in one graph for all the compiler may go on with more bits than a row has.
-
-The rows are then taken of what the first norm returns, not of the block before it. That made a sum of its own, which
-the compiler, in the kernel of the norm, wrote down while it summed squares, and read again for staging (6 µs and 0.3 ms
-of such steps).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -24,25 +19,16 @@ from engine_side import taps
 from engine_side.architectures import Point
 from engine_side.staging import Staging
 
-Carried = tuple[tuple[nn.Module, nn.Module], Point]
 
-
-def safe(carried: Iterable[Carried], vllm_config: Any) -> list[Carried]:
-    """Those whose second norm may read the stream from staging."""
-    return [one for one in carried if all(map(_adds, one[0]))] if functional(vllm_config) else []
-
-
-def of_norms(points: Iterable[Point], carried: Iterable[Carried]) -> list[Point]:
-    """The points, where the stream is carried at the norm that makes it."""
-    norms = {(point.site, point.layer): first for (first, _), point in carried}
-    return [replace(point, module=norms[point.site, point.layer], rule="second")
-            if (point.site, point.layer) in norms else point for point in points]
-
-
-def read_back(carried: Iterable[Carried], staging: Staging) -> None:
-    """Make second norms read the stream from staging."""
-    for (_, second), point in carried:
-        taps.read_back(second, staging.of_layer(point.site, point.layer))
+def read_back(carried: Iterable[tuple[tuple[nn.Module, nn.Module], Point]], staging: Staging, vllm_config: Any) -> int:
+    """Make second norms read the stream from staging where that is safe; returns how many."""
+    if not functional(vllm_config):
+        return 0
+    found = [(norms[1], staging.of_layer(point.site, point.layer))
+             for norms, point in carried if all(map(_adds, norms))]
+    for norm, buffer in found:
+        taps.read_back(norm, buffer)
+    return len(found)
 
 
 def functional(vllm_config: Any) -> bool:

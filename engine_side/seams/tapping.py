@@ -49,10 +49,8 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     staging, scratch = allocate(widths, layers, _tokens_max(vllm_config), dtype, device, config.staging_bytes_max,
                                 config.scratch_bytes)
     _make_scorers(probes, staging, model, device)
-    carried = residuals.safe(find_carried(model, architectures, points), vllm_config)
-    install(residuals.of_norms(points, carried), staging,
-            projections.find(model, vllm_config.compilation_config.pass_config))
-    residuals.read_back(carried, staging)
+    install(points, staging, projections.find(model, vllm_config.compilation_config.pass_config))
+    residuals.read_back(find_carried(model, architectures, points), staging, vllm_config)
     worker.start(config, _info(model, vllm_config, armed, points, staging), model, staging,
                  find_entry(model, architectures, tuple(site for site in asked if 0 in armed.sites[site])), scratch,
                  device, leads=_tensor_parallel_rank() == 0)
