@@ -33,12 +33,14 @@ class Rule:
     """How rows are made of a call: of its arguments (``before``) or of its result.
 
     ``instead``: the call gets the staged rows for its first argument, which it only reads.
+    ``summed``: the rows are a sum that is made for them.
     """
 
     before: bool
     rows: Callable[..., torch.Tensor]
     method: str = "forward"
     instead: bool = False
+    summed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,12 @@ def _largest(gate: Any, result: Any) -> torch.Tensor:
 
 
 RULES: Final[dict[str, Rule]] = {
-    "stream_in": Rule(True, _stream_in),
+    "stream_in": Rule(True, _stream_in, summed=True),
     "argument": Rule(True, Call.first),
     "operand": Rule(True, Call.first, instead=True),
     "query": Rule(True, lambda call: call.get("query", 0)),
     "key": Rule(True, lambda call: call.get("key", 1)),
-    "stream_out": Rule(False, _stream_out),
+    "stream_out": Rule(False, _stream_out, summed=True),
     "result": Rule(False, _result),
     "second": Rule(False, _second),
     "q": Rule(False, _projected(0)),
@@ -174,26 +176,31 @@ def _wrap(module: Any, method: str, taps: list[tuple[str, Rule]]) -> None:
 def _tapped(forward: Forward, taps: list[tuple[str, Rule]]) -> Forward:
     places = {name: number - 1 for number, name in enumerate(inspect.signature(forward).parameters)}
     before = [(name, rule) for name, rule in taps if rule.before]
-    after = [(name, rule.rows) for name, rule in taps if not rule.before]
+    after = [(name, rule) for name, rule in taps if not rule.before]
 
     def tapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name, rule in before:
             rows = rule.rows(Call(places, args, kwargs))
-            staged = _copy(getattr(self, name), rows)
+            staged = _stage(getattr(self, name), rows, rule.summed)
             if rule.instead and staged.dtype == rows.dtype:
                 args, kwargs = _with_first(args, kwargs, staged.view(rows.shape))
         result = forward(self, *args, **kwargs)
-        for name, rows_of in after:
-            _copy(getattr(self, name), rows_of(self, result))
+        for name, rule in after:
+            _stage(getattr(self, name), rule.rows(self, result), rule.summed)
         return result
 
     return tapped
 
 
-def _copy(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _stage(buffer: torch.Tensor, rows: torch.Tensor, summed: bool) -> torch.Tensor:
     rows = rows.reshape(-1, buffer.shape[-1])
     staged = buffer[: rows.shape[0]]
-    staged.copy_(rows)
+    if summed and torch.compiler.is_compiling():
+        # A sum that is copied Inductor writes to a tensor of its own, too; one that is put by index it does not.
+        places = torch.arange(rows.shape[0], device=buffer.device)
+        buffer.index_put_((places,), rows.to(buffer.dtype))
+    else:
+        staged.copy_(rows)
     return staged
 
 

@@ -5,7 +5,9 @@ The block is built as vLLM builds one, of its own norm, and compiled by Inductor
 
 from __future__ import annotations
 
+import itertools
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,10 +98,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.model = nn.Module()
-        self.model.layers, self.model.norm = nn.ModuleList(Block() for _ in range(3)), Norm()
+        self.model.layers, self.model.norm = nn.ModuleList(Block() for _ in range(blocks)), Norm()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         residual = None
@@ -108,15 +110,17 @@ class Model(nn.Module):
         return self.model.norm(hidden, residual)[0]
 
 
-def tapped(model: Model, straight: bool, monkeypatch: pytest.MonkeyPatch) -> Staging:
+def tapped(model: Model, straight: bool, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...] = (0, 1, 2),
+           sites: tuple[str, ...] = tuple(WIDTHS)) -> Staging:
     """``straight``: as a start does it where everything can be; otherwise every row is copied."""
     parts = {"resid_post": ("", "stream_out"), "attn_out": ("self_attn", "result"), "mlp_out": ("mlp", "result"),
              "mlp_post": ("mlp.down_proj", "operand" if straight else "argument"),
              **{site: ("self_attn.qkv_proj", site) for site in QKV}}
     points = [Point(site, layer, block.get_submodule(path), rule, WIDTHS[site], site)
-              for site, (path, rule) in parts.items() for layer, block in enumerate(model.model.layers)]
-    staging, _ = allocate(WIDTHS, {site: [0, 1, 2] for site in WIDTHS}, TOKENS, torch.bfloat16, torch.device("cpu"),
-                          1 << 20)
+              for site, (path, rule) in parts.items() if site in sites
+              for layer, block in enumerate(model.model.layers) if layer in layers]
+    staging, _ = allocate({site: WIDTHS[site] for site in sites}, {site: list(layers) for site in sites}, TOKENS,
+                          torch.bfloat16, torch.device("cpu"), 64 << 20)
     writers = {id(block.self_attn.qkv_proj): projections.write_into for block in model.model.layers}
     install(points, staging, writers if straight else None)
     if straight:
@@ -164,6 +168,80 @@ def test_what_lies_in_staging_is_written_once(monkeypatch: pytest.MonkeyPatch) -
     assert [made["copied"].count(width) for width in (sum(QKV.values()), INNER)] == [3, 3]
     assert [made["straight"].count(width) for width in (sum(QKV.values()), INNER)] == [0, 0]
     assert made["straight"].count(HIDDEN) < made["copied"].count(HIDDEN), "the stream has a tensor of its own"
+
+
+class Written(Exception):
+    """The code of a GPU's kernels, before anything is made of it."""
+
+
+def kernels(model: Model, hidden: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the compiler writes for a GPU, which it needs not to have: the text of every kernel.
+
+    The graph is cut at attention and the number of tokens is a symbol, as in vLLM.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.graph import GraphLowering
+    from torch._subclasses import FakeTensor
+    from torch.fx.passes.split_module import split_module
+    from torch.utils import _triton
+
+    write, found = GraphLowering.codegen, list[str]()
+
+    def written(graph: GraphLowering) -> Any:
+        raise Written(write(graph)[0].value)
+
+    class Pieces(torch.fx.Interpreter):
+        def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+            piece: Any = self.fetch_attr(target)
+            if all(node.target is not attending for node in piece.graph.nodes):
+                with pytest.raises(Exception) as raised:
+                    compile_fx(piece, list(args))
+                reason = getattr(raised.value, "inner_exception", raised.value)
+                assert isinstance(reason, Written), reason
+                found.extend(re.findall(r"\ndef (triton_.*?)\n\'\'\'", str(reason), re.DOTALL))
+            return piece(*args)
+
+    def cut(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        parts = itertools.accumulate(int(node.target is attending) for node in graph.graph.nodes)
+        part = {node: 2 * behind - (node.target is attending)
+                for node, behind in zip(graph.graph.nodes, parts, strict=True)}
+        given = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        mode = next(value.fake_mode for value in given if isinstance(value, FakeTensor))
+        with mode, tracing(TracingContext(mode)):
+            Pieces(split_module(graph, graph, part.__getitem__)).run(*given)
+        return graph.forward
+
+    attending = torch.ops.vllm_tap_test.attend.default
+    torch._dynamo.reset()
+    torch._dynamo.mark_dynamic(hidden, 0)
+    monkeypatch.setattr(GraphLowering, "codegen", written)
+    monkeypatch.setattr(_triton, "triton_hash_with_backend", lambda: "no device")
+    with config.patch(cpu_backend="triton", enable_auto_functionalized_v2=False, fx_graph_cache=False):
+        torch.compile(model, backend=cut, fullgraph=True)(hidden)
+    return found
+
+
+@torch.inference_mode()
+def test_a_gpus_kernels_write_the_stream_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows as wide as a model's: a kernel goes over a row twice, for its norm, and could keep a sum between."""
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "HIDDEN", 2048)
+    for site in ("resid_post", "attn_out", "mlp_out"):
+        monkeypatch.setitem(WIDTHS, site, 2048)
+    found = {}
+    for way, sites in (("plain", ()), ("stream", ("resid_post",)), ("copied", ("resid_post",)), ("every", WIDTHS)):
+        model = Model(3).eval()
+        if sites:
+            tapped(model, way != "copied", monkeypatch, (0, 1), tuple(sites))
+        made = kernels(model, torch.randn(11, 2048, dtype=torch.bfloat16), monkeypatch)
+        assert not any("assert" in kernel for kernel in made), "places in staging are checked on the device"
+        found[way] = [(kernel.count("tl.store("), kernel.count("tl.load(out_ptr")) for kernel in made]
+    # The fullest kernel of a block: the norm writes normed rows and the stream, and reads neither again.
+    assert max(found["plain"]) == (2, 0)
+    assert found["stream"] == found["plain"], "the stream is written elsewhere, too, or read again on its way"
+    assert max(found["copied"]) == (3, 0) and max(found["every"]) == (3, 0)
 
 
 @torch.inference_mode()
