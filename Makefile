@@ -41,6 +41,8 @@ check: $(STAMP)  ## lint, types, spelling
 	$(VENV)/bin/mypy
 	$(VENV)/bin/codespell
 
+# Hundreds of processes start here: what one has compiled of this project the next need not.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest, WORKERS=0 runs them one after the other)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(if $(K),-k "$(K)") $(ARGS)
 
