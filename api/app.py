@@ -46,7 +46,7 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
             await app.state.service.close()
 
     app = FastAPI(title="vllm-tap", summary="Read the inside of large language models while they serve.",
-                  lifespan=lifespan, redirect_slashes=False, redoc_url=None)
+                  lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
     errors.install(app)
     describe(app)
     for part in (slices, generate, captures, holds, live, maps, about, page):  # what is asked most is found first

@@ -72,8 +72,8 @@ def read_keys(path: Path) -> list[Key]:
         document = msgspec.json.decode(data, type=_Document)
         digests = [bytes.fromhex(key.sha256) for key in document.keys]
     except (ValueError, msgspec.MsgspecError) as error:
-        raise StartError(f"keys = {str(path)!r}: no file of keys ({error}); "
-                         "`vllm-tap keys make NAME` makes one") from None
+        raise StartError(f"keys = {str(path)!r}: no file of keys ({error}); restore it, "
+                         "or move it away and make keys anew") from None
     if document.version != _VERSION or any(len(digest) != 32 for digest in digests):
         raise StartError(f"keys = {str(path)!r}: version {document.version}, this program knows {_VERSION}")
     return document.keys

@@ -84,11 +84,13 @@ class SliceQuery(SiteQuery):
         return list(self.several) or [(self.start, limits.position_max if self.stop is None else self.stop)]
 
 
-def check_known(params: QueryParams, valid: Sequence[str]) -> None:
-    """BadParam for a parameter that is none of ``valid``."""
+def check_known(params: QueryParams, valid: Sequence[str], repeatable: Sequence[str] = ()) -> None:
+    """BadParam for a parameter that is none of ``valid``, or comes twice and is none of ``repeatable``."""
     for name in params:
         if name not in valid:
             raise BadParam(name, params[name], f"unknown parameter; valid: {', '.join(valid) or 'none'}")
+        if name not in repeatable and len(params.getlist(name)) > 1:
+            raise BadParam(name, params.getlist(name), "given more than once")
 
 
 def parse_site_query(params: QueryParams) -> SiteQuery:
@@ -98,10 +100,7 @@ def parse_site_query(params: QueryParams) -> SiteQuery:
 
 def parse_slice_query(params: QueryParams, accept: str | None) -> SliceQuery:
     """The checked query; BadParam names the parameter, its value and what would be valid; 406 for an Accept header."""
-    check_known(params, _PARAMS)
-    for name in ("start", "stop", "positions", "format", "dtype", "wait", "timeout", "rows"):
-        if len(params.getlist(name)) > 1:
-            raise BadParam(name, params.getlist(name), "given more than once")
+    check_known(params, _PARAMS, ("site", "layer"))
     start, stop = _position(params, "start"), _position(params, "stop")
     if stop is not None and (start or 0) >= stop:
         raise BadParam("stop", stop, f"must be greater than start = {start or 0}; a range is [start, stop)")

@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 log = logging.getLogger("vllm_tap.api")
 
-# Of one connection, not of the message (RFC 9110, section 7.6.1), and what the client library writes itself.
+# Of one connection, not of the message (RFC 9110, section 7.6.1), and what the client library or our server adds.
 _HOP: Final = frozenset((
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-    "transfer-encoding", "upgrade", "host", "content-length", "expect",
+    "transfer-encoding", "upgrade", "host", "content-length", "expect", "date", "server",
 ))
 
 

@@ -12,6 +12,7 @@ import anyio
 
 from api.service import Service
 from schemas.errors import NotFoundError, TapError
+from schemas.reader import StoreReader
 
 __all__ = ["FINAL", "poll", "settle", "status_of_all"]
 
@@ -50,13 +51,22 @@ async def status_of_all(service: Service, ids: Sequence[str], timeout_s: float) 
         reader = service.reader()
         for capture in ids:
             if known.get(capture) not in FINAL:
-                known[capture] = reader.capture(capture).status
+                known[capture] = _status(reader, capture)
         return combined(set(known.values()))
 
     try:
         return await poll(service, look, FINAL.__contains__, timeout_s)
     except (TapError, sqlite3.Error):
         return "pending"  # the answer of a generation does not fail because its capture cannot be looked up
+
+
+def _status(reader: StoreReader, capture: str) -> str:
+    try:
+        return reader.capture(capture).status
+    except NotFoundError:
+        if not reader.is_deleted(capture):
+            raise
+        return "deleted"  # while it was generated
 
 
 def combined(statuses: set[str]) -> str:

@@ -62,11 +62,6 @@ class Staging:
         """The layers that a site has."""
         return [self.probes[site].about.layer] if site in self.probes else self.layers.get(site, [])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers.values())
-
     def poison(self) -> None:
         """Fill with one odd number, so that what no tap writes is seen."""
         for buffer in self.buffers.values():

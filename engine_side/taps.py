@@ -1,7 +1,7 @@
 """Taps: the call of chosen module *instances* also copies rows into staging, inside the compiled graph.
 
 Only instances of the target model are touched, so drafters and other models in the process stay as they are. The
-wrapped forward is ordinary traced code: Dynamo and CUDA graphs see a tensor copy, no hook and no opaque operation.
+wrapped forward is ordinary traced code: Dynamo and CUDA graphs see a tensor written, no hook, no opaque operation.
 What comes from the arguments is copied before the call: fused norms update the residual in place.
 
 A copy costs nothing where what follows reads staging instead of the tensor that was copied: then the compiler writes
@@ -129,8 +129,8 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def install(points: Iterable[Point], staging: Staging,
-            straight: Mapping[int, Callable[[Any, torch.Tensor], None]] | None = None) -> int:
-    """Wrap every point's module once; returns how many taps there are.
+            straight: Mapping[int, Callable[[Any, torch.Tensor], None]] | None = None) -> None:
+    """Wrap every point's module once.
 
     ``straight``: by ``id``, how a joint projection is made to write q, k and v into their buffer without a copy.
     """
@@ -156,7 +156,6 @@ def install(points: Iterable[Point], staging: Staging,
                 setattr(module, _name(site), buffer)
         for method, group in groupby(copies, key=lambda copy: RULES[copy[1]].method):
             _wrap(module, method, [(_name(site), RULES[rule]) for site, rule, _ in group])
-    return len(ordered)
 
 
 def _name(site: str) -> str:
@@ -194,7 +193,7 @@ def _tapped(forward: Forward, taps: list[tuple[str, Rule]]) -> Forward:
 
 def _stage(buffer: torch.Tensor, rows: torch.Tensor, summed: bool) -> torch.Tensor:
     rows = rows.reshape(-1, buffer.shape[-1])
-    staged = buffer[: rows.shape[0]]
+    staged = buffer[: rows.shape[0]]  # tells the compiler that the rows have room: else the device checks each place
     if summed and torch.compiler.is_compiling():
         # A sum that is copied Inductor writes to a tensor of its own, too; one that is put by index it does not.
         places = torch.arange(rows.shape[0], device=buffer.device)

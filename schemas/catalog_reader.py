@@ -102,6 +102,12 @@ class CatalogReader:
         with self._catalog.moment() as now:
             return _row(now, lookup.find(now.db, ref, owner))
 
+    def is_deleted(self, capture_id: str) -> bool:
+        """Whether there was such a capture and somebody deleted it."""
+        with self._catalog.moment() as now:
+            found = find_capture(now.db, capture_id)
+        return found is not None and found.deleted
+
     def captures(
         self, owner: str | None = None, status: str | None = None, limit: int = 100, before: str | None = None
     ) -> list[CaptureRow]:

@@ -377,11 +377,35 @@ def test_pages_of_a_narrowed_list(stack: Stack) -> None:
     ("limit=0", "limit"), ("limit=1001", "limit"), ("limit=x", "limit"), ("limit=99999999999999", "limit"),
     ("before=../x", "before"), ("status=done", "status"), ("page=2", "page"), ("since=yesterday", "since"),
     ("until=-1", "until"), ("since=9999999999999999999", "since"), ("site=nothing", "site"), ("tag=", "tag"),
-    ("text=" + "x" * 300, "text"), ("&".join(["tag=a"] * 17), "tag"),
+    ("text=" + "x" * 300, "text"), ("&".join(["tag=a"] * 17), "tag"), ("limit=1&limit=2", "limit"),
+    ("site=resid_post&site=attn_out", "site"),
 ])
 def test_bad_lists(stack: Stack, query: str, param: str) -> None:
     answer = stack.http.get(f"/v1/captures?{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_capture_deleted_while_it_is_made_says_so(stack: Stack) -> None:
+    name = "deleted-early"
+    body = {"model": "played", "prompt": "bye", "max_tokens": 8, "stream": True, "capture": SPEC,
+            "play": {"delay_s": 0.1, "live": True}}
+    with stack.http.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": name}) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if '"choices"' in line)
+        assert stack.http.delete(f"/v1/captures/{name}").status_code == 204
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert [event["capture"]["status"] for event in events if "capture" in event] == ["deleted"]
+
+
+def test_what_passes_through_has_each_header_once(stack: Stack) -> None:
+    for answer in (stack.http.get("/v1/models"), stack.complete("once", capture=SPEC), stack.complete("once"),
+                   stack.http.get("/v1/captures")):
+        names = [name for name, _ in answer.headers.multi_items()]
+        assert len(names) == len(set(names)) and "date" in names, names
+
+
+def test_no_page_of_ours_needs_other_hosts(stack: Stack) -> None:
+    assert stack.http.get("/docs").status_code == 404 and stack.http.get("/openapi.json").status_code == 200
 
 
 def test_deleted_is_gone_at_once(stack: Stack) -> None:

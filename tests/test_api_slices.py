@@ -239,6 +239,7 @@ def test_by_every_name(stack: Stack) -> None:
     ("start=5&stop=2", "stop", "greater"),
     ("stop=0", "stop", "greater"),
     ("start=1&start=2", "start", "more than once"),
+    ("wait=complete&wait=rows", "wait", "more than once"),
     ("format=hdf5", "format", "safetensors"),
     ("format=npy", "format", "one array"),
     ("format=npy&site=attn_out&layer=0&dtype=codes", "dtype", "one array"),
@@ -262,12 +263,13 @@ def test_bad_parameters_name_field_value_and_what_is_valid(
 
 @pytest.mark.parametrize(("query", "status"), [
     ("site=mlp_out", 404), ("site=resid_post&layer=9", 404), ("site=blocks.7.hook_resid_post", 404),
-    ("layer=9:", 404), (f"start={END}", 416), ("start=4000000", 416),
+    ("layer=9:", 404), (f"start={END}", 416), ("start=4000000", 416), ("positions=4000", 416),
 ])
 def test_what_the_capture_does_not_have(stack: Stack, capture: str, query: str, status: int) -> None:
     answer = get(stack, capture, query)
     assert answer.status_code == status and answer.json()["error"]["message"]
     if status == 416:
+        assert answer.json()["error"]["param"] == query.partition("=")[0]
         assert answer.headers["content-range"] == f"positions */{END}"
 
 

@@ -22,6 +22,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.main import get_command
 
+from api.keys import make_key
 from api.routes.captures import LIST as service_list
 from schemas.control import Own
 from schemas.errors import ArgumentError, SpecError, StartError, TapError
@@ -29,6 +30,7 @@ from schemas.ids import new_ulid
 from schemas.probes import parse_probes
 from schemas.sieve import milliseconds
 from schemas.spec import parse_spec
+from schemas.zarr_layout import KEYS_FILE
 from tests.engine_player import WIDTH, EnginePlayer, decoded
 from tests.processes import free_port, runs
 from tests.test_supervisor import until
@@ -43,7 +45,8 @@ from vllm_tap.model_config import ModelConfig, read_config
 from vllm_tap.offline_engine import token_ids
 from vllm_tap.prompt_file import Prompt, read_prompts
 from vllm_tap.prompt_source import PromptSource
-from vllm_tap.services import make_socket_dir
+from vllm_tap.serve_command import _ready_text
+from vllm_tap.services import ServeConfig, make_socket_dir
 from vllm_tap.tiny_model import tiny_model
 from vllm_tap.writer_process import WriterProcess
 from writer_service.store_lock import is_free
@@ -608,6 +611,20 @@ def test_a_second_writer_on_a_store_is_told_so(tmp_path: Path, sockets: Path) ->
           pytest.raises(TapError, match="writer did not start"),
           WriterProcess(tmp_path / "store", f"ipc://{sockets}/b.sock")):
         pass
+
+
+@pytest.mark.parametrize("command", [["serve"], ["capture", "prompts.jsonl"]])
+def test_a_length_that_no_model_has_is_refused(command: list[str], tmp_path: Path) -> None:
+    assert_refused(tap(*command, "--tiny", "--store", tmp_path / "store", "--max-model-len", "0"),
+                   "--max-model-len = 0: at least 1")
+
+
+def test_what_serve_says_to_try_has_a_key_where_one_is_needed(tmp_path: Path) -> None:
+    config = ServeConfig(model="m", store=tmp_path)
+    assert "Authorization" not in _ready_text(config, 1)
+    make_key(tmp_path / KEYS_FILE, "alice")
+    assert "completions -H 'Authorization: Bearer KEY' -H" in _ready_text(config, 1)
+    assert f"{tmp_path / KEYS_FILE}: every request needs one" in _ready_text(config, 1)
 
 
 def test_serve_on_a_store_that_another_writer_has_is_refused(tmp_path: Path, sockets: Path) -> None:

@@ -304,6 +304,8 @@ def _engine(tiny: bool, max_model_len: int | None, for_vllm: tuple[str, ...]) ->
     if tiny:  # fit for a small machine; without --dtype vLLM would narrow a float32 model to 16 bits
         environment, arguments = {"VLLM_CPU_KVCACHE_SPACE": "1"}, ("--dtype", "float32")
     if max_model_len is not None:
+        if max_model_len < 1:
+            raise TapError(f"--max-model-len = {max_model_len}: at least 1")
         arguments = (*arguments, "--max-model-len", str(max_model_len))
     return environment, (*arguments, *for_vllm)
 

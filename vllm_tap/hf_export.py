@@ -84,8 +84,8 @@ def _write(file: Path, first: ExportRows, others: Iterator[ExportRows], context:
     with ArrowWriter(path=str(file), features=_features(first, context)) as writer:
         for done, rows in enumerate(chain([first], others), 1):
             if _shape(rows) != _shape(first):
-                raise ArgumentError("--sites", _shape(rows), f"capture {rows.manifest.id} is not as "
-                                                             f"{first.manifest.id}: {_shape(first)}")
+                raise TapError(f"captures have different sites or layers: {first.manifest.id} has {_shape(first)}, "
+                               f"{rows.manifest.id} {_shape(rows)}; choose with --sites, --layers or --tag")
             if context is not None:
                 longest = max(longest, *map(len, _runs(rows)))
             for parts in _blocks(rows, context):

@@ -13,6 +13,7 @@ from typing import Final
 from schemas.codecs import parse_codec
 from schemas.legacy import SITE
 from schemas.reader import StoreReader
+from schemas.zarr_layout import KEYS_FILE
 from vllm_tap.services import ServeConfig, make_socket_dir, services
 from vllm_tap.supervisor import Supervisor
 
@@ -70,6 +71,9 @@ class _Output:
 
 def _ready_text(config: ServeConfig, seconds: float) -> str:
     name = config.served_name or config.model
+    keys = config.keys or config.store / KEYS_FILE
+    needed, key = (f"\n    keys     {keys}: every request needs one", " -H 'Authorization: Bearer KEY'"
+                   ) if keys.exists() else ("", "")
     body = f'{{"model": "{name}", "max_tokens": 16, "messages": [{{"role": "user", "content": "Hello"}}],'
     every = ""
     if config.capture_all:
@@ -83,9 +87,9 @@ def _ready_text(config: ServeConfig, seconds: float) -> str:
     API      {config.url}/v1      (OpenAI-compatible; add "capture" to a request)
     page     {config.url}/       (captures in a browser)
     store    {config.store.absolute()}
-    armed    {config.arm}{probes}{every}
+    armed    {config.arm}{probes}{every}{needed}
 
-    try      curl {config.url}/v1/chat/completions -H 'Content-Type: application/json' -d \\
+    try      curl {config.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d \\
                '{body} "capture": {{}}}}'
              vllm-tap ls --store {config.store}
     stop     Ctrl-C

@@ -42,7 +42,7 @@ async def captures(
 ) -> Json:
     """The caller's captures, newest first; ``next`` is the ``before`` of the next page, null on the last."""
     params = request.query_params
-    check_known(params, LIST)
+    check_known(params, LIST, ("tag",))
     if not limit.isdecimal() or not limit.isascii() or not 1 <= int(limit[:9]) <= limits.captures_page_max:
         raise BadParam("limit", limit, f"valid: 1 to {limits.captures_page_max}")
     if before is not None and split_capture_id(before) is None:

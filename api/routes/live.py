@@ -48,7 +48,7 @@ async def events(
     them. The captures of a name of several have events of their own; the stream ends when all are final.
     """
     params = request.query_params
-    check_known(params, ("also", "site"))
+    check_known(params, ("also", "site"), ("also", "site"))
     service, owner, sites = service_of(request), owner_of(request), parse_site_query(params).sites
     refs = [check_ref(ref), *(check_ref(each, "also") for each in params.getlist("also"))]
     if len(refs) > limits.watched_max:
@@ -78,7 +78,7 @@ async def live(
     """Rows of one site as they are computed, as server-sent events; those that are not yet durable say so."""
     service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
     params = request.query_params
-    check_known(params, ("site", "layer", "dtype", "after"))
+    check_known(params, ("site", "layer", "dtype", "after"), ("site", "layer"))
     if len(params.getlist("site")) > 1:
         raise BadParam("site", params.getlist("site"), "one site; open a stream for each")
     query = parse_site_query(params)

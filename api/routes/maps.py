@@ -14,7 +14,7 @@ from starlette.responses import Response
 from api.errors import ApiError, BadParam, Json
 from api.measures import MEASURES, Cells, Pair, cells, end_of, read_direction
 from api.service import check_ref, owner_of, service_of
-from api.slice_query import SliceQuery, one_of, parse_slice_query
+from api.slice_query import SliceQuery, check_known, one_of, parse_slice_query
 from api.slice_reading import sole
 from api.token_text import texts
 from api.upstream import ClientGone, read_body
@@ -161,11 +161,7 @@ def _query(params: QueryParams, uploaded: bool) -> _MapQuery:
 
 def _only(params: QueryParams, valid: tuple[str, ...]) -> QueryParams:
     """The part of the parameters that slices have too; BadParam for an unknown one, or one given more than once."""
-    for name in params:
-        if name not in valid:
-            raise BadParam(name, params[name], f"unknown parameter; valid: {', '.join(valid)}")
-        if name != "layer" and len(params.getlist(name)) > 1:
-            raise BadParam(name, params.getlist(name), "given more than once")
+    check_known(params, valid, ("layer",))
     return QueryParams([(name, value) for name, value in params.multi_items()
                         if name in ("site", "layer", "start", "stop")])
 

@@ -107,8 +107,9 @@ def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: Sl
         raise BadParam("rows", "rejected", f"of one site at a time: name one of {', '.join(chosen)}")
     end = max(manifest.end, manifest.total_len - 1)
     if 0 < query.start >= end and not query.rejected:
-        raise ApiError(416, "out_of_range", f"start = {query.start}: the capture has {end} positions, from 0 on",
-                       "start", {"Content-Range": f"positions */{end}"})
+        name = "positions" if query.several else "start"
+        raise ApiError(416, "out_of_range", f"{name} = {query.start}: the capture has {end} positions, from 0 on",
+                       name, {"Content-Range": f"positions */{end}"})
     tag = _tag(manifest, chosen, query)
     if tag and tag in [each.strip() for each in request.headers.get("if-none-match", "").split(",")]:
         return Response(status_code=304, headers={"ETag": tag, "Vary": "Accept"})
