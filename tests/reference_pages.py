@@ -41,6 +41,8 @@ def commands_page() -> str:
 def _row(param: Any) -> str:
     argument = not param.opts[0].startswith("-")
     shown = f"`{param.name.upper()}`" if argument else ", ".join(f"`{flag}`" for flag in param.opts)
+    if param.metavar and not argument:
+        shown += f" {param.metavar}"
     if param.envvar:
         shown += f" (`{param.envvar}`)"
     default = "" if param.default is None or param.default is False else f"`{_text(param.default)}`"
