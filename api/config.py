@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from api.keys import keys_file
 from schemas import limits
 from schemas.checks import check_port, check_seconds
 from schemas.errors import StartError, TapError
 from schemas.spec import parse_spec
-from schemas.zarr_layout import KEYS_FILE
 
 __all__ = ["Config"]
 
@@ -64,7 +64,7 @@ class Config:
     @property
     def keys_file(self) -> Path:
         """Where the API keys lie."""
-        return self.keys or self.store / KEYS_FILE
+        return keys_file(self.store, self.keys)
 
 
 def is_loopback(host: str) -> bool:

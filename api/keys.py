@@ -24,8 +24,9 @@ import msgspec
 
 from schemas import limits
 from schemas.errors import NotFoundError, StartError, TapError
+from schemas.zarr_layout import KEYS_FILE
 
-__all__ = ["Key", "KeyFile", "check_name", "make_key", "read_keys", "revoke_key", "set_quota"]
+__all__ = ["Key", "KeyFile", "check_name", "keys_file", "make_key", "read_keys", "revoke_key", "set_quota"]
 
 log = logging.getLogger("vllm_tap.api")
 
@@ -55,6 +56,11 @@ def check_name(name: str) -> str:
         raise TapError(f"NAME = {name[:100]!r}: a key's name is 1 to 64 of A-Z a-z 0-9 _ . @ -, beginning with a "
                        "letter or digit")
     return name
+
+
+def keys_file(store: Path, keys: Path | None) -> Path:
+    """Where the keys of a store lie, if nobody says otherwise."""
+    return keys or store / KEYS_FILE
 
 
 def read_keys(path: Path) -> list[Key]:

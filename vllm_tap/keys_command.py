@@ -7,19 +7,13 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
-from api.keys import make_key, read_keys, revoke_key, set_quota
+from api.keys import keys_file, make_key, read_keys, revoke_key, set_quota
 from schemas.errors import TapError
 from schemas.reader import StoreReader
-from schemas.zarr_layout import KEYS_FILE
 from vllm_tap.show import console, when
 from vllm_tap.sizes import parse_size, size_text
 
 __all__ = ["change_quota", "print_keys", "print_new_key", "revoke"]
-
-
-def keys_file(store: Path, keys: Path | None) -> Path:
-    """Where the keys of a store lie, if nobody says otherwise."""
-    return keys or store / KEYS_FILE
 
 
 def quota_of(text: str) -> int:

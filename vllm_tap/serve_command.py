@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import Final
 
+from api.keys import keys_file
 from schemas.codecs import parse_codec
 from schemas.legacy import SITE
 from schemas.reader import StoreReader
-from schemas.zarr_layout import KEYS_FILE
 from vllm_tap.services import ServeConfig, make_socket_dir, services
 from vllm_tap.supervisor import Supervisor
 
@@ -71,7 +71,7 @@ class _Output:
 
 def _ready_text(config: ServeConfig, seconds: float) -> str:
     name = config.served_name or config.model
-    keys = config.keys or config.store / KEYS_FILE
+    keys = keys_file(config.store, config.keys)
     needed, key = (f"\n    keys     {keys}: every request needs one", " -H 'Authorization: Bearer KEY'"
                    ) if keys.exists() else ("", "")
     body = f'{{"model": "{name}", "max_tokens": 16, "messages": [{{"role": "user", "content": "Hello"}}],'

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from api.config import is_loopback
-from api.keys import KeyFile
+from api.keys import KeyFile, keys_file
 from schemas.checks import (
     Durability,
     LogFormat,
@@ -29,7 +29,6 @@ from schemas.errors import StartError
 from schemas.legacy import SITE
 from schemas.probes import Registered, load_probe, probes_text
 from schemas.sites import layers_by_site
-from schemas.zarr_layout import KEYS_FILE
 from vllm_tap.child import Service
 from vllm_tap.model_config import read_config
 from writer_service.store_lock import check_free
@@ -97,7 +96,7 @@ class ServeConfig:
                 raise StartError(f"{argument!r} after --: vllm-tap sets this itself "
                                  "(the model, --host, --port and --engine-port are its own arguments)")
         check_store(self.store)
-        KeyFile(self.keys or self.store / KEYS_FILE, needed=self.keys is not None or not is_loopback(self.host))
+        KeyFile(keys_file(self.store, self.keys), needed=self.keys is not None or not is_loopback(self.host))
 
     @property
     def armed(self) -> tuple[str, ...]:
