@@ -173,7 +173,7 @@ def measure(shape: str, names: Sequence[str], loads: Sequence[str], rounds: int,
         say(f"round {number + 1}/{rounds}")
         with standing(names, pairs, shape, loads, result, say, on_gpu) as sets:
             for load in loads:
-                _load(sets, load, iterations, scenarios, result, save)
+                _load(sets, load, iterations, scenarios, result, say, save)
                 for name, series in result.series.get(load, {}).items():
                     if found := [ratio for ratios in series.ratio[-len(sets):] for ratio in ratios]:
                         say(f"    {load:10} {name:28} {statistics.median(found):6.3f} × base")
@@ -183,10 +183,10 @@ def measure(shape: str, names: Sequence[str], loads: Sequence[str], rounds: int,
 
 
 def _load(sets: list[dict[str, Process]], load: str, iterations: int, scenarios: Sequence[str], result: Result,
-          save: Callable[[], None]) -> None:
+          say: Callable[[str], None], save: Callable[[], None]) -> None:
     turns = [_Turns(processes, load, scenarios, result) for processes in sets]
     for turn in turns:
-        turn.warm()
+        turn.warm(say)
     for iteration in range(iterations):
         for turn in turns:
             turn.go(iteration)
@@ -208,11 +208,19 @@ class _Turns:
             series.durable.append([])
             series.ratio.append([])
 
-    def warm(self) -> None:
-        """What is not measured: the first of everything."""
+    def warm(self, say: Callable[[str], None]) -> None:
+        """What is not measured: the first of everything. An engine that fails at it is left out, with its reason."""
         for process, name in (*((self.processes["base"], "base") for _ in range(2)), *self.chosen):
-            for _ in range(process.engine.warmups):
-                process.ask(do="generate", scenario=name, load=self.load)
+            try:
+                for _ in range(process.engine.warmups if process.name in self.processes else 0):
+                    process.ask(do="generate", scenario=name, load=self.load)
+            except ChildProcessError as error:
+                if process.name == "base":
+                    raise
+                self.result.failed[process.name] = str(error)
+                say(f"{process.name}: could not run here: {error}")
+                del self.processes[process.name]
+        self.chosen = [one for one in self.chosen if one[0].name in self.processes]
         self._discard()
 
     def go(self, iteration: int) -> None:
@@ -240,7 +248,7 @@ class _Turns:
 
     def _discard(self) -> None:
         for process in self.processes.values():
-            if process.engine.arm:
+            if process.engine.arm or process.engine.builtin:
                 process.ask(do="discard")
 
 

@@ -68,7 +68,7 @@ class Run:
         import torch
         from vllm import LLM
 
-        self.engine = ENGINES[name]
+        self.engine, self.shape = ENGINES[name], shape
         self.on_gpu = torch.cuda.is_available()
         if self.engine.hooks:
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # apply_model sends a function
@@ -77,7 +77,7 @@ class Run:
                             **options(self.engine, shape, [LOADS[load] for load in loads], self.on_gpu))
         if self.engine.hooks:
             self.llm.apply_model(add_hooks)
-        self.store = Path(os.environ["BENCH_STORE"]) if self.engine.arm else None
+        self.store = Path(os.environ["BENCH_STORE"]) if self.engine.arm or self.engine.builtin else None
         self.bad: list[str] = []
         self.dropped = 0
 
@@ -90,12 +90,13 @@ class Run:
         prompts: Any = [{"prompt_token_ids": [draw.randrange(10, 8000) for _ in range(load.prompt)]}
                         for _ in range(load.batch)]
         ids = [new_ulid() for _ in range(load.batch)] if spec is not None else []
-        params = [
-            SamplingParams(temperature=0, max_tokens=load.generated, ignore_eos=True, detokenize=False,
-                           logprobs=0 if logprobs else None,
-                           extra_args=None if spec is None else {"capture": {**spec, "id": ids[i]}})
-            for i in range(load.batch)
-        ]
+        extra: list[dict[str, Any] | None] = [None] * load.batch
+        if spec is not None:
+            extra = [{"capture": {**spec, "id": capture}} for capture in ids]
+        elif self.engine.builtin:  # else it keeps rows of the prompt alone
+            extra = [{"kv_transfer_params": {"include_output_tokens": True}}] * load.batch
+        params = [SamplingParams(temperature=0, max_tokens=load.generated, ignore_eos=True, detokenize=False,
+                                 logprobs=0 if logprobs else None, extra_args=one) for one in extra]
         if load.gathered:
             self.llm.sleep(level=0)  # it takes requests, and begins none
         begin = time.perf_counter()
@@ -107,6 +108,9 @@ class Run:
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begin
         durable = None
+        if self.engine.builtin:
+            self._wait_written(scenario, outputs)
+            durable = time.perf_counter() - begin
         if spec is not None and spec.get("sites") != []:
             self._wait_durable(ids)
             durable = time.perf_counter() - begin
@@ -138,6 +142,22 @@ class Run:
                 pass
             time.sleep(0.002)
 
+    def _wait_written(self, scenario: str, outputs: Any) -> None:
+        """vLLM's connector holds a lock on each file until its threads have written it."""
+        import fcntl
+
+        from safetensors import safe_open
+
+        for output in outputs:
+            path = output.kv_transfer_params["hidden_states_path"]
+            with open(f"{path}.lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            with safe_open(path, "np") as file:
+                rows, layers, _ = file.get_slice("hidden_states").get_shape()
+            tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+            if (rows, layers) != (tokens - 1, SHAPES[self.shape].layers):
+                self.bad.append(f"{scenario}: {rows} rows of {layers} layers, of {tokens} tokens")
+
     def _verify(self, scenario: str, ids: list[str], outputs: Any) -> None:
         """Everything that was asked is there or named as missing; the tokens beside the rows are the request's."""
         with self._reader() as reader:
@@ -156,10 +176,12 @@ class Run:
                     self.bad.append(f"{scenario}: {capture}: the rows' tokens are not the request's")
 
     def discard(self) -> None:
-        """Throw sealed blocks away, so that a store in shared memory stays small. Nobody reads them again."""
+        """Throw sealed blocks, or vLLM's files, away, so that shared memory stays small. Nobody reads them again."""
         assert self.store is not None
         for block in (self.store / "blocks").glob("*.zarr"):
             shutil.rmtree(block, ignore_errors=True)
+        for file in self.store.glob("*.safetensors*"):
+            file.unlink()
 
     def _memory(self) -> dict[str, int]:
         """Bytes: of the device that are taken, of the processes of this engine on the host."""

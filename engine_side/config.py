@@ -16,7 +16,7 @@ from schemas.errors import StartError
 from schemas.probes import Registered, parse_probes, place_of
 from schemas.sites import layers_by_site
 
-TAP_VERSION: Final = "5"  # part of the compile-cache salt: change it when traced code changes
+TAP_VERSION: Final = "6"  # part of the compile-cache salt: change it when traced code changes
 
 VARIABLES: Final = (
     "VLLM_TAP_ENDPOINT", "VLLM_TAP_CURVE", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES",

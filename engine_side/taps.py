@@ -33,14 +33,12 @@ class Rule:
     """How rows are made of a call: of its arguments (``before``) or of its result.
 
     ``instead``: the call gets the staged rows for its first argument, which it only reads.
-    ``summed``: the rows are a sum that is made for them.
     """
 
     before: bool
     rows: Callable[..., torch.Tensor]
     method: str = "forward"
     instead: bool = False
-    summed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +109,12 @@ def _largest(gate: Any, result: Any) -> torch.Tensor:
 
 
 RULES: Final[dict[str, Rule]] = {
-    "stream_in": Rule(True, _stream_in, summed=True),
+    "stream_in": Rule(True, _stream_in),
     "argument": Rule(True, Call.first),
     "operand": Rule(True, Call.first, instead=True),
     "query": Rule(True, lambda call: call.get("query", 0)),
     "key": Rule(True, lambda call: call.get("key", 1)),
-    "stream_out": Rule(False, _stream_out, summed=True),
+    "stream_out": Rule(False, _stream_out),
     "result": Rule(False, _result),
     "second": Rule(False, _second),
     "q": Rule(False, _projected(0)),
@@ -180,22 +178,22 @@ def _tapped(forward: Forward, taps: list[tuple[str, Rule]]) -> Forward:
     def tapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name, rule in before:
             rows = rule.rows(Call(places, args, kwargs))
-            staged = _stage(getattr(self, name), rows, rule.summed)
+            staged = _stage(getattr(self, name), rows)
             if rule.instead and staged.dtype == rows.dtype:
                 args, kwargs = _with_first(args, kwargs, staged.view(rows.shape))
         result = forward(self, *args, **kwargs)
         for name, rule in after:
-            _stage(getattr(self, name), rule.rows(self, result), rule.summed)
+            _stage(getattr(self, name), rule.rows(self, result))
         return result
 
     return tapped
 
 
-def _stage(buffer: torch.Tensor, rows: torch.Tensor, summed: bool) -> torch.Tensor:
+def _stage(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     rows = rows.reshape(-1, buffer.shape[-1])
     staged = buffer[: rows.shape[0]]  # tells the compiler that the rows have room: else the device checks each place
-    if summed and torch.compiler.is_compiling():
-        # A sum that is copied Inductor writes to a tensor of its own, too; one that is put by index it does not.
+    if torch.compiler.is_compiling():
+        # What is copied and made for that alone Inductor writes to a tensor of its own, too; put by index it does not.
         places = torch.arange(rows.shape[0], device=buffer.device)
         buffer.index_put_((places,), rows.to(buffer.dtype))
     else:

@@ -87,11 +87,11 @@ class Block(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
         self.self_attn, self.mlp = Attention(), Mlp()
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
-            residual, hidden = hidden, self.input_layernorm(hidden)
+            residual, hidden = hidden_states, self.input_layernorm(hidden_states)
         else:
-            hidden, residual = self.input_layernorm(hidden, residual)
+            hidden, residual = self.input_layernorm(hidden_states, residual)
         hidden = self.self_attn(hidden)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
@@ -242,6 +242,25 @@ def test_a_gpus_kernels_write_the_stream_once(monkeypatch: pytest.MonkeyPatch) -
     assert max(found["plain"]) == (2, 0)
     assert found["stream"] == found["plain"], "the stream is written elsewhere, too, or read again on its way"
     assert max(found["copied"]) == (3, 0)
+
+
+@pytest.mark.parametrize(("site", "path", "rule", "stores"), [
+    ("resid_pre", "", "stream_in", 3),  # the norm writes the stream behind attention, too
+    ("resid_mid", "post_attention_layernorm", "second", 2),
+    ("attn_out", "self_attn", "result", 2),
+])
+@torch.inference_mode()
+def test_a_gpus_kernels_write_rows_to_staging_alone(monkeypatch: pytest.MonkeyPatch, site: str, path: str, rule: str,
+                                                    stores: int) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 2048)
+    model = Model().eval()
+    blocks = list(model.model.layers)[:2]
+    staging, _ = allocate({site: 2048}, {site: [0, 1]}, TOKENS, torch.bfloat16, torch.device("cpu"), 64 << 20)
+    install([Point(site, layer, block.get_submodule(path), rule, 2048, site) for layer, block in enumerate(blocks)],
+            staging)
+    made = kernels(model, torch.randn(11, 2048, dtype=torch.bfloat16), monkeypatch)
+    assert max((kernel.count("tl.store("), kernel.count("tl.load(out_ptr")) for kernel in made) == (stores, 0)
+    assert not any("assert" in kernel for kernel in made)
 
 
 @torch.inference_mode()
