@@ -6,6 +6,7 @@ command and each answer is a line of JSON.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -193,9 +194,10 @@ class Run:
 
             free, total = torch.cuda.mem_get_info()
             found["device"] = total - free
-        own = psutil.Process()
-        # What processes share (the ring) counts once, in shares.
-        found["host"] = sum(process.memory_full_info().pss for process in [own, *own.children(recursive=True)])
+        own, found["host"] = psutil.Process(), 0
+        for process in [own, *own.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):  # some end meanwhile, compilers say
+                found["host"] += process.memory_full_info().pss  # what processes share (the ring) counts in shares
         return found
 
 

@@ -90,6 +90,9 @@ def chart(result: Result, path: Path, say: Callable[[str], None]) -> None:
 
     load, scenarios = next(iter(result.series.items()))
     bars = [(name, *interval(series.ratio)) for name, series in scenarios.items() if any(series.ratio)]
+    if not bars:
+        say("no chart: nothing was measured but the base")
+        return
     figure, axes = plt.subplots(figsize=(8, 0.36 * len(bars) + 1.2), layout="constrained")
     ours = [not name.startswith(("base", "eager", "vLLM")) for name, *_ in bars]
     middles = [middle for _, middle, *_ in bars]

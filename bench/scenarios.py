@@ -39,6 +39,7 @@ ENGINES: dict[str, Engine] = {
         "nf4b64": {"codec": "nf4b64"},
         "topk": {"codec": "topk"},
         "rp8": {"codec": "rp8"},
+        "sketch": {"codec": "sketch"},
     }, arm="resid_post"),
     "layer": Engine({"one layer armed, idle": None, "one layer armed, captured": {"codec": "int8b64"}},
                     arm="resid_post.8"),

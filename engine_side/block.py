@@ -53,7 +53,7 @@ class Layout:
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     encode: encoders.Encoder
-    kernel: Callable[[kernels.Source, torch.Tensor, list[int], I64], kernels.Launch] | None
+    kernel: Callable[[kernels.Source, torch.Tensor, list[int], I64], kernels.Launch | kernels.Projected] | None
     rows_max: int  # of a block
 
     def place(self, n: int) -> Place:
@@ -64,6 +64,14 @@ class Layout:
             offsets.append(at)
             at += -(-size // ALIGN) * ALIGN
         return Place(n, offsets, sizes, at)
+
+    def prepare(self) -> None:
+        """Make what encoding would otherwise make in the first step: the matrix of a projection."""
+        if self.kernel is None:
+            with torch.inference_mode():
+                self.encode(self.buffer[:1, :1])
+        else:
+            kernels.prepare(self.entry.codec, self.buffer)
 
 
 def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compiled: bool) -> Layout:
@@ -81,6 +89,8 @@ def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compil
         kernel = (partial(kernels.score, probe.directions, probe.bias, probe.sigmoid) if probe
                   else partial(kernels.launch, entry.codec))
         rows_max = min(_KERNEL_BLOCK_BYTES, bytes_max) // (row_bytes + 12)
+        if not probe and (most := kernels.rows_max(entry.codec, width)):
+            rows_max = min(rows_max, most // len(entry.layers))
     else:
         # What encoding takes meanwhile follows from the rows as they are, however few bytes they become.
         rows_max = min(min(limits.frame_bytes_target, bytes_max) // row_bytes,
@@ -106,7 +116,7 @@ class Piece:
     place: Place = field(init=False)
     at: int = 0  # from the begin of a step
     where: int | torch.Tensor = 0  # the first of contiguous rows, or the rows (int64, on the device)
-    launch: kernels.Launch | None = None  # of its kernel, with the tensors of the last step
+    launch: kernels.Launch | kernels.Projected | None = None  # of its kernel, with the tensors of the last step
     begins: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # [steps] of the burst, in the room
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
 """The Triton encoders against the torch reference: on a GPU where there is one, else in Triton's interpreter.
 
 Equal bit for bit, but where the reference leaves a choice (which of equal magnitudes are the largest) and but for the
-share of energy that ``topk`` keeps (sums in another order).
+share of energy that ``topk`` keeps (sums in another order). What multiplies by a matrix is held against the product in
+float64, and against the codec's own rounding.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine_side.probes import Scorer
 from engine_side.selection import Entry
 from engine_side.staging import Staging
 from schemas import codecs
+from schemas.codecs import projection, sketch
 from schemas.probes import Probe
 
 GPU = torch.cuda.is_available()
@@ -31,10 +33,16 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 # The interpreter is slow: of the dtypes that GPUs are tested with, the usual one.
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if GPU else [torch.bfloat16]
 WIDTHS = [5, 64, 100, 1000, 2048, 4096, 8192, 18944] if GPU else [5, 200]
+MULTIPLIED = torch.bfloat16 if GPU else torch.float16  # the interpreter multiplies bfloat16's bits as whole numbers
 COLUMNS = {"outlier_index", "index"}  # streams of column numbers
 ALL = ["raw", "raw16", "int8b64", "nf4b64", "fp8row", "full8", "kv8:head=20", "qk8:head=5", "topk:density=0.04",
        "topk8:density=0.5"]
+PROJECTED = ["rp8:k=40,seed=3", "sketch:k=50,bits=1,seed=0", "sketch:k=33,bits=2,seed=1",
+             *(["rp8:k=440,seed=0", "sketch:k=440,bits=2,seed=0"] if GPU else [])]
 UNTOUCHED = 0xAB
+
+if find_spec("triton") is not None:
+    from engine_side.kernels import projected
 
 kernel_test = pytest.mark.skipif(not HERE, reason="needs Triton, and a GPU or TRITON_INTERPRET=1")
 
@@ -138,6 +146,9 @@ def given(codec: str, x: torch.Tensor, chosen: dict[str, torch.Tensor]) -> dict[
 
 def assert_as_the_reference(codec: str, x: torch.Tensor, got: dict[str, torch.Tensor]) -> None:
     """``got`` of rows ``x`` [layers, n, width] is what the reference makes."""
+    if codec in PROJECTED:
+        assert_projected(codec, x, got)
+        return
     want = given(codec, x, got)
     for stream in codecs.streams(codec, x.shape[-1], str(x.dtype).removeprefix("torch.")):
         ours, theirs = (numbers(pieces[stream.name], stream.view) for pieces in (got, want))
@@ -147,11 +158,48 @@ def assert_as_the_reference(codec: str, x: torch.Tensor, got: dict[str, torch.Te
         assert same.all(), (stream.name, int((~same).sum()), (~same).nonzero()[:4].tolist())
 
 
+def assert_projected(codec: str, x: torch.Tensor, got: dict[str, torch.Tensor]) -> None:
+    """Codes and scales are those of the product, but where it lies on the edge between two codes."""
+    known, width = codecs.identified(codec), x.shape[-1]
+    k, seed = projection.columns(width, int(known.parameters["k"]), known.family.name), int(known.parameters["seed"])
+    make = projection.gaussian if known.family.name == "rp8" else projection.hadamard
+    finite = x.isfinite().all(-1, keepdim=True)
+    x = torch.where(finite, x, 0).double()
+    y = x @ torch.tensor(make(width, k, seed)).double()
+    # Sums of float32 in any order, of numbers of which the last bits may be left out; what is tiny may be taken for 0.
+    apart = 1e-4 * x.abs().amax(-1, keepdim=True) * (width / k) ** 0.5 + 1e-37
+    scale = got["scale"].view(torch.bfloat16).double()
+    large = y.abs().amax(-1, keepdim=True) > 1e38  # a sum on the way may be over float32's largest number
+    assert (scale.isnan().eq(~finite) | large).all()
+    y, scale = torch.where(scale.isnan(), 0, y), scale.nan_to_num(0)
+    if known.family.name == "rp8":
+        decoded = (got["q"].double() - got["zero"].double()) * scale
+        assert ((decoded - y).abs() <= 0.501 * scale + apart)[finite.expand_as(y)].all()
+        least = torch.maximum((y.amax(-1, keepdim=True) - y.amin(-1, keepdim=True)) / 253,
+                              y.abs().amax(-1, keepdim=True) / 32000)
+        assert (scale <= least * (1 + 2**-7) + apart).all() and (scale >= least - apart).all()
+        return
+    bits, root = int(known.parameters["bits"]), y.square().mean(-1, keepdim=True).sqrt()
+    assert ((scale - root).abs() <= root * 2**-8 + apart).all()
+    single = torch.from_numpy(np.unpackbits(got["q"].numpy()[..., None], axis=-1, bitorder="little"))
+    assert (single[..., 7] == 0).all(), "255 would be a missing row"
+    single = single[..., :7].flatten(-2)
+    assert (single[..., k * bits :] == 0).all()
+    single = single[..., : k * bits]
+    codes = single if bits == 1 else single[..., 0::2] + 2 * single[..., 1::2]
+    edges = torch.tensor(sketch.THRESHOLDS[bits])
+    low, high = ((y[..., None] + by[..., None] >= edges * scale[..., None]).sum(-1) for by in (-apart, apart))
+    usable = (scale > 0).expand_as(y)
+    assert ((codes >= low) & (codes <= high))[usable].all()
+    assert (codes == (edges <= 0).sum())[~usable].all()
+
+
 @kernel_test
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("codec", "dtype"), [
-    (codec, dtype) for codec in ALL for dtype in DTYPES
-    if dtype != torch.float16 or codec not in ("int8b64", "nf4b64")  # which have no kernel
+    *((codec, dtype) for codec in ALL for dtype in DTYPES
+      if dtype != torch.float16 or codec not in ("int8b64", "nf4b64")),  # which have no kernel
+    *((codec, dtype) for codec in PROJECTED for dtype in {MULTIPLIED, torch.float16}),
 ])
 def test_hard_rows_as_the_reference(codec: str, dtype: torch.dtype, width: int) -> None:
     if codec.startswith(("kv8", "qk8")):
@@ -174,23 +222,74 @@ def test_layers_and_rows_that_are_chosen(layers: list[int], rows: list[int] | tu
 
 
 @kernel_test
-@pytest.mark.parametrize("codec", ALL)
+@pytest.mark.parametrize("codec", ALL + PROJECTED)
 def test_rows_of_a_buffer_with_gaps(codec: str) -> None:
     """A site's rows may be part of wider ones, and lie on no boundary of a vector."""
-    wider = torch.randn(9, 3, 203).to(torch.bfloat16)
+    wider = torch.randn(9, 3, 203).to(MULTIPLIED if codec in PROJECTED else torch.bfloat16)
     source = source_of(wider.to(DEVICE).transpose(0, 1)[..., 1:101], [2, 0], [1, 4, 8])
     rows = wider.transpose(0, 1)[..., 1:101][[2, 0]][:, [1, 4, 8]]
     assert_as_the_reference(codec, rows, taken(codec, source))
 
 
 @kernel_test
-@pytest.mark.parametrize("codec", ALL)
+@pytest.mark.parametrize("codec", ALL + PROJECTED)
 def test_nothing_is_written_of_no_rows(codec: str) -> None:
-    taken(codec, source_of(torch.randn(2, 3, 100), [1], (1, 0)))
+    rows = torch.randn(2, 3, 100).to(MULTIPLIED if codec in PROJECTED else torch.float32)
+    taken(codec, source_of(rows, [1], (1, 0)))
+
+
+@kernel_test
+@pytest.mark.parametrize("codec", PROJECTED)
+@pytest.mark.parametrize(("layers", "rows"), [([3, 0, 2], (2, 45)), ([0, 1, 2, 3], list(range(0, 60, 2))), ([1], [7])])
+def test_products_of_rows_of_several_layers(codec: str, layers: list[int], rows: list[int] | tuple[int, int]) -> None:
+    """More than a tile, the last one partly used; large tiles as well as small ones."""
+    buffer = torch.randn(4, 64, 130).to(MULTIPLIED)
+    buffer[1, 8] = torch.nan  # of another row
+    number = torch.tensor(rows) if isinstance(rows, list) else torch.arange(rows[0], rows[0] + rows[1])
+    for few in (projected.FEW, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(projected, "FEW", few)
+            got = taken(codec, source_of(buffer, layers, rows), offset=64)
+        assert torch.equal(got["token_ids"], (100_000 + number).int())
+        assert torch.equal(got["positions"], 7_000 + number)
+        assert_projected(codec, buffer[layers][:, number], got)
+
+
+@kernel_test
+def test_a_product_stays_in_its_workspace() -> None:
+    for codec, width in (("rp8:k=512,seed=0", 2048), ("sketch:k=5,bits=2,seed=0", 64)):
+        most = kernels.rows_max(codec, width)
+        assert 0 < most * 4 * projected.across(codecs.identified(codec), width) <= projected.SUMS_BYTES
+        source = kernels.Source(torch.zeros(1, 1, width, dtype=torch.bfloat16, device=DEVICE),
+                                torch.zeros(1, dtype=torch.int32, device=DEVICE), 0, most + 1,
+                                *(torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)))
+        with pytest.raises(ValueError, match="workspace"):
+            kernels.launch(codec, source, torch.empty(64, dtype=torch.uint8, device=DEVICE), [0] * 5)
+    assert kernels.rows_max("int8b64", 2048) == 0
+    layer = Staging({"resid_post": torch.zeros(36, 1, 2048, dtype=torch.bfloat16)}, {"resid_post": list(range(36))})
+    entry = Entry("resid_post", "rp8:k=512,seed=0", tuple(range(36)))
+    assert 36 * layout_of(entry, layer, "bfloat16", 1 << 40, True).rows_max <= kernels.rows_max(entry.codec, 2048)
+
+
+@kernel_test
+@pytest.mark.parametrize("identity", ["rp8:k=24,seed=0", "sketch:k=24,bits=2,seed=0"])
+def test_a_matrix_in_two_halves_is_the_matrix(identity: str) -> None:
+    known = codecs.identified(identity)
+    matrix = (projection.gaussian if known.family.name == "rp8" else projection.hadamard)(100, 24, 0)
+    for dtype, error in ((torch.bfloat16, 2**-16), (torch.float16, 2**-20)):
+        high, low = (half.cpu().double() for half in projected.halves(identity, 100, dtype, DEVICE))
+        both = high + low
+        assert ((both[:100, :24] - torch.tensor(matrix)).abs() <= error * np.abs(matrix).max()).all()
+        assert high.shape == (128, 128) and not both[100:].any() and not both[:, 24:].any()
 
 
 @kernel_test
 def test_warming_is_of_the_kernels_that_are_used() -> None:
+    kernels.warm("rp8:k=16,seed=0", 192, torch.bfloat16, DEVICE)
+    known = kernels._product.cache_info().misses, kernels._kernel.cache_info().misses
+    for rows in ([2], (1, 2)):
+        taken("rp8:k=16,seed=0", source_of(torch.randn(2, 3, 192).bfloat16(), [1], rows))
+    assert (kernels._product.cache_info().misses, kernels._kernel.cache_info().misses) == known
     kernels.warm("int8b64", 192, torch.bfloat16, DEVICE)
     known = kernels._kernel.cache_info().misses
     for rows in ([2], (1, 2)):

@@ -21,7 +21,8 @@ from engine_side.cuda_calls import Function, Launched
 from schemas import codecs
 from schemas.errors import SpecError
 
-__all__ = ["Launch", "Source", "launch", "score", "scored", "supported", "warm", "warm_scores"]
+__all__ = ["Launch", "Projected", "Source", "launch", "prepare", "rows_max", "score", "scored", "supported", "warm",
+           "warm_scores"]
 
 _WIDTH_MAX: Final = 32768
 _SCORES_MAX: Final = 16  # more are for a product of matrices
@@ -29,7 +30,7 @@ _VECTOR: Final = 16  # bytes of the widest load
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _MODULES: Final = {
     "raw": "copies", "raw16": "copies", "int8b64": "blocks", "nf4b64": "blocks", "fp8row": "row8", "full8": "row8",
-    "kv8": "heads", "qk8": "heads", "topk": "largest", "topk8": "largest",
+    "kv8": "heads", "qk8": "heads", "topk": "largest", "topk8": "largest", "rp8": "projected", "sketch": "projected",
 }
 I64 = npt.NDArray[np.int64]
 logger = logging.getLogger("vllm.tap")
@@ -61,6 +62,7 @@ class _Kernel:
     function: Any
     constants: tuple[Any, ...]
     warps: int
+    stages: int = 3
     compiled: Any = None
     loaded: Function | None = None  # compiled, and known to the driver as we know it
 
@@ -69,7 +71,8 @@ class _Kernel:
         if self.compiled is not None:
             self.compiled[grid](*args, *self.constants)
             return
-        self.compiled = self.function[grid](*args, *self.constants, num_warps=self.warps)  # None: it is interpreted
+        self.compiled = self.function[grid](*args, *self.constants, num_warps=self.warps,  # None: it is interpreted
+                                            num_stages=self.stages)
         if self.compiled is not None:
             try:
                 self.loaded = Function.of(self.compiled, len(args))
@@ -98,24 +101,26 @@ def supported(identity: str, width: int, dtype: torch.dtype) -> bool:
     # Compiled for float16, the search for outliers names a column twice in rows with a NaN (seen on an H200).
     if module == "blocks" and dtype == torch.float16:
         return False
+    if module == "projected" and dtype == torch.float32:  # its tensor cores multiply numbers of 16 bits
+        return False
     return module is not None and 0 < width <= _WIDTH_MAX and dtype in _DTYPES and find_spec("triton") is not None
 
 
 class Launch:
     """A kernel with its rows and the memory it writes to, for as many steps as ``begins`` has: a step's streams lie
-    from byte ``begins[step]`` (a multiple of 64) on.
+    from byte ``begins[step]`` (a multiple of 64) on. ``more``: arguments of its own; ``grid``: else a program a row.
     """
 
     __slots__ = ("_after", "_before", "_begins", "_grid", "_kernel", "_launched", "_offsets")
 
     def __init__(self, kernel: _Kernel, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64,
-                 more: Sequence[torch.Tensor] = ()) -> None:
+                 more: Sequence[torch.Tensor | int] = (), grid: tuple[int, int, int] | None = None) -> None:
         buffer, rows, ids, positions = source.buffer, source.rows, source.token_ids, source.positions
         to_layer, to_row, _ = buffer.stride()
         gathered = not isinstance(rows, int)
         # Of a 64-bit number that is not negative the lower half is the number: one kernel for both.
         wide_ids, wide_positions = ids.dtype == torch.int64, positions.dtype == torch.int64
-        self._kernel, self._grid = kernel, (source.n, source.layers.shape[0], 1)
+        self._kernel, self._grid = kernel, grid or (source.n, source.layers.shape[0], 1)
         self._before = (
             buffer, to_layer, to_row, source.layers, rows if gathered else source.layers, 0 if gathered else rows,
             ids.view(torch.int32) if wide_ids else ids, 1 + wide_ids,
@@ -148,15 +153,72 @@ class Launch:
         self._kernel.launch(self._grid, (*self._before, *offsets, *self._after))
 
 
+class Projected:
+    """``Launch`` of a codec that multiplies rows by a matrix first."""
+
+    __slots__ = ("_codes", "_product")
+
+    def __init__(self, product: Launch, codes: Launch) -> None:
+        self._product, self._codes = product, codes
+
+    def move(self, begins: I64) -> None:
+        """As ``Launch.move``: the workspace between the two stays where it is."""
+        self._codes.move(begins)
+
+    def __call__(self, step: int) -> None:
+        """Enqueue a step of it on the current stream."""
+        self._product(0)
+        self._codes(step)
+
+
 def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64 = _AT_0
-           ) -> Launch:
+           ) -> Launch | Projected:
     """What encodes ``source`` (at least a row) into ``scratch`` (uint8).
 
     ``begins`` [steps]: the byte at which what a step writes begins; ``offsets``: from there, the byte at which each
     declared stream begins, in the declared order, as [n_layers, n, *shape]; then token ids (int32 [n]) and positions
     (int64 [n]). All are multiples of 64. The first launch of a kind compiles, unless ``warm`` has.
     """
-    return Launch(_kernel(identity, *_kind(source)), source, scratch, offsets, begins)
+    if not codecs.identified(identity).family.projected:
+        return Launch(_kernel(identity, *_kind(source)), source, scratch, offsets, begins)
+    from engine_side.kernels import projected
+
+    width, dtype, _, _, device = _kind(source)
+    few = source.n * len(source.layers) <= projected.FEW
+    return _project(identity, source, scratch, offsets, begins, projected.halves(identity, width, dtype, device),
+                    projected.sums(device), few)
+
+
+def _project(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64,
+             matrix: tuple[torch.Tensor, torch.Tensor], sums: torch.Tensor, few: bool) -> Projected:
+    from engine_side.kernels import projected
+
+    kind, total, columns = _kind(source), source.n * len(source.layers), matrix[0].shape[1]
+    if total * columns > sums.numel():
+        raise ValueError(f"{total} rows of {columns} sums, and the workspace has {sums.numel()} numbers")
+    down, across, *_ = projected.tile(few, source.buffer.device)
+    product = Launch(_product(columns, few, *kind), source, scratch, (), _AT_0, (*matrix, sums, source.n, total),
+                     (-(-total // down), columns // across, 1))
+    return Projected(product, Launch(_kernel(identity, *kind), source, scratch, offsets, begins, (sums,)))
+
+
+def rows_max(identity: str, width: int) -> int:
+    """How many rows, of all layers, ``launch`` takes at once; 0: as many as there are."""
+    codec = codecs.identified(identity)
+    if not codec.family.projected:
+        return 0
+    from engine_side.kernels import projected
+
+    return projected.SUMS_BYTES // (4 * projected.across(codec, width))
+
+
+def prepare(identity: str, buffer: torch.Tensor) -> None:
+    """Make what ``launch`` would otherwise make in the step that first has rows of ``buffer``: a matrix."""
+    if codecs.identified(identity).family.projected:
+        from engine_side.kernels import projected
+
+        projected.halves(identity, buffer.shape[-1], buffer.dtype, buffer.device)
+        projected.sums(buffer.device)
 
 
 def score(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, source: Source, scratch: torch.Tensor,
@@ -184,10 +246,20 @@ def _kind(source: Source) -> tuple[int, torch.dtype, bool, bool, torch.device]:
 
 def warm(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile what ``launch`` may need for such rows, so that no step waits for a compiler."""
-    declared = codecs.streams(identity, width, str(dtype).removeprefix("torch."))
+    codec = codecs.identified(identity)
+    declared = codec.streams(width, str(dtype).removeprefix("torch."))
     for source, scratch, offsets in _samples(width, dtype, device, [stream.nbytes for stream in declared]):
         for _ in range(2):  # Triton's launch compiles it; the next is as steps do it
-            launch(identity, source, scratch, offsets)(0)
+            if not codec.family.projected:
+                launch(identity, source, scratch, offsets)(0)
+                continue
+            from engine_side.kernels import projected
+
+            for few in (True, False):
+                columns = projected.across(codec, width)
+                matrix = torch.zeros(projected.depth(width), columns, dtype=dtype, device=device)
+                _project(identity, source, scratch, offsets, _AT_0, (matrix, matrix),
+                         torch.empty(columns, dtype=torch.float32, device=device), few)(0)
 
 
 def warm_scores(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, dtype: torch.dtype) -> None:
@@ -221,6 +293,16 @@ def _kernel(identity: str, width: int, dtype: torch.dtype, gathered: bool, align
     function, constants, warps = module.choose(codec, width, dtype)
     numbers_a_vector = _VECTOR // dtype.itemsize if aligned else 1
     return _Kernel(function, (gathered, numbers_a_vector, width, *constants), warps)
+
+
+@lru_cache(maxsize=256)
+def _product(columns: int, few: bool, width: int, dtype: torch.dtype, gathered: bool, aligned: bool,
+             device: torch.device) -> _Kernel:
+    from engine_side.kernels import projected
+
+    down, across, warps, stages = projected.tile(few, device)
+    constants = (gathered, _VECTOR // dtype.itemsize if aligned else 1, width, columns, down, across, projected.DEPTH)
+    return _Kernel(projected.product, constants, warps, stages)
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from schemas.codecs import streams
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make bench-gpu on one")
 
 CODECS = ["raw", "raw16", "int8b64", "nf4b64", "fp8row", "full8", "kv8:head=64", "qk8:head=64", "topk:density=0.04",
-          "topk8:density=0.5"]
+          "topk8:density=0.5", "rp8:k=40,seed=0", "sketch:k=200,bits=2,seed=0"]
 ROWS, LAYERS, WIDTH, STREAM = 9, 3, 512, 1 << 16
 
 
@@ -37,11 +37,13 @@ def room() -> torch.Tensor:
 def test_both_launchers_write_the_same(codec: str, gathered: bool) -> None:
     offsets = [STREAM * i for i in range(len(streams(codec, WIDTH, "bfloat16")) + 2)]
     kernels._kernel.cache_clear()
+    kernels._product.cache_clear()
     rows, by_triton, by_driver = source(gathered), room(), room()
     kernels.launch(codec, rows, by_triton, offsets)(0)
     assert all(by_triton[at : at + STREAM].any() for at in offsets)
     launch = kernels.launch(codec, rows, by_driver, offsets, np.array([192, 0, 128]))
-    assert launch._launched is not None, "this Triton's kernels are not as they are known here"
+    parts = (launch._product, launch._codes) if isinstance(launch, kernels.Projected) else (launch,)
+    assert all(part._launched is not None for part in parts), "this Triton's kernels are not as they are known here"
     for moved in (False, True):
         if moved:
             launch.move(np.array([64, 256]))

@@ -1,0 +1,171 @@
+"""``rp8`` and ``sketch``: rows times a matrix, into a workspace, then a program a row that makes codes of its numbers.
+
+Tensor cores multiply numbers of 16 bits and add in float32. Rows of such models go in as they are; the float32 matrix
+is the sum of two matrices in the rows' dtype, which is as good as float32 here: what is left out is at most 2^-16 of a
+number in bfloat16 (2^-22 in float16), where a code of ``rp8`` is a 253rd of a row's range.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from engine_side.kernels.place import (
+    POINTERS,
+    VARYING,
+    bfloat16,
+    bfloat16_bits,
+    padded,
+    power_of_two,
+    row_of,
+    warps,
+    whole,
+)
+from engine_side.kernels.row8 import row8
+from schemas import codecs
+from schemas.codecs import Codec, projection
+from schemas.codecs.sketch import PACKED, THRESHOLDS
+
+SUMS_BYTES: Final = 64 << 20  # of the workspace
+FEW: Final = 4096  # rows, of all layers, for which small tiles keep more of the device busy
+DEPTH: Final = 64  # columns of rows that are multiplied at a time
+_ACROSS: Final = 128  # the matrix has columns of zeros up to a multiple of it
+_MATRICES: Final = {"rp8": projection.gaussian, "sketch": projection.hadamard}
+
+
+@lru_cache(maxsize=16)
+def tile(few: bool, device: torch.device) -> tuple[int, int, int, int]:
+    """Rows and columns that a program of the product makes, its warps, and how many steps of it are loaded at a time:
+    what the device has shared memory for (99 KiB at least where there are tensor cores for bfloat16).
+    """
+    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 1 << 20
+    down, across, warps = (64, 64, 4) if few or room < 3 * _step_bytes(128, _ACROSS) else (128, _ACROSS, 8)
+    return down, across, warps, max(3, min(4, room // _step_bytes(down, across)))
+
+
+def _step_bytes(down: int, across: int) -> int:
+    """Of rows and of both halves of the matrix."""
+    return 2 * DEPTH * (down + 2 * across)
+
+
+def kept(codec: Codec, width: int) -> int:
+    """How many numbers a row becomes."""
+    return projection.columns(width, int(codec.parameters["k"]), codec.family.name)
+
+
+def across(codec: Codec, width: int) -> int:
+    """Columns of the matrix and of the workspace."""
+    return -(-kept(codec, width) // _ACROSS) * _ACROSS
+
+
+def depth(width: int) -> int:
+    """Rows of the matrix: the product takes whole steps."""
+    return -(-width // DEPTH) * DEPTH
+
+
+@lru_cache(maxsize=4)
+def halves(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix as a sum of two in ``dtype``, zeros around it; on the device when this returns, for every stream."""
+    codec = codecs.identified(identity)
+    k = kept(codec, width)
+    matrix = torch.zeros(depth(width), across(codec, width))
+    matrix[:width, :k] = torch.tensor(_MATRICES[codec.family.name](width, k, int(codec.parameters["seed"])))
+    high = matrix.to(dtype)
+    return high.to(device), (matrix - high.float()).to(dtype).to(device)
+
+
+@lru_cache(maxsize=8)
+def sums(device: torch.device) -> torch.Tensor:
+    """The workspace: one is enough, since what is launched later on the model's stream comes later."""
+    return torch.empty(SUMS_BYTES // 4, dtype=torch.float32, device=device)
+
+
+def choose(codec: Codec, width: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], int]:
+    """The kernel that makes codes, its constants after the width, and its warps."""
+    k, stride = kept(codec, width), across(codec, width)
+    if codec.family.name == "rp8":
+        return rp8, (k, stride, padded(k)), warps(k)
+    bits = int(codec.parameters["bits"])
+    places = power_of_two(-(-k * bits // PACKED))
+    return sketch, (k, stride, padded(k), bits, places, max(THRESHOLDS[bits])), max(1, places // 256)
+
+
+@triton.jit(do_not_specialize=(*VARYING, "n", "total"), do_not_specialize_on_alignment=POINTERS)
+def product(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
+            positions, position_step: tl.int64, scratch, high, low, sums, n: tl.int32, total: tl.int32,
+            GATHERED: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+            DOWN: tl.constexpr, ACROSS: tl.constexpr, DEPTH: tl.constexpr):
+    """Sums [``total``, STRIDE] of ``n`` rows of each layer times ``high + low`` [WIDTH rounded up, STRIDE]."""
+    number = tl.program_id(0) * DOWN + tl.arange(0, DOWN)
+    one = tl.minimum(number, total - 1)
+    layer, which = one // n, one % n
+    row = tl.load(rows + which).to(tl.int64) if GATHERED else first + which
+    at = tl.multiple_of(tl.load(layers + layer).to(tl.int64) * to_layer + row * to_row, [VECTOR])
+    column = tl.program_id(1) * ACROSS + tl.arange(0, ACROSS)
+    within = tl.arange(0, DEPTH)
+    from_rows = buffer + at[:, None] + within[None, :]
+    from_matrix = within[:, None] * STRIDE + column[None, :]
+    found = tl.zeros((DOWN, ACROSS), tl.float32)
+    for begin in range(0, WIDTH, DEPTH):
+        if WIDTH % DEPTH == 0:
+            x = tl.load(from_rows + begin)
+        else:
+            x = tl.load(from_rows + begin, mask=begin + within[None, :] < WIDTH, other=0.0)
+        found = tl.dot(x, tl.load(high + begin * STRIDE + from_matrix), found)
+        found = tl.dot(x, tl.load(low + begin * STRIDE + from_matrix), found)
+    out = sums + number.to(tl.int64)[:, None] * STRIDE + column[None, :]
+    tl.store(out, found, mask=(number < total)[:, None])
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
+def rp8(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
+        positions, position_step: tl.int64, scratch, o0: tl.int64, o1: tl.int64, o2: tl.int64, o3: tl.int64,
+        o4: tl.int64, sums, GATHERED: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
+        STRIDE: tl.constexpr, PADDED: tl.constexpr):
+    """``o0`` … ``o2``: q, scale, zero; ``o3``, ``o4``: token ids and positions."""
+    _, number = row_of(buffer, to_layer, to_row, layers, rows, first, ids, id_step, positions, position_step, scratch,
+                       o3, o4, GATHERED, VECTOR)
+    column = tl.arange(0, PADDED)
+    there = column < K
+    codes, scale, zero = row8(tl.load(sums + number * STRIDE + column, mask=there, other=0.0), there)
+    tl.store((scratch + o1).to(tl.pointer_type(tl.uint16)) + number, scale)
+    tl.store((scratch + o2).to(tl.pointer_type(tl.int16)) + number, zero)
+    tl.store(scratch + whole(o0) + number * K + column, codes, mask=there)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
+def sketch(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
+           positions, position_step: tl.int64, scratch, o0: tl.int64, o1: tl.int64, o2: tl.int64, o3: tl.int64, sums,
+           GATHERED: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr,
+           PADDED: tl.constexpr, BITS: tl.constexpr, PLACES: tl.constexpr, THRESHOLD: tl.constexpr):
+    """``o0``, ``o1``: q, scale; ``o2``, ``o3``: token ids and positions. PLACES: bytes, a power of two."""
+    _, number = row_of(buffer, to_layer, to_row, layers, rows, first, ids, id_step, positions, position_step, scratch,
+                       o2, o3, GATHERED, VECTOR)
+    column = tl.arange(0, PADDED)
+    y = tl.load(sums + number * STRIDE + column, mask=column < K, other=0.0)
+    largest = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)  # NaN above all
+    unit = tl.where(largest == 0, 1.0, largest)  # squares of large numbers overflow
+    shares = tl.div_rn(y, unit)
+    root = unit * tl.sqrt_rn(tl.div_rn(tl.sum(shares * shares), K * 1.0))
+    scale = tl.where(root < float("inf"), bfloat16_bits(root), 0x7FC0)
+    scale = tl.where(scale == 0x7F80, 0x7FC0, scale).to(tl.uint16)
+    tl.store((scratch + o1).to(tl.pointer_type(tl.uint16)) + number, scale)
+    step = bfloat16(scale)
+    usable = step > 0
+    # Bit after bit, seven a byte: each is one of a number's.
+    place, within = tl.arange(0, PLACES)[:, None], tl.arange(0, 8)[None, :]
+    bit = place * 7 + within
+    there = (within < 7) & (bit < K * BITS)
+    y = tl.load(sums + number * STRIDE + bit // BITS, mask=there, other=0.0)
+    y = tl.where(usable, tl.div_rn(y, tl.where(usable, step, 1.0)), 0.0)
+    codes = (y >= 0.0).to(tl.int32)
+    if BITS == 2:
+        codes += (y >= -THRESHOLD).to(tl.int32) + (y >= THRESHOLD).to(tl.int32)
+        codes = (codes >> (bit % 2)) & 1
+    codes = tl.sum(tl.where(there, codes << within, 0), axis=1).to(tl.uint8)
+    out = tl.arange(0, PLACES)
+    tl.store(scratch + whole(o0) + number * ((K * BITS + 6) // 7) + out, codes, mask=out < (K * BITS + 6) // 7)
