@@ -104,6 +104,9 @@ def chart(result: Result, path: Path, say: Callable[[str], None]) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlim(0.9, max(middles) * 1.3)
+    ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 12, 16) if tick < max(middles) * 1.3]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel(f"generate() over base with CUDA graphs, {load}")
     figure.savefig(path, dpi=120)
