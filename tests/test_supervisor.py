@@ -171,6 +171,15 @@ def test_an_engine_that_cannot_start_ends_the_whole_with_its_last_lines(start: C
     run.assert_nothing_left(0.5)
 
 
+def test_arguments_that_the_engine_does_not_take_are_told_in_a_line(start: Callable[..., Supervised]) -> None:
+    run = start("engine-refuses")
+    assert run.process.wait(15) == 2
+    assert "engine ended (exit code 2) before it was ready" in run.text()
+    assert "engine | engine: error: unrecognized arguments: --bogus" in run.text()
+    assert "--flag" not in run.text(), "the engine's usage text buries its one line"
+    run.assert_nothing_left(0.5)
+
+
 def test_a_writer_that_keeps_dying_ends_the_whole(start: Callable[..., Supervised]) -> None:
     run = start("writer-dies")
     assert run.process.wait(30) == 1

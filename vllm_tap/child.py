@@ -117,6 +117,7 @@ class Child:
         self._report = report
         self._process: subprocess.Popen[bytes] | None = None
         self._pump: asyncio.Task[None] | None = None
+        self._in_usage = False
 
     @property
     def pid(self) -> int:
@@ -153,7 +154,9 @@ class Child:
 
     def _take(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip()
-        if not text:
+        # Before its one line about a flag argparse prints all that there are, three hundred lines of vLLM's.
+        self._in_usage = text.startswith("usage: ") or (self._in_usage and text.startswith(" "))
+        if not text or self._in_usage:
             return
         self.last_lines.append(text)
         if _REASON in text:

@@ -3,7 +3,7 @@
 What happens when a child dies (docs/operations.md): the writer and the API are started again, after a growing pause
 and at most RESTARTS_MAX times in RESTARTS_WINDOW_S; the engine's death ends the whole with status 1, because its
 model would take minutes to come back and its callers have lost their requests anyway. A child that dies before it was
-ever ready ends the whole too: it would only die again.
+ever ready ends the whole too: it would only die again. Status 2 says that it did not take its arguments.
 
 The stop takes at most STOP_S: the API first (it cancels what it has at the engine, so that captures are closed with
 their reason), then the captures' ends are awaited, then the engine, and the writer last, with everything on disk.
@@ -31,6 +31,7 @@ RESTARTS_MAX: Final = 5
 RESTARTS_WINDOW_S: Final = 60.0
 STOP_S: Final = 14.5
 _STILL_EVERY_S: Final = 10.0
+_USAGE: Final = 2  # of a program that does not take its arguments
 # When each child is killed that has not gone, in seconds after the stop began.
 _STOP_BY_S: Final = {"api": 5.0, "captures": 6.0, "engine": 12.5, "writer": STOP_S}
 _STOP_LOADING_S: Final = 3.0  # the same for a child that was never ready: it has nothing to finish
@@ -80,11 +81,11 @@ class Supervisor:
             await self._guard.stop()
         return self._status
 
-    def end(self, reason: str) -> None:
-        """Ends the whole with status 1."""
+    def end(self, reason: str, status: int = 1) -> None:
+        """Ends the whole with ``status``."""
         if not self._stop.is_set():
             self._say(reason)
-            self._status = 1
+            self._status = status
             self._stop.set()
 
     # ── starting and watching ───────────────────────────────────────────────────────────────────────────────────
@@ -112,7 +113,8 @@ class Supervisor:
                 return
             died = f"{service.name} ended ({_status_text(status)})"
             if not self._is_ready[service.name].is_set():
-                return self.end(f"{died} before it was ready; its last lines:{_quoted(child)}")
+                return self.end(f"{died} before it was ready; its last lines:{_quoted(child)}",
+                                _USAGE if status == _USAGE else 1)
             if not service.restart:
                 return self.end(f"{died}; everything is stopped. Its last lines:{_quoted(child)}")
             now = time.monotonic()
