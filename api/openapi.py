@@ -130,7 +130,8 @@ _ANSWERS: Final[dict[tuple[str, str], tuple[Schema, tuple[int, ...]]]] = {
     ("get", "/v1/captures/{ref}/map"): (_json(_MAP), (400, 404, 413, 416)),
     ("post", "/v1/captures/{ref}/map"): (_json({**_MAP, "measure": "projection"}), (400, 404, 408, 413, 416)),
     ("get", "/v1/captures/{ref}/tokens"): (
-        _json({"capture": _ULID, "start": 0, "stop": 2, "token_ids": [9707, 11], "texts": ["Hello", ","]}), (400, 404)),
+        _json({"capture": _ULID, "start": 0, "stop": 2, "token_ids": [9707, 11], "texts": ["Hello", ","]}),
+        (400, 404, 416)),
     ("get", "/v1/capabilities"): (_json({"armed": {"resid_post": {"layers": [0, 1], "width": 1024}},
                                          "formats": list(FORMATS), "limits": {"slice_bytes_max": 1 << 30}}), ()),
     ("get", "/healthz"): (_json({"status": "ok"}), ()),

@@ -193,6 +193,9 @@ def test_tokens_have_their_text(stack: Stack, capture: str) -> None:
     answer = stack.http.get(f"/v1/captures/{capture}/tokens?start=2&stop=99").json()
     assert answer["texts"] == [*PROMPT[2:], *"abcdef"] and answer["stop"] == len(PROMPT) + G
     assert stack.http.get(f"/v1/captures/{capture}/tokens?format=json").status_code == 400
+    past = stack.http.get(f"/v1/captures/{capture}/tokens?start=99999")
+    assert past.status_code == 416 and past.json()["error"]["param"] == "start"
+    assert past.headers["content-range"].startswith("positions */")
 
 
 def test_tokens_of_a_capture_that_is_being_made_are_those_of_its_rows(stack: Stack) -> None:

@@ -86,7 +86,7 @@ async def tokens(
 ) -> Json:
     """Token ids and, where the model that made them still serves, each token's text (else null).
 
-    Of a capture that is being made as many as its rows tell of without a gap.
+    Of a capture that is being made as many as its rows tell of without a gap, or none yet.
     """
     query = parse_slice_query(_only(request.query_params, ("start", "stop")), None)
     service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
@@ -96,6 +96,8 @@ async def tokens(
     def read(reader: StoreReader) -> tuple[Manifest, EngineInfo | None, list[int]]:
         found = sole(reader, ref, owner)
         known = [*found.prompt_token_ids, *found.output_token_ids]
+        if found.status in FINAL and 0 < query.start >= len(known):
+            raise _past(query.start, len(known))
         more = _tokens_of_rows(reader, found, max(query.start, len(known)), last)
         return found, reader.engine(), known[query.start : last] + more
 
@@ -179,9 +181,13 @@ def _chosen(manifest: Manifest, query: SliceQuery) -> tuple[str, list[int]]:
 def _range(shown: Manifest, against: Manifest | None, query: SliceQuery) -> tuple[int, int]:
     end = max(end_of(manifest) for manifest in (shown, against) if manifest is not None)
     if 0 < query.start >= end:
-        raise ApiError(416, "out_of_range", f"start = {query.start}: the capture has {end} positions, from 0 on",
-                       "start", {"Content-Range": f"positions */{end}"})
+        raise _past(query.start, end)
     return query.start, end if query.stop is None else min(query.stop, end)
+
+
+def _past(start: int, end: int) -> ApiError:
+    return ApiError(416, "out_of_range", f"start = {start}: the capture has {end} positions, from 0 on", "start",
+                    {"Content-Range": f"positions */{end}"})
 
 
 def _json(shown: Manifest, against: Manifest | None, site: str, layers: list[int], query: _MapQuery, found: Cells,
