@@ -86,7 +86,7 @@ bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, 
 	    --scenarios 'base, another process+idle+one layer+one layer armed, idle+one layer armed, captured'
 	$(PY) -m bench --shape 3b --engines base,sites --pairs 3 --rounds 2 --iterations 10 --skip-writer
 	$(PY) -m bench --shape 3b --engines base,tap,disk,eager,builtin,hooks --rounds 3 --iterations 5 --scenarios \
-	    'every 4th layer+int8b64+raw16+fp8row+nf4b64+topk+rp8+int8b64, disk+raw16, disk+base, eager+eager, hooks and .cpu()+vLLM extract_hidden_states'
+	    'every 4th layer+int8b64+raw16+fp8row+nf4b64+topk+rp8+sketch+int8b64, disk+raw16, disk+base, eager+eager, hooks and .cpu()+vLLM extract_hidden_states'
 	$(PY) -m bench --shape 3b --name 3b-loads --engines base,tap --loads decode1,decode32,decode256,prefill8k \
 	    --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer
 	$(PY) -m bench --shape 8b --engines base,tap --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -24,6 +25,7 @@ from bench.shapes import make_probe
 from vllm_tap.writer_process import WriterProcess
 
 START_S = 400.0
+_COMPILED_S = 15.0  # kernels of projections are compiled beside the steps, when they are first asked for
 
 
 @dataclass(slots=True)
@@ -105,11 +107,16 @@ class Process:
         return found
 
     def ask(self, **command: Any) -> dict[str, Any]:
-        """One command, its answer."""
+        """One command, its answer; ChildProcessError with the reason where there is none."""
         assert self._engine.stdin is not None
-        self._engine.stdin.write(json.dumps(command) + "\n")
-        self._engine.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says why
+            self._engine.stdin.write(json.dumps(command) + "\n")
+            self._engine.stdin.flush()
         return self.answer(120.0)
+
+    def kill(self) -> None:
+        """It is left out: it must not run beside what is measured."""
+        self._engine.kill()
 
     def close(self) -> dict[str, Any]:
         """End the engine, then its writer; what it said last."""
@@ -219,8 +226,11 @@ class _Turns:
                     raise
                 self.result.failed[process.name] = str(error)
                 say(f"{process.name}: could not run here: {error}")
-                del self.processes[process.name]
+                self.processes.pop(process.name).kill()
         self.chosen = [one for one in self.chosen if one[0].name in self.processes]
+        asked = [process.engine.scenarios[name] or {} for process, name in self.chosen]
+        if any(spec.get("codec") in ("rp8", "sketch") for spec in asked):
+            time.sleep(_COMPILED_S)
         self._discard()
 
     def go(self, iteration: int) -> None:

@@ -44,7 +44,7 @@ def main() -> None:
             for codec in args.codecs.split():
                 if not kernels.supported(codec, width, buffer.dtype):
                     continue
-                for warps in args.warps:
+                for warps in args.warps if not kernels.rows_max(codec, width) else [0]:  # a product has its own
                     for gathered in (False, True):
                         row = measure(codec, buffer, gathered, warps, args.repeats)
                         results.append(row)

@@ -4,8 +4,8 @@ A block is the codec's streams one after the other, each ``[layers, rows, *shape
 and positions (int64); every part begins at a multiple of ``ALIGN``.
 
 A burst is one region for several steps of decode: while the same requests go on by a token a step, nothing is chosen
-anew, and one kernel a step and entry is all that is enqueued. Their bytes cross to the host together. A step of any
-other kind makes bursts of one step.
+anew, and one kernel a step and entry (two of a projection) is all that is enqueued. Their bytes cross to the host
+together. A step of any other kind makes bursts of one step.
 """
 
 from __future__ import annotations
@@ -64,15 +64,6 @@ class Layout:
             offsets.append(at)
             at += -(-size // ALIGN) * ALIGN
         return Place(n, offsets, sizes, at)
-
-    def prepare(self) -> None:
-        """Make what encoding would otherwise make in the first step: the matrix of a projection."""
-        if self.kernel is None:
-            with torch.inference_mode():
-                self.encode(self.buffer[:1, :1])
-        else:
-            kernels.prepare(self.entry.codec, self.buffer)
-
 
 def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compiled: bool) -> Layout:
     """The layout of an entry in blocks of at most ``bytes_max``; SpecError where its codec cannot take such rows.

@@ -77,7 +77,7 @@ class Compiled:
             return False
         buffer = self._staging.buffers[self._staging.source(site)]
         known = kernels.scored(kind[1], buffer.shape[-1], buffer.dtype) if site in self._staging.probes else (
-            kernels.supported(*kind, buffer.dtype))
+            kernels.supported(*kind, buffer.dtype) and kernels.fits(*kind, buffer.dtype, buffer.device))
         if not known:
             return False
         self._begun.add(kind)

@@ -472,12 +472,14 @@ class Recorder:
         return min(self.crossing.ring.capacity // 8, scratch.capacity // 4)
 
     def _warm(self, plan: Plan) -> None:
-        """What the first step needs is made before it: the matrix of a projection; a kernel, beside the steps."""
+        """What the first step needs is made before it: a projection, by encoding a row; a kernel, beside the steps."""
         for entry in plan:
             try:
                 self.compiled.begin(entry.codec, entry.site)  # until it is there, the reference encoder serves
-                if codecs.identified(entry.codec).family.projected and (layout := self._layout(entry)) is not None:
-                    layout.prepare()
+                projected = codecs.identified(entry.codec).family.projected
+                if projected and (layout := self._layout(entry)) is not None and layout.kernel is None:
+                    with torch.inference_mode():
+                        layout.encode(self.staging.buffers[entry.site][:1, :1])
             except Exception:
                 logger.exception("vllm-tap: %s of %s could not be made ready", entry.codec, entry.site)
 

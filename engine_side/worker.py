@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from engine_side import kernels
 from engine_side.architectures import Entry
 from engine_side.config import EngineConfig
 from engine_side.device import Crossing, Scratch
@@ -96,5 +97,6 @@ def stop() -> None:
         except Exception:  # of the device: what lies in the ring can still go, and vLLM has to end too
             logger.exception("vllm-tap: rows on the device were not brought to the host at the end")
         current.sender.close()
+        kernels.forget()  # all that was launched is over: its rows have crossed
         current.recorder.crossing.ring.close()
         logger.info("vllm-tap: stopped; %s", current.recorder.counters)

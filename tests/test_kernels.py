@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_side import kernels
+from engine_side import block, kernels
 from engine_side.block import Burst, Piece, layout_of
 from engine_side.codecs import TORCH_DTYPES, encode, int8b64, nf4b64, row8
 from engine_side.compiled import Compiled
@@ -275,6 +275,67 @@ def test_a_product_stays_in_its_workspace() -> None:
 
 
 @kernel_test
+def test_projections_of_two_sites_in_a_burst_share_their_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in turn and chosen ones, step after step, and in a region of its own when the burst is renewed."""
+    sites = {"resid_post": torch.zeros(3, 9, 40, dtype=MULTIPLIED, device=DEVICE),
+             "mlp_post": torch.zeros(3, 9, 72, dtype=MULTIPLIED, device=DEVICE)}
+    staging = Staging(sites, {site: [0, 1, 2] for site in sites})
+    dtype = str(MULTIPLIED).removeprefix("torch.")
+    entries = [Entry("resid_post", PROJECTED[0], (0, 2)), Entry("mlp_post", PROJECTED[2], (1,))]
+    rows = [np.array([3, 4, 5]), np.array([1, 6])]
+    layouts = [layout_of(entry, staging, dtype, 1 << 20, True) for entry in entries]
+    pieces = [Piece(layout, row, np.zeros_like(row), 7_000 + row, np.zeros_like(row))
+              for layout, row in zip(layouts, rows, strict=True)]
+    none = np.zeros(1, np.int64)
+    burst = Burst(pieces, 2, 6, ["a"], none, 9, 0.0, (none, none))
+    ids, positions = torch.arange(9, dtype=torch.int32, device=DEVICE), torch.arange(9, device=DEVICE)
+    ring = torch.zeros(1 << 16, dtype=torch.uint8, device=DEVICE)
+    monkeypatch.setattr(block, "_index", lambda piece, *_: torch.tensor(piece.row, device=DEVICE))
+    for renewed in (False, True):
+        burst = burst.renewed(0.0) if renewed else burst
+        burst.settle(ring, 0, ring, 4096 * renewed)
+        for step in range(2):
+            for buffer in sites.values():
+                buffer.normal_()
+            burst.encode(ids, positions)
+            for piece, row in zip(burst.pieces, rows, strict=True):
+                begin, layout, got = int(piece.begins[step]), piece.layout, {}
+                for name, shape, kind, at, size in zip(layout.names, layout.shapes, layout.dtypes, piece.place.offsets,
+                                                       piece.place.sizes, strict=False):
+                    got[name] = ring[begin + at : begin + at + size].cpu().view(kind).reshape(
+                        len(layout.layers), len(row), *shape)
+                assert_projected(layout.entry.codec, layout.buffer.cpu()[layout.layers][:, row], got)
+
+
+@kernel_test
+def test_what_a_projection_keeps_is_there_before_its_kernel_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step finds matrix and workspace; where there is no room for them the reference goes on."""
+    kernels.forget()
+    staging = Staging({"resid_post": torch.zeros(1, 2, 64, dtype=MULTIPLIED, device=DEVICE)}, {"resid_post": [0]})
+    came: list[str] = []
+    compiled = Compiled(staging, True, came.append)
+
+    def has(codec: str) -> bool:
+        if compiled._missing(codec, "resid_post"):
+            compiled._compile(codec, "resid_post")
+        return compiled.has(codec, "resid_post")
+
+    monkeypatch.setattr(projected, "MATRICES_BYTES", 2 * 2 * 64 * 128 * MULTIPLIED.itemsize)
+    assert has("rp8:k=16,seed=1") and list(projected._sums) == [staging.buffers["resid_post"].device]
+    assert has("sketch:k=16,bits=1,seed=1") and has("sketch:k=16,bits=2,seed=1"), "they have a matrix in common"
+    assert len(projected._halves) == 2 and not has("rp8:k=16,seed=2"), "no room for a third one"
+    with pytest.raises(MemoryError, match=r"rp8:k=16,seed=2 at width 64: no room"):
+        projected.halves("rp8:k=16,seed=2", 64, MULTIPLIED, staging.buffers["resid_post"].device)
+    kernels.forget()
+    assert not projected._halves and not projected._sums and has("rp8:k=16,seed=3")
+    monkeypatch.setattr(projected, "MATRICES_BYTES", 1 << 30)
+    monkeypatch.setattr(projected, "sums", lambda _: torch.empty(-1))
+    assert not has("rp8:k=16,seed=4"), "a device that gives no memory leaves it to the reference"
+    assert came == ["rp8:k=16,seed=1", "sketch:k=16,bits=1,seed=1", "sketch:k=16,bits=2,seed=1", "rp8:k=16,seed=3"]
+    kernels.forget()
+
+
+@kernel_test
 @pytest.mark.parametrize("identity", ["rp8:k=24,seed=0", "sketch:k=24,bits=2,seed=0"])
 def test_a_matrix_in_two_halves_is_the_matrix(identity: str) -> None:
     known = codecs.identified(identity)
@@ -288,10 +349,13 @@ def test_a_matrix_in_two_halves_is_the_matrix(identity: str) -> None:
 
 @kernel_test
 def test_warming_is_of_the_kernels_that_are_used() -> None:
-    kernels.warm("rp8:k=16,seed=0", 192, torch.bfloat16, DEVICE)
+    kernels.warm("rp8:k=16,seed=0", 192, MULTIPLIED, DEVICE)
     known = kernels._product.cache_info().misses, kernels._kernel.cache_info().misses
     for rows in ([2], (1, 2)):
-        taken("rp8:k=16,seed=0", source_of(torch.randn(2, 3, 192).bfloat16(), [1], rows))
+        for few in (projected.FEW, 0):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(projected, "FEW", few)
+                taken("rp8:k=16,seed=0", source_of(torch.randn(2, 3, 192).to(MULTIPLIED), [1], rows))
     assert (kernels._product.cache_info().misses, kernels._kernel.cache_info().misses) == known
     kernels.warm("int8b64", 192, torch.bfloat16, DEVICE)
     known = kernels._kernel.cache_info().misses

@@ -1,4 +1,4 @@
-"""One launch a block of rows on a GPU: gather, encode, and write every stream, in Triton.
+"""One launch a block of rows on a GPU (of a projection two): gather, encode, and write every stream, in Triton.
 
 The torch encoders in engine_side.codecs are the reference and run everywhere; these run where ``supported`` says so.
 Nothing here imports Triton until a kernel is asked for.
@@ -7,6 +7,7 @@ Nothing here imports Triton until a kernel is asked for.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,8 +22,8 @@ from engine_side.cuda_calls import Function, Launched
 from schemas import codecs
 from schemas.errors import SpecError
 
-__all__ = ["Launch", "Projected", "Source", "launch", "prepare", "rows_max", "score", "scored", "supported", "warm",
-           "warm_scores"]
+__all__ = ["Launch", "Projected", "Source", "fits", "forget", "launch", "rows_max", "score", "scored", "supported",
+           "warm", "warm_scores"]
 
 _WIDTH_MAX: Final = 32768
 _SCORES_MAX: Final = 16  # more are for a product of matrices
@@ -212,13 +213,19 @@ def rows_max(identity: str, width: int) -> int:
     return projected.SUMS_BYTES // (4 * projected.across(codec, width))
 
 
-def prepare(identity: str, buffer: torch.Tensor) -> None:
-    """Make what ``launch`` would otherwise make in the step that first has rows of ``buffer``: a matrix."""
-    if codecs.identified(identity).family.projected:
-        from engine_side.kernels import projected
+def fits(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device has room for what ``launch`` of a codec keeps there, beside that of others: a matrix."""
+    if not codecs.identified(identity).family.projected:
+        return True
+    from engine_side.kernels import projected
 
-        projected.halves(identity, buffer.shape[-1], buffer.dtype, buffer.device)
-        projected.sums(buffer.device)
+    return projected.fits(identity, width, dtype, device)
+
+
+def forget() -> None:
+    """Give back what launches keep on a device; there are none any more."""
+    if (projected := sys.modules.get("engine_side.kernels.projected")) is not None:
+        projected.forget()
 
 
 def score(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, source: Source, scratch: torch.Tensor,
@@ -245,21 +252,22 @@ def _kind(source: Source) -> tuple[int, torch.dtype, bool, bool, torch.device]:
 
 
 def warm(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what ``launch`` may need for such rows, so that no step waits for a compiler."""
+    """Compile what ``launch`` may need for such rows, so that no step waits for a compiler; and make what it keeps."""
     codec = codecs.identified(identity)
     declared = codec.streams(width, str(dtype).removeprefix("torch."))
+    if codec.family.projected:
+        from engine_side.kernels import projected
+
+        matrix = projected.halves(identity, width, dtype, device)
+        # The workspace is that of the steps, beside which this runs.
+        sums = torch.empty(matrix[0].shape[1], dtype=torch.float32, device=device)
     for source, scratch, offsets in _samples(width, dtype, device, [stream.nbytes for stream in declared]):
         for _ in range(2):  # Triton's launch compiles it; the next is as steps do it
             if not codec.family.projected:
                 launch(identity, source, scratch, offsets)(0)
                 continue
-            from engine_side.kernels import projected
-
             for few in (True, False):
-                columns = projected.across(codec, width)
-                matrix = torch.zeros(projected.depth(width), columns, dtype=dtype, device=device)
-                _project(identity, source, scratch, offsets, _AT_0, (matrix, matrix),
-                         torch.empty(columns, dtype=torch.float32, device=device), few)(0)
+                _project(identity, source, scratch, offsets, _AT_0, matrix, sums, few)(0)
 
 
 def warm_scores(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, dtype: torch.dtype) -> None:

@@ -1,12 +1,16 @@
 """``rp8`` and ``sketch``: rows times a matrix, into a workspace, then a program a row that makes codes of its numbers.
 
 Tensor cores multiply numbers of 16 bits and add in float32. Rows of such models go in as they are; the float32 matrix
-is the sum of two matrices in the rows' dtype, which is as good as float32 here: what is left out is at most 2^-16 of a
-number in bfloat16 (2^-22 in float16), where a code of ``rp8`` is a 253rd of a row's range.
+is the sum of two matrices in the rows' dtype, which is as good as float32 here: what is left out is at most 2^-16 of
+the matrix's largest number, where a code of ``rp8`` is a 253rd of a row's range.
+
+What this needs of the device, matrices and a workspace, is made by whoever compiles the kernels, before any step uses
+them, and kept: a launch finds it there. So it is bounded, and codecs beyond the bound are left to the reference.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import Any, Final
 
@@ -30,9 +34,13 @@ from schemas import codecs
 from schemas.codecs import Codec, projection
 from schemas.codecs.sketch import PACKED, THRESHOLDS
 
+logger = logging.getLogger("vllm.tap")
+
 SUMS_BYTES: Final = 64 << 20  # of the workspace
 FEW: Final = 4096  # rows, of all layers, for which small tiles keep more of the device busy
 DEPTH: Final = 64  # columns of rows that are multiplied at a time
+MATRICES_BYTES: Final = 128 << 20  # on a device, of all codecs
+_LEFT_BYTES: Final = 256 << 20  # of the device, that vLLM may need beyond what it has taken
 _ACROSS: Final = 128  # the matrix has columns of zeros up to a multiple of it
 _MATRICES: Final = {"rp8": projection.gaussian, "sketch": projection.hadamard}
 
@@ -43,8 +51,8 @@ def tile(few: bool, device: torch.device) -> tuple[int, int, int, int]:
     what the device has shared memory for (99 KiB at least where there are tensor cores for bfloat16).
     """
     room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 1 << 20
-    down, across, warps = (64, 64, 4) if few or room < 3 * _step_bytes(128, _ACROSS) else (128, _ACROSS, 8)
-    return down, across, warps, max(3, min(4, room // _step_bytes(down, across)))
+    down, columns, warps_of = (64, 64, 4) if few or room < 3 * _step_bytes(128, _ACROSS) else (128, _ACROSS, 8)
+    return down, columns, warps_of, max(3, min(4, room // _step_bytes(down, columns)))
 
 
 def _step_bytes(down: int, across: int) -> int:
@@ -67,21 +75,68 @@ def depth(width: int) -> int:
     return -(-width // DEPTH) * DEPTH
 
 
-@lru_cache(maxsize=4)
-def halves(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The matrix as a sum of two in ``dtype``, zeros around it; on the device when this returns, for every stream."""
+_Key = tuple[str, int, int, int, torch.dtype, torch.device]
+_halves: dict[_Key, tuple[torch.Tensor, torch.Tensor]] = {}
+_sums: dict[torch.device, torch.Tensor] = {}
+
+
+def fits(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is room for what launches of a codec need beside what is there already."""
     codec = codecs.identified(identity)
-    k = kept(codec, width)
-    matrix = torch.zeros(depth(width), across(codec, width))
-    matrix[:width, :k] = torch.tensor(_MATRICES[codec.family.name](width, k, int(codec.parameters["seed"])))
-    high = matrix.to(dtype)
-    return high.to(device), (matrix - high.float()).to(dtype).to(device)
+    if _key(codec, width, dtype, device) in _halves:
+        return True
+    own = _matrix_bytes(codec, width, dtype)
+    taken = sum(high.nbytes + low.nbytes for (*_, where), (high, low) in list(_halves.items()) if where == device)
+    if taken + own > MATRICES_BYTES:
+        return False
+    more = own + (0 if device in _sums else SUMS_BYTES)
+    return device.type != "cuda" or int(torch.cuda.mem_get_info(device)[0]) >= more + _LEFT_BYTES
 
 
-@lru_cache(maxsize=8)
+def halves(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix as a sum of two in ``dtype``, zeros around it; on the device when this returns, for every stream.
+
+    Made by the first call, which takes the workspace too; MemoryError where there is no room.
+    """
+    codec = codecs.identified(identity)
+    key = _key(codec, width, dtype, device)
+    if key not in _halves:
+        if not fits(identity, width, dtype, device):
+            raise MemoryError(f"{identity} at width {width}: no room for its matrix of "
+                              f"{_matrix_bytes(codec, width, dtype) / 2**20:.1f} MiB")
+        k = kept(codec, width)
+        matrix = torch.zeros(depth(width), across(codec, width), dtype=torch.float32, device="cpu")
+        made = _MATRICES[codec.family.name](width, k, int(codec.parameters["seed"]))
+        matrix[:width, :k] = torch.tensor(made, dtype=torch.float32, device="cpu")
+        high = matrix.to(dtype)
+        sums(device)
+        _halves[key] = high.to(device), (matrix - high.float()).to(dtype).to(device)
+        logger.info("vllm-tap: %s at width %d takes %.1f MiB of the device, beside %d MiB for all projections",
+                    identity, width, _matrix_bytes(codec, width, dtype) / 2**20, SUMS_BYTES >> 20)
+    return _halves[key]
+
+
 def sums(device: torch.device) -> torch.Tensor:
     """The workspace: one is enough, since what is launched later on the model's stream comes later."""
-    return torch.empty(SUMS_BYTES // 4, dtype=torch.float32, device=device)
+    if device not in _sums:
+        _sums[device] = torch.empty(SUMS_BYTES // 4, dtype=torch.float32, device=device)
+    return _sums[device]
+
+
+def forget() -> None:
+    """Give the device's memory back; nothing is launched any more."""
+    _halves.clear()
+    _sums.clear()
+
+
+def _key(codec: Codec, width: int, dtype: torch.dtype, device: torch.device) -> _Key:
+    """What a matrix follows from: codecs that differ otherwise share it."""
+    return codec.family.name, width, kept(codec, width), int(codec.parameters["seed"]), dtype, device
+
+
+def _matrix_bytes(codec: Codec, width: int, dtype: torch.dtype) -> int:
+    """Of both halves."""
+    return 2 * depth(width) * across(codec, width) * int(dtype.itemsize)
 
 
 def choose(codec: Codec, width: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], int]:
