@@ -22,11 +22,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 
 from api.errors import BadParam
+from api.slice_reading import end_of
 from schemas.manifest import Manifest, Missing
 from schemas.reader import StoreReader
 from schemas.spec import intervals
 
-__all__ = ["MEASURES", "Cells", "Pair", "cells", "end_of", "read_direction"]
+__all__ = ["MEASURES", "Cells", "Pair", "cells", "read_direction"]
 
 MEASURES: Final = ("norm", "cosine", "distance", "projection")
 _NUMBERS_AT_ONCE: Final = 1 << 21  # of a block of rows, as float64 16 MiB
@@ -89,11 +90,6 @@ def cells(reader: StoreReader, owner: str, pair: Pair, site: str, layers: Sequen
                                    f"those of {pair.shown.id} {x.shape[-1]}")
             values[np.ix_(np.array(rows), positions - start)] = _measured(measure, x, other)
     return Cells(values, token_ids, _missing(pair, site, layers, start, stop))
-
-
-def end_of(manifest: Manifest) -> int:
-    """One past the last position that has a row, or should have one."""
-    return max(manifest.end, manifest.total_len - 1)
 
 
 def read_direction(data: bytes) -> F64:

@@ -35,6 +35,17 @@ _TIMES, _JSON_TIMES = 4, 20
 _CAST_NUMBERS = 1 << 17  # at a time: few enough that they stay in the processor's cache
 
 
+def end_of(manifest: Manifest) -> int:
+    """One past the last position that has a row, or should have one."""
+    return max(manifest.end, manifest.total_len - 1)
+
+
+def past_the_end(name: str, start: int, end: int) -> ApiError:
+    """The refusal of a ``start``, given by the parameter ``name``, that lies past everything."""
+    return ApiError(416, "out_of_range", f"{name} = {start}: the capture has {end} positions, from 0 on", name,
+                    {"Content-Range": f"positions */{end}"})
+
+
 def sole(reader: StoreReader, ref: str, owner: str) -> Manifest:
     """The manifest of the one capture that a name stands for; ApiError 400 where it stands for several."""
     found = reader.sole(ref, owner)

@@ -115,7 +115,7 @@ class Process:
         return self.answer(120.0)
 
     def kill(self) -> None:
-        """It is left out: it must not run beside what is measured."""
+        """End the engine at once."""
         self._engine.kill()
 
     def close(self) -> dict[str, Any]:
@@ -152,9 +152,7 @@ def standing(names: Sequence[str], pairs: int, shape: str, loads: Sequence[str],
             try:
                 processes[name].answer(START_S)
             except ChildProcessError as error:
-                result.failed[name] = str(error)
-                say(f"{name}: could not run here: {error}")
-                del processes[name]
+                _leave_out(processes, name, error, result, say)
 
         begin = time.monotonic()
         for number, processes in enumerate(sets):
@@ -170,6 +168,14 @@ def standing(names: Sequence[str], pairs: int, shape: str, loads: Sequence[str],
         for processes in sets:
             say(f"{', '.join(processes)} stand after {time.monotonic() - begin:.0f} s")
         yield [processes for processes in sets if len(processes) > 1 and "base" in processes]
+
+
+def _leave_out(processes: dict[str, Process], name: str, error: ChildProcessError, result: Result,
+               say: Callable[[str], None]) -> None:
+    """An engine that cannot run here is told of, and ended: it must not run beside what is measured."""
+    result.failed[name] = str(error)
+    say(f"{name}: could not run here: {error}")
+    processes.pop(name).kill()
 
 
 def measure(shape: str, names: Sequence[str], loads: Sequence[str], rounds: int, pairs: int, iterations: int,
@@ -224,9 +230,7 @@ class _Turns:
             except ChildProcessError as error:
                 if process.name == "base":
                     raise
-                self.result.failed[process.name] = str(error)
-                say(f"{process.name}: could not run here: {error}")
-                self.processes.pop(process.name).kill()
+                _leave_out(self.processes, process.name, error, self.result, say)
         self.chosen = [one for one in self.chosen if one[0].name in self.processes]
         asked = [process.engine.scenarios[name] or {} for process, name in self.chosen]
         if any(spec.get("codec") in ("rp8", "sketch") for spec in asked):

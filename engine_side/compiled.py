@@ -36,12 +36,13 @@ class Compiled:
     def usual(self, armed: Armed) -> None:
         """Kernels of codecs with their usual parameters, and of every probe, at the start of the engine."""
         begin = time.monotonic()
-        for name in codecs.CODECS:
+        for name, family in codecs.CODECS.items():
+            if family.projected:  # a product takes seconds to compile, and few ask for one: it is made when one does
+                continue
             for site in self._staging.buffers:
                 with contextlib.suppress(SpecError):  # not for this site
                     identity = resolve(parse_spec({"sites": [site], "codec": name}), armed).codec[site]
-                    # A product of matrices takes seconds to compile, and few ask for one: it is made when one does.
-                    if not codecs.CODECS[name].projected and self._missing(identity, site):
+                    if self._missing(identity, site):
                         self._compile(identity, site)
         for site in self._staging.probes:
             if self._missing("raw", site):

@@ -11,11 +11,11 @@ from fastapi import APIRouter, Query, Request
 from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
-from api.errors import ApiError, BadParam, Json
-from api.measures import MEASURES, Cells, Pair, cells, end_of, read_direction
+from api.errors import BadParam, Json
+from api.measures import MEASURES, Cells, Pair, cells, read_direction
 from api.service import check_ref, owner_of, service_of
 from api.slice_query import SliceQuery, check_known, one_of, parse_slice_query
-from api.slice_reading import sole
+from api.slice_reading import end_of, past_the_end, sole
 from api.token_text import texts
 from api.upstream import ClientGone, read_body
 from api.waiting import FINAL
@@ -97,7 +97,7 @@ async def tokens(
         found = sole(reader, ref, owner)
         known = [*found.prompt_token_ids, *found.output_token_ids]
         if found.status in FINAL and 0 < query.start >= len(known):
-            raise _past(query.start, len(known))
+            raise past_the_end("start", query.start, len(known))
         more = _tokens_of_rows(reader, found, max(query.start, len(known)), last)
         return found, reader.engine(), known[query.start : last] + more
 
@@ -181,13 +181,8 @@ def _chosen(manifest: Manifest, query: SliceQuery) -> tuple[str, list[int]]:
 def _range(shown: Manifest, against: Manifest | None, query: SliceQuery) -> tuple[int, int]:
     end = max(end_of(manifest) for manifest in (shown, against) if manifest is not None)
     if 0 < query.start >= end:
-        raise _past(query.start, end)
+        raise past_the_end("start", query.start, end)
     return query.start, end if query.stop is None else min(query.stop, end)
-
-
-def _past(start: int, end: int) -> ApiError:
-    return ApiError(416, "out_of_range", f"start = {start}: the capture has {end} positions, from 0 on", "start",
-                    {"Content-Range": f"positions */{end}"})
 
 
 def _json(shown: Manifest, against: Manifest | None, site: str, layers: list[int], query: _MapQuery, found: Cells,

@@ -18,7 +18,7 @@ from api.sending import tell_stalled
 from api.service import check_ref, owner_of, service_of
 from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES
 from api.slice_query import SliceQuery, parse_slice_query
-from api.slice_reading import Answer, Held, captured, read_slices, slice_bytes, sole
+from api.slice_reading import Answer, Held, captured, end_of, past_the_end, read_slices, slice_bytes, sole
 from api.slow_heads import ENDS_WHAT_IT_CLOSES
 from api.waiting import FINAL, poll
 from schemas.manifest import Manifest
@@ -105,11 +105,9 @@ def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: Sl
         raise BadParam("format", "npy", "holds one array: name one site and one layer, or use safetensors or npz")
     if query.rejected and len(chosen) != 1:
         raise BadParam("rows", "rejected", f"of one site at a time: name one of {', '.join(chosen)}")
-    end = max(manifest.end, manifest.total_len - 1)
+    end = end_of(manifest)
     if 0 < query.start >= end and not query.rejected:
-        name = "positions" if query.several else "start"
-        raise ApiError(416, "out_of_range", f"{name} = {query.start}: the capture has {end} positions, from 0 on",
-                       name, {"Content-Range": f"positions */{end}"})
+        raise past_the_end("positions" if query.several else "start", query.start, end)
     tag = _tag(manifest, chosen, query)
     if tag and tag in [each.strip() for each in request.headers.get("if-none-match", "").split(",")]:
         return Response(status_code=304, headers={"ETag": tag, "Vary": "Accept"})

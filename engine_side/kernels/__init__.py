@@ -263,11 +263,11 @@ def warm(identity: str, width: int, dtype: torch.dtype, device: torch.device) ->
         sums = torch.empty(matrix[0].shape[1], dtype=torch.float32, device=device)
     for source, scratch, offsets in _samples(width, dtype, device, [stream.nbytes for stream in declared]):
         for _ in range(2):  # Triton's launch compiles it; the next is as steps do it
-            if not codec.family.projected:
+            if codec.family.projected:
+                for few in (True, False):
+                    _project(identity, source, scratch, offsets, _AT_0, matrix, sums, few)(0)
+            else:
                 launch(identity, source, scratch, offsets)(0)
-                continue
-            for few in (True, False):
-                _project(identity, source, scratch, offsets, _AT_0, matrix, sums, few)(0)
 
 
 def warm_scores(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, dtype: torch.dtype) -> None:
