@@ -48,9 +48,9 @@ LOADS = {
     "hook": Load(32, 512, 128),  # the case that is published for hooks
     "hook-gathered": Load(32, 512, 128, gathered=True),
     "decode1": Load(1, 16, 128),
-    "decode32": Load(32, 16, 128),
-    "decode256": Load(256, 16, 128),
-    "prefill8k": Load(4, 8192, 2),
+    "decode32": Load(32, 16, 128, gathered=True),
+    "decode256": Load(256, 16, 128, gathered=True),
+    "prefill8k": Load(4, 8192, 2, gathered=True),
 }
 
 

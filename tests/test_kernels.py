@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import numpy as np
@@ -56,6 +57,13 @@ def test_in_the_interpreter() -> None:
                           env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert "passed" in done.stdout
+
+
+@pytest.fixture(autouse=True)
+def kept_by_nobody() -> Iterator[None]:
+    """What projections keep on a device is bounded, over all of them: each test begins without any."""
+    yield
+    kernels.forget()
 
 
 def hard_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
