@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,9 @@ from schemas.frame import FLAG_DRAFT, FLAG_GENERATED, FLAG_RECOMPUTED
 from schemas.spec import Resolved, intervals
 
 I64 = npt.NDArray[np.int64]
+_Numbers = TypeVar("_Numbers", int, I64)
 _FAR: Final = 1 << 40
+_BEYOND: Final = np.array([1 << 62])
 
 
 class Entry(NamedTuple):
@@ -73,7 +75,7 @@ class CaptureTable:
         self._users: list[int] = []
         self._free: list[int] = []
         self._ranges: list[I64] = []
-        self._boundaries: npt.NDArray[np.uint64] | None = None
+        self._boundaries: I64 | None = None
         self._plan = np.zeros(0, np.int64)
         self._prompt_len = np.zeros(0, np.int64)
         self.computed = np.zeros(0, np.int64)  # one past the highest position ever computed that was no draft
@@ -86,7 +88,7 @@ class CaptureTable:
         """A slot for a request that starts."""
         slot = self._free.pop() if self._free else self._grow()
         ranges = [] if resolved.empty else intervals(resolved.positions, prompt_len)
-        self._ranges[slot] = np.array(ranges, np.int64).reshape(-1)
+        self._ranges[slot] = np.array([_keys(slot, bound) for range_ in ranges for bound in range_], np.int64)
         self._plan[slot] = self._join(plan_of(resolved))
         self._prompt_len[slot] = prompt_len
         self.computed[slot] = self.recomputed[slot] = 0
@@ -116,58 +118,63 @@ class CaptureTable:
         rows are guesses, None for nobody.
         """
         slots = np.fromiter(map(self.slot_of.get, requests, repeat(-1)), np.int64, len(requests))
-        live = np.flatnonzero(slots >= 0)
-        if live.size == 0:
-            return None
-        slots, first, begin, counts = slots[live], first[live], starts[live], np.diff(starts)[live]
-        own = counts if drafts is None else counts - drafts[live]
-        unsure = None if slack == 0 else np.where(first > self._prompt_len[slots], slack, 0)
-        offset = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        slot, position = np.repeat(slots, counts), np.repeat(first, counts) + offset
-        before = self.computed[slot]
-        self.recomputed[slots] += np.clip(self.computed[slots] - first, 0, counts)
-        self.computed[slots] = np.maximum(self.computed[slots], first + own - (0 if unsure is None else unsure))
-        boundaries = self._boundary_keys()
-        below = np.searchsorted(boundaries, _keys(slot, position), side="right")
+        begin, counts = starts[:-1], starts[1:] - starts[:-1]
+        every = bool(requests) and bool((slots >= 0).all())
+        if not every:
+            live = (slots >= 0).nonzero()[0]
+            if live.size == 0:
+                return None
+            slots, first, begin, counts = slots[live], first[live], begin[live], counts[live]
+            drafts = None if drafts is None else drafts[live]
+        own = counts if drafts is None else counts - drafts
+        before, prompt_len = self.computed[slots], self._prompt_len[slots]
+        unsure = None if slack == 0 else np.where(first > prompt_len, slack, 0)
+        again = bool((before > first).any())
+        if again:
+            self.recomputed[slots] += np.minimum(np.maximum(before - first, 0), counts)
+        self.computed[slots] = np.maximum(before, first + own - (0 if unsure is None else unsure))
+        live_columns = slots, first
+        alone = drafts is None and int(starts[-1]) == len(requests) and bool((counts == 1).all())  # a row each
+        if alone:
+            slot, position, row = slots, first, begin
+        else:
+            ends = counts.cumsum()
+            row = np.arange(ends[-1])
+            slot, position = slots.repeat(counts), row + (first - ends + counts).repeat(counts)
+            before, prompt_len = before.repeat(counts), prompt_len.repeat(counts)
+            if not every:
+                row = row + (begin - ends + counts).repeat(counts)
+        keys, boundaries = _keys(slot, position), self._boundary_keys()
+        below = boundaries.searchsorted(keys, side="right")
+        steady = 1
+        if alone and slack == 0 and not again:  # what is computed again catches up some time
+            # Without a boundary of its own the next one is another slot's, farther away than any position.
+            left = prompt_len - position
+            steady = int(np.minimum(boundaries[below] - keys, np.where(left > 0, left, _FAR)).min())
         chosen = below & 1
         if unsure is not None:
-            unsure = np.repeat(unsure, counts)
+            unsure = unsure.repeat(counts)
             lowest = np.maximum(position - unsure, 0)
-            chosen |= below != np.searchsorted(boundaries, _keys(slot, lowest), side="right")
-        wanted = np.flatnonzero(chosen)
-        steady = 1
-        if drafts is None and slack == 0 and len(counts) == len(slot) and starts[-1] == len(requests):
-            steady = self._steady(slot, position, before, below)
-        live_columns = slots, first
-        row = (np.repeat(begin, counts) + offset)[wanted]
-        slot, position, before = slot[wanted], position[wanted], before[wanted]
-        flags = (position >= self._prompt_len[slot]) * FLAG_GENERATED + (position < before) * FLAG_RECOMPUTED
+            chosen |= below != boundaries.searchsorted(_keys(slot, lowest), side="right")
+        flags = (position >= prompt_len) * FLAG_GENERATED
+        if again:
+            flags += (position < before) * FLAG_RECOMPUTED
         if drafts is not None:
-            flags += (offset >= np.repeat(own, counts))[wanted] * FLAG_DRAFT
-        return Selected(row, slot, position, flags, self._plan[slot], None if unsure is None else unsure[wanted],
-                        steady, live_columns)
-
-    def _steady(self, slot: I64, position: I64, before: I64, below: I64) -> int:
-        """How many steps of a row a request want the same with the same flags, this one included."""
-        if (position < before).any():  # computed again: it catches up some time
-            return 1
-        boundaries = self._boundary_keys()
-        following = boundaries[np.minimum(below, len(boundaries) - 1)] if len(boundaries) else _keys(slot, position)
-        stop = np.where((below < len(boundaries)) & (following >> np.uint64(32) == slot.astype(np.uint64)),
-                        (following & np.uint64(0xFFFFFFFF)).astype(np.int64), _FAR)
-        prompt_len = self._prompt_len[slot]
-        stop = np.where(position < prompt_len, np.minimum(stop, prompt_len), stop)
-        return int((stop - position).min())
+            flags += (np.arange(len(row)) >= (counts.cumsum() - drafts).repeat(counts)) * FLAG_DRAFT
+        if not chosen.all():
+            wanted = chosen.nonzero()[0]
+            row, slot, position, flags = row[wanted], slot[wanted], position[wanted], flags[wanted]
+            unsure = None if unsure is None else unsure[wanted]
+        return Selected(row, slot, position, flags, self._plan[slot], unsure, steady, live_columns)
 
     def advance(self, slots: I64, first: I64, steps: int) -> None:
         """Captures of ``slots``, at ``first`` when they were selected, went on for ``steps`` steps of a row."""
         self.computed[slots] = np.maximum(self.computed[slots], first + steps)
 
-    def _boundary_keys(self) -> npt.NDArray[np.uint64]:
+    def _boundary_keys(self) -> I64:
+        """Of all slots, and one beyond all."""
         if self._boundaries is None:
-            sizes = [ranges.size for ranges in self._ranges]
-            positions = np.concatenate(self._ranges) if sizes else np.zeros(0, np.int64)
-            self._boundaries = _keys(np.repeat(np.arange(len(sizes)), sizes), positions)
+            self._boundaries = np.concatenate([*self._ranges, _BEYOND])
         return self._boundaries
 
     def _grow(self) -> int:
@@ -201,5 +208,5 @@ class CaptureTable:
         self._users[number] -= 1
 
 
-def _keys(slot: I64, position: I64) -> npt.NDArray[np.uint64]:
-    return slot.astype(np.uint64) << np.uint64(32) | position.astype(np.uint64)
+def _keys(slot: _Numbers, position: _Numbers) -> _Numbers:
+    return (slot << 32) + position
