@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import xxhash
 
 from schemas import codecs
 from schemas import reader as reader_module
-from schemas.catalog import connect_write
+from schemas.catalog import connect_read, connect_write
 from schemas.control import Finish, Open, StreamPart
 from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
@@ -320,6 +321,25 @@ def test_a_disk_that_is_full_when_sqlites_log_is_to_be_emptied(
         assert until(lambda: rows_in(store, "extents") == 1 and not rows_in(store, "doomed") + rows_in(store, "scrub"))
         engine.wait()
         assert writer.process.poll() is None
+        writer.stop()
+
+
+def test_a_reader_in_the_midst_of_sqlites_log_when_it_is_to_be_emptied(tmp_path: Path) -> None:
+    """It is emptied as soon as the reader has ended, whatever else happens."""
+    store, gone, secret = tmp_path / "store", new_ulid(), b"nobody shall know this"
+    with WriterProcess(store, "--seal-idle-s", "0.1", "--keep-s", "0.1") as writer, \
+         Sender(writer.endpoint, "api") as api:
+        api.own(gone, tags={"k": secret.decode()})
+        api.wait()
+        with contextlib.closing(connect_read(store / "catalog.sqlite")) as db:
+            db.execute("BEGIN")
+            assert db.execute("SELECT count(*) FROM captures").fetchone()[0] == 1
+            api.delete(gone)
+            api.wait()
+            assert until(lambda: dump(store)["captures"] and not dump(store)["scrub"])
+            time.sleep(1.0)
+            assert secret in contents(store)
+        assert until(lambda: secret not in contents(store))
         writer.stop()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import resource
 import shutil
@@ -11,9 +13,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from schemas.catalog import connect_read
+from schemas.control import encode
 from schemas.errors import NotFoundError, StartError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader, read_store_uuid
@@ -347,6 +351,8 @@ def test_a_failed_sync_is_never_believed(tmp_path: Path, monkeypatch: pytest.Mon
                 engine.wait()
             engine.finish(capture, end=6)
             engine.wait()
+        if where == ".open":
+            assert until((store / "blocks" / "w0-00000001.zarr").exists), "what can be erased is sealed"
         # On a busy machine a message that was on its way meanwhile is refused once more.
         assert {refusal.code for refusal in engine.refusals} == {"resend"}
         for capture in captures:
@@ -564,7 +570,7 @@ def lost_with_its_open(folder: Path) -> bool:
         writer.process.send_signal(signal.SIGSTOP)  # both come in one commit
         engine.open(capture, prompt_len=6)
         engine.frame([(capture, 1, range(6))])
-        kept = dict(engine.kept)
+        kept, row = dict(engine.kept), engine.kept[engine.seq][2][:64]
         writer.process.send_signal(signal.SIGCONT)
         engine.wait()
         if until(lambda: dump(store)["frames"])[0][-1] != 0:
@@ -594,7 +600,75 @@ def lost_with_its_open(folder: Path) -> bool:
     rebuilt(store)
     with StoreReader(store) as reader:
         assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 6), 1, range(6))
+    assert len(holding(store, row)) == 2
+    with WriterProcess(store, "--seal-idle-s", "0.1", "--keep-s", "0.1") as writer, Sender(writer.endpoint, "api") as api:
+        api.delete(capture)
+        api.wait()
+        assert until(lambda: not holding(store, row)), holding(store, row)
     return True
+
+
+def holding(store: Path, text: bytes) -> list[Path]:
+    """The files of a store that have these bytes."""
+    found = []
+    for folder, _, names in os.walk(store):  # of which some are taken away meanwhile
+        for path in map(Path(folder).joinpath, names):
+            with contextlib.suppress(OSError):
+                if text in path.read_bytes():
+                    found.append(path)
+    return found
+
+
+def test_a_malformed_frame_behind_one_that_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its refusal acknowledges nothing before it."""
+    full = tmp_path / "full"
+    fault(monkeypatch, "write_at:.open:1:1:ENOSPC")
+    monkeypatch.setenv("FAULT_WHILE", str(full))
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store, script=FAULTY) as writer, Sender(writer.endpoint) as engine:
+        engine.open(capture, prompt_len=2)
+        engine.wait()
+        full.touch()
+        writer.process.send_signal(signal.SIGSTOP)  # both come at once
+        engine.frame([(capture, 1, [0])])
+        frame, parts = engine.frame([(capture, 1, [1])], send=False)
+        engine.send(msgspec.structs.replace(frame, table_xxh3=1), *parts)
+        writer.process.send_signal(signal.SIGCONT)
+        for _ in range(5):
+            engine.sync()
+        assert engine.durable == 1 and not engine.refused
+        full.unlink()
+        engine.wait()
+        assert engine.refused[3][0] == "malformed"
+        with StoreReader(store) as reader:
+            assert until(lambda: len(reader.slice(capture, SITE, [0]).positions))
+            assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 1), 1, [0])
+
+
+def test_a_failed_sync_forgets_a_refusal_and_keeps_a_file_that_has_nothing_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was made for a frame that was malformed; what comes next goes into it, under the same number."""
+    failing, fired = tmp_path / "failing", tmp_path / "fired"
+    fault(monkeypatch, "datasync:control-:1:1:EIO")
+    monkeypatch.setenv("FAULT_WHILE", str(failing))
+    monkeypatch.setenv("FAULT_FIRED", str(fired))
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store, script=FAULTY) as writer, Sender(writer.endpoint) as engine:
+        engine.open(capture, prompt_len=2)
+        engine.wait()
+        failing.touch()
+        frame, parts = engine.frame([(capture, 1, [0, 1])], send=False)
+        engine.socket.send_multipart([encode(frame), parts[0], *(bytes(len(part)) for part in parts[1:])])
+        assert until(fired.exists)
+        failing.unlink()
+        engine.hello()
+        engine.send(frame, *parts)
+        engine.finish(capture, end=2)
+        engine.wait()
+        assert not engine.refused and status_is(store, capture, "complete")
+        with StoreReader(store) as reader:
+            assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 2), 1, range(2))
 
 
 def test_records_past_a_gap_are_known_at_every_start(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from writer_service.segments import OpenSegment
 
 sync_threads: Final = 4
 catalog_backlog_max: Final = 64  # commits that the catalog may lag behind
+_UNTIDY_S: Final = 0.5  # between attempts to empty SQLite's log of what was deleted
 
 
 @dataclass(slots=True)
@@ -154,7 +155,7 @@ class CatalogThread:
     def _run(self) -> None:
         try:
             db = connect_write(self._path)
-            while (batch := self._queue.get()) is not None:
+            while (batch := self._next(db)) is not None:
                 self._retry(lambda batch=batch: _apply(db, batch))  # type: ignore[misc]
                 self.done.append(batch)
                 self._queue.task_done()
@@ -171,6 +172,15 @@ class CatalogThread:
                     set_aside(self._path.parent, DAMAGED)
             self.failed = error
             self._waker.wake()
+
+    def _next(self, db: sqlite3.Connection) -> Batch | None:
+        """The next commit; meanwhile SQLite's log is emptied as soon as no reader is in the middle of it."""
+        while self._untidy:
+            try:
+                return self._queue.get(timeout=_UNTIDY_S)
+            except queue.Empty:
+                self._untidy = not _empty_wal(db)
+        return self._queue.get()
 
     def _retry(self, work: Callable[[], None]) -> None:
         while True:

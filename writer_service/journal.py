@@ -14,7 +14,17 @@ from schemas.errors import ProtocolError
 from schemas.segment import FrameHeader
 from schemas.zarr_layout import WRITER
 from writer_service import fs, says
-from writer_service.changes import Change, Compacted, Erased, Indexed, LogBegun, Scrubbed, SegmentGone, SegmentSealed
+from writer_service.changes import (
+    Change,
+    Compacted,
+    Erased,
+    Indexed,
+    LogBegun,
+    Scrubbed,
+    SegmentGone,
+    SegmentMade,
+    SegmentSealed,
+)
 from writer_service.commits import Batch, CatalogThread, Syncer, SyncResult, Waker
 from writer_service.config import Config
 from writer_service.control_log import ControlLog, Entry, Message
@@ -223,15 +233,18 @@ class Journal:
                 file.poisoned = True
                 try:
                     fs.truncate(file.fd, file.good)
+                    file.tail = file.good
                 except OSError as error:
                     self.disk_error("truncate", file.path, error)
         while self.catalog.busy and self.catalog.failed is None:
             time.sleep(0.01)
         lost = (*failed.changes, *self._batch.changes)
+        made = {segment.number for segment in self.segments.all() if not segment.poisoned}  # what comes next goes there
         self._batch = Batch(self._batch.number + 1)
         for change in lost:
             # True whatever was synced:
-            if isinstance(change, SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed | Compacted):
+            if isinstance(change, SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed | Compacted) or (
+                    isinstance(change, SegmentMade) and change.number in made):
                 self.change(change)
 
     def close(self) -> None:

@@ -188,8 +188,9 @@ class Reception:
             payload = find_payload(frame, state.ring, [part.buffer for part in parts[2:]])
         except ProtocolError as error:
             self._write_waiting()
-            self._refuse_frame(state, frame.seq, error)
-            return
+            if frame.seq == state.received + 1:
+                self._refuse_frame(state, frame.seq, error)
+            return  # else those before it could not be written: all come again
         if self._quota.limit is not None and self._ledger.unwanted(frame.captures):
             self._write_waiting()
             if frame.seq == state.received + 1 and self._append(state, Refused(frame.seq, "quota")):

@@ -134,7 +134,9 @@ class SegmentSet:
         return [segment.number for segment in ready]
 
     def drop_poisoned(self) -> list[OpenSegment]:
-        """Close segments whose sync failed; what was good before stays readable and is sealed at the next start."""
+        """Close segments whose sync failed; what was good before stays readable, and can be sealed where the rest could
+        be cut off (``tail`` is ``good``), else at the next start.
+        """
         bad = [segment for segment in self.retired if segment.poisoned]
         self.retired = [segment for segment in self.retired if not segment.poisoned]
         for segment in bad:

@@ -149,6 +149,8 @@ class Writer:
             self._sealer.submit(number)
         for bad in self._journal.segments.drop_poisoned():
             self._journal.kept.forget(bad.number)
+            if bad.tail == bad.good:
+                self._sealer.submit(bad.number)
             says.warn("segment_poisoned", f"segment {bad.number} takes no more frames after a failed sync",
                       segment=bad.number)
         self._journal.commit_if_due(now)

@@ -103,6 +103,9 @@ class SenderState:
         """Forget what was taken but did not reach the disk; its Hello may be among it."""
         self.received = self.durable
         self.must_greet = True
+        for kept in (self.refused, self.told):  # what comes again may be taken then
+            while kept and kept[-1][0] > self.durable:
+                kept.pop()
 
     def covered(self, visible_is_enough: bool) -> int:
         """What an Ack may cover. Engines need their memory back soon; all others want to read what they wrote."""
