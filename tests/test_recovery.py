@@ -601,7 +601,8 @@ def lost_with_its_open(folder: Path) -> bool:
     with StoreReader(store) as reader:
         assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 6), 1, range(6))
     assert len(holding(store, row)) == 2
-    with WriterProcess(store, "--seal-idle-s", "0.1", "--keep-s", "0.1") as writer, Sender(writer.endpoint, "api") as api:
+    with WriterProcess(store, "--seal-idle-s", "0.1", "--keep-s", "0.1") as writer, \
+         Sender(writer.endpoint, "api") as api:
         api.delete(capture)
         api.wait()
         assert until(lambda: not holding(store, row)), holding(store, row)

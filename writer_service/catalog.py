@@ -164,7 +164,7 @@ def _index_rows(db: sqlite3.Connection, item: Indexed) -> set[str]:
         positions, flags = table.position[rows], table.flags[rows]
         columns = np.stack([positions, rows.astype(np.uint32), table.token_id[rows], flags], axis=1).astype("<u4")
         highest = int(positions[flags & FLAG_DRAFT == 0].max(initial=0))  # a draft may be of no length to come
-        # The same frame may lie in the store twice, from before a power loss: the other copy is erased with its capture.
+        # The same frame may lie here twice, from before a power loss: the other copy is erased with its capture.
         db.execute("INSERT OR IGNORE INTO strays SELECT capture, segment, offset FROM extents "
                    "WHERE capture = ? AND site = ? AND seq = ? AND (segment, offset) <> (?, ?)",
                    (capture, frame.site, frame.seq, item.segment, item.offset))
