@@ -212,6 +212,8 @@ def _n(value: object) -> int:
         return 1
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise BadParam("n", value, "valid with a capture: a number of samples, 1 or more")
+    if value.bit_length() > 63:  # of several thousand digits not even the product can be told
+        raise BadParam("n", "a number of more than 63 bits", f"at most {limits.capture_samples_max} captures")
     return value
 
 

@@ -30,7 +30,7 @@ MEDIA_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "safetensors": ("application/vnd.safetensors", "application/x-safetensors", "application/octet-stream"),
     "npy": ("application/x-npy", "application/vnd.numpy"),
     "npz": ("application/x-npz",),
-    "arrow": ("application/vnd.apache.arrow.file", "application/vnd.apache.arrow.stream"),
+    "arrow": ("application/vnd.apache.arrow.file",),
     "json": ("application/json",),
 }
 FORMATS: Final = tuple(MEDIA_TYPES)

@@ -198,23 +198,26 @@ def _format(asked: str | None, accept: str | None) -> str:
         if asked not in FORMATS:
             raise BadParam("format", asked, f"valid: {', '.join(available)}")
         return asked
-    for media_type in _accepted(accept or "*/*"):
-        if media_type in ("*/*", "application/*"):
-            return "safetensors"
-        for name in available:
-            if media_type in MEDIA_TYPES[name]:
+    accepted, refused = _accepted(accept or "*/*")
+    wanted = [name for name in available if MEDIA_TYPES[name][0] not in refused]
+    for media_type in accepted:
+        for name in wanted:
+            if media_type in ("*/*", "application/*", *MEDIA_TYPES[name]):
                 return name
     raise ApiError(406, "not_acceptable", f"Accept = {(accept or '')[:120]!r}: none of its types can be had; valid: "
                    + ", ".join(MEDIA_TYPES[name][0] for name in available), "Accept")
 
 
-def _accepted(accept: str) -> list[str]:
-    """The media types of an Accept header, best first."""
-    ranked = []
+def _accepted(accept: str) -> tuple[list[str], set[str]]:
+    """The media types of an Accept header, best first, and those that it refuses."""
+    ranked, refused = [], set()
     for part in accept[:4096].split(","):
         media_type, _, rest = part.partition(";")
         quality = re.search(r"\bq=([01](?:\.[0-9]{0,3})?)", rest)
         weight = float(quality[1]) if quality else 1.0
+        name = media_type.strip().lower()
         if weight > 0:
-            ranked.append((-weight, media_type.strip().lower()))
-    return [media_type for _, media_type in sorted(ranked, key=lambda pair: pair[0])]
+            ranked.append((-weight, name))
+        else:
+            refused.add(name)
+    return [name for _, name in sorted(ranked, key=lambda pair: pair[0])], refused

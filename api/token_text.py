@@ -30,7 +30,12 @@ async def texts(service: Service, token_ids: Sequence[int]) -> list[str | None]:
     async def ask(token: int) -> None:
         async with turns:
             answer = await service.upstream.post("/detokenize", json={"tokens": [token]}, timeout=_ANSWER_S)
-            known[token] = str(answer.raise_for_status().json()["prompt"])
+            try:
+                known[token] = str(answer.raise_for_status().json()["prompt"])
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code not in (400, 422):
+                    raise
+                log.info("no text for token %d: %r", token, error)  # of this one alone
 
     try:
         async with asyncio.TaskGroup() as asking:

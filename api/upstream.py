@@ -166,15 +166,16 @@ class Relay(StreamingResponse):
 
 async def passed(service: Service, request: Request, data: bytes) -> Response:
     """A request that is none of our business: passed on and back, byte by byte."""
-    path = request.url.path
+    path = request.scope["path"]  # as it was asked for: that of ``request.url`` is made with what Host says
     if not {".", ".."}.isdisjoint(path.split("/")):  # they would be resolved on the way, to a route that is not ours
         raise ApiError(404, "not_found", f"nothing is served at {path[:200]!r}; see /openapi.json")
-    path = quote(path, safe="/:@+=~!$&'()*,;") + (f"?{request.url.query}" if request.url.query else "")
+    query = request.scope["query_string"].decode("latin-1")
+    path = quote(path, safe="/:@+=~!$&'()*,;") + (f"?{query}" if query else "")
     asked = service.upstream.build_request(request.method, path, content=data,
                                            headers=caller_headers(request))
     answer = await while_connected(service, request, send(service, asked))
     if answer.is_redirect:  # to an address that is nobody's but ours
         await answer.aclose()
-        raise ApiError(404, "not_found", f"nothing is served at {request.url.path[:200]!r}; see /openapi.json")
+        raise ApiError(404, "not_found", f"nothing is served at {request.scope['path'][:200]!r}; see /openapi.json")
     headers = {"content-length": answer.headers["content-length"]} if "content-length" in answer.headers else None
     return Relay(service, answer, answer.aiter_raw(), headers)

@@ -44,6 +44,8 @@ def make_sender(folder: Path, name: str) -> Path:
         public, _ = create_certificates(out, _SENDER)
         (out / f"{_WRITER}.key").write_text((folder / f"{_WRITER}.key").read_text())
         Path(public).rename(folder / SENDERS / f"{name}.key")
+    except OSError as error:
+        raise StartError(f"{folder}: keys cannot be made there: {error}") from None
     finally:
         os.umask(before)
     return out

@@ -176,6 +176,7 @@ def test_an_empty_spec_is_legal(stack: Stack) -> None:
     ({"capture": {}, "n": 0}, 400, "n", "valid"),
     ({"capture": {}, "n": "2"}, 400, "n", "valid"),
     ({"capture": {}, "n": 5000}, 413, None, "4096"),
+    ({"capture": {}, "n": int("9" * 4299)}, 400, "n", "63 bits"),
     ({"capture": {}, "vllm_xargs": {"capture": "{}"}}, 400, "vllm_xargs.capture", "reserved"),
     ({"vllm_xargs": {"capture": "{}"}}, 400, "vllm_xargs.capture", "reserved"),
     ({"vllm_xargs": {"capture_count": 2}}, 400, "vllm_xargs.capture_count", "reserved"),

@@ -47,6 +47,7 @@ from vllm_tap.prompt_file import Prompt, read_prompts
 from vllm_tap.prompt_source import PromptSource
 from vllm_tap.serve_command import _ready_text
 from vllm_tap.services import ServeConfig, make_socket_dir
+from vllm_tap.show import when
 from vllm_tap.tiny_model import tiny_model
 from vllm_tap.writer_process import WriterProcess
 from writer_service.store_lock import is_free
@@ -361,6 +362,7 @@ def test_layers_that_cannot_be_chosen_are_refused(text: str) -> None:
     (["capture", "/nowhere.jsonl", "--tiny", "--max-tokens", "4", "--max-tokens=0"], ["(given: '0')"]),
     (["serve", "--tiny", "--retain-bytes", "2TX"], ["--retain-bytes", "'2TX'", "1.5TB"]),
     (["export", "x", "--format", "zip"], ["--format", "'zip'", "npz"]),
+    (["curve-keys", "gpu", "--folder", "/proc/keys"], ["/proc/keys", "cannot be made"]),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], words: list[str], tmp_path: Path) -> None:
     assert_refused(tap(*arguments, cwd=tmp_path), *words)
@@ -371,6 +373,15 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], words: list
 def test_a_name_that_is_not_there_is_refused(stored: Stored, ref: str) -> None:
     assert_refused(tap("show", ref, "--store", stored.path), "no capture")
     assert_refused(tap("export", ref, "--store", stored.path), "no capture")
+
+
+@pytest.mark.parametrize("arguments", [["ls", "--text", "caf\udce9"], ["ls", "--tag", "a=\udce9"], ["show", "\udce9"]])
+def test_an_argument_that_is_no_text_is_refused(stored: Stored, arguments: list[str]) -> None:
+    assert_refused(tap(*arguments, "--store", stored.path), "\\udce9", "UTF-8")
+
+
+def test_a_moment_that_no_calendar_has() -> None:
+    assert when(1 << 62) == f"{1 << 62} ms"
 
 
 @pytest.mark.parametrize("command", ["ls", "ls --json", "show", "show --json", "fsck", "fsck --json", "version"])

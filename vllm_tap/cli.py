@@ -278,6 +278,8 @@ def main() -> None:
             raise
         _let_go_of_output()
         raise SystemExit(0) from None
+    except UnicodeEncodeError as error:
+        _fail(f"{error.object[:200].encode(errors='backslashreplace').decode()!r}: an argument is not UTF-8", 2)
     except OSError as error:
         if error.errno not in _DISK:
             raise

@@ -209,7 +209,8 @@ def found_again(index: RowIndex) -> RowIndex:
             for number, (site, layer) in enumerate(index.keys):
                 part, wanted = places[site], index.position[rows]
                 at = np.searchsorted(part.positions, wanted)
-                if not np.array_equal(part.positions[np.minimum(at, len(part.positions) - 1)], wanted):
+                last = len(part.positions) - 1
+                if last < 0 or not np.array_equal(part.positions[np.minimum(at, last)], wanted):
                     raise NotFoundError(f"rows of {name_of((site, layer))} of capture {capture} are not there any more")
                 where[number][rows] = _address(part, layers[site].index(layer))[at]
         segments = {int(number): reader.segment(int(number)) for part in where for number in np.unique(part[:, 0])}

@@ -131,7 +131,10 @@ def _ranges(numbers: list[int]) -> str:
 
 def when(ms: int) -> str:
     """A moment in milliseconds since 1970, in local time."""
-    return datetime.fromtimestamp(ms / 1000).strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.fromtimestamp(ms / 1000).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # whoever sent it may say anything
+        return f"{ms} ms"
 
 
 def console() -> Console:

@@ -145,7 +145,7 @@ async def others(request: Request) -> Response:
             body = parse_body(data)
             if body.get("capture") is not None:
                 raise BadParam("capture", body["capture"], "taken by /v1/completions and /v1/chat/completions only")
-            if request.url.path in GENERATIONS and salt(body, owner_of(request), service.salt_secret):
+            if request.scope["path"] in GENERATIONS and salt(body, owner_of(request), service.salt_secret):
                 data = json.dumps(body).encode()
         return await passed(service, request, data)
     except ClientGone:

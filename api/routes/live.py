@@ -59,6 +59,8 @@ async def events(
         return list(dict.fromkeys(capture for ref in refs for capture in reader.samples(ref, owner)))
 
     captures = await poll(service, named, bool, 1.0)
+    if len(captures) > limits.capture_samples_max:
+        raise BadParam("also", f"{len(captures)} captures", f"at most {limits.capture_samples_max} in one stream")
     if len(captures) * len(sites) > limits.watched_max:
         raise BadParam("site", f"{len(sites)} of {len(captures)} captures",
                        f"captures × sites at most {limits.watched_max}; open a stream for some of them")

@@ -12,6 +12,8 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from api.entity_tags import same_entity
+
 __all__ = ["FILES", "router"]
 
 router = APIRouter(include_in_schema=False)
@@ -53,10 +55,10 @@ FILES: Final = {  # what a browser may ask for without a key, by path
 @router.get("/page/{name:path}")
 async def page(request: Request) -> Response:
     """A file of the page."""
-    file = FILES.get(request.url.path)
+    file = FILES.get(request.scope["path"])
     if file is None:
         raise HTTPException(404)
     headers = {**_HEADERS, "ETag": file.etag}
-    if request.headers.get("if-none-match") == file.etag:
+    if same_entity(request, file.etag):
         return Response(status_code=304, headers=headers)
     return Response(file.data, headers=headers, media_type=file.media_type)

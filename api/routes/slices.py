@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from api.entity_tags import same_entity
 from api.errors import ApiError, BadParam
 from api.sending import tell_stalled
 from api.service import check_ref, owner_of, service_of
@@ -109,7 +110,7 @@ def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: Sl
     if 0 < query.start >= end and not query.rejected:
         raise past_the_end("positions" if query.several else "start", query.start, end)
     tag = _tag(manifest, chosen, query)
-    if tag and tag in [each.strip() for each in request.headers.get("if-none-match", "").split(",")]:
+    if tag and same_entity(request, tag):
         return Response(status_code=304, headers={"ETag": tag, "Vary": "Accept"})
     held = Held(service, owner, slice_bytes(service.config, manifest, chosen, query))
     try:
