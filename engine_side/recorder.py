@@ -94,6 +94,8 @@ class Recorder:
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
+    _refused: set[str] = field(default_factory=set)  # running requests whose captures were not begun
+    _stood: int = -1  # how much the sender had taken when it was last waited for in vain
     _burst: Burst | None = None
     _bytes_a_token: float = 0.0  # of the last step that was chosen anew, all its rows counted
     _step_bytes: int = 0
@@ -123,8 +125,11 @@ class Recorder:
         if request in self._tickets:
             self.resume(request, cached)
             return
+        if request in self._refused:  # it comes back from a preemption
+            return
         if self._nobody_takes():
             self.counters.captures_refused += 1
+            self._refused.add(request)
             return
         self._end_burst()
         capture = ticket.capture_of(request)
@@ -177,9 +182,12 @@ class Recorder:
         """A request ended; one that never ran is opened first, so that its manifest exists."""
         self.catch_up()
         self._end_burst()
+        counted = end.request in self._refused
+        self._refused.discard(end.request)
         if end.request not in self._tickets:
             if self._nobody_takes():
-                return  # it was not begun
+                self.counters.captures_refused += not counted
+                return
             self.open(end.request, end.ticket, end.prompt_token_ids, 0)
         slot = self.captures.close(end.request)
         total = len(end.prompt_token_ids) + len(end.output_token_ids)
@@ -225,8 +233,10 @@ class Recorder:
         """Everything goes out; for a moment the sender is waited for, where it has no room for so much at once."""
         self._count()
         self.crossing.before_step(0, 0.0)
-        until = time.monotonic() + _FLUSH_S
-        while not self.crossing.push() and time.monotonic() < until:
+        shared, until = self.crossing.ring.shared, time.monotonic() + _FLUSH_S
+        while not self.crossing.push() and shared.taken != self._stood:
+            if time.monotonic() > until:
+                self._stood = shared.taken  # it is waited for again when it goes on
             time.sleep(_WAIT_S)
 
     def _count(self) -> None:
@@ -237,9 +247,9 @@ class Recorder:
             self.crossing.say(Counted(self._counted))
 
     def _nobody_takes(self) -> bool:
-        """Too much waits for a writer that is away, or there is no sender any more: no capture is begun."""
-        shared = self.crossing.ring.shared
-        return bool(shared.writer_away or shared.abandoned)
+        """Too much waits for the sender, or for a writer that is away, or nobody sends any more: none is begun."""
+        shared, outbox = self.crossing.ring.shared, self.outbox
+        return bool(shared.writer_away or shared.abandoned or (isinstance(outbox, Outbox) and outbox.full))
 
     def after_step(self, step: Step) -> None:
         """Take the wanted rows of the step that was just enqueued; later, where it was hurried."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from schemas.frame import FLAG_DRAFT, FLAG_GENERATED, FLAG_RECOMPUTED
 from schemas.spec import Resolved, intervals
 
 I64 = npt.NDArray[np.int64]
-_Numbers = TypeVar("_Numbers", int, I64)
 _FAR: Final = 1 << 40
 _BEYOND: Final = np.array([1 << 62])
 
@@ -88,7 +87,7 @@ class CaptureTable:
         """A slot for a request that starts."""
         slot = self._free.pop() if self._free else self._grow()
         ranges = [] if resolved.empty else intervals(resolved.positions, prompt_len)
-        self._ranges[slot] = np.array([_keys(slot, bound) for range_ in ranges for bound in range_], np.int64)
+        self._ranges[slot] = np.array(ranges, np.int64).reshape(-1) + (slot << 32)
         self._plan[slot] = self._join(plan_of(resolved))
         self._prompt_len[slot] = prompt_len
         self.computed[slot] = self.recomputed[slot] = 0
@@ -208,5 +207,5 @@ class CaptureTable:
         self._users[number] -= 1
 
 
-def _keys(slot: _Numbers, position: _Numbers) -> _Numbers:
+def _keys(slot: I64, position: I64) -> I64:
     return (slot << 32) + position

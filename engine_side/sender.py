@@ -47,6 +47,7 @@ class Pending:
     inverse: list[Any] = field(default_factory=list)  # by run, row → index into its names
     nbytes: int = 0
     steps: int = 0
+    rows: int = 0
 
 
 @dataclass(slots=True)
@@ -170,8 +171,9 @@ class Sender:
     def _open(self, event: Opened) -> None:
         self._slots[event.slot] = event.capture
         self._number(control.Open(
-            seq=self._seq + 1, capture=event.capture, request=event.request, asked=event.asked,
-            resolved=event.resolved, prompt_len=len(event.prompt_token_ids), cached=event.cached,
+            seq=self._seq + 1, capture=event.capture, request=event.request[:limits.alias_chars_max],
+            asked=event.asked, resolved=event.resolved, prompt_len=len(event.prompt_token_ids),
+            cached=min(event.cached, len(event.prompt_token_ids)),
             prompt_token_ids=np.asarray(event.prompt_token_ids, "<u4").tobytes(), created_ms=event.created_ms,
             adapter=event.adapter,
         ))
@@ -200,7 +202,11 @@ class Sender:
         except BaseException:
             self._release([run.mark])
             raise
+        rows = run.steps * len(run.slot)
+        if (begun := self._pending.get(run.entry)) is not None and begun.rows + rows > limits.frame_rows_max:
+            self._close_frame(run.entry)
         pending = self._pending.setdefault(run.entry, Pending(time.monotonic()))
+        pending.rows += rows
         pending.runs.append(run)
         pending.names.append(names)
         pending.inverse.append(inverse)

@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,7 +32,9 @@ _LINE: Final = 64  # bytes between numbers, so that their writers do not share a
 _NUMBERS: Final = mmap.PAGESIZE
 _QUEUE: Final = 4 << 20
 _SIZE: Final = 8  # bytes before each event: its length
-_LEFT_MAX: Final = 64 << 20  # of events that the queue has no room for
+_LEFT_MAX: Final = 64 << 20  # of events that the queue has no room for, where nobody takes any
+_STILL_S: Final = 10.0  # after which that is so: many long prompts at once only take the sender a while
+_FULL: Final = 32 << 20  # of events that wait: nothing more is begun
 
 EXTRA: Final = _NUMBERS + _QUEUE  # bytes of the file beside the ring
 
@@ -115,11 +118,17 @@ class Outbox:
         self._shared = shared
         self.left: deque[memoryview] = deque()  # what the queue had no room for
         self._left_bytes = 0
+        self._seen = -1, 0.0  # how much was taken, and when that was first seen
         self._fence = _Fence()
 
     def __len__(self) -> int:
         """Bytes that the sender has not taken yet."""
         return self._shared.put - self._shared.taken + self._left_bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that nothing new should be begun."""
+        return len(self) > _FULL
 
     def append(self, event: Event) -> None:
         """One more; forgotten where nobody takes events any more."""
@@ -138,16 +147,19 @@ class Outbox:
     def push(self) -> bool:
         """Put what was left into the queue as far as there is room; whether nothing is left."""
         shared = self._shared
+        if shared.abandoned:
+            self._forget()
         while self.left:
             at = shared.put % _QUEUE
             room = min(_QUEUE - at, shared.taken + _QUEUE - shared.put)
             part = self.left[0][:room]
             if not part:
-                if self._left_bytes > _LEFT_MAX:  # it has not looked for long, and all of this is memory
+                if shared.taken != self._seen[0]:
+                    self._seen = shared.taken, time.monotonic()
+                elif self._left_bytes > _LEFT_MAX and time.monotonic() - self._seen[1] > _STILL_S:
                     logger.error("vllm-tap: the sender's process takes nothing any more; nothing more is captured")
                     shared.abandoned = True
-                    self.left.clear()
-                    self._left_bytes = 0
+                    self._forget()
                 return False
             shared.queue[at : at + len(part)] = part
             self._fence()
@@ -158,6 +170,11 @@ class Outbox:
             else:
                 self.left[0] = self.left[0][len(part) :]
         return True
+
+    def _forget(self) -> None:
+        """Nobody takes any of it."""
+        self.left.clear()
+        self._left_bytes = 0
 
 
 class Events:

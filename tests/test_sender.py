@@ -196,6 +196,52 @@ def test_waiting_ends_when_the_sender_ends(tmp_path: Path) -> None:
     assert not step.is_alive()
 
 
+def test_a_capture_that_was_refused_when_it_began_is_not_begun_in_its_midst(writer: WriterProcess) -> None:
+    """A runner opens a request again when it comes back from a preemption; at its end the manifest says what it lacks.
+    """
+    tapped = Tapped(writer.endpoint)
+    tapped.ring.shared.writer_away = 1
+    capture = tapped.open(20)
+    tapped.ring.shared.writer_away = 0
+    tapped.recorder.open(capture, tapped._tickets[capture], list(range(20)), 25)
+    tapped.step(capture, 0, 20)
+    assert tapped.recorder.counters.captures_refused == 1 and tapped.recorder.counters.rows == 0
+    tapped.finish(capture, 20)
+    manifest = manifest_of(writer.store, capture)
+    assert (manifest.status, manifest.captured) == ("incomplete", 0)
+    assert manifest_of(writer.store, tapped.whole(100)).status == "complete"
+    tapped.close()
+
+
+def test_a_request_of_any_name_has_its_capture(writer: WriterProcess) -> None:
+    """The writer takes names of so many characters; vLLM takes any of a caller's."""
+    tapped, capture = Tapped(writer.endpoint), new_ulid()
+    spec = parse_spec({"codec": "raw", "id": capture})
+    ticket, name = Ticket(capture, spec.to_json(), resolve(spec, ARMED), 0, 1, 1), "r" * 1000
+    tapped.recorder.open(name, ticket, list(range(8)), 0)
+    positions = torch.arange(8)
+    tapped.recorder.after_step(Step([name], np.array([0, 8]), np.array([0]), positions, positions.to(torch.int32)))
+    tapped.recorder.finish(End(name, ticket, "length", None, list(range(8)), [7], 8))
+    assert manifest_of(writer.store, capture).status == "complete"
+    tapped.close()
+
+
+def test_a_frame_has_no_more_rows_than_the_writer_takes(writer: WriterProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few bytes they are, and however far the sender is behind."""
+    monkeypatch.setattr(limits, "frame_rows_max", 1000)  # here alone, not of the writer
+    monkeypatch.setattr(limits, "frame_delay_ms", 60_000)
+    tapped = Tapped(writer.endpoint)
+    capture = tapped.open(4000)
+    for first in range(0, 4000, 400):
+        tapped.step(capture, first, 400)
+    tapped.finish(capture, 4000)
+    assert manifest_of(writer.store, capture).status == "complete"
+    with StoreReader(writer.store) as reader, reader._catalog.moment() as now:
+        rows = [row[0] for row in now.db.execute("SELECT n FROM extents ORDER BY seq")]
+    assert rows == [800] * 5
+    tapped.close()
+
+
 def test_a_writer_that_is_away_costs_no_memory_by_the_step(tmp_path: Path) -> None:
     tapped = Tapped(f"ipc://{tmp_path}/nobody"[:100], ring_bytes=4 * MIB)
     capture = tapped.open(10)

@@ -101,6 +101,7 @@ def test_events_come_whole_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_sender_that_never_looks_costs_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_LEFT_MAX", 1 << 20)
+    monkeypatch.setattr(shared, "_STILL_S", 0.0)
     ring = Ring(1 << 16, pinned=False)
     outbox = Outbox(ring.shared)
     most = 0
@@ -109,6 +110,56 @@ def test_a_sender_that_never_looks_costs_bounded_memory(monkeypatch: pytest.Monk
         most = max(most, len(outbox))
     ring.close()
     assert ring.shared.abandoned and most < (4 << 20) + (2 << 20)
+
+
+def test_much_at_once_is_no_reason_to_give_the_sender_up() -> None:
+    """As when hundreds of requests with long prompts begin, or are aborted, in one step: it all comes, in its order."""
+    ring = Ring(1 << 16, pinned=False)
+    outbox, events = Outbox(ring.shared), Events(ring.shared)
+    for number in range(250):
+        outbox.append(Finished(number, "c", "abort", None, [1 << 20] * 100_000, 7, 0))
+    assert len(outbox) > (64 << 20) and outbox.full and not ring.shared.abandoned
+    for number in range(250):
+        event = events.first()
+        assert isinstance(event, Finished) and event.slot == number
+        events.take()
+        outbox.push()
+    assert len(outbox) == 0 and not outbox.full and events.first() is None
+    ring.close()
+
+
+def unsent() -> tuple[Recorder, Ring]:
+    """A recorder whose sender takes nothing, and has more to take than its queue holds."""
+    ring = Ring(1 << 16, pinned=False)
+    staging = Staging({SITE: torch.zeros(LAYERS, 8, WIDTH)}, ARMED.sites)
+    recorder = Recorder(staging, "float32", "drop",
+                        Crossing(torch.device("cpu"), ring, outbox=Outbox(ring.shared)))
+    for _ in range(3):
+        recorder.crossing.say(Finished(0, "c", "abort", None, [1 << 20] * 400_000, 7, 0))
+    assert len(recorder.outbox) > (4 << 20)
+    return recorder, ring
+
+
+def test_a_sender_that_stands_still_is_waited_for_once() -> None:
+    recorder, ring = unsent()
+    recorder.before_step(0)
+    begin = time.monotonic()
+    for _ in range(5):
+        recorder.before_step(0)
+        recorder.flush()
+    assert time.monotonic() - begin < 0.5
+    ring.close()
+
+
+def test_what_was_left_for_a_sender_that_died_is_forgotten() -> None:
+    recorder, ring = unsent()
+    ring.shared.abandoned = 1
+    begin = time.monotonic()
+    recorder.before_step(0)
+    assert time.monotonic() - begin < 0.5 and not recorder.crossing.left
+    recorder.before_step(1)
+    assert recorder.quiet
+    ring.close()
 
 
 def test_how_many_copies_are_over_however_many_there_were() -> None:
