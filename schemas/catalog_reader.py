@@ -85,11 +85,15 @@ class CatalogReader:
         self.path = Path(path)
         self.uuid = read_store_uuid(self.path)
         self._catalog = CatalogView(self.path)
+        self._sifting: CatalogView | None = None
         self._coverings = Coverings()
 
     def close(self) -> None:
         """Release files."""
-        self._catalog.close()
+        with self._catalog.lock:
+            self._catalog.close()
+            if self._sifting is not None:
+                self._sifting.close()
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +136,8 @@ class CatalogReader:
         if status is not None:
             where.append("status = ?")
             args.append(status)
-        with self._catalog.moment() as now:
+        sifted, more = ("", []) if sieve is None else sieve.condition()
+        with (self._apart() if sifted else self._catalog).moment() as now:
             if before is not None:
                 # It may have been deleted since that page: its tombstone still says where to go on.
                 last = find_capture(now.db, before)
@@ -142,7 +147,6 @@ class CatalogReader:
                 args += [last.created_ms, last.id]
             condition = " AND ".join(where)
             query = f"SELECT * FROM captures WHERE {condition} ORDER BY created_ms DESC, id DESC"
-            sifted, more = ("", []) if sieve is None else sieve.condition()
             scan = limits.captures_scan_max if sifted else limit
             listed = f"SELECT * FROM ({query} LIMIT {scan}) AS listed {sifted} LIMIT {limit}"
             rows = [_row(now, capture_of(row)) for row in now.db.execute(listed, [*args, *more])]
@@ -150,6 +154,13 @@ class CatalogReader:
                 return rows, rows[-1].id
             last_looked_at = now.db.execute(f"SELECT id FROM ({query} LIMIT 1 OFFSET {scan - 1})", args).fetchone()
             return rows, None if last_looked_at is None else last_looked_at["id"]
+
+    def _apart(self) -> CatalogView:
+        """The catalog for what looks at thousands of captures: everybody else reads on meanwhile."""
+        with self._catalog.moment():  # refused where this reader was closed
+            if self._sifting is None:
+                self._sifting = CatalogView(self.path)
+            return self._sifting
 
     def owner_bytes(self, owner: str) -> int:
         """Bytes of an owner's captures, rows and what is beside them, as the catalog knows them; 0 of who has none."""

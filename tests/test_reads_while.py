@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import NotFoundError
+from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
 from schemas.reader import StoreReader
+from schemas.sieve import read_sieve
 from tests.api_stack import running
 from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from writer_service.fsck import fsck
@@ -214,3 +215,23 @@ def _target(link: Path) -> str:
         return str(link.readlink())
     except FileNotFoundError:  # that of the listing itself
         return ""
+
+
+def test_a_list_that_takes_its_time_holds_nobody_up(tmp_path: Path) -> None:
+    store, capture = tmp_path / "store", new_ulid()
+    sieve = read_sieve(text=capture[-8:])
+    with WriterProcess(store) as writer, Sender(writer.endpoint) as engine:
+        engine.open(capture)
+        engine.wait()
+        reader = StoreReader(store)
+        assert until(lambda: reader.page(sieve=sieve)[0])
+        found: list[str] = []
+        other = threading.Thread(target=lambda: found.append(reader.capture(capture).id), daemon=True)
+        with reader._apart().moment():  # as while thousands of captures are looked at
+            other.start()
+            other.join(10.0)
+            assert found == [capture]
+        reader.close()
+        with pytest.raises(StoreError, match="closed"):
+            reader.page(sieve=sieve)
+        writer.stop()
