@@ -74,7 +74,7 @@ def read_sieve(tags: Sequence[str] = (), model: str | None = None, site: str | N
             if value is not None and not 0 < len(value) <= limits.filter_chars_max:
                 raise ArgumentError(name, value, f"valid: 1 to {limits.filter_chars_max} characters")
     known = None if site is None else parse_site(site, "site", ArgumentError)[0]
-    return Sieve([parse_tag(tag) for tag in tags], model, known, _moment("since", since), _moment("until", until), text)
+    return Sieve([parse_tag(tag) for tag in tags], model, known, moment("since", since), moment("until", until), text)
 
 
 def parse_tag(text: str) -> tuple[str, str | None]:
@@ -88,13 +88,16 @@ def milliseconds(when: datetime) -> int:
     return -((_1970 - when.astimezone(UTC)) // timedelta(milliseconds=1))
 
 
-def _moment(name: str, text: str | None) -> int | None:
+def moment(name: str, text: str | None) -> int | None:
+    """Milliseconds since 1970 of a moment in words; ArgumentError names the argument that has none."""
     if text is None:
         return None
+    if not isinstance(text, str):
+        raise ArgumentError(name, text, f"valid: {WHEN}")
     if text.isdecimal() and text.isascii() and len(text) <= 15:
         return int(text)
     try:
-        moment = datetime.fromisoformat(text)
-        return milliseconds(moment if moment.tzinfo else moment.replace(tzinfo=UTC))
+        found = datetime.fromisoformat(text)
+        return milliseconds(found if found.tzinfo else found.replace(tzinfo=UTC))
     except (ValueError, OverflowError):
         raise ArgumentError(name, text, f"valid: {WHEN} (UTC where it names no zone)") from None

@@ -136,6 +136,8 @@ def parse_spec(value: object) -> CaptureSpec:
     if isinstance(value, str | bytes):
         if len(value) > limits.spec_json_bytes_max:
             raise LimitError("bytes of the capture spec", len(value), limits.spec_json_bytes_max)
+        if value.lstrip()[:1] not in ("{", b"{"):
+            raise SpecError("", value, "must be an object such as {\"sites\": [\"resid_post\"]}")
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:

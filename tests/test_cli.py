@@ -405,7 +405,20 @@ def test_export_of_what_was_not_captured_names_what_was(stored: Stored, tmp_path
     for extra, words in ((["--sites", "mlp_out"], ["mlp_out", "resid_post, attn_out"]),
                          (["--layers", "9"], [" --layers = [9]", "[0, 1, 2, 3]"])):
         assert_refused(tap("export", stored.whole, "--store", stored.path, *extra, cwd=tmp_path), *words)
+    for extra, words in ((["--layers", "5:2"], ["--layers = '5:2'", "[0, 1, 2, 3]"]),
+                         (["--context", "8"], ["--context", "--format hf"])):
+        assert_refused(tap("export", stored.whole, "--store", stored.path, *extra, cwd=tmp_path), *words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_replaces_no_device_and_no_link(stored: Stored, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    asked = ["export", stored.whole, "--store", stored.path, "--force", "--out"]
+    assert_refused(tap(*asked, tmp_path / "fifo"), "fifo", "no regular file")
+    assert tap(*asked, tmp_path / "link").returncode == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_bytes()[:2] == b"PK"
 
 
 # ── the file of prompts ─────────────────────────────────────────────────────────────────────────────────────────

@@ -368,6 +368,15 @@ def test_errors_carry_the_services_words(client: Client) -> None:
             client.delete(ref)
     with pytest.raises(SpecError, match=r"^at_once = 0: at least 1"):
         client.generate_all(["x"], at_once=0)
+    with pytest.raises(SpecError, match=r"^prompts = 'a text': valid: a list"):
+        client.generate_all("a text")
+    for bad in ("resid_post", True, ["resid_post"]):
+        with pytest.raises(SpecError, match=r"^capture = .*a mapping such as"):
+            client.generate("x", capture=bad)  # type: ignore[arg-type]
+    assert list(client.captures(since="2999-01-31T12:00:00Z")) == []
+    for filters, word in (({"since": "yesterday"}, "since"), ({"until": 5.5}, "until"), ({"tags": "a"}, "tags")):
+        with pytest.raises(SpecError, match=f"^{word} = "):
+            client.captures(**filters)  # type: ignore[arg-type]
 
 
 def test_a_url_may_end_in_v1_as_other_clients_want_it(stack: Stack) -> None:

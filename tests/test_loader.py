@@ -291,9 +291,14 @@ def test_what_cannot_be_had_is_refused(made: Made, tmp_path: Path) -> None:
             rows(made.path, **bad)
     for options, word in (({"batch": 0}, "batch"), ({"dtype": torch.int8}, "dtype"), ({"rank": 2, "world": 2}, "rank"),
                           ({"seed": -1}, "seed"), ({"window": 0}, "window"), ({"rank": 1}, "rank"),
-                          ({"where": "run"}, "where"), ({"where": {"half": 1}}, "where")):
+                          ({"where": "run"}, "where"), ({"where": {"half": 1}}, "where"),
+                          ({"batch": "256"}, "batch"), ({"seed": "a"}, "seed"), ({"window": 1.5}, "window")):
         with pytest.raises(SpecError, match=f"^{word} = "):
             rows(made.path, "mlp_out", 1, **options)
+    with pytest.raises(SpecError, match=r"^batch = 1000000000: at most"):
+        activations(made.path, "mlp_out.1", batch=10**9)
+    with pytest.raises(SpecError, match=r"^state = {'epoch': 1}: valid: what state_dict gave"):
+        activations(made.path, "mlp_out.1", batch=8).load_state_dict({"epoch": 1})
     with pytest.raises(NotFoundError, match=r"where = {'half': '2'} chooses has these sites"):
         rows(made.path, "mlp_out", 1, where={"half": "2"})
 

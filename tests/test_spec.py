@@ -74,6 +74,7 @@ def test_layers_resolve(spec: dict[str, Any], layers: dict[str, list[int]]) -> N
         ('{"sites":' + "[" * 30_000 + "]" * 30_000 + "}", "", "nested too deeply"),
         ({"positions": [10**12]}, "positions", "none above 2,147,483,647"),
         ("[]", "", "must be an object"),
+        ("resid_post", "", "must be an object"),
         (7, "", "must be an object"),
     ],
 )

@@ -114,8 +114,8 @@ class AsyncClient:
                            capture: wire.Spec | None = None, *, at_once: int = 64, progress: Report = False,
                            **fields: Any) -> list[AsyncGeneration]:
         """``Client.generate_all``."""
+        wire.check_all(prompts, at_once)
         asked = list(prompts)
-        wire.check_at_once(at_once)
         free, done = asyncio.Semaphore(at_once), 0
         await self.model()
         with reporting(progress, "generating") as tell:
@@ -147,8 +147,8 @@ class AsyncClient:
         return AsyncCapture(self, ref, self.wait_s)
 
     def captures(self, status: str | None = None, *, tags: Mapping[str, str | None] | None = None,
-                 model: str | None = None, site: str | None = None, since: datetime | None = None,
-                 until: datetime | None = None, text: str | None = None, limit: int | None = None,
+                 model: str | None = None, site: str | None = None, since: datetime | str | None = None,
+                 until: datetime | str | None = None, text: str | None = None, limit: int | None = None,
                  before: str | None = None) -> AsyncIterator[CaptureRow]:
         """``Client.captures``, for ``async for``."""
 

@@ -239,8 +239,10 @@ def export(
     if format is Format.hf:
         pairs = dict(map(parse_tag, tag or ()))
         paths = export_hf(store, ref, out, sites, layers, pairs, context, force, sys.stderr.isatty())
-    elif ref is None or tag or context is not None:
-        raise TapError("name a capture; only --format hf takes several, --tag and --context")
+    elif tag or context is not None:
+        raise TapError(f"--{'tag' if tag else 'context'}: taken with --format hf alone")
+    elif ref is None:
+        raise TapError("name a capture; only --format hf takes several")
     else:
         paths = run(store, ref, format.value, out, sites, layers, force)
     for path in paths:

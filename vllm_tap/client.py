@@ -153,8 +153,8 @@ class Client:
         In the order of the prompts. ``progress``: True for a bar, or a function of (done, total). The first error ends
         it, once what is under way has ended.
         """
+        wire.check_all(prompts, at_once)
         asked = list(prompts)
-        wire.check_at_once(at_once)
         self.model()
         with reporting(progress, "generating") as tell, ThreadPoolExecutor(at_once) as pool:
             futures = [pool.submit(self.generate, prompt, max_tokens, capture, **fields) for prompt in asked]
@@ -179,8 +179,8 @@ class Client:
         return Capture(self, ref, self.wait_s)
 
     def captures(self, status: str | None = None, *, tags: Mapping[str, str | None] | None = None,
-                 model: str | None = None, site: str | None = None, since: datetime | None = None,
-                 until: datetime | None = None, text: str | None = None, limit: int | None = None,
+                 model: str | None = None, site: str | None = None, since: datetime | str | None = None,
+                 until: datetime | str | None = None, text: str | None = None, limit: int | None = None,
                  before: str | None = None) -> Iterator[CaptureRow]:
         """The captures that the filters let through, newest first, page by page as they are taken.
 

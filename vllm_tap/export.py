@@ -51,6 +51,10 @@ def export(store: Path, ref: str, format: str = "npz", out: Path | None = None, 
         rows = ExportRows(reader, manifest, chosen)
         legacy = format == "npz" and is_legacy(rows)
         target = out or Path(manifest.id if format == "npy" or legacy else f"{manifest.id}.{format}")
+        if target.is_symlink():  # what it stands for is written, and it stays
+            target = target.resolve()
+        if target.exists() and not (target.is_file() or target.is_dir()):
+            raise TapError(f"--out = {str(target)!r}: is no regular file")
         if target.exists() and not force:
             raise TapError(f"--out = {str(target)!r}: exists already; name another or add --force")
         try:
@@ -70,6 +74,8 @@ def choose_layers(text: str, captured: list[int]) -> list[int]:
             raise ArgumentError("--layers", text, "a step of 0 goes nowhere")
         start, stop, step = (int(part) if part else None for part in match.groups())
         wanted = list(range(max(captured, default=0) + 1)[slice(start, stop, step)])
+        if not any(layer in captured for layer in wanted):
+            raise ArgumentError("--layers", text, f"none of them was captured; captured: {captured}")
         return [layer for layer in wanted if layer in captured]
     try:
         wanted = [int(part) for part in text.split(",")]

@@ -11,7 +11,7 @@ from schemas import limits
 from schemas.errors import ArgumentError
 from schemas.manifest import STATUSES
 from schemas.reader import CaptureRow, StoreReader
-from schemas.sieve import Sieve, milliseconds
+from schemas.sieve import Sieve, milliseconds, moment
 from schemas.sites import parse_site
 
 __all__ = ["FINAL", "Filters", "Where", "sifted", "wanted"]
@@ -27,15 +27,16 @@ class Filters:
 
     ``tags`` must all be there (value None: any); ``model`` is the model's name; ``site`` must have been captured;
     ``since`` and ``until`` bound when it was made (``since`` included, ``until`` not); ``text`` is part of an id, a
-    name or a tag. SpecError on a status or site that does not exist.
+    name or a tag. Moments are datetimes, or texts as the service takes them. SpecError on a status or site that does
+    not exist, and on what is no moment.
     """
 
     status: str | None = None
     tags: Mapping[str, str | None] = field(default_factory=dict)
     model: str | None = None
     site: str | None = None
-    since: datetime | None = None
-    until: datetime | None = None
+    since: datetime | str | None = None
+    until: datetime | str | None = None
     text: str | None = None
 
     def __post_init__(self) -> None:
@@ -43,17 +44,22 @@ class Filters:
             raise ArgumentError("status", self.status, f"valid: {', '.join(STATUSES)}")
         if self.site is not None:
             parse_site(self.site, "site", ArgumentError)
+        if not isinstance(self.tags, Mapping):
+            raise ArgumentError("tags", self.tags, 'valid: a mapping such as {"run": "a"}, None for any value')
+        for name, when in (("since", self.since), ("until", self.until)):
+            _ms(name, when)
 
     def sieve(self) -> Sieve:
         """What a store's reader takes."""
         site = None if self.site is None else parse_site(self.site)[0]
-        return Sieve(list(self.tags.items()), self.model, site, _ms(self.since), _ms(self.until), self.text)
+        return Sieve(list(self.tags.items()), self.model, site, _ms("since", self.since), _ms("until", self.until),
+                     self.text)
 
     def params(self) -> dict[str, Any]:
         """What the service takes."""
         tags = [key if value is None else f"{key}={value}" for key, value in self.tags.items()]
         asked = {"status": self.status, "tag": tags or None, "model": self.model, "site": self.site,
-                 "since": _ms(self.since), "until": _ms(self.until), "text": self.text}
+                 "since": _ms("since", self.since), "until": _ms("until", self.until), "text": self.text}
         return {name: value for name, value in asked.items() if value is not None}
 
     def of(self, reader: StoreReader, limit: int | None = None, before: str | None = None) -> Iterator[CaptureRow]:
@@ -98,8 +104,8 @@ def wanted(where: Where, row: CaptureRow) -> bool:
     return bool(where(row)) if callable(where) else all(row.tags.get(key) == value for key, value in where.items())
 
 
-def _ms(when: datetime | None) -> int | None:
-    return None if when is None else milliseconds(when)
+def _ms(name: str, when: datetime | str | None) -> int | None:
+    return milliseconds(when) if isinstance(when, datetime) else moment(name, when)
 
 
 def _count(left: int | None) -> int:

@@ -57,8 +57,8 @@ def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = N
     if dtype not in _DTYPES:
         raise ArgumentError("dtype", dtype, f"valid: {', '.join(map(str, _DTYPES))}")
     for name, value in (("batch", batch), ("window", window)):
-        if value < 1:
-            raise ArgumentError(name, value, "at least 1 row")
+        if not isinstance(value, int) or value < 1:
+            raise ArgumentError(name, value, "a number of rows, at least 1")
     if where is not None and not callable(where) and not (
             isinstance(where, Mapping) and all(isinstance(value, str) for value in where.values())):
         raise ArgumentError("where", where, "valid: tags and their values, both strings, or a function of a CaptureRow")
@@ -66,8 +66,8 @@ def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = N
         raise ArgumentError("rank", rank, f"rank and world are given together, and world = {world}")
     if rank is None or world is None:
         rank, world = _process()
-    if seed < 0:
-        raise ArgumentError("seed", seed, "0 or more")
+    if not isinstance(seed, int) or seed < 0:
+        raise ArgumentError("seed", seed, "a whole number, 0 or more")
     if not 0 <= rank < world:
         raise ArgumentError("rank", rank, f"valid: 0 to {world - 1}, as world = {world}")
     index = build_index(path, keys_of(site, layer), where, codec, progress)
@@ -271,6 +271,8 @@ class Activations(Iterator[torch.Tensor]):
         if not len(data._blocks(worker, workers, 0)):  # every epoch would be empty, and a batch never full
             raise ArgumentError("rank", data.rank, f"has no rows: {-(-data.rows // BLOCK_ROWS)} blocks of {BLOCK_ROWS} "
                                                    f"are shared by world x workers = {data.world} x {workers}")
+        if data.batch > (most := max(data.rows, WINDOW_ROWS)):  # it would be put together in memory, epoch after epoch
+            raise ArgumentError("batch", data.batch, f"at most {most} rows; the store has {data.rows}")
         self.data, self._name, self._taken = data, data.names[0], 0
         self._batches, self._rest = iter(data), torch.empty(0)
 
@@ -300,6 +302,8 @@ class Activations(Iterator[torch.Tensor]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; SpecError where it is of other rows or of another order."""
+        if not isinstance(state.get("taken"), int):
+            raise ArgumentError("state", dict(state), "valid: what state_dict gave")
         epoch, left = 0, int(state["taken"]) * self.data.batch
         while left >= (size := self.data.rows_of(epoch)):
             epoch, left = epoch + 1, left - size

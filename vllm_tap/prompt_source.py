@@ -35,6 +35,8 @@ class PromptSource:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise TapError(f"--limit = {self.limit}: at least 1")
+        if self.given == HUB:
+            raise TapError(f"PROMPTS = {self.given!r}: name a dataset of the hub behind it, as hf:NAME")
         if not self.is_dataset and (self.split or self.column):
             raise TapError(f"PROMPTS = {self.given!r}: --split and --column are for datasets, and this is a file")
 

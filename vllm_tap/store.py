@@ -50,8 +50,8 @@ class Store:
         return (Capture(self, row.id, self.wait_s) for row in self.captures())
 
     def captures(self, status: str | None = None, *, tags: Mapping[str, str | None] | None = None,
-                 model: str | None = None, site: str | None = None, since: datetime | None = None,
-                 until: datetime | None = None, text: str | None = None, limit: int | None = None,
+                 model: str | None = None, site: str | None = None, since: datetime | str | None = None,
+                 until: datetime | str | None = None, text: str | None = None, limit: int | None = None,
                  before: str | None = None) -> Iterator[CaptureRow]:
         """The captures that the filters let through, newest first, as ``Client.captures``."""
         return Filters(status, tags or {}, model, site, since, until, text).of(self.reader, limit, before)

@@ -102,8 +102,10 @@ def check_open(http: httpx.Client | httpx.AsyncClient) -> None:
         raise TapError("this client was closed")
 
 
-def check_at_once(at_once: int) -> None:
-    """SpecError where nothing would ever be sent."""
+def check_all(prompts: object, at_once: int) -> None:
+    """SpecError where nothing would ever be sent, or every letter of a text for itself."""
+    if isinstance(prompts, str):
+        raise ArgumentError("prompts", prompts[:40], "valid: a list of prompts, not a text")
     if at_once < 1:
         raise ArgumentError("at_once", at_once, "at least 1")
 
@@ -143,6 +145,8 @@ def ask_generate(prompt: str | Sequence[Any] | Messages, max_tokens: int, captur
     body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, **fields,
                             "messages" if chat else "prompt": prompt if isinstance(prompt, str) else list(prompt)}
     if capture is not None:
+        if not isinstance(capture, CaptureSpec | Mapping):
+            raise ArgumentError("capture", capture, 'a mapping such as {"sites": ["resid_post"]}; {}: everything')
         body["capture"] = json.loads(capture.to_json()) if isinstance(capture, CaptureSpec) else dict(capture)
     return Ask("POST", "/v1/chat/completions" if chat else "/v1/completions", body=body, again=False)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -53,6 +55,12 @@ class Line:
         return self.sqnr_db >= sqnr_min and (error_max is None or self.error <= error_max)
 
 
+
+def _command() -> str:
+    """How this terminal calls the command line: beside Python where nothing has put that on its path."""
+    return "vllm-tap" if shutil.which("vllm-tap") else os.path.relpath(Path(sys.executable).with_name("vllm-tap"))
+
+
 def main() -> int:
     """0 where everything agrees."""
     parser = argparse.ArgumentParser("vllm_tap.demo", description=__doc__)
@@ -72,10 +80,10 @@ def main() -> int:
         raise
     if keep:
         say(f"left running: {server.url}   stop it with: kill {server.process.pid}")
-        console.print(f"    vllm-tap ls --store {server.store}", soft_wrap=True)
+        console.print(f"    {_command()} ls --store {server.store}", soft_wrap=True)
     else:
         status = server.stop()
-        say(f"stopped (exit code {status}); look at it again: vllm-tap ls --store {server.store}")
+        say(f"stopped (exit code {status}); look at it again: {_command()} ls --store {server.store}")
         good = good and status == 0
     say(f"{'everything agrees' if good else 'SOMETHING DOES NOT AGREE'} ({time.monotonic() - began:.0f} s)")
     return 0 if good else 1
