@@ -30,6 +30,7 @@ def left(tmp_path: Path) -> Iterator[tuple[Store, str]]:
         engine.wait()
         with open_store(tmp_path) as reader:
             assert until(lambda: [row.status for row in reader.captures()] == ["running"])
+            assert until(lambda: len(reader[capture].slice(SITE, 2, allow_missing=True).positions) == 8)
         writer.kill()
     with open_store(tmp_path) as store:
         yield store, capture

@@ -30,6 +30,8 @@ from writer_service.changes import (
 )
 from writer_service.control_log import Entry
 
+_ELEVEN = ", ".join("?" * 11)  # an extent
+
 
 def create(db: sqlite3.Connection, uuid: str) -> None:
     """Tables of an empty catalog."""
@@ -164,13 +166,13 @@ def _index_rows(db: sqlite3.Connection, item: Indexed) -> set[str]:
         positions, flags = table.position[rows], table.flags[rows]
         columns = np.stack([positions, rows.astype(np.uint32), table.token_id[rows], flags], axis=1).astype("<u4")
         highest = int(positions[flags & FLAG_DRAFT == 0].max(initial=0))  # a draft may be of no length to come
-        # The same frame may lie here twice, from before a power loss: the other copy is erased with its capture.
-        db.execute("INSERT OR IGNORE INTO strays SELECT capture, segment, offset FROM extents "
-                   "WHERE capture = ? AND site = ? AND seq = ? AND (segment, offset) <> (?, ?)",
-                   (capture, frame.site, frame.seq, item.segment, item.offset))
-        db.execute("INSERT OR REPLACE INTO extents VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (
-            capture, frame.site, frame.seq, item.segment, item.offset, len(rows), int(positions.min()), highest, layers,
-            columns.tobytes(), len(rows) * row_bytes))
+        extent = (capture, frame.site, frame.seq, item.segment, item.offset, len(rows), int(positions.min()), highest,
+                  layers, columns.tobytes(), len(rows) * row_bytes)
+        if not db.execute(f"INSERT OR IGNORE INTO extents VALUES ({_ELEVEN})", extent).rowcount:
+            # It may lie here twice, from before a power loss: the other copy is erased with its capture.
+            db.execute("INSERT OR IGNORE INTO strays SELECT capture, segment, offset FROM extents "
+                       "WHERE capture = ? AND site = ? AND seq = ? AND (segment, offset) <> (?, ?)", extent[:5])
+            db.execute(f"INSERT OR REPLACE INTO extents VALUES ({_ELEVEN})", extent)
         db.execute("UPDATE captures SET total_len = max(total_len, ?) WHERE id = ? AND finish_seq IS NULL",
                    (highest + 1, capture))
         touched.add(capture)
