@@ -55,6 +55,8 @@ class Layout:
     encode: encoders.Encoder
     kernel: Callable[[kernels.Source, torch.Tensor, list[int], I64], kernels.Launch | kernels.Projected] | None
     rows_max: int  # of a block
+    # Of its kernel, for rows that are gathered or not, with the addresses of the token ids and positions that it has.
+    launches: dict[bool, tuple[tuple[int, int], kernels.Launch | kernels.Projected]] = field(default_factory=dict)
 
     def place(self, n: int) -> Place:
         """The parts of a block of ``n`` rows."""
@@ -64,6 +66,19 @@ class Layout:
             offsets.append(at)
             at += -(-size // ALIGN) * ALIGN
         return Place(n, offsets, sizes, at)
+
+    def launch(self, piece: Piece, memory: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor,
+               inputs: tuple[int, int]) -> kernels.Launch | kernels.Projected:
+        """What encodes a piece into ``memory``; good until the next is asked for. ``inputs``: addresses."""
+        assert self.kernel is not None
+        had, launch = self.launches.get(piece.gathered, (None, None))
+        if launch is None or had != inputs or not launch.aim(piece.where, piece.place.n, piece.place.offsets,
+                                                             piece.begins):
+            source = kernels.Source(self.buffer, self.layer_index, piece.where, piece.place.n, token_ids, positions)
+            launch = self.kernel(source, memory, piece.place.offsets, piece.begins)
+            self.launches[piece.gathered] = inputs, launch
+        return launch
+
 
 def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compiled: bool) -> Layout:
     """The layout of an entry in blocks of at most ``bytes_max``; SpecError where its codec cannot take such rows.
@@ -205,9 +220,7 @@ class Burst:
                 _encode(piece, self.memory, [begin + offset for offset in piece.place.offsets], token_ids, positions)
                 continue
             if piece.launch is None or not same:
-                source = kernels.Source(piece.layout.buffer, piece.layout.layer_index, piece.where, piece.place.n,
-                                        token_ids, positions)
-                piece.launch = piece.layout.kernel(source, self.memory, piece.place.offsets, piece.begins)
+                piece.launch = piece.layout.launch(piece, self.memory, token_ids, positions, inputs)
             piece.launch(self.done)
         self._inputs = inputs
         self.done += 1

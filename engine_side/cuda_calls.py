@@ -77,7 +77,7 @@ class Function:
 class Launched:
     """A kernel with its grid and arguments, to be launched again and again.
 
-    ``values`` int64 [steps, arguments]: what each of its launches gets; they may be changed.
+    ``values`` int64 [steps, arguments]: what each of its launches gets; they may be changed, as may the grid.
     """
 
     __slots__ = ("_at", "_config", "_device", "_function", "_launch", "_stream", "_table", "_tables", "values")
@@ -90,9 +90,14 @@ class Launched:
         self.values[:] = arguments
         # Where the driver finds each argument of a step, and where it finds that.
         self._table = whole.ctypes.data + 8 * np.arange(whole.size)
-        self._tables = [self._table.ctypes.data + 8 * function.parameters * step for step in range(steps)]
+        begin = self._table.ctypes.data
+        self._tables = [begin + 8 * function.parameters * step for step in range(steps)]
         self._config = _Config(*grid, function.threads, 1, 1, function.shared, None, None, 0)
         self._at, self._stream = ctypes.addressof(self._config), 0
+
+    def over(self, programs: int) -> None:
+        """The grid has so many programs in its first direction from now on."""
+        self._config.gridDimX = programs
 
     def __call__(self, step: int) -> None:
         """Enqueue it on the current stream; RuntimeError where the driver refuses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import struct
 import threading
@@ -131,11 +132,13 @@ def _keep(key: bytes, spec: CaptureSpec, layers: Resolved, shape: Shape) -> None
 
 def _shared(value: object) -> tuple[bytes, str | None]:
     """What tells a spec from another but for its id, b"" where that is not to be had so, and the id."""
-    if type(value) is not dict or type(ulid := value.get("id")) not in (str, NoneType):
-        return b"", None
-    rest = value.copy()
-    rest.pop("id", None)
     try:
+        if type(value) is str and len(value) <= _KEY_BYTES_MAX:  # as servers get it
+            value = json.loads(value)
+        if type(value) is not dict or type(ulid := value.get("id")) not in (str, NoneType):
+            return b"", None
+        rest = value.copy()
+        rest.pop("id", None)
         key = msgspec.json.encode(rest) if _is_plain(rest) else b""
     except (TypeError, ValueError, OverflowError, RecursionError, RuntimeError):  # the last: changed meanwhile
         return b"", None

@@ -39,6 +39,10 @@ _BURST_STEPS_MAX: Final = 16
 _BURST_BYTES_MAX: Final = 16 << 20
 _COUNT_S: Final = 0.5
 _FLUSH_S: Final = 1.0
+_SKIPPED_MAX: Final = 2
+# The tokens that the engine has just got are sent by a thread of its own, which has to wait for the interpreter. Before
+# something is done that takes a while it gets the chance.
+_YIELD_S: Final = 0.00001
 _BURST_S: Final = 0.04  # rows are seen no later than that, and a step
 
 
@@ -84,13 +88,19 @@ class Recorder:
     on_full: str
     crossing: Crossing
     quiet: bool = False  # nothing is captured, and nothing waits: a step in which no request begins needs no call
+    # Nothing overwrites staging, positions and token ids between a step and the next call of any kind: rows of hurried
+    # steps are taken in that call, when the tokens of the step before theirs are out.
+    alone: bool = False
+    # A step's tokens are waited for behind the launch of the next: so are rows of any step that have to be chosen anew.
+    ahead: bool = False
     compiled: Compiled = field(init=False)
     captures: CaptureTable = field(default_factory=CaptureTable)
     counters: TapCounters = field(default_factory=TapCounters)
     _counted: TapCounters = field(default_factory=TapCounters)  # what the sender was told
     _count_at: float = 0.0
     _late: Step | None = None  # its rows are still to be taken
-    _hurried: bool = False
+    _hurried: bool = False  # the last step was
+    _skipped: int = 0  # steps in a row behind which nothing was sent on, although something waited
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
     _tickets: dict[str, str] = field(default_factory=dict)  # running request → capture id
@@ -205,21 +215,26 @@ class Recorder:
     def before_step(self, tokens: int, hurried: bool = False) -> None:
         """A step of ``tokens`` comes (none: the engine will rest), and behind it goes what waits for the host.
 
-        ``hurried``: the host that launches it is what that step waits for, and nothing overwrites staging, positions
-        and token ids between it and the next call of any kind. Then its rows are taken in that call, when the tokens
-        of the step before it are out; what waits for the host goes behind the next step, but not twice.
+        ``hurried``: that step waits for the host that launches it, and so do its tokens for the host that launches the
+        next. What is to be sent on goes behind a later one, but not much later.
         """
         if self._late is not None:
+            if self.ahead and tokens:
+                time.sleep(_YIELD_S)
             self.catch_up()
-        skipped, self._hurried = self._hurried, hurried
+        near, self._hurried = hurried or self._hurried, hurried
         if tokens == 0:
             self._end_burst()
             self._rest()
         elif (self._burst is None or not self._burst.pieces) and time.monotonic() > self._count_at:
             self._count()
         crossing = self.crossing
-        if (crossing.waiting or crossing.left) and (not hurried or skipped):
-            crossing.before_step(tokens, self._bytes_a_token)
+        if crossing.waiting or crossing.left:
+            if near and self._skipped < (_SKIPPED_MAX if crossing.light else 1):
+                self._skipped += 1
+            else:
+                self._skipped = 0
+                crossing.before_step(tokens, self._bytes_a_token)
         if not self.captures.slot_of:
             self.quiet = not (crossing.waiting or crossing.left) and self.counters == self._counted
 
@@ -252,7 +267,7 @@ class Recorder:
         return bool(shared.writer_away or shared.abandoned or (isinstance(outbox, Outbox) and outbox.full))
 
     def after_step(self, step: Step) -> None:
-        """Take the wanted rows of the step that was just enqueued; later, where it was hurried."""
+        """Take the wanted rows of the step that was just enqueued; perhaps in the next call: see ``alone``."""
         self.catch_up()
         self.quiet = False
         if not self.captures and step.begin is None:
@@ -260,11 +275,11 @@ class Recorder:
         if step.begin is None and step.drafts is None and self.goes_on(
                 step.requests, step.first, int(step.starts[-1]), step.token_ids, step.positions):
             return
-        self._end_burst()
         step.starts, step.first = step.starts.astype(np.int64), step.first.astype(np.int64)
-        if self._hurried:
+        if self.alone and (self.ahead or self._hurried):
             self._late = step
         else:
+            self._end_burst()
             self._take_rows(step)
 
     def goes_on(self, requests: list[str], first: I64, rows: int, token_ids: torch.Tensor, positions: torch.Tensor
@@ -291,6 +306,7 @@ class Recorder:
         if step is None:
             return
         try:
+            self._end_burst()
             self._take_rows(step)
         except Exception:
             self.counters.failures += 1

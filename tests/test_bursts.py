@@ -36,18 +36,18 @@ def ring() -> Iterator[Ring]:
                       min_size=1, max_size=6),
     stalls=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60), st.integers(1, 9)), max_size=8),
     full=st.booleans(),
-    hurried=st.sets(st.integers(0, 69)),
+    hurried=st.sets(st.integers(0, 69)), ahead=st.booleans(),
 )
 def test_every_row_once_or_lost(
     ring: Ring, requests: list[tuple[dict[str, object] | None, int, int, int]], stalls: list[tuple[int, int, int]],
-    full: bool, hurried: set[int]
+    full: bool, hurried: set[int], ahead: bool
 ) -> None:
-    """Requests (spec, prompt, answer, step at which they come); a stall (request, step, steps) holds one back; the rows
-    of hurried steps are taken with the next call, which may be of any kind.
+    """Requests (spec, prompt, answer, step at which they come); a stall (request, step, steps) holds one back; rows of
+    hurried steps, and ``ahead`` of others that are chosen anew, are taken with the next call, which may be of any kind.
     """
     ring.shared.tail = ring.head
     armed = staging()
-    recorder = Recorder(armed, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    recorder = Recorder(armed, "float32", "drop", Crossing(torch.device("cpu"), ring), alone=True, ahead=ahead)
     tickets: dict[int, Ticket] = {}
     done = dict.fromkeys(range(len(requests)), 0)
     asked, seen = Counter[Row](), Seen(ring, full)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from pathlib import Path
 
@@ -50,14 +52,14 @@ def test_a_spec_that_is_known_but_for_its_id_gives_what_it_gave() -> None:
         {"return": "inline"}, {"unknown": 1}, {"positions": list(range(1500))},
     ]
 
-    def fresh(value: dict[str, object]) -> object:
+    def fresh(value: object) -> object:
         try:
             spec = parse_spec(value)
             return spec.to_json(), resolve(spec, armed, shape.widths)
         except (SpecError, LimitError) as error:
             return str(error)
 
-    def found(value: dict[str, object]) -> object:
+    def found(value: object) -> object:
         try:
             return front.resolve_spec(value, shape)[1:]
         except SpecError as error:
@@ -68,10 +70,27 @@ def test_a_spec_that_is_known_but_for_its_id_gives_what_it_gave() -> None:
             for named in (value, {**value, "id": new_ulid()}, {"id": new_ulid(), **value}, {**value, "id": None},
                           {**value, "id": "no ULID"}, {**value, "id": 7}, {**value, "id": np.str_(new_ulid())}):
                 assert str(fresh(named)) in str(found(named)), named
+                with contextlib.suppress(TypeError):  # bytes have no JSON
+                    text = json.dumps(named)
+                    assert str(fresh(text)) in str(found(text)), text
     assert len(shape.known) >= 9
+    for text in ("", "{", "[]", "null", "7", '"{}"', ' {"layers": [1]} ', '{"layers": [1], "layers": [2]}',
+                 "[" * 100_000, '{"id": "a", "id": null}', '{"tags": {"a": "\\ud800"}}',
+                 '{"layers": [' + "1" * 5000 + "]}"):
+        for _ in range(2):
+            assert str(fresh(text)) in str(found(text)), text
     for at in range(1000):
         front.resolve_spec({"positions": [at]}, shape)
     assert len(shape.known) <= 64 and sum(map(len, shape.known)) < 1 << 18
+
+
+def test_a_known_spec_that_comes_as_text_is_parsed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``vllm_xargs`` carries it: what a server's clients send costs what a mapping does."""
+    shape = front.Shape(Armed({"resid_post": [0, 1, 2]}, 3, {}), {"resid_post": 64})
+    asked = [json.dumps({"layers": [0], "id": new_ulid()}), json.dumps({"id": new_ulid(), "layers": [0]})]
+    first = front.resolve_spec(asked[0], shape)
+    monkeypatch.delattr(front, "parse_spec")
+    assert front.resolve_spec(asked[1], shape).resolved is first.resolved
 
 
 def test_a_spec_that_is_changed_while_it_is_looked_at_changes_nothing_for_others(monkeypatch: pytest.MonkeyPatch

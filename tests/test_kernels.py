@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -104,9 +105,14 @@ def taken(codec: str, source: kernels.Source, offset: int = 0) -> dict[str, torc
     for shape, kind in pieces.values():
         offsets.append(end)
         end += -(-torch.Size(shape).numel() * kind.itemsize // 64) * 64 + 64
-    kernels.launch(codec, source, scratch, offsets)(0)  # compiles
+    begins, first = np.array([0, 64]), source.rows if isinstance(source.rows, int) else source.rows[:1]
+    launch = kernels.launch(codec, replace(source, rows=first, n=1), scratch, offsets, begins)
+    launch(0)  # compiles
     scratch.fill_(UNTOUCHED)
-    kernels.launch(codec, source, scratch, [at - 64 for at in offsets], np.array([0, 64]))(1)
+    at = [at - 64 for at in offsets]
+    if not launch.aim(source.rows, n, at, begins):
+        launch = kernels.launch(codec, source, scratch, at, begins)
+    launch(1)
     scratch, out = scratch.cpu(), {}
     for begin, (name, (shape, kind)) in zip(offsets, pieces.items(), strict=True):
         part = scratch[begin : begin + torch.Size(shape).numel() * kind.itemsize]

@@ -148,13 +148,16 @@ CALLS: dict[str, Callable[[Recorder], None]] = {
 }
 
 
+@pytest.mark.parametrize("hurried", [True, False])
 @pytest.mark.parametrize("call", list(CALLS))
-def test_rows_of_a_hurried_step_are_taken_with_the_next_call_of_any_kind(recorder: Recorder, call: str) -> None:
+def test_rows_of_a_step_may_be_taken_with_the_next_call_of_any_kind(recorder: Recorder, call: str, hurried: bool
+                                                                    ) -> None:
     def runs() -> list[list[int]]:
         return [event.position.tolist() for event in recorder.outbox if isinstance(event, Run)]
 
     opened(recorder, 4)
-    recorder.before_step(2, hurried=True)
+    recorder.alone, recorder.ahead = True, not hurried
+    recorder.before_step(2, hurried)
     recorder.after_step(step(0, 2, 0))
     assert runs() == []
     CALLS[call](recorder)

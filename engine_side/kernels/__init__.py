@@ -37,6 +37,8 @@ I64 = npt.NDArray[np.int64]
 logger = logging.getLogger("vllm.tap")
 _left = False
 _AT_0: Final = np.zeros(1, np.int64)
+_STEPS: Final = 16  # that a launch has room for at least
+_ROWS: Final = 4  # the place of what says which rows are taken, among a kernel's arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ class Launch:
     from byte ``begins[step]`` (a multiple of 64) on. ``more``: arguments of its own; ``grid``: else a program a row.
     """
 
-    __slots__ = ("_after", "_before", "_begins", "_grid", "_kernel", "_launched", "_offsets")
+    __slots__ = ("_after", "_before", "_begins", "_gathered", "_grid", "_kernel", "_launched", "_movable", "_offsets",
+                 "_steps")
 
     def __init__(self, kernel: _Kernel, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64,
                  more: Sequence[torch.Tensor | int] = (), grid: tuple[int, int, int] | None = None) -> None:
@@ -122,7 +125,8 @@ class Launch:
         # Of a 64-bit number that is not negative the lower half is the number: one kernel for both.
         wide_ids, wide_positions = ids.dtype == torch.int64, positions.dtype == torch.int64
         self._kernel, self._grid = kernel, grid or (source.n, source.layers.shape[0], 1)
-        self._before = (
+        self._gathered, self._movable, self._steps = gathered, grid is None, max(len(begins), _STEPS)
+        self._before: tuple[Any, ...] = (
             buffer, to_layer, to_row, source.layers, rows if gathered else source.layers, 0 if gathered else rows,
             ids.view(torch.int32) if wide_ids else ids, 1 + wide_ids,
             positions.view(torch.int32) if wide_positions else positions, 1 + wide_positions, scratch)
@@ -131,8 +135,26 @@ class Launch:
         if kernel.loaded is not None and source.n:  # the driver takes no empty grid
             addresses = [of.data_ptr() if isinstance(of, torch.Tensor) else int(of)
                          for of in (*self._before, *offsets, *more)]
-            self._launched = Launched(kernel.loaded, self._grid, addresses, buffer.device.index, len(begins))
+            self._launched = Launched(kernel.loaded, self._grid, addresses, buffer.device.index, self._steps)
         self.move(begins)
+
+    def aim(self, rows: torch.Tensor | int, n: int, offsets: Sequence[int], begins: I64) -> bool:
+        """``n`` other rows of the same source go elsewhere from now on; False where another launch has to be made.
+
+        To make one takes several times as long.
+        """
+        if isinstance(rows, int) == self._gathered or not self._movable or len(begins) > self._steps or not n:
+            return False
+        if self._launched is None and self._kernel.loaded is not None:  # a faster way has come
+            return False
+        self._grid, self._offsets = (n, *self._grid[1:]), np.array(offsets, np.int64)
+        where, first = (rows, 0) if isinstance(rows, torch.Tensor) else (self._before[_ROWS], rows)
+        self._before = (*self._before[:_ROWS], where, first, *self._before[_ROWS + 2 :])
+        if self._launched is not None:
+            self._launched.over(n)
+            self._launched.values[:, _ROWS : _ROWS + 2] = where.data_ptr(), first
+        self.move(begins)
+        return True
 
     def move(self, begins: I64) -> None:
         """Streams lie elsewhere from now on; ``begins`` has no more steps than before."""
@@ -165,6 +187,10 @@ class Projected:
     def move(self, begins: I64) -> None:
         """As ``Launch.move``: the workspace between the two stays where it is."""
         self._codes.move(begins)
+
+    def aim(self, rows: torch.Tensor | int, n: int, offsets: Sequence[int], begins: I64) -> bool:
+        """As ``Launch.aim``: how the product is cut up follows from the number of rows."""
+        return False
 
     def __call__(self, step: int) -> None:
         """Enqueue a step of it on the current stream."""

@@ -75,7 +75,10 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
             _guarded(_resume, recorder, scheduler_output.scheduled_cached_reqs)
         tokens = scheduler_output.total_num_scheduled_tokens
         try:
-            recorder.before_step(tokens, tokens > len(scheduler_output.num_scheduled_tokens) and _alone(recorder, self))
+            prompts = tokens > len(scheduler_output.num_scheduled_tokens)
+            if prompts:  # there is nothing to take before the first of them
+                _look_at(recorder, self)
+            recorder.before_step(tokens, prompts and recorder.alone)
         except Exception:
             _note(recorder)
         result = original(self, scheduler_output, *args, **kwargs)
@@ -112,12 +115,11 @@ def _catch_up(recorder: Any) -> None:
     recorder.catch_up()
 
 
-def _alone(recorder: Any, runner: Any) -> bool:
-    """Whether a step with prompts, which waits for the host that launches its hundreds of kernels, may be hurried: a
-    drafter, or the dummy steps of a data-parallel group, would come between it and the next step.
-    """
-    return (recorder.crossing.scratch is not None and runner.speculative_config is None
-            and runner.parallel_config.data_parallel_size == 1)
+def _look_at(recorder: Any, runner: Any) -> None:
+    """What comes between a step and the next: nothing, but for a drafter or a data-parallel group's dummy steps."""
+    recorder.alone = (recorder.crossing.scratch is not None and runner.speculative_config is None
+                      and runner.parallel_config.data_parallel_size == 1)
+    recorder.ahead = recorder.alone and runner.scheduler_config.async_scheduling
 
 
 def _finish(recorder: Any, end: End) -> None:

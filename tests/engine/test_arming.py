@@ -23,6 +23,11 @@ ARMED = {"resid_post": [0, 2], "mlp_out": [0, 1, 2], "attn_out": [1], "q": [1, 2
 PARAMS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
 
 
+def as_on_a_gpu(recorder: Any, _: Any) -> None:
+    """Rows that have to be chosen anew are taken with the next step."""
+    recorder.alone = recorder.ahead = True
+
+
 @pytest.mark.timeout(300)
 def test_chosen_layers_are_armed(reader: StoreReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import LLM
@@ -32,7 +37,7 @@ def test_chosen_layers_are_armed(reader: StoreReader, tmp_path: Path, monkeypatc
     width = reference.model.config.hidden_size
     directions = np.random.default_rng(0).standard_normal((2, width)).astype(np.float32)
     save_file({"directions": directions}, tmp_path / "probe.safetensors")
-    monkeypatch.setattr(runner, "_alone", lambda *_: True)  # as on a GPU: rows of prompts are taken with the next step
+    monkeypatch.setattr(runner, "_look_at", as_on_a_gpu)
     monkeypatch.setenv("VLLM_TAP_ARM", ARM)
     monkeypatch.setenv("VLLM_TAP_PROBES", f"tone={tmp_path}/probe.safetensors@resid_post.1")
     with in_this_process():

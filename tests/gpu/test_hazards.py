@@ -103,11 +103,14 @@ def test_staging_is_not_rewritten_while_it_is_encoded(
     assert (found == right) is ordered, found
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("ordered", [True, False])
-def test_rows_of_a_hurried_step_are_taken_before_the_next_overwrites_them(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: bool
+def test_rows_of_a_late_step_are_taken_before_the_next_overwrites_them(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: bool, ahead: bool
 ) -> None:
+    """Those of hurried steps, and ``ahead`` of all that are chosen anew."""
     opened(recorder)
+    recorder.alone, recorder.ahead = True, ahead
     if not ordered:
         monkeypatch.setattr(Recorder, "before_step", lambda self, tokens, hurried: setattr(self, "_hurried", hurried))
     for number in range(1, 7):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,27 @@ def test_both_launchers_write_the_same(codec: str, gathered: bool) -> None:
             launch(step)
             assert torch.equal(by_triton[:-256], by_driver[begin:][: 16 * STREAM - 256])
             assert not by_driver[:begin].any()
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_launch_that_is_aimed_elsewhere_writes_what_a_new_one_would(codec: str, gathered: bool) -> None:
+    offsets = [STREAM * i for i in range(len(streams(codec, WIDTH, "bfloat16")) + 2)]
+    rows, anew, aimed = source(gathered), room(), room()
+    launch = kernels.launch(codec, rows, aimed, [at + 64 for at in offsets], np.array([64]))
+    launch(0)
+    where: Any = rows.rows[2:7] if isinstance(rows.rows, torch.Tensor) else 11
+    begins = np.array([128, 0, 192])
+    done = launch.aim(where, 5, offsets, begins)
+    assert done is not isinstance(launch, kernels.Projected)
+    if done:
+        assert isinstance(launch, kernels.Launch) and launch._launched is not None
+        kernels.launch(codec, replace(rows, rows=where, n=5), anew, offsets, begins)(2)
+        aimed.zero_()
+        launch(2)
+        assert torch.equal(anew, aimed) and anew.any()
+        assert not launch.aim(where if isinstance(where, int) else 3, 5, offsets, np.zeros(99, np.int64))
+        assert not launch.aim(3 if gathered else torch.tensor([3], device="cuda"), 1, offsets, begins)
 
 
 def test_a_stream_that_is_current_later_gets_the_launch() -> None:
