@@ -40,9 +40,10 @@ _BURST_BYTES_MAX: Final = 16 << 20
 _COUNT_S: Final = 0.5
 _FLUSH_S: Final = 1.0
 _SKIPPED_MAX: Final = 2
-# The tokens that the engine has just got are sent by a thread of its own, which has to wait for the interpreter. Before
-# something is done that takes a while it gets the chance.
+# The tokens that the engine has just got are sent by a thread of its own, which has to wait for the interpreter. Where
+# first tokens may be among them, it gets the chance before something is done that takes a while.
 _YIELD_S: Final = 0.00001
+_LONG: Final = 1 << 30
 _BURST_S: Final = 0.04  # rows are seen no later than that, and a step
 
 
@@ -99,7 +100,7 @@ class Recorder:
     _counted: TapCounters = field(default_factory=TapCounters)  # what the sender was told
     _count_at: float = 0.0
     _late: Step | None = None  # its rows are still to be taken
-    _hurried: bool = False  # the last step was
+    _calm: int = _LONG  # steps since the last that was hurried, which is counted from 0
     _skipped: int = 0  # steps in a row behind which nothing was sent on, although something waited
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
@@ -219,10 +220,11 @@ class Recorder:
         next. What is to be sent on goes behind a later one, but not much later.
         """
         if self._late is not None:
-            if self.ahead and tokens:
+            if self.ahead and self._calm < 2:
                 time.sleep(_YIELD_S)
             self.catch_up()
-        near, self._hurried = hurried or self._hurried, hurried
+        near = hurried or self._calm == 0
+        self._calm = 0 if hurried else self._calm + 1
         if tokens == 0:
             self._end_burst()
             self._rest()
@@ -269,14 +271,14 @@ class Recorder:
     def after_step(self, step: Step) -> None:
         """Take the wanted rows of the step that was just enqueued; perhaps in the next call: see ``alone``."""
         self.catch_up()
-        self.quiet = False
         if not self.captures and step.begin is None:
             return
+        self.quiet = False
         if step.begin is None and step.drafts is None and self.goes_on(
                 step.requests, step.first, int(step.starts[-1]), step.token_ids, step.positions):
             return
         step.starts, step.first = step.starts.astype(np.int64), step.first.astype(np.int64)
-        if self.alone and (self.ahead or self._hurried):
+        if self.alone and (self.ahead or self._calm == 0):
             self._late = step
         else:
             self._end_burst()

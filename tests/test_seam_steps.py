@@ -233,11 +233,12 @@ class One:
     second: bool
     late: bool = False
     now: float = 0.0
+    slept: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.patch.setattr(kernels, "launch", lambda _codec, *args: Kept(Trouble(), *args))
         self.patch.setattr(recorder, "time", SimpleNamespace(
-            monotonic=lambda: self.now, time_ns=time.time_ns, sleep=lambda _: None))
+            monotonic=lambda: self.now, time_ns=time.time_ns, sleep=self.slept.append))
         self.patch.setattr(runner, "_look_at", lambda *_: None)
         self.ring.shared.tail = self.ring.head
         self.staging = staging()
@@ -315,6 +316,20 @@ def test_a_capture_that_begins_in_an_idle_engine_has_all_its_rows(
     seen.take(one.taken.outbox)
     assert seen.rows == Counter(row for position in range(12) for row in wanted(0, ticket, 6, position))
     assert one.taken.counters.dropped == 0 and one.taken.counters.rows == 12 * 6
+
+
+def test_tokens_are_sent_before_rows_are_taken_late(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that sends first tokens gets the interpreter; where there is nothing to take, nobody waits for it."""
+    one, ticket = One(monkeypatch, ring, second=True, late=True), ticket_of({"codec": "raw"})
+    one.step(0, rows=6, new=[SimpleNamespace(req_id="0", sampling_params=SimpleNamespace(extra_args=None))])
+    assert one.step(6) == ["execute_model"] and not one.slept
+    one.step(0, rows=6, new=[request("0", ticket, 6)])
+    slept = []
+    for position in range(6, 20):
+        one.step(position)
+        slept.append(len(one.slept))
+    assert slept == [1, *[2] * 13], "with the rows of the prompt, and of the step in which its token goes out"
+    assert max(one.slept) < 1e-3
 
 
 @pytest.mark.parametrize("positions", ["prompt", "all"])

@@ -112,7 +112,8 @@ def test_rows_of_a_late_step_are_taken_before_the_next_overwrites_them(
     opened(recorder)
     recorder.alone, recorder.ahead = True, ahead
     if not ordered:
-        monkeypatch.setattr(Recorder, "before_step", lambda self, tokens, hurried: setattr(self, "_hurried", hurried))
+        monkeypatch.setattr(Recorder, "before_step",
+                            lambda self, tokens, hurried: setattr(self, "_calm", int(not hurried)))
     for number in range(1, 7):
         step(recorder, number, hurried=number not in (3, 5))
     recorder.flush()
