@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 
 from bench.report import interval
@@ -36,7 +37,10 @@ from vllm_tap.tiny_model import tiny_model
 from vllm_tap.writer_process import WriterProcess
 
 PROMPT, GENERATED = 256, 128
+RESAMPLES = 400
+SERIES = "first_token", "between_tokens"
 Spec = dict[str, Any]
+Waits = tuple[list[float], list[float]]  # seconds for each first token, and for each that followed
 KINDS: dict[str, Spec | None] = {"nothing": None, "int8b64": {"codec": "int8b64"}, "probe": {"probe": ["probe"]}}
 APART = "int8b64, writer apart"
 
@@ -116,8 +120,7 @@ async def ask(client: httpx.AsyncClient, url: str, prompt: list[int], spec: Spec
                 last, seen = now, seen + 1
 
 
-async def window(url: str, rate: float, seconds: float, spec: Spec | None, seed: int
-                 ) -> tuple[list[float], list[float]]:
+async def window(url: str, rate: float, seconds: float, spec: Spec | None, seed: int) -> Waits:
     """Requests that arrive at random for a while, until the last has its answer; with one seed at the same times."""
     draw = random.Random(seed)
     first: list[float] = []
@@ -153,7 +156,8 @@ def measure(shape: str, windows: int, seconds: float, load: float, requests: int
     """Medians and 99th percentiles in milliseconds with nothing captured, and the others' ratios to them.
 
     A host is not as fast at one moment as at another: a ratio is of windows of the same round, which get the same
-    requests at the same times, one after the other; shown is the median over rounds.
+    requests at the same times, one after the other; shown is the median over rounds. *Pooled*: a percentile of what
+    was waited for in all rounds together, over that of nothing captured, as a graph over the whole time would show it.
     """
     kinds = KINDS | ({APART: KINDS["int8b64"]} if writer_cpus else {})
     with server(shape) as (url, engine, writer):
@@ -162,13 +166,15 @@ def measure(shape: str, windows: int, seconds: float, load: float, requests: int
         for spec in KINDS.values():  # warm
             asyncio.run(window(url, rate, 2.0, spec, -1))
         rounds: list[dict[str, dict[str, float]]] = []
+        waited: dict[str, list[Waits]] = {kind: [] for kind in kinds}
         for number in range(windows):
             order = list(kinds)
             random.Random(number).shuffle(order)
             rounds.append({})
             for kind in order:
                 place(engine, writer, writer_cpus if kind == APART else set())
-                rounds[-1][kind] = percentiles(asyncio.run(window(url, rate, seconds, kinds[kind], number)))
+                waited[kind].append(asyncio.run(window(url, rate, seconds, kinds[kind], number)))
+                rounds[-1][kind] = percentiles(waited[kind][-1])
             print(f"round {number + 1}/{windows}", file=sys.stderr, flush=True)
     result: dict[str, Any] = {"shape": shape, "requests_a_second": rate, "rounds": rounds}
     for name in rounds[0]["nothing"]:
@@ -176,7 +182,22 @@ def measure(shape: str, windows: int, seconds: float, load: float, requests: int
         for kind in list(kinds)[1:]:
             ratios = [by_kind[kind][name] / by_kind["nothing"][name] for by_kind in rounds]
             result[name][f"{kind} over nothing, 95 %"] = interval([ratios])
+            result[name][f"{kind} over nothing, pooled, 95 %"] = pooled(waited[kind], waited["nothing"], name)
     return result
+
+
+def pooled(taken: list[Waits], nothing: list[Waits], name: str) -> tuple[float, float, float]:
+    """The ratio of a percentile over all rounds together, and its 95 % interval: bootstrap over rounds."""
+    draw, (what, _, share) = random.Random(0), name.rpartition("_p")
+    waits = [[np.array(round_[SERIES.index(what)]) for round_ in rounds] for rounds in (taken, nothing)]
+
+    def ratio(rounds: list[int]) -> float:
+        over, under = (np.percentile(np.concatenate([of[number] for number in rounds]), int(share)) for of in waits)
+        return float(over / under)
+
+    every = list(range(len(taken)))
+    found = sorted(ratio(draw.choices(every, k=len(every))) for _ in range(RESAMPLES))
+    return ratio(every), found[RESAMPLES // 40], found[-RESAMPLES // 40]
 
 
 def place(server: int, writer: int, cpus: set[int]) -> None:
@@ -189,10 +210,10 @@ def place(server: int, writer: int, cpus: set[int]) -> None:
             os.sched_setaffinity(thread.id, (cpus if pid in beside else every - cpus) if cpus else every)
 
 
-def percentiles(times: tuple[list[float], list[float]]) -> dict[str, float]:
+def percentiles(times: Waits) -> dict[str, float]:
     """Of a window, in milliseconds."""
-    return {f"{name}_p{share}": 1000 * statistics.quantiles(series, n=100)[share - 1]
-            for name, series in zip(("first_token", "between_tokens"), times, strict=True) for share in (50, 99)}
+    return {f"{name}_p{share}": 1000 * float(np.percentile(series, share))
+            for name, series in zip(SERIES, times, strict=True) for share in (50, 99)}
 
 
 def main() -> None:
