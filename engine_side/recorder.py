@@ -223,7 +223,7 @@ class Recorder:
             if self.ahead and self._calm < 2:
                 time.sleep(_YIELD_S)
             self.catch_up()
-        near = hurried or self._calm == 0
+        after_hurried = self._calm == 0
         self._calm = 0 if hurried else self._calm + 1
         if tokens == 0:
             self._end_burst()
@@ -232,7 +232,9 @@ class Recorder:
             self._count()
         crossing = self.crossing
         if crossing.waiting or crossing.left:
-            if near and self._skipped < (_SKIPPED_MAX if crossing.light else 1):
+            # Much is begun soon, while the device still has a prompt to compute; scratch must not fill up either.
+            if (hurried or after_hurried) and self._skipped < _SKIPPED_MAX if crossing.light else (
+                    hurried and not after_hurried):
                 self._skipped += 1
             else:
                 self._skipped = 0

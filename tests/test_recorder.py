@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine_side.device import Crossing
-from engine_side.events import Lost, Opened, Run
+from engine_side.events import Counted, Lost, Opened, Run
 from engine_side.recorder import End, Recorder, Step
 from engine_side.ring import Ring
 from engine_side.staging import Staging
@@ -164,3 +164,23 @@ def test_rows_of_a_step_may_be_taken_with_the_next_call_of_any_kind(recorder: Re
     assert runs()[:1] == [[0, 1]]
     later = [type(event).__name__ for event in recorder.outbox]
     assert later[:2] == ["Opened", "Run"], "what the call says comes after the rows"
+
+
+@pytest.mark.parametrize(("mebibytes", "sent"), [
+    (1, [0, 0, 1, 1, 0, 0, 1, 0]),  # after two steps at most
+    (100, [0, 1, 1, 1, 0, 1, 1, 1]),  # with the next step, whatever it is
+])
+def test_what_is_sent_on_goes_behind_steps_that_do_not_wait_for_the_host(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, mebibytes: int, sent: list[int]
+) -> None:
+    """Little waits until first tokens are out; much would fill scratch, and is begun behind the next prompt."""
+    crossing, found = recorder.crossing, list[int]()
+    monkeypatch.setattr(crossing, "before_step", lambda *_: found.append(1))
+    for hurried in (True, False, False, False, True, True, True, False):
+        crossing.waiting.append((Counted(recorder.counters), 0, 0, 0, 0))
+        crossing._waiting_bytes = mebibytes << 20
+        before = len(found)
+        recorder.before_step(8, hurried)
+        sent.append(len(found) - before)
+    crossing.waiting.clear()
+    assert sent[:8] == sent[8:]

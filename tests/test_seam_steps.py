@@ -48,13 +48,20 @@ class Trouble:
                 raise RuntimeError(f"{where} fails, as it is to")
 
 
+def _behind(numbers: torch.Tensor) -> torch.Tensor:
+    """Everything from where it begins to the end of its memory: a launch knows addresses, not how much there is."""
+    size = numbers.untyped_storage().nbytes() // numbers.element_size() - int(numbers.storage_offset())
+    return numbers.as_strided((size,), (1,))
+
+
 class Kept:
     """A launch with the addresses that it was made with."""
 
     def __init__(self, trouble: Trouble, source: kernels.Source, memory: torch.Tensor, offsets: list[int],
                  begins: Any) -> None:
         trouble.meet("bind")
-        self.trouble, self.source, self.memory, self.offsets = trouble, source, memory, list(offsets)
+        self.trouble, self.memory, self.offsets = trouble, memory, list(offsets)
+        self.source = replace(source, token_ids=_behind(source.token_ids), positions=_behind(source.positions))
         self.table = np.full(len(begins), -1, np.int64)
         self.move(begins)
 
