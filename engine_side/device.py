@@ -84,7 +84,6 @@ class Crossing:
             self.numbers = torch.arange(COPIES, dtype=torch.int64, device=device)
             self._copy = device_to_host()
         self.waiting: deque[tuple[Event, int, int, int, int]] = deque()  # event, from, to, bytes, scratch's head
-        self._waiting_bytes = 0
         self.left = self.outbox.left if isinstance(self.outbox, Outbox) else ()  # what the sender has no room for
 
     def room(self, base: int, nbytes: int) -> tuple[torch.Tensor, int]:
@@ -129,12 +128,11 @@ class Crossing:
         for run in others:
             self.waiting.append((run, 0, 0, 0, 0))
         self.waiting.append((last, at, base, nbytes, self.scratch.head))
-        self._waiting_bytes += nbytes
 
     @property
     def light(self) -> bool:
         """Whether what waits takes the bus less than a millisecond."""
-        return self._waiting_bytes <= _AHEAD_BYTES
+        return sum(nbytes for _, _, _, nbytes, _ in self.waiting) <= _AHEAD_BYTES
 
     def before_step(self, tokens: int, bytes_a_token: float) -> None:
         """Send on what waits, as fast as the step of ``tokens`` will make more and a little faster; all where it is 0.
@@ -167,7 +165,6 @@ class Crossing:
                     source, target, size = at, base, 0
                 size += nbytes
                 budget -= nbytes
-                self._waiting_bytes -= nbytes
                 until = head
             if isinstance(event, Run | Freed):
                 event.copied = number

@@ -43,7 +43,6 @@ _SKIPPED_MAX: Final = 2
 # The tokens that the engine has just got are sent by a thread of its own, which has to wait for the interpreter. Where
 # first tokens may be among them, it gets the chance before something is done that takes a while.
 _YIELD_S: Final = 0.00001
-_LONG: Final = 1 << 30
 _BURST_S: Final = 0.04  # rows are seen no later than that, and a step
 
 
@@ -100,7 +99,7 @@ class Recorder:
     _counted: TapCounters = field(default_factory=TapCounters)  # what the sender was told
     _count_at: float = 0.0
     _late: Step | None = None  # its rows are still to be taken
-    _calm: int = _LONG  # steps since the last that was hurried, which is counted from 0
+    _calm: int = 2  # steps since the last that was hurried, which is counted from 0; 2 and more are long ago
     _skipped: int = 0  # steps in a row behind which nothing was sent on, although something waited
     _guesses: int = 0  # the most rows of a request in a step whose positions may be taken again by the next
     _before: I64 | None = None  # what was computed before the step that is being looked at, where guesses are about
@@ -233,8 +232,11 @@ class Recorder:
         crossing = self.crossing
         if crossing.waiting or crossing.left:
             # Much is begun soon, while the device still has a prompt to compute; scratch must not fill up either.
-            if (hurried or after_hurried) and self._skipped < _SKIPPED_MAX if crossing.light else (
-                    hurried and not after_hurried):
+            if crossing.light:
+                later = (hurried or after_hurried) and self._skipped < _SKIPPED_MAX
+            else:
+                later = hurried and not after_hurried
+            if later:
                 self._skipped += 1
             else:
                 self._skipped = 0

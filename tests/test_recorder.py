@@ -177,8 +177,8 @@ def test_what_is_sent_on_goes_behind_steps_that_do_not_wait_for_the_host(
     crossing, found = recorder.crossing, list[int]()
     monkeypatch.setattr(crossing, "before_step", lambda *_: found.append(1))
     for hurried in (True, False, False, False, True, True, True, False):
-        crossing.waiting.append((Counted(recorder.counters), 0, 0, 0, 0))
-        crossing._waiting_bytes = mebibytes << 20
+        crossing.waiting.clear()
+        crossing.waiting.append((Counted(recorder.counters), 0, 0, mebibytes << 20, 0))
         before = len(found)
         recorder.before_step(8, hurried)
         sent.append(len(found) - before)

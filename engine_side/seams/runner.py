@@ -20,7 +20,7 @@ from engine_side import worker
 from engine_side.recorder import End, Step
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED
-from engine_side.ticket import KEY, find
+from engine_side.ticket import find
 from schemas.errors import StartError
 
 logger = logging.getLogger("vllm.tap")
@@ -126,12 +126,6 @@ def _finish(recorder: Any, end: End) -> None:
     recorder.finish(end)
 
 
-def _asks(request: Any) -> bool:
-    """Whether a request that begins may be a capture: what it brings is looked at later."""
-    extra = getattr(request.sampling_params, "extra_args", None)
-    return extra is not None and KEY in extra
-
-
 def _open_all(recorder: Any, requests: list[Any]) -> None:
     for request in requests:
         _guarded(_open, recorder, request)
@@ -158,7 +152,7 @@ def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: Layout) ->
     n = batch.num_reqs
     requests, starts = batch.req_ids[:n], starts[: n + 1]
     drafts = _drafts(guesses, requests, starts) if guesses else None
-    asking = [request for request in new if _asks(request)]
+    asking = [request for request in new if find(request.sampling_params) is not None]
     begin = partial(_open_all, recorder, asking) if asking else None
     recorder.after_step(Step(requests, starts, first[:n], positions, token_ids, drafts, slack, begin))
 

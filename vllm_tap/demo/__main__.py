@@ -55,7 +55,6 @@ class Line:
         return self.sqnr_db >= sqnr_min and (error_max is None or self.error <= error_max)
 
 
-
 def _command() -> str:
     """How this terminal calls the command line: beside Python where nothing has put that on its path."""
     return "vllm-tap" if shutil.which("vllm-tap") else os.path.relpath(Path(sys.executable).with_name("vllm-tap"))
