@@ -41,6 +41,7 @@ RESAMPLES = 400
 SERIES = "first_token", "between_tokens"
 Spec = dict[str, Any]
 Waits = tuple[list[float], list[float]]  # seconds for each first token, and for each that followed
+Round = dict[str, Waits]  # by kind
 KINDS: dict[str, Spec | None] = {"nothing": None, "int8b64": {"codec": "int8b64"}, "probe": {"probe": ["probe"]}}
 APART = "int8b64, writer apart"
 
@@ -151,13 +152,15 @@ async def saturation(url: str, requests: int) -> float:
     return requests / seconds
 
 
-def measure(shape: str, windows: int, seconds: float, load: float, requests: int, writer_cpus: set[int]
+def measure(shape: str, windows: int, seconds: float, load: float, requests: int, writer_cpus: set[int], file: Path
             ) -> dict[str, Any]:
     """Medians and 99th percentiles in milliseconds with nothing captured, and the others' ratios to them.
 
     A host is not as fast at one moment as at another: a ratio is of windows of the same round, which get the same
     requests at the same times, one after the other; shown is the median over rounds. *Pooled*: a percentile of what
     was waited for in all rounds together, over that of nothing captured, as a graph over the whole time would show it.
+
+    ``file`` has the rounds so far after each, so that a run that is cut off has not been in vain.
     """
     kinds = KINDS | ({APART: KINDS["int8b64"]} if writer_cpus else {})
     with server(shape) as (url, engine, writer):
@@ -165,25 +168,45 @@ def measure(shape: str, windows: int, seconds: float, load: float, requests: int
         print(f"{rate:.1f} requests a second: {load:.0%} of what it can serve", file=sys.stderr, flush=True)
         for spec in KINDS.values():  # warm
             asyncio.run(window(url, rate, 2.0, spec, -1))
-        rounds: list[dict[str, dict[str, float]]] = []
-        waited: dict[str, list[Waits]] = {kind: [] for kind in kinds}
+        rounds: list[Round] = []
+        about = {"shape": shape, "requests_a_second": rate}
         for number in range(windows):
             order = list(kinds)
             random.Random(number).shuffle(order)
             rounds.append({})
             for kind in order:
                 place(engine, writer, writer_cpus if kind == APART else set())
-                waited[kind].append(asyncio.run(window(url, rate, seconds, kinds[kind], number)))
-                rounds[-1][kind] = percentiles(waited[kind][-1])
+                rounds[-1][kind] = asyncio.run(window(url, rate, seconds, kinds[kind], number))
+            keep(file, about | summary(rounds))
             print(f"round {number + 1}/{windows}", file=sys.stderr, flush=True)
-    result: dict[str, Any] = {"shape": shape, "requests_a_second": rate, "rounds": rounds}
-    for name in rounds[0]["nothing"]:
-        result[name] = {"nothing": statistics.median(by_kind["nothing"][name] for by_kind in rounds)}
-        for kind in list(kinds)[1:]:
-            ratios = [by_kind[kind][name] / by_kind["nothing"][name] for by_kind in rounds]
-            result[name][f"{kind} over nothing, 95 %"] = interval([ratios])
-            result[name][f"{kind} over nothing, pooled, 95 %"] = pooled(waited[kind], waited["nothing"], name)
+    result = about | summary(rounds, over_all=True)
+    keep(file, result)
     return result
+
+
+def summary(rounds: list[Round], over_all: bool = False) -> dict[str, Any]:
+    """What ``measure`` says of rounds, each with windows of the same kinds; ``over_all``: pooled too, which takes
+    seconds.
+    """
+    shown = [{kind: percentiles(waits) for kind, waits in by_kind.items()} for by_kind in rounds]
+    result: dict[str, Any] = {"rounds": shown}
+    for name in shown[0]["nothing"]:
+        result[name] = {"nothing": statistics.median(by_kind["nothing"][name] for by_kind in shown)}
+        for kind in sorted(shown[0].keys() - {"nothing"}):
+            ratios = [by_kind[kind][name] / by_kind["nothing"][name] for by_kind in shown]
+            result[name][f"{kind} over nothing, 95 %"] = interval([ratios])
+            if over_all:
+                result[name][f"{kind} over nothing, pooled, 95 %"] = pooled(
+                    [by_kind[kind] for by_kind in rounds], [by_kind["nothing"] for by_kind in rounds], name)
+    return result
+
+
+def keep(file: Path, result: dict[str, Any]) -> None:
+    """In place of what the file had, whole or not at all."""
+    file.parent.mkdir(exist_ok=True)
+    beside = file.with_suffix(".part")
+    beside.write_text(json.dumps(result, indent=1) + "\n")
+    beside.replace(file)
 
 
 def pooled(taken: list[Waits], nothing: list[Waits], name: str) -> tuple[float, float, float]:
@@ -217,7 +240,7 @@ def percentiles(times: Waits) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the figures as JSON; write them to bench/results/serving-SHAPE.json."""
+    """Print the figures as JSON; bench/results/serving-SHAPE.json has them too, from the first round on."""
     parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="3b")
     parser.add_argument("--windows", type=int, default=10, help="rounds of a window of each kind")
@@ -229,12 +252,8 @@ def main() -> None:
     cpus = {int(cpu) for cpu in args.writer_cpus.split(",") if cpu}
     if not cpus < os.sched_getaffinity(0):
         parser.error(f"--writer-cpus {args.writer_cpus}: there are {sorted(os.sched_getaffinity(0))}; leave some")
-    result = measure(args.shape, args.windows, args.seconds, args.load, args.requests, cpus)
-    text = json.dumps(result, indent=1)
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    (results / f"serving-{args.shape}.json").write_text(text + "\n")
-    print(text)
+    file = Path(__file__).parent / "results" / f"serving-{args.shape}.json"
+    print(json.dumps(measure(args.shape, args.windows, args.seconds, args.load, args.requests, cpus, file), indent=1))
 
 
 if __name__ == "__main__":

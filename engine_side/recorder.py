@@ -6,6 +6,7 @@ rows are reported as dropped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from engine_side.block import Burst, Layout, Piece, layout_of
+from engine_side.codecs import projected
 from engine_side.compiled import Compiled
 from engine_side.device import Crossing
 from engine_side.events import I64, Counted, Event, Finished, Lost, Opened
@@ -110,7 +112,7 @@ class Recorder:
     _bytes_a_token: float = 0.0  # of the last step that was chosen anew, all its rows counted
     _step_bytes: int = 0
     _stale: bool = False  # a burst goes on in a layout that there is a better one for
-    _layouts: dict[Entry, Layout | None] = field(default_factory=dict)  # None: its codec does not fit the site
+    _layouts: dict[Entry, Layout | None] = field(default_factory=dict)  # None: its rows cannot be taken
 
     def __post_init__(self) -> None:
         self.compiled = Compiled(self.staging, self.crossing.scratch is not None, self._forget_layouts)
@@ -157,6 +159,13 @@ class Recorder:
             raise
         self._tickets[request] = capture
         self._warm(self.captures.plan(slot))
+
+    def prepare(self, resolved: Resolved) -> None:
+        """Make what takes long before a capture of such rows is opened: any thread may, beside the steps."""
+        for site, codec in resolved.codec.items():
+            with contextlib.suppress(SpecError):  # of one that does not fit is told when the capture begins
+                if site in self.staging.buffers and (key := self._matrix(codec, site)):
+                    projected.make(key)
 
     def resume(self, request: str, cached: int) -> None:
         """A preempted request goes on after ``cached`` positions.
@@ -510,15 +519,32 @@ class Recorder:
         for entry in plan:
             try:
                 self.compiled.begin(entry.codec, entry.site)  # until it is there, the reference encoder serves
-                projected = codecs.identified(entry.codec).family.projected
-                if projected and (layout := self._layout(entry)) is not None and layout.kernel is None:
-                    with torch.inference_mode():
-                        layout.encode(self.staging.buffers[entry.site][:1, :1])
+                if codecs.identified(entry.codec).family.projected:
+                    if self._layouts.get(entry) is None or not projected.kept(self._matrix(entry.codec, entry.site)):
+                        self._layouts.pop(entry, None)  # its matrix had no room, or gave it to another
+                    if (layout := self._layout(entry)) is not None and layout.kernel is None:
+                        with torch.inference_mode():
+                            layout.encode(self.staging.buffers[entry.site][:1, :1])
             except Exception:
                 logger.exception("vllm-tap: %s of %s could not be made ready", entry.codec, entry.site)
 
+    def _matrix(self, codec: str, site: str) -> projected.Key | None:
+        """What the reference encoder multiplies rows by; None where there is a kernel, or nothing to multiply by."""
+        if site in self.staging.probes or self.compiled.has(codec, site):
+            return None
+        buffer = self.staging.buffers[site]
+        return projected.key_of(codec, int(buffer.shape[-1]), buffer.device)
+
+    def _matrices_in_use(self) -> set[projected.Key]:
+        found = set()
+        for entry in {entry for slot in self.captures.slot_of.values() for entry in self.captures.plan(slot)}:
+            with contextlib.suppress(SpecError):  # a projection too large for its site
+                if key := self._matrix(entry.codec, entry.site):
+                    found.add(key)
+        return found
+
     def _layout(self, entry: Entry) -> Layout | None:
-        """None where the codec cannot take this site's rows: its parameters do not fit their width."""
+        """None where a site's rows cannot be taken: the codec does not fit their width, or its matrix has no room."""
         try:
             return self._layouts[entry]
         except KeyError:
@@ -528,9 +554,11 @@ class Recorder:
         compiled = self.compiled.has(entry.codec, entry.site)
         layout: Layout | None = None
         try:
+            if key := self._matrix(entry.codec, entry.site):
+                projected.keep(key, self._matrices_in_use())
             layout = layout_of(entry, self.staging, self.dtype, self._bytes_max, compiled)
-        except SpecError:
-            logger.exception("vllm-tap: rows of %s cannot be %s; they are dropped", entry.site, entry.codec)
+        except (SpecError, MemoryError, torch.OutOfMemoryError) as error:
+            logger.warning("vllm-tap: rows of %s cannot be %s, so they are dropped: %s", entry.site, entry.codec, error)
         self._layouts[entry] = layout
         if compiled != self.compiled.has(entry.codec, entry.site):  # its kernel came in between: look again next time
             self._layouts.pop(entry, None)

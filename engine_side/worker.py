@@ -12,6 +12,7 @@ import torch
 
 from engine_side import kernels
 from engine_side.architectures import Entry
+from engine_side.codecs import projected
 from engine_side.config import EngineConfig
 from engine_side.device import Crossing, Scratch
 from engine_side.recorder import Recorder
@@ -98,5 +99,6 @@ def stop() -> None:
             logger.exception("vllm-tap: rows on the device were not brought to the host at the end")
         current.sender.close()
         kernels.forget()  # all that was launched is over: its rows have crossed
+        projected.forget()
         current.recorder.crossing.ring.close()
         logger.info("vllm-tap: stopped; %s", current.recorder.counters)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
 
+from engine_side.codecs import projected
 from engine_side.device import Crossing
 from engine_side.events import Counted, Lost, Opened, Run
 from engine_side.recorder import End, Recorder, Step
 from engine_side.ring import Ring
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
+from schemas.codecs import projection
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve
 
@@ -184,3 +187,92 @@ def test_what_is_sent_on_goes_behind_steps_that_do_not_wait_for_the_host(
         sent.append(len(found) - before)
     crossing.waiting.clear()
     assert sent[:8] == sent[8:]
+
+
+PROJECTED = Armed({"mlp_post": [0]}, 1)
+WIDTH, K = 4096, 64  # a matrix of 1 MiB
+
+
+@pytest.fixture
+def projecting() -> Iterator[Recorder]:
+    projected.forget()
+    ring = Ring(4 << 20, pinned=False)
+    staging = Staging({"mlp_post": torch.ones(1, 8, WIDTH)}, {"mlp_post": [0]})
+    yield Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    ring.close()
+    projected.forget()
+
+
+def of_seed(seed: int, codec: str = "rp8") -> Ticket:
+    ulid = new_ulid()
+    spec = parse_spec({"id": ulid, "codec": f"{codec}:k={K},seed={seed}"})
+    return Ticket(ulid, spec.to_json(), resolve(spec, PROJECTED), 0, 1, 1)
+
+
+def several(requests: list[str], first: int, rows: int) -> Step:
+    n = len(requests)
+    positions = torch.arange(first, first + rows).repeat(n)
+    return Step(requests, np.arange(n + 1) * rows, np.full(n, first), positions, positions.to(torch.int32))
+
+
+def test_matrices_of_running_captures_are_made_once(projecting: Recorder) -> None:
+    """Made again, each would take the steps' thread up to a second, every step."""
+    seeds = [f"{seed}" for seed in range(12)]  # more than NumPy's are kept of
+    before = projection.gaussian.cache_info().misses
+    for seed in seeds:
+        projecting.open(seed, of_seed(1000 + int(seed)), [1, 2], 0)
+    assert projection.gaussian.cache_info().misses == before + 12
+    projecting.after_step(several(seeds[:4], 0, 2))
+    projecting.after_step(several(seeds[4:8], 0, 2))
+    projecting.after_step(several(seeds[8:], 0, 2))
+    for position in range(2, 6):
+        projecting.after_step(several(seeds[:8], position, 1))
+    assert projection.gaussian.cache_info().misses == before + 12
+    assert lost(projecting) == set() and projecting.counters.failures == 0
+
+
+def test_a_matrix_is_made_by_whoever_takes_the_request_in(projecting: Recorder) -> None:
+    for codec, make in (("rp8", projection.gaussian), ("sketch", projection.hadamard)):
+        taken_in = of_seed(77, codec)
+        maker = threading.Thread(target=projecting.prepare, args=(taken_in.resolved,))
+        maker.start()
+        maker.join()
+        before = make.cache_info().misses
+        projecting.open(codec, taken_in, [1, 2], 0)
+        assert make.cache_info().misses == before
+        assert projected.kept(projected.key_of(taken_in.resolved.codec["mlp_post"], WIDTH, torch.device("cpu")))
+
+
+def test_matrices_beyond_their_room_are_not_made_again_and_again(projecting: Recorder,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has no room beside running captures loses its rows by name; when one ends, the next gets its room."""
+    monkeypatch.setattr(projected, "KEPT_BYTES_MAX", 2 << 20)
+    for seed in "123":
+        projecting.open(seed, of_seed(int(seed)), [1, 2], 0)
+    before = projection.gaussian.cache_info().misses
+    for first in (0, 2):
+        projecting.after_step(several(["1", "2", "3"], first, 2))
+    losses = [event for event in projecting.outbox if isinstance(event, Lost)]
+    assert {event.entry.codec for event in losses} == {f"rp8:k={K},seed=3"}
+    assert [event.position.tolist() for event in losses] == [[0, 1], [2, 3]]
+    assert projecting.counters.dropped == 4
+    assert projection.gaussian.cache_info().misses == before
+    projecting.finish(End("1", of_seed(1), "length", None, [1, 2], [5, 6, 7], 4))
+    projecting.open("4", of_seed(3), [1, 2], 0)
+    projecting.after_step(several(["2", "4"], 4, 1))
+    assert len([event for event in projecting.outbox if isinstance(event, Lost)]) == 2
+    assert projecting.counters.dropped == 4
+
+
+def test_a_matrix_that_gave_its_room_away_is_made_again_before_the_steps(projecting: Recorder,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projected, "KEPT_BYTES_MAX", 1 << 20)
+    for turn, seed in enumerate((21, 22, 21)):
+        request = f"r{turn}"
+        taken = of_seed(seed)
+        projecting.open(request, taken, [1, 2], 0)
+        assert projected.kept(projected.key_of(taken.resolved.codec["mlp_post"], WIDTH, torch.device("cpu")))
+        projecting.after_step(several([request], 0, 2))
+        projecting.finish(End(request, taken, "length", None, [1, 2], [5], 2))
+    assert lost(projecting) == set()
+    assert sum(isinstance(event, Run) for event in projecting.outbox) == 3

@@ -1,42 +1,100 @@
 """``rp8`` and ``sketch``, the reference encoders (declarations in schemas.codecs.rp8 and sketch).
 
-The matrices are NumPy's, copied to the rows' device by the first rows: the recorder encodes a row when a request
-opens, so that no step waits for them.
+The matrices are NumPy's. They take up to a second to make, so that is done before the request comes to the steps, by
+the thread that takes requests in; when its capture begins they are put where the rows are, and stay there while a
+capture uses them.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import Final
 
 import torch
 
 from engine_side.codecs import row8
 from engine_side.codecs.scales import divided, nan_unless_finite
+from schemas import codecs
 from schemas.codecs import projection
 from schemas.codecs.sketch import PACKED, THRESHOLDS
 
+KEPT_BYTES_MAX: Final = 256 << 20  # of matrices, on a device
+_MATRICES: Final[dict[str, Callable[[int, int, int], projection.Matrix]]] = {
+    "rp8": projection.gaussian, "sketch": projection.hadamard,
+}
 
-@lru_cache(maxsize=4)
-def _gaussian(width: int, k: int, seed: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(projection.gaussian(width, k, seed), device=device)
+Key = tuple[str, int, int, int, torch.device]
+_kept: OrderedDict[Key, torch.Tensor] = OrderedDict()  # float32 [width, k], what was used last at the end
 
 
-@lru_cache(maxsize=4)
-def _hadamard(width: int, k: int, seed: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(projection.hadamard(width, k, seed), device=device)
+def key_of(identity: str, width: int, device: torch.device) -> Key | None:
+    """What a codec's matrix follows from, and where it lies; None for codecs that project nothing.
+
+    SpecError where the matrix would be too large.
+    """
+    codec = codecs.identified(identity)
+    name = codec.family.name
+    if name not in _MATRICES:
+        return None
+    k = projection.columns(width, int(codec.parameters["k"]), name)
+    return name, width, k, int(codec.parameters["seed"]), device
+
+
+def make(key: Key) -> None:
+    """Make a matrix that is not kept yet, where ``keep`` finds it soon after; for any thread."""
+    if key not in _kept:
+        name, width, k, seed, _ = key
+        _MATRICES[name](width, k, seed)
+
+
+def kept(key: Key | None) -> bool:
+    """Whether rows can be encoded at once, as they can where no matrix is needed."""
+    return key is None or key in _kept
+
+
+def keep(key: Key, in_use: Collection[Key]) -> torch.Tensor:
+    """The matrix on its device. MemoryError where there is no room for it beside those ``in_use``."""
+    if key in _kept:
+        _kept.move_to_end(key)
+        return _kept[key]
+    name, width, k, seed, device = key
+    others = [other for other in _kept if other[-1] == device]
+    while others and sum(_nbytes(other) for other in others) + _nbytes(key) > KEPT_BYTES_MAX:
+        unused = next((other for other in others if other not in in_use), None)
+        if unused is None:
+            raise MemoryError(f"{name}:k={k},seed={seed} at width {width}: no room for its matrix of "
+                              f"{_nbytes(key) / 2**20:.1f} MiB beside those in use, {KEPT_BYTES_MAX >> 20} MiB in all")
+        del _kept[unused]
+        others.remove(unused)
+    _kept[key] = torch.tensor(_MATRICES[name](width, k, seed), device=device)
+    return _kept[key]
+
+
+def forget() -> None:
+    """Give the memory back; nothing is encoded any more."""
+    _kept.clear()
+
+
+def _nbytes(key: Key) -> int:
+    _, width, k, *_ = key
+    return 4 * width * k
+
+
+def _times(rows: torch.Tensor, name: str, k: int, seed: int) -> torch.Tensor:
+    """The projection of rows ``[..., width]`` of any float dtype, in float32."""
+    width = rows.shape[-1]
+    return rows.to(torch.float32) @ keep((name, width, projection.columns(width, k, name), seed, rows.device), ())
 
 
 def encode_rp8(rows: torch.Tensor, k: int, seed: int) -> dict[str, torch.Tensor]:
     """Codes, scale and zero point of the projection of rows ``[..., width]`` of any float dtype."""
-    width = rows.shape[-1]
-    matrix = _gaussian(width, projection.columns(width, k, "rp8"), seed, rows.device)
-    return row8.encode(rows.to(torch.float32) @ matrix)
+    return row8.encode(_times(rows, "rp8", k, seed))
 
 
 def encode_sketch(rows: torch.Tensor, k: int, bits: int, seed: int) -> dict[str, torch.Tensor]:
     """Packed codes and scale of the transform of rows ``[..., width]`` of any float dtype."""
-    width = rows.shape[-1]
-    y = rows.to(torch.float32) @ _hadamard(width, projection.columns(width, k, "sketch"), seed, rows.device)
+    y = _times(rows, "sketch", k, seed)
     top = y.abs().amax(dim=-1, keepdim=True)
     unit = torch.where(top == 0, torch.ones_like(top), top)  # squares of large numbers overflow
     scale = nan_unless_finite((unit * (y / unit).square().mean(dim=-1, keepdim=True).sqrt()).to(torch.bfloat16))

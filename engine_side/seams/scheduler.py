@@ -1,4 +1,4 @@
-"""The scheduler and the engine core: every finish, prefix-cache reads, and the end of an orphaned engine.
+"""The scheduler and the engine core: requests taken in, finishes, prefix-cache reads, the end of an orphaned engine.
 
 ``Scheduler._free_request`` sees each finish with its reason and final tokens; the workers hold the rows. The finish
 rides to them as an attribute of the next scheduler output, so one ordered stream leaves the engine.
@@ -34,6 +34,7 @@ def connect() -> None:
     })
     wrap_when_imported("vllm.v1.request", {"Request.get_skip_reading_prefix_cache": _skip_prefix_cache})
     wrap_when_imported("vllm.v1.engine.core", {
+        "EngineCore.preprocess_add_request": _preprocess_add_request,
         "EngineCoreProc.run_busy_loop": _run_busy_loop,
         "EngineCoreProc.has_work": _has_work,
     })
@@ -41,6 +42,21 @@ def connect() -> None:
         "InprocClient.get_output": _delivering,
         "InprocClient.abort_requests": _delivering,
     })
+
+
+def _preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Where an engine takes requests in, in a process of its own by a thread beside the steps."""
+
+    def preprocess_add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            ticket, current = find(request.sampling_params), worker.CURRENT
+            if ticket is not None and current is not None and current.recorder is not None:
+                current.recorder.prepare(ticket.resolved)
+        except Exception:
+            logger.exception("vllm-tap: what a capture needs was not made beside the steps; its first step will wait")
+        return original(self, request, *args, **kwargs)
+
+    return preprocess_add_request
 
 
 def _free_request(original: Callable[..., Any]) -> Callable[..., Any]:

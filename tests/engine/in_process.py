@@ -2,7 +2,8 @@
 
 This vLLM calls itself one that no test has seen, as the next one will.
 
-The request of the last id is aborted, and the engine never asked for anything again.
+The request of the last id is aborted, and the engine never asked for anything again; its rows are to be projected, and
+how many matrices were made by when it was taken in, before any step of it, is printed.
 
 Run as ``python -m tests.engine.in_process CAPTURE_ID …`` (see test_default_compilation.py).
 """
@@ -19,6 +20,7 @@ if __name__ == "__main__":
     import vllm
     from vllm import LLM, SamplingParams
 
+    from schemas.codecs import projection
     from tests.engine.engines import DTYPE, model, prompt
 
     vllm.__version__ = "0.99.0"
@@ -34,7 +36,10 @@ if __name__ == "__main__":
     print("GENERATED", json.dumps([[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]), flush=True)
 
     engine = llm.llm_engine
+    last.extra_args["capture"]["codec"] = "rp8:k=8,seed=123"
+    before = projection.gaussian.cache_info().misses
     engine.add_request("last", prompts[0], last)
+    print("MADE", projection.gaussian.cache_info().misses - before, flush=True)
     for _ in range(3):
         engine.step()
     engine.abort_request(["last"])
