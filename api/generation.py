@@ -48,7 +48,13 @@ class Plan:
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """The JSON object of a request; BadParam otherwise, and where it carries a spec past the ``capture`` field."""
+    """The JSON object of a request; BadParam otherwise, and where it carries a spec past the ``capture`` field.
+
+    LimitError where it has so many values that parsing it would keep everybody else waiting.
+    """
+    most = limits.request_values_max
+    if len(data) > most and (values := sum(data.count(mark) for mark in b"[{,")) > most:
+        raise LimitError("values in the body (its commas and opening brackets)", values, most)
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -57,6 +57,7 @@ map_direction_bytes_max: Final = 32 * 1024 * 1024
 wait_timeout_s_max: Final = 120
 header_missing_bytes_max: Final = 4096
 request_body_bytes_max: Final = 32 * 1024 * 1024
+request_values_max: Final = 1 << 22  # of JSON in a body, by its commas and brackets: some tenths of a second to parse
 captures_page_max: Final = 1000
 captures_scan_max: Final = 20_000  # looked at for one page, where filters leave some out
 filter_tags_max: Final = 16

@@ -55,6 +55,7 @@ async def capabilities(request: Request) -> Json:
         "dtypes": list(DTYPES),
         "limits": {**{name: value for name, value in vars(limits).items() if name.startswith(_LIMITS)},
                    "request_body_bytes_max": service.config.body_bytes_max,
+                   "request_values_max": limits.request_values_max,
                    "slice_bytes_max": service.config.slice_bytes_max,
                    "slices_in_flight_bytes_max": service.config.slices_in_flight_bytes_max},
         "versions": {"protocol": limits.PROTOCOL_VERSION, "store": limits.STORE_VERSION,

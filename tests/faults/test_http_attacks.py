@@ -108,6 +108,17 @@ def test_row_28_what_is_sent_is_bounded(stack: Stack) -> None:
     assert deep.status_code == 400 and deep.json()["error"]["code"] == "malformed_json"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("value", [b"1,", b"[],", b'{"":0},'])
+def test_row_28_a_body_of_small_values_is_not_parsed(stack: Stack, path: str, value: bytes) -> None:
+    """Ten million empty lists are 30 MiB, and seconds in which the service would answer nobody else."""
+    body = b'{"prompt": [' + value * (30_000_000 // len(value)) + b"0]}"
+    answer = stack.http.post(path, content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (413, "too_large")
+    assert "values in the body" in error["message"] and "limit 4194304" in error["message"]
+
+
 def test_row_29_a_head_that_never_ends(stack: Stack) -> None:
     """Slowloris: a byte now and then keeps nothing open, and others are served meanwhile."""
     slow = [connect(stack) for _ in range(200)]
