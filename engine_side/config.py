@@ -20,7 +20,7 @@ TAP_VERSION: Final = "6"  # part of the compile-cache salt: change it when trace
 
 VARIABLES: Final = (
     "VLLM_TAP_ENDPOINT", "VLLM_TAP_CURVE", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES",
-    "VLLM_TAP_ON_FULL", "VLLM_TAP_STAGING_BYTES_MAX", "VLLM_TAP_PROBES",
+    "VLLM_TAP_ON_FULL", "VLLM_TAP_STAGING_BYTES_MAX", "VLLM_TAP_PROBES", "VLLM_TAP_OWN_GROUP",
 )
 
 TESTED_VERSIONS: Final = ((0, 26), (0, 32))  # of vLLM, first and last
@@ -42,6 +42,7 @@ class EngineConfig:
     staging_bytes_max: int = 8 << 30
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
     probes: tuple[Registered, ...] = ()
+    own_group: bool = False  # each of vLLM's processes in a process group of its own: Ctrl-C is for who started them
 
     def __post_init__(self) -> None:
         if not self.endpoint.startswith(("ipc://", "tcp://")):
@@ -93,6 +94,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
         staging_bytes_max=_number(environment, "VLLM_TAP_STAGING_BYTES_MAX", 8 << 30),
         capture_all=capture_all or "",
         probes=parse_probes(environment.get("VLLM_TAP_PROBES", "").split(","), "VLLM_TAP_PROBES"),
+        own_group=environment.get("VLLM_TAP_OWN_GROUP", "") == "1",
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import multiprocessing
+import os
 from pathlib import Path
 
 from schemas.errors import StartError
@@ -15,7 +18,12 @@ def register() -> None:
     global _registered
     from engine_side.config import from_environment
 
-    if _registered or from_environment() is None:  # a setting that is no good ends the start here
+    config = from_environment()  # a setting that is no good ends the start here
+    if config is None:
+        return
+    if config.own_group:
+        _leave_group()
+    if _registered:
         return
     _check_own_packages()
     from engine_side.seams import compile_cache, front_end, loader, runner, scheduler
@@ -26,6 +34,13 @@ def register() -> None:
     scheduler.connect()
     front_end.connect()
     _registered = True
+
+
+def _leave_group() -> None:
+    """A terminal's Ctrl-C goes to a whole group of processes; who started vLLM's ends them in order."""
+    if multiprocessing.parent_process() is not None:
+        with contextlib.suppress(PermissionError):  # it leads a session: it is in a group of its own
+            os.setpgid(0, 0)
 
 
 def _check_own_packages() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -42,11 +42,15 @@ __all__ = ["run"]
 _FINISHES_S: Final = 60.0
 _SHUTDOWN_S: Final = 20.0
 _LET_GO_S: Final = 30.0
+_ENDS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING_S: Final = 20  # from the first of them to the end, at the latest
+_ABORTS_S: Final = 10.0
 _REFUSED_SHOWN: Final = 20
 
 
 def run(job: CaptureJob) -> int:
-    """Captures every prompt; 0 where all are complete, 1 where some were refused or are not complete.
+    """Captures every prompt; 0 where all are complete, 1 where some were refused or are not complete, 128 and the
+    signal's number where one ended it.
 
     Raises TapError (exit code 2) on malformed input, before anything is started.
     """
@@ -54,14 +58,55 @@ def run(job: CaptureJob) -> int:
     if total == 0:
         raise TapError(f"PROMPTS = {job.prompts.given!r}: holds no prompt")
     console = Console(stderr=True, highlight=False)
+    with Ending() as ending:
+        try:
+            return _run(job, total, ending, console)
+        except SystemExit:
+            if ending.writer is not None and ending.writer.failed is not None:
+                raise TapError(f"the writer failed: {ending.writer.failed}") from None
+            console.print("interrupted")
+            raise
+
+
+class Ending:
+    """For the length of a ``with`` block SIGINT, SIGTERM and SIGHUP end what is done there, by SystemExit.
+
+    Once that is ``patient`` the first of them does but ask for an end, as ``number`` says. What has not ended then ends
+    at once by a second one, or after a while, since a step may wait for a writer that waits for its disk; and by the
+    first where the ``writer`` has failed, which interrupts this process. No KeyboardInterrupt comes of SIGINT: vLLM
+    passes over it while its engine starts, and waits on for what has ended.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.patient = False
+        self.writer: WriterProcess | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Ending:
+        for number in (*_ENDS, signal.SIGALRM):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.alarm(0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _: object) -> None:
+        if self.number or not self.patient or (self.writer is not None and self.writer.failed is not None):
+            raise SystemExit(128 + (self.number or number))
+        self.number = number
+        signal.alarm(_ENDING_S)
+
+
+def _run(job: CaptureJob, total: int, ending: Ending, console: Console) -> int:
     tally, began = Tally(), time.monotonic()
     with ExitStack() as stack:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            stack.callback(signal.signal, number, signal.signal(number, _end))
         socket_dir = make_socket_dir()
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         endpoint = f"ipc://{socket_dir / 'writer.sock'}"
-        writer = _start_writer(stack, job, endpoint)
+        ending.writer = _start_writer(stack, job, endpoint)
         resume = _look(job)
         tally.refused.extend(resume.refused.items())
         left = total - len(resume.done) - len(resume.refused)
@@ -81,25 +126,23 @@ def run(job: CaptureJob) -> int:
         output = None if job.output is None else stack.enter_context(job.output.open("w", encoding="utf-8"))
         _write(output, _lines_of(job, resume, engine) if output is not None else ())
         started = time.monotonic()
-        try:
-            with _bar(console) as bar:
-                task = bar.add_task("", total=left, rate="")
-                for line in generate(engine, job, resume, tally, channel):
-                    bar.update(task, advance=1, rate=tally.rates(time.monotonic() - started))
-                    _write(output, [line] if line is not None else ())
-        except KeyboardInterrupt:
-            if writer.failed is None:
-                raise
-            raise TapError(f"the writer failed: {writer.failed}") from None
+        ending.patient = True
+        with _bar(console) as bar:
+            task = bar.add_task("", total=left, rate="")
+            for line in generate(engine, job, resume, tally, channel, lambda: ending.number != 0):
+                bar.update(task, advance=1, rate=tally.rates(time.monotonic() - started))
+                _write(output, [line] if line is not None else ())
         generated = time.monotonic() - started
-        statuses = _await_ends(job.store, tally)
+        if ending.number:
+            console.print("ending what is in flight; once more ends at once")
+        statuses = _await_ends(job.store, tally, _ABORTS_S if ending.number else _FINISHES_S)
+    if ending.number:
+        whole = len(resume.done) + tally.finished
+        console.print(f"interrupted: {whole} of {total} prompts are captured; the same command goes on from there",
+                      soft_wrap=True)
+        return 128 + ending.number
     _print_summary(console, job, tally, statuses, time.monotonic() - began, generated)
     return 0 if not tally.refused and set(statuses) <= {"complete"} else 1
-
-
-def _end(number: int, _: object) -> NoReturn:
-    """As an interrupt ends it: what is in flight is aborted, and everything that was started goes too."""
-    raise SystemExit(128 + number)
 
 
 def _count(prompts: PromptSource) -> int:
@@ -168,9 +211,9 @@ def _say_codec(console: Console, job: CaptureJob) -> None:
         console.print(f"rows are stored as {codec.identity}; error: {codec.family.error}", soft_wrap=True, markup=False)
 
 
-def _await_ends(store: Path, tally: Tally) -> Counter[str]:
+def _await_ends(store: Path, tally: Tally, timeout_s: float) -> Counter[str]:
     """How many captures have each status, once none is open (or after a bounded wait)."""
-    deadline = time.monotonic() + _FINISHES_S
+    deadline = time.monotonic() + timeout_s
     with StoreReader(store) as reader:
         left = set(tally.captures)
         statuses: Counter[str] = Counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -39,6 +39,7 @@ class Tally:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     rows: int = 0
+    finished: int = 0  # prompts whose generation came to its own end
 
     def rates(self, seconds: float) -> str:
         """What was made in a second of ``seconds``."""
@@ -66,21 +67,27 @@ def start_engine(job: CaptureJob, endpoint: str) -> LLMEngine:
 def _set_environment(job: CaptureJob, endpoint: str) -> None:
     os.environ |= {**job.environment, "VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": job.armed,
                    "VLLM_TAP_PROBES": probes_text(job.probes),
-                   "VLLM_TAP_ON_FULL": "wait", "VLLM_NO_USAGE_STATS": "1",
+                   "VLLM_TAP_ON_FULL": "wait", "VLLM_TAP_OWN_GROUP": "1", "VLLM_NO_USAGE_STATS": "1",
                    "VLLM_ACT_CAPTURE": "0"}  # every prompt has a spec of its own
     # A progress bar is no place for vLLM's log; VLLM_LOGGING_LEVEL=INFO and PYTHONWARNINGS=default bring it back.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 
-def generate(engine: LLMEngine, job: CaptureJob, resume: Resume, tally: Tally, channel: ControlChannel
-             ) -> Iterator[dict[str, Any] | None]:
-    """Runs every prompt; yields the output line of each as it ends, None for one that the engine refused."""
+def generate(engine: LLMEngine, job: CaptureJob, resume: Resume, tally: Tally, channel: ControlChannel,
+             is_ending: Callable[[], bool]) -> Iterator[dict[str, Any] | None]:
+    """Runs every prompt; yields the output line of each as it ends, None for one that the engine refused.
+
+    Once ``is_ending``, asked between steps, what is in flight is aborted, and no more is begun.
+    """
     waiting = (prompt for prompt in job.prompts if resume.is_left(prompt))
     resolved: Resolved | None = None
     running: dict[str, tuple[Prompt, str]] = {}
     exhausted = False
     while running or not exhausted:
+        if is_ending():
+            engine.abort_request(list(running))
+            return
         while not exhausted and len(running) <= _IN_FLIGHT_MAX - _BATCH:
             batch = list(islice(waiting, _BATCH))
             exhausted = not batch
@@ -103,6 +110,7 @@ def generate(engine: LLMEngine, job: CaptureJob, resume: Resume, tally: Tally, c
             resolved = resolved or _resolved(job)
             tally.prompt_tokens += prompt_len
             tally.generated_tokens += generated
+            tally.finished += 1
             tally.rows += _rows(resolved, prompt_len, generated)
             yield {"line": prompt.line, "capture": capture, "text": done.text, "finish_reason": done.finish_reason,
                    "prompt_tokens": prompt_len, "generated_tokens": generated}
