@@ -17,6 +17,7 @@ from schemas.checks import check_can_listen
 from schemas.errors import StartError
 from tests.processes import free_port, runs
 from tests.programs.supervised import PACE
+from vllm_tap.child import Child, Guard, Service
 from vllm_tap.guard import session_members
 from vllm_tap.services import ServeConfig, make_socket_dir, services
 from vllm_tap.tiny_model import tiny_model
@@ -169,6 +170,24 @@ def test_an_engine_that_cannot_start_ends_the_whole_with_its_last_lines(start: C
     # What vLLM prints after our own reason fills more lines than are kept.
     assert "    no such model\n    why: vllm-tap: cannot arm q; this model offers: resid_post\n" in run.text()
     run.assert_nothing_left(0.5)
+
+
+def test_of_what_an_engine_raises_the_cause_is_told_last(start: Callable[..., Supervised]) -> None:
+    run = start("engine-raises")
+    assert run.process.wait(15) == 1
+    assert "\n    why: torch.OutOfMemoryError: no memory for that\n" in run.text()
+    run.assert_nothing_left(0.5)
+
+
+@pytest.mark.parametrize(("line", "raised"), [
+    ("OSError: nowhere: 'x'", "OSError: nowhere: 'x'"), ("(APIServer pid=1) a.B.CError: x", "a.B.CError: x"),
+    ("  Value error, Unrecognized model in x. [type=value_error, input_value=1]", "Unrecognized model in x."),
+    ("    raise ValueError('x')", None), ("INFO 1-1 [a.py:1] Error handling: on", None), ("it said Error: x", None),
+])
+def test_what_counts_as_raised(line: str, raised: str | None, tmp_path: Path) -> None:
+    child = Child(Service("engine", ()), Guard(tmp_path), lambda name, text: None)
+    child._take(line.encode())
+    assert child.raised == raised
 
 
 def test_arguments_that_the_engine_does_not_take_are_told_in_a_line(start: Callable[..., Supervised]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,11 @@ _LINE_BYTES_MAX: Final = 16 * 1024
 _LINES_KEPT: Final = 20
 _POLL_S: Final = 0.03
 _REASON: Final = "StartError: "  # what our own parts raise; vLLM prints hundreds of lines after it
+# Of a traceback the line that says what was raised, perhaps behind the name of a process and the head of a log's line;
+# pydantic's has a line of its own for what is wrong.
+_RAISED: Final = re.compile(r"(?:\(.*?pid=[0-9]+\)\s*)?(?:[A-Z]+ [^\]]*\] ?)?([\w.]*(?:Error|Exception): .+)")
+_INVALID: Final = re.compile(r".*\bValue error, (.+?)(?: \[type=.*)?")
+_CAUSED: Final = "See root cause above"  # by what was raised in another process, earlier
 
 Report = Callable[[str, str], None]  # (name of the child, line)
 
@@ -111,7 +117,8 @@ class Child:
         self.service = service
         self.ready_line = asyncio.Event()
         self.last_lines: deque[str] = deque(maxlen=_LINES_KEPT)
-        self.reason: str | None = None
+        self.reason: str | None = None  # why it cannot start, as our own parts say it
+        self.raised: str | None = None  # the last exception of any part, in a line
         self.started_s = time.monotonic()
         self._guard = guard
         self._report = report
@@ -161,6 +168,8 @@ class Child:
         self.last_lines.append(text)
         if _REASON in text:
             self.reason = text.partition(_REASON)[2]
+        elif (match := _RAISED.fullmatch(text) or _INVALID.fullmatch(text)) and _CAUSED not in text:
+            self.raised = match[1]
         self._report(self.service.name, text)
         if self.service.ready_line is not None and text.startswith(self.service.ready_line):
             self.ready_line.set()

@@ -241,5 +241,6 @@ def _status_text(status: int) -> str:
 
 
 def _quoted(child: Child) -> str:
-    why = [] if child.reason is None else [f"why: {child.reason}"]
+    reason = child.reason or child.raised
+    why = [] if reason is None else [f"why: {reason}"]
     return "".join(f"\n    {line}" for line in [*child.last_lines, *why]) or " none"

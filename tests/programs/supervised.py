@@ -2,8 +2,9 @@
 
 Usage: supervised.py FOLDER ENGINE_PORT [MODE]. Each program appends its id to FOLDER/NAME.pids. The engine listens on a
 port, has a worker process of its own, and with MODE "stubborn" ignores SIGTERM, its worker too; with MODE "loading" it
-ignores SIGTERM and never gets ready; with MODE "writer-dies", "engine-fails" or "engine-refuses" (its arguments) that
-program ends by itself. Where all that happens is that a time runs out, the supervisor runs at PACE of its times.
+ignores SIGTERM and never gets ready; with MODE "writer-dies", "engine-fails", "engine-raises" or "engine-refuses" (its
+arguments) that program ends by itself. Where all that happens is that a time runs out, the supervisor runs at PACE of
+its times.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ if {mode!r} == "engine-fails":
     print("(Worker) ERROR schemas.errors.StartError: vllm-tap: cannot arm q; this model offers: resid_post", flush=True)
     print("\\n".join("  File " + str(number) for number in range(30)) + "\\nno such model", flush=True)
     sys.exit(3)
+if {mode!r} == "engine-raises":
+    print("(EngineCore pid=7) ERROR 11-23 13:29:01 [core.py:12]   File x, line 3, in check", flush=True)
+    print("(EngineCore pid=7) ERROR 11-23 13:29:01 [core.py:12] torch.OutOfMemoryError: no memory for that", flush=True)
+    sys.exit("RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}")
 if {mode!r} == "engine-refuses":
     import argparse
     parser = argparse.ArgumentParser("engine")
