@@ -748,6 +748,17 @@ def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path)
     assert json.loads(tap("show", ulid, "--store", store, "--json").stdout) == manifest
 
 
+def test_a_folder_of_very_many_files_is_not_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_tap.prompt_source._FILES_MAX", 3)
+    for number in range(4):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "a.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(TapError, match="holds more than 3 files; name the folder of the dataset"):
+        list(PromptSource(str(tmp_path)))
+    assert len(list(PromptSource(str(tmp_path / "0")))) == 1
+
+
 @pytest.mark.parametrize("options, words", [
     (["--column", "story"], ["--column", "story", "n, text"]), (["--split", "test"], ["test"]),
     (["--limit", "0"], ["--limit", "0"]), (["--column", "n"], ["row 1", "column n", "prompt = 1: must be a text"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +17,7 @@ __all__ = ["PromptSource"]
 
 HUB: Final = "hf:"
 _COLUMNS: Final = ("prompt", "messages", "prompt_token_ids", "text", "input_ids")
+_FILES_MAX: Final = 100_000
 _KINDS: Final = {"text": "prompt", "input_ids": "prompt_token_ids"}
 
 
@@ -76,12 +78,23 @@ class PromptSource:
         try:
             if self.given.startswith(HUB):
                 return datasets.load_dataset(self.given.removeprefix(HUB), split=self.split or "train", streaming=True)
+            _check_size(folder)
             if not ((folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file()):
                 return datasets.load_dataset(str(folder.resolve()), split=self.split or "train", streaming=True)
             found = datasets.load_from_disk(self.given)
             return found[self.split or "train"] if isinstance(found, dict) else found
+        except TapError:
+            raise
         except Exception as error:
             raise TapError(f"PROMPTS = {self.given!r}: {type(error).__name__}: {error}") from None
+
+
+def _check_size(folder: Path) -> None:
+    """TapError where a folder holds so many files that it is no dataset: all of them would be looked through."""
+    files = (name for _, _, names in os.walk(folder) for name in names)
+    if next(islice(files, _FILES_MAX, None), None) is not None:
+        raise TapError(f"PROMPTS = {str(folder)!r}: holds more than {_FILES_MAX:,} files; name the folder of the "
+                       "dataset, or a file of JSON lines")
 
 
 def _kind(column: str, value: object) -> str:
