@@ -178,8 +178,9 @@ def test_who_asks_for_nothing_gets_the_help(asked: list[str]) -> None:
     assert (done.returncode, done.stderr) == (2, "") and "\nCommands:\n" in done.stdout
 
 
-def test_version_names_the_project() -> None:
-    done = tap("version")
+@pytest.mark.parametrize("asked", ["version", "--version"])
+def test_version_names_the_project(asked: str) -> None:
+    done = tap(asked)
     assert done.returncode == 0 and done.stdout.startswith("vllm-tap ")
 
 

