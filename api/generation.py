@@ -24,6 +24,7 @@ from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
 __all__ = ["Plan", "Wish", "parse_body", "plan", "salt", "wish"]
 
 _TEXT_TOKEN_BYTES: Final = 4  # of text in a token, where only the model server could tell
+_LETTERS: Final = sorted("capture")
 _OURS = ("capture", "capture_count")  # the keys of vllm_xargs that carry a spec to the engine
 
 
@@ -48,7 +49,8 @@ class Plan:
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """The JSON object of a request; BadParam otherwise, and where it carries a spec past the ``capture`` field.
+    """The JSON object of a request; BadParam otherwise, and where it carries a spec past the ``capture`` field, or in
+    a field whose name is not quite that one.
 
     LimitError where it has so many values that parsing it would keep everybody else waiting.
     """
@@ -61,6 +63,9 @@ def parse_body(data: bytes) -> dict[str, Any]:
         raise ApiError(400, "malformed_json", f"the body is not JSON: {json_fault(error)}") from None
     if not isinstance(body, dict):
         raise ApiError(400, "malformed_json", "the body must be a JSON object")
+    for key in body:
+        if key != "capture" and ("captur" in (like := key.lower()) or sorted(like) == _LETTERS):
+            raise BadParam(key, body[key], 'unknown, and nothing would be captured; did you mean "capture"?')
     xargs = body.get("vllm_xargs")
     if isinstance(xargs, dict):
         for key in _OURS:

@@ -222,6 +222,15 @@ def test_malformed_json(stack: Stack, content: bytes) -> None:
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "malformed_json"
 
 
+@pytest.mark.parametrize("field", ["captures", "Capture", "caputre", "capture_spec", "activation_capture"])
+def test_a_misspelled_capture_is_not_silently_none(stack: Stack, field: str) -> None:
+    asked = len(stack.seen())
+    answer = stack.http.post("/v1/completions", json={"model": "played", "prompt": "x", field: {}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field) and 'did you mean "capture"?' in error["message"]
+    assert len(stack.seen()) == asked
+
+
 def test_a_spec_longer_than_the_engine_takes_is_refused_here(stack: Stack) -> None:
     asked = len(stack.seen())
     ranges = [[10**9 + 2 * i, 10**9 + 2 * i + 1] for i in range(limits.spec_intervals_max)]
