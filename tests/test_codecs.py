@@ -56,7 +56,7 @@ def target(codec: str, rows: torch.Tensor) -> F32:
     if not known.family.projected:
         return x.numpy()
     k, seed = known.decoded_width(x.shape[-1]), int(known.parameters["seed"])
-    make = projection.gaussian if known.family.name == "rp8" else projection.hadamard
+    make = projection.MATRICES[known.family.name]
     with np.errstate(all="ignore"):
         return x.numpy() @ make(x.shape[-1], k, seed)
 

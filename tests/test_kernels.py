@@ -176,7 +176,7 @@ def assert_projected(codec: str, x: torch.Tensor, got: dict[str, torch.Tensor]) 
     """Codes and scales are those of the product, but where it lies on the edge between two codes."""
     known, width = codecs.identified(codec), x.shape[-1]
     k, seed = projection.columns(width, int(known.parameters["k"]), known.family.name), int(known.parameters["seed"])
-    make = projection.gaussian if known.family.name == "rp8" else projection.hadamard
+    make = projection.MATRICES[known.family.name]
     finite = x.isfinite().all(-1, keepdim=True)
     x = torch.where(finite, x, 0).double()
     y = x @ torch.tensor(make(width, k, seed)).double()
@@ -353,7 +353,7 @@ def test_what_a_projection_keeps_is_there_before_its_kernel_and_bounded(monkeypa
 @pytest.mark.parametrize("identity", ["rp8:k=24,seed=0", "sketch:k=24,bits=2,seed=0"])
 def test_a_matrix_in_two_halves_is_the_matrix(identity: str) -> None:
     known = codecs.identified(identity)
-    matrix = (projection.gaussian if known.family.name == "rp8" else projection.hadamard)(100, 24, 0)
+    matrix = projection.MATRICES[known.family.name](100, 24, 0)
     for dtype, error in ((torch.bfloat16, 2**-16), (torch.float16, 2**-20)):
         high, low = (half.cpu().double() for half in projected.halves(identity, 100, dtype, DEVICE))
         both = high + low

@@ -8,7 +8,7 @@ capture uses them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
 import torch
@@ -20,9 +20,6 @@ from schemas.codecs import projection
 from schemas.codecs.sketch import PACKED, THRESHOLDS
 
 KEPT_BYTES_MAX: Final = 256 << 20  # of matrices, on a device
-_MATRICES: Final[dict[str, Callable[[int, int, int], projection.Matrix]]] = {
-    "rp8": projection.gaussian, "sketch": projection.hadamard,
-}
 
 Key = tuple[str, int, int, int, torch.device]
 _kept: OrderedDict[Key, torch.Tensor] = OrderedDict()  # float32 [width, k], what was used last at the end
@@ -35,7 +32,7 @@ def key_of(identity: str, width: int, device: torch.device) -> Key | None:
     """
     codec = codecs.identified(identity)
     name = codec.family.name
-    if name not in _MATRICES:
+    if name not in projection.MATRICES:
         return None
     k = projection.columns(width, int(codec.parameters["k"]), name)
     return name, width, k, int(codec.parameters["seed"]), device
@@ -45,7 +42,7 @@ def make(key: Key) -> None:
     """Make a matrix that is not kept yet, where ``keep`` finds it soon after; for any thread."""
     if key not in _kept:
         name, width, k, seed, _ = key
-        _MATRICES[name](width, k, seed)
+        projection.MATRICES[name](width, k, seed)
 
 
 def kept(key: Key | None) -> bool:
@@ -67,7 +64,7 @@ def keep(key: Key, in_use: Collection[Key]) -> torch.Tensor:
                               f"{_nbytes(key) / 2**20:.1f} MiB beside those in use, {KEPT_BYTES_MAX >> 20} MiB in all")
         del _kept[unused]
         others.remove(unused)
-    _kept[key] = torch.tensor(_MATRICES[name](width, k, seed), device=device)
+    _kept[key] = torch.tensor(projection.MATRICES[name](width, k, seed), device=device)
     return _kept[key]
 
 

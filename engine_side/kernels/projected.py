@@ -42,7 +42,6 @@ DEPTH: Final = 64  # columns of rows that are multiplied at a time
 MATRICES_BYTES: Final = 128 << 20  # on a device, of all codecs
 _LEFT_BYTES: Final = 256 << 20  # of the device, that vLLM may need beyond what it has taken
 _ACROSS: Final = 128  # the matrix has columns of zeros up to a multiple of it
-_MATRICES: Final = {"rp8": projection.gaussian, "sketch": projection.hadamard}
 
 
 @lru_cache(maxsize=16)
@@ -106,7 +105,7 @@ def halves(identity: str, width: int, dtype: torch.dtype, device: torch.device) 
                               f"{_matrix_bytes(codec, width, dtype) / 2**20:.1f} MiB")
         k = kept(codec, width)
         matrix = torch.zeros(depth(width), across(codec, width), dtype=torch.float32, device="cpu")
-        made = _MATRICES[codec.family.name](width, k, int(codec.parameters["seed"]))
+        made = projection.MATRICES[codec.family.name](width, k, int(codec.parameters["seed"]))
         matrix[:width, :k] = torch.tensor(made, dtype=torch.float32, device="cpu")
         high = matrix.to(dtype)
         sums(device)

@@ -74,3 +74,6 @@ def _frozen(matrix: npt.NDArray[np.floating]) -> Matrix:
     out = matrix.astype(np.float32)
     out.setflags(write=False)
     return out
+
+
+MATRICES: Final = {"rp8": gaussian, "sketch": hadamard}  # by the codec that projects with them
