@@ -69,7 +69,9 @@ class Layout:
 
     def launch(self, piece: Piece, memory: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor,
                inputs: tuple[int, int]) -> kernels.Launch | kernels.Projected:
-        """What encodes a piece into ``memory``; good until the next is asked for. ``inputs``: addresses."""
+        """What encodes a piece into ``memory``, until another of the same entry is to be encoded: the launch is that
+        one's then. A step has one piece of an entry, or encodes one after the other. ``inputs``: addresses.
+        """
         assert self.kernel is not None
         had, launch = self.launches.get(piece.gathered, (None, None))
         if launch is None or had != inputs or not launch.aim(piece.where, piece.place.n, piece.place.offsets,

@@ -27,9 +27,10 @@ class Compiled:
     """Kernels of a worker by codec identity and width, or by probe; ``came`` is told of a codec with a new kernel."""
 
     def __init__(self, staging: Staging, on_device: bool, came: Callable[[str], None]) -> None:
-        self._staging, self._on_device, self._came = staging, on_device, came
+        self.on_device = on_device
+        self._staging, self._came = staging, came
         self._begun: set[tuple[str, int]] = set()
-        self._there: set[tuple[str, int]] = set()
+        self.there: set[tuple[str, int]] = set()  # the kernels
         self._wanted: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -47,12 +48,12 @@ class Compiled:
         for site in self._staging.probes:
             if self._missing("raw", site):
                 self._compile("raw", site)
-        if self._there:
-            logger.info("vllm-tap: %d kernels in %.1f s", len(self._there), time.monotonic() - begin)
+        if self.there:
+            logger.info("vllm-tap: %d kernels in %.1f s", len(self.there), time.monotonic() - begin)
 
     def has(self, codec: str, site: str) -> bool:
         """Whether rows of a site in a codec have a kernel now."""
-        return self._kind(codec, site) in self._there
+        return self._kind(codec, site) in self.there
 
     def begin(self, codec: str, site: str) -> None:
         """Compile a kernel beside the steps, if there can be one."""
@@ -74,7 +75,7 @@ class Compiled:
     def _missing(self, codec: str, site: str) -> bool:
         """Whether there could be a kernel that nobody has begun to compile; it counts as begun from now on."""
         kind = self._kind(codec, site)
-        if not self._on_device or kind in self._begun:
+        if not self.on_device or kind in self._begun:
             return False
         buffer = self._staging.buffers[self._staging.source(site)]
         known = kernels.scored(kind[1], buffer.shape[-1], buffer.dtype) if site in self._staging.probes else (
@@ -97,5 +98,5 @@ class Compiled:
         except Exception:  # the reference encoder does the same, slower
             logger.exception("vllm-tap: no kernel for %s of %s", codec, site)
             return
-        self._there.add(kind)
+        self.there.add(kind)
         self._came(codec)

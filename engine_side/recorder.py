@@ -354,14 +354,18 @@ class Recorder:
         self._before = None
 
     def _parts(self, selected: Selected) -> list[tuple[Entry, Selected]]:
-        """The rows of each entry."""
+        """The rows of each entry, those of all plans that have it together: each entry is encoded once."""
         if len(selected.row) == 0:
             return []
-        plans = np.unique(selected.plan) if len(self.captures.plans) > 1 else selected.plan[:1]
+        plans = np.unique(selected.plan).tolist() if len(self.captures.plans) > 1 else selected.plan[:1].tolist()
         if len(plans) == 1:
-            return [(entry, selected) for entry in self.captures.plans[int(plans[0])]]
-        return [(entry, part) for plan in plans if (part := _only(selected, int(plan)))
-                for entry in self.captures.plans[int(plan)]]
+            return [(entry, selected) for entry in self.captures.plans[plans[0]]]
+        taking: dict[Entry, list[int]] = {}
+        for plan in plans:
+            for entry in self.captures.plans[plan]:
+                taking.setdefault(entry, []).append(plan)
+        parts = {tuple(some): _only(selected, some) for some in taking.values()}
+        return [(entry, parts[tuple(some)]) for entry, some in taking.items()]
 
     def miss_step(self) -> None:
         """A step could not be looked at, so its rows are missing; drafts of the step before must not stand for them."""
@@ -565,8 +569,8 @@ class Recorder:
         return layout
 
 
-def _only(selected: Selected, plan: int) -> Selected:
-    keep = selected.plan == plan
+def _only(selected: Selected, plans: list[int]) -> Selected:
+    keep = np.isin(selected.plan, plans)
     return Selected(selected.row[keep], selected.slot[keep], selected.position[keep], selected.flags[keep],
                     selected.plan[keep], None if selected.slack is None else selected.slack[keep])
 

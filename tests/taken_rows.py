@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine_side.events import Event, Lost, Opened, Run
+from engine_side.events import Event, Freed, Lost, Opened, Run
 from engine_side.ring import Ring, view
 from engine_side.staging import Staging
 from engine_side.ticket import Ticket
@@ -25,6 +25,7 @@ SPECS: list[dict[str, object] | None] = [
     {"codec": "raw", "positions": "prompt"},
     {"codec": "raw", "positions": [[0, 2], [9, 14], [20, 21]]},
     {"codec": "raw", "positions": "generated", "layers": [0, 2]},
+    {"codec": "raw", "sites": ["mlp_out"]},  # as one above takes beside another site
     {"sites": []},
 ]
 Row = tuple[int, str, int, int]  # request, site, layer, position
@@ -80,8 +81,10 @@ class Seen:
     _request_of: dict[int, int] = field(default_factory=dict)
 
     def take(self, outbox: Any) -> None:
-        """All that is in the outbox."""
+        """All that is in the outbox, but for what is not copied yet."""
         while outbox:
+            if isinstance(outbox[0], Run | Freed) and outbox[0].copied > self.ring.shared.over():
+                return
             event = outbox.popleft()
             if isinstance(event, Opened):
                 self._request_of[event.slot] = int(event.request)
@@ -92,10 +95,10 @@ class Seen:
             elif isinstance(event, Run):
                 for k in range(event.steps):
                     self._check(event, k)
-                if not self.full:
-                    self.ring.shared.tail = event.mark[0]
-            else:
+            elif not isinstance(event, Freed):
                 self.others.append(event)
+            if isinstance(event, Run | Freed) and not self.full:
+                self.ring.shared.tail = event.mark[0]
 
     def _check(self, run: Run, k: int) -> None:
         n, memory, shift = len(run.slot), self.ring.memory, k * run.stride

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,7 +22,10 @@ from engine_side.staging import Staging
 from engine_side.ticket import Ticket
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve
+from tests.late_copies import HOST, Copies, crossing_late
 from tests.taken_rows import ARMED, LAYERS, SPECS, TOKENS, WIDTH, Row, Seen, staging, ticket_of, token_of, wanted, write
+
+kernel_test = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by tests/test_kernels.py")
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +35,42 @@ def ring() -> Iterator[Ring]:
     found.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.sampled_from(SPECS), st.integers(1, 12), st.integers(1, 30), st.integers(0, 10)),
                       min_size=1, max_size=6),
     stalls=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60), st.integers(1, 9)), max_size=8),
     full=st.booleans(),
-    hurried=st.sets(st.integers(0, 69)), ahead=st.booleans(),
+    hurried=st.sets(st.integers(0, 69)), alone=st.booleans(), ahead=st.booleans(), lasting=st.booleans(),
+    late=st.none() | st.tuples(st.sampled_from([4096, 8192, 1 << 15]), st.lists(st.integers(0, 5), min_size=70)),
 )
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=kernel_test)])
 def test_every_row_once_or_lost(
-    ring: Ring, requests: list[tuple[dict[str, object] | None, int, int, int]], stalls: list[tuple[int, int, int]],
-    full: bool, hurried: set[int], ahead: bool
+    ring: Ring, compiled: bool, requests: list[tuple[dict[str, object] | None, int, int, int]],
+    stalls: list[tuple[int, int, int]], full: bool, hurried: set[int], alone: bool, ahead: bool, lasting: bool,
+    late: tuple[int, list[int]] | None
 ) -> None:
     """Requests (spec, prompt, answer, step at which they come); a stall (request, step, steps) holds one back; rows of
     hurried steps, and ``ahead`` of others that are chosen anew, are taken with the next call, which may be of any kind.
+    ``lasting``: token ids and positions lie in the same memory in every step, as runners on a GPU have them.
+    ``late``: bytes of scratch before the ring, and how many copies between them are made after each step.
     """
     ring.shared.tail = ring.head
     armed = staging()
-    recorder = Recorder(armed, "float32", "drop", Crossing(torch.device("cpu"), ring), alone=True, ahead=ahead)
+    with crossing_late(ring, late[0]) if late else nullcontext((Crossing(HOST, ring), None)) as (crossing, copies):
+        recorder = Recorder(armed, "float32", "drop", crossing, alone=alone, ahead=alone and ahead)
+        recorder.compiled.on_device = False  # nothing is compiled beside the steps
+        if compiled:
+            recorder.compiled.there.add(("raw", WIDTH))
+        play(recorder, armed, requests, stalls, full, hurried, lasting, copies, late[1] if late else [])
+
+
+def play(recorder: Recorder, armed: Staging, requests: list[tuple[dict[str, object] | None, int, int, int]],
+         stalls: list[tuple[int, int, int]], full: bool, hurried: set[int], lasting: bool, copies: Copies | None,
+         pace: list[int]) -> None:
+    """Seventy steps, and what came of them held against what was asked."""
+    ring = recorder.crossing.ring
+    kept = torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(TOKENS, dtype=torch.int32)
     tickets: dict[int, Ticket] = {}
     done = dict.fromkeys(range(len(requests)), 0)
     asked, seen = Counter[Row](), Seen(ring, full)
@@ -69,6 +92,8 @@ def test_every_row_once_or_lost(
             write(armed, tokens)
             names, first = [str(i) for i in batch], np.array([done[i] for i in batch], np.int32)
             positions, ids = torch.tensor([p for _, p in rows]), torch.tensor(tokens, dtype=torch.int32)
+            if lasting:
+                positions, ids = (to[: len(rows)].copy_(it) for to, it in zip(kept, (positions, ids), strict=True))
             # A seam asks first, with whatever lies behind its numbers.
             taken = number % 2 and recorder.goes_on(names, np.append(first, first[-1:]), len(rows), ids, positions)
             if not taken:
@@ -86,10 +111,15 @@ def test_every_row_once_or_lost(
             _, prompt, answer, _ = requests[i]
             if done[i] >= prompt + answer and i in tickets:
                 recorder.finish(End(str(i), tickets[i], "length", None, [1] * prompt, [1] * answer, done[i]))
+        if copies is not None:
+            copies.make(copies.made + pace[number])
         if number % 5 == 0:
             seen.take(recorder.outbox)
     recorder.flush()
+    if copies is not None:
+        copies.make(copies.begun)
     seen.take(recorder.outbox)
+    assert not recorder.outbox and not recorder.crossing.waiting
     assert all(isinstance(event, Finished | Counted) for event in seen.others)
     assert seen.rows == asked
     assert recorder.counters.failures == 0

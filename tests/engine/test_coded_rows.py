@@ -74,6 +74,9 @@ def test_a_ragged_batch_in_chunks_with_many_specs_and_requests_without_one(llm: 
         requests.append(Request(prompt(of, 60), LONG, {**RAW, "sites": named, "positions": positions}, layers,
                                 dict.fromkeys(layers, "raw")))
         requests.append(Request(prompt(of + 8, 33), LONG))
+    for of in (20, 21):  # a part of what others take whole, decoded beside them
+        requests.append(Request(prompt(of, 20), LONG, {**RAW, "sites": ["mlp_out"]},
+                                {"mlp_out": EVERYTHING["mlp_out"]}, {"mlp_out": "raw"}))
     played = proven(llm, reader, *requests)
     assert set(statuses(reader, played)) == {"complete"}
 
