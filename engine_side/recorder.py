@@ -6,7 +6,6 @@ rows are reported as dropped.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import deque
@@ -20,10 +19,10 @@ import numpy as np
 import torch
 
 from engine_side.block import Burst, Layout, Piece, layout_of
-from engine_side.codecs import projected
 from engine_side.compiled import Compiled
 from engine_side.device import Crossing
 from engine_side.events import I64, Counted, Event, Finished, Lost, Opened
+from engine_side.matrices import Matrices
 from engine_side.selection import CaptureTable, Entry, Plan, Selected
 from engine_side.shared import Outbox
 from engine_side.staging import Staging
@@ -31,6 +30,7 @@ from engine_side.ticket import Ticket
 from schemas import codecs
 from schemas.control import TapCounters
 from schemas.errors import SpecError
+from schemas.sites import parse_site
 from schemas.spec import Resolved, parse_spec
 
 logger = logging.getLogger("vllm.tap")
@@ -96,6 +96,7 @@ class Recorder:
     # A step's tokens are waited for behind the launch of the next: so are rows of any step that have to be chosen anew.
     ahead: bool = False
     compiled: Compiled = field(init=False)
+    matrices: Matrices = field(init=False)
     captures: CaptureTable = field(default_factory=CaptureTable)
     counters: TapCounters = field(default_factory=TapCounters)
     _counted: TapCounters = field(default_factory=TapCounters)  # what the sender was told
@@ -116,6 +117,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self.compiled = Compiled(self.staging, self.crossing.scratch is not None, self._forget_layouts)
+        self.matrices = Matrices(self.staging, self.compiled, self.captures)
 
     def _forget_layouts(self, codec: str) -> None:
         """A kernel came: the next use of a codec begins with it."""
@@ -145,10 +147,7 @@ class Recorder:
             return
         self._end_burst()
         capture = ticket.capture_of(request)
-        taken, absent = self._held_against_model(ticket.resolved)
-        # "all" means what is there; a layer asked for by its number stays expected, and is named as not armed.
-        by_number = absent and parse_spec(ticket.asked).layers != "all"
-        resolved, absent = (ticket.resolved, absent) if by_number else (taken, {})
+        resolved, taken, absent = self._held_against_model(ticket)
         slot = self.captures.open(request, taken, len(prompt_token_ids))
         now = time.time_ns() // 1_000_000
         try:
@@ -159,13 +158,6 @@ class Recorder:
             raise
         self._tickets[request] = capture
         self._warm(self.captures.plan(slot))
-
-    def prepare(self, resolved: Resolved) -> None:
-        """Make what takes long before a capture of such rows is opened: any thread may, beside the steps."""
-        for site, codec in resolved.codec.items():
-            with contextlib.suppress(SpecError):  # of one that does not fit is told when the capture begins
-                if site in self.staging.buffers and (key := self._matrix(codec, site)):
-                    projected.make(key)
 
     def resume(self, request: str, cached: int) -> None:
         """A preempted request goes on after ``cached`` positions.
@@ -183,19 +175,26 @@ class Recorder:
             self.crossing.say(Lost(entry, np.full(len(positions), slot), positions, "prefix_cached"))
         self.captures.computed[slot] = cached
 
-    def _held_against_model(self, asked: Resolved) -> tuple[Resolved, dict[str, list[int]]]:
-        """What the model has of a spec, and by site the layers that it lacks.
+    def _held_against_model(self, ticket: Ticket) -> tuple[Resolved, Resolved, dict[str, list[int]]]:
+        """What is expected, what of it the model has, and by site the layers that it lacks.
 
         The front end knows the armed sites but not which layers have them: some blocks of a sparse model are dense.
+        "all" means what is there; a layer that was asked for by its number stays expected, and is named as not armed.
         """
+        asked = ticket.resolved
         if all(layers == self.staging.layers_of(site) for site, layers in asked.layers.items()):
-            return asked, {}  # all that there are, as most ask for
+            return asked, asked, {}  # all that there are, as most ask for
         has = {site: set(self.staging.layers_of(site)) for site in asked.layers}
-        absent = {site: [layer for layer in layers if layer not in has[site]] for site, layers in asked.layers.items()}
-        if not any(absent.values()):
-            return asked, {}
+        if all(has[site].issuperset(layers) for site, layers in asked.layers.items()):
+            return asked, asked, {}
         kept = {site: [layer for layer in layers if layer in has[site]] for site, layers in asked.layers.items()}
-        return msgspec.structs.replace(asked, layers=kept), {site: layers for site, layers in absent.items() if layers}
+        spec = parse_spec(ticket.asked)
+        named = {parse_site(name) for name in spec.sites or ()}  # some by names that have the layer in them
+        absent = {site: lacking for site, layers in asked.layers.items()
+                  if (lacking := [layer for layer in layers if layer not in has[site] and
+                                  (spec.layers != "all" or (site, layer) in named)])}
+        expected = {site: sorted([*layers, *absent.get(site, ())]) for site, layers in kept.items()}
+        return (msgspec.structs.replace(asked, layers=expected), msgspec.structs.replace(asked, layers=kept), absent)
 
     def finish(self, end: End) -> None:
         """A request ended; one that never ran is opened first, so that its manifest exists."""
@@ -524,28 +523,13 @@ class Recorder:
             try:
                 self.compiled.begin(entry.codec, entry.site)  # until it is there, the reference encoder serves
                 if codecs.identified(entry.codec).family.projected:
-                    if self._layouts.get(entry) is None or not projected.kept(self._matrix(entry.codec, entry.site)):
+                    if self._layouts.get(entry) is None or not self.matrices.kept(entry.codec, entry.site):
                         self._layouts.pop(entry, None)  # its matrix had no room, or gave it to another
                     if (layout := self._layout(entry)) is not None and layout.kernel is None:
                         with torch.inference_mode():
                             layout.encode(self.staging.buffers[entry.site][:1, :1])
             except Exception:
                 logger.exception("vllm-tap: %s of %s could not be made ready", entry.codec, entry.site)
-
-    def _matrix(self, codec: str, site: str) -> projected.Key | None:
-        """What the reference encoder multiplies rows by; None where there is a kernel, or nothing to multiply by."""
-        if site in self.staging.probes or self.compiled.has(codec, site):
-            return None
-        buffer = self.staging.buffers[site]
-        return projected.key_of(codec, int(buffer.shape[-1]), buffer.device)
-
-    def _matrices_in_use(self) -> set[projected.Key]:
-        found = set()
-        for entry in {entry for slot in self.captures.slot_of.values() for entry in self.captures.plan(slot)}:
-            with contextlib.suppress(SpecError):  # a projection too large for its site
-                if key := self._matrix(entry.codec, entry.site):
-                    found.add(key)
-        return found
 
     def _layout(self, entry: Entry) -> Layout | None:
         """None where a site's rows cannot be taken: the codec does not fit their width, or its matrix has no room."""
@@ -558,8 +542,7 @@ class Recorder:
         compiled = self.compiled.has(entry.codec, entry.site)
         layout: Layout | None = None
         try:
-            if key := self._matrix(entry.codec, entry.site):
-                projected.keep(key, self._matrices_in_use())
+            self.matrices.keep(entry.codec, entry.site)
             layout = layout_of(entry, self.staging, self.dtype, self._bytes_max, compiled)
         except (SpecError, MemoryError, torch.OutOfMemoryError) as error:
             logger.warning("vllm-tap: rows of %s cannot be %s, so they are dropped: %s", entry.site, entry.codec, error)

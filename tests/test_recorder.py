@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,13 +35,16 @@ def recorder() -> Iterator[Recorder]:
 
 @pytest.mark.parametrize(
     ("layers", "expected", "absent"),
-    [("all", [0, 2], {}), ([0], [0], {}), ([0, 1], [0, 1], {"mlp_post": [1]}), ("1::2", [1, 3], {"mlp_post": [1, 3]})],
+    [("all", [0, 2], {}), ([0], [0], {}), ([0, 1], [0, 1], {"mlp_post": [1]}), ("1::2", [1, 3], {"mlp_post": [1, 3]}),
+     (["blocks.1.mlp.hook_post"], [1], {"mlp_post": [1]}), (["mlp_post.2"], [2], {}),
+     (["mlp_post.2", "mlp_post.3"], [2, 3], {"mlp_post": [3]})],
 )
 def test_layers_that_the_model_lacks(
-    recorder: Recorder, layers: object, expected: list[int], absent: dict[str, list[int]]
+    recorder: Recorder, layers: Any, expected: list[int], absent: dict[str, list[int]]
 ) -> None:
     ulid = new_ulid()
-    spec = parse_spec({"layers": layers, "id": ulid})
+    named = isinstance(layers, list) and isinstance(layers[0], str)
+    spec = parse_spec({"sites" if named else "layers": layers, "id": ulid})
     recorder.open("r", Ticket(ulid, spec.to_json(), resolve(spec, ASKED), 0, 1, 1), [1, 2, 3], 0)
     (opened,) = recorder.outbox
     assert isinstance(opened, Opened)
@@ -231,16 +235,26 @@ def test_matrices_of_running_captures_are_made_once(projecting: Recorder) -> Non
     assert lost(projecting) == set() and projecting.counters.failures == 0
 
 
+def test_as_many_as_fit_are_made_before_their_captures_begin(projecting: Recorder) -> None:
+    waiting = [of_seed(2000 + number) for number in range(20)]
+    for taken_in in waiting:
+        projecting.matrices.prepare(taken_in.resolved)
+    before = projection.gaussian.cache_info().misses
+    for number, taken_in in enumerate(waiting):
+        projecting.open(str(number), taken_in, [1, 2], 0)
+    assert projection.gaussian.cache_info().misses == before
+
+
 def test_a_matrix_is_made_by_whoever_takes_the_request_in(projecting: Recorder) -> None:
     for codec, make in (("rp8", projection.gaussian), ("sketch", projection.hadamard)):
         taken_in = of_seed(77, codec)
-        maker = threading.Thread(target=projecting.prepare, args=(taken_in.resolved,))
+        maker = threading.Thread(target=projecting.matrices.prepare, args=(taken_in.resolved,))
         maker.start()
         maker.join()
         before = make.cache_info().misses
         projecting.open(codec, taken_in, [1, 2], 0)
         assert make.cache_info().misses == before
-        assert projected.kept(projected.key_of(taken_in.resolved.codec["mlp_post"], WIDTH, torch.device("cpu")))
+        assert projecting.matrices.kept(taken_in.resolved.codec["mlp_post"], "mlp_post")
 
 
 def test_matrices_beyond_their_room_are_not_made_again_and_again(projecting: Recorder,
@@ -271,7 +285,7 @@ def test_a_matrix_that_gave_its_room_away_is_made_again_before_the_steps(project
         request = f"r{turn}"
         taken = of_seed(seed)
         projecting.open(request, taken, [1, 2], 0)
-        assert projected.kept(projected.key_of(taken.resolved.codec["mlp_post"], WIDTH, torch.device("cpu")))
+        assert projecting.matrices.kept(taken.resolved.codec["mlp_post"], "mlp_post")
         projecting.after_step(several([request], 0, 2))
         projecting.finish(End(request, taken, "length", None, [1, 2], [5], 2))
     assert lost(projecting) == set()

@@ -7,6 +7,7 @@ capture uses them.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import Final
@@ -19,10 +20,11 @@ from schemas import codecs
 from schemas.codecs import projection
 from schemas.codecs.sketch import PACKED, THRESHOLDS
 
-KEPT_BYTES_MAX: Final = 256 << 20  # of matrices, on a device
+KEPT_BYTES_MAX: Final = 256 << 20  # of matrices on a device; and of those that were made and not put there yet
 
 Key = tuple[str, int, int, int, torch.device]
 _kept: OrderedDict[Key, torch.Tensor] = OrderedDict()  # float32 [width, k], what was used last at the end
+_made: OrderedDict[Key, projection.Matrix] = OrderedDict()  # what was made last at the end
 
 
 def key_of(identity: str, width: int, device: torch.device) -> Key | None:
@@ -39,38 +41,47 @@ def key_of(identity: str, width: int, device: torch.device) -> Key | None:
 
 
 def make(key: Key) -> None:
-    """Make a matrix that is not kept yet, where ``keep`` finds it soon after; for any thread."""
-    if key not in _kept:
-        name, width, k, seed, _ = key
-        projection.MATRICES[name](width, k, seed)
+    """Make a matrix that is not kept yet, for ``keep``; any thread may."""
+    if key in _kept or key in _made:
+        return
+    _made[key] = _matrix(key)
+    with contextlib.suppress(KeyError):  # another thread has taken the last
+        while sum(map(_nbytes, list(_made))) > KEPT_BYTES_MAX:
+            _made.popitem(last=False)
 
 
-def kept(key: Key | None) -> bool:
-    """Whether rows can be encoded at once, as they can where no matrix is needed."""
-    return key is None or key in _kept
+def kept(key: Key) -> bool:
+    """Whether rows can be encoded at once."""
+    return key in _kept
 
 
-def keep(key: Key, in_use: Collection[Key]) -> torch.Tensor:
-    """The matrix on its device. MemoryError where there is no room for it beside those ``in_use``."""
+def keep(key: Key, in_use: Collection[Key]) -> None:
+    """Have the matrix on its device. MemoryError where there is no room for it beside those ``in_use``."""
+    made = _made.pop(key, None)
     if key in _kept:
         _kept.move_to_end(key)
-        return _kept[key]
+        return
     name, width, k, seed, device = key
     others = [other for other in _kept if other[-1] == device]
-    while others and sum(_nbytes(other) for other in others) + _nbytes(key) > KEPT_BYTES_MAX:
+    while others and sum(map(_nbytes, others)) + _nbytes(key) > KEPT_BYTES_MAX:
         unused = next((other for other in others if other not in in_use), None)
         if unused is None:
             raise MemoryError(f"{name}:k={k},seed={seed} at width {width}: no room for its matrix of "
                               f"{_nbytes(key) / 2**20:.1f} MiB beside those in use, {KEPT_BYTES_MAX >> 20} MiB in all")
         del _kept[unused]
         others.remove(unused)
-    _kept[key] = torch.tensor(projection.MATRICES[name](width, k, seed), device=device)
-    return _kept[key]
+    _kept[key] = torch.tensor(_matrix(key) if made is None else made, device=device)
 
 
 def forget() -> None:
     """Give the memory back; nothing is encoded any more."""
     _kept.clear()
+    _made.clear()
+
+
+def _matrix(key: Key) -> projection.Matrix:
+    name, width, k, seed, _ = key
+    return projection.MATRICES[name](width, k, seed)
 
 
 def _nbytes(key: Key) -> int:
@@ -79,9 +90,11 @@ def _nbytes(key: Key) -> int:
 
 
 def _times(rows: torch.Tensor, name: str, k: int, seed: int) -> torch.Tensor:
-    """The projection of rows ``[..., width]`` of any float dtype, in float32."""
+    """The projection of rows ``[..., width]`` of any float dtype, in float32; fast where the matrix is kept."""
     width = rows.shape[-1]
-    return rows.to(torch.float32) @ keep((name, width, projection.columns(width, k, name), seed, rows.device), ())
+    key = name, width, projection.columns(width, k, name), seed, rows.device
+    matrix = _kept.get(key)
+    return rows.to(torch.float32) @ (torch.tensor(_matrix(key), device=rows.device) if matrix is None else matrix)
 
 
 def encode_rp8(rows: torch.Tensor, k: int, seed: int) -> dict[str, torch.Tensor]:

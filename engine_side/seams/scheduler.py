@@ -51,7 +51,7 @@ def _preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             ticket, current = find(request.sampling_params), worker.CURRENT
             if ticket is not None and current is not None and current.recorder is not None:
-                current.recorder.prepare(ticket.resolved)
+                current.recorder.matrices.prepare(ticket.resolved)
         except Exception:
             logger.exception("vllm-tap: what a capture needs was not made beside the steps; its first step will wait")
         return original(self, request, *args, **kwargs)

@@ -27,7 +27,7 @@ def columns(width: int, k: int, codec: str) -> int:
     return min(k, width)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def gaussian(width: int, k: int, seed: int) -> Matrix:
     """Independent normal numbers of variance 1/k, in C order, by Box and Muller from pairs of raw numbers (a, b).
 
@@ -40,7 +40,7 @@ def gaussian(width: int, k: int, seed: int) -> Matrix:
     return _frozen(pairs.reshape(-1)[: width * k].reshape(width, k) / np.sqrt(k))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def hadamard(width: int, k: int, seed: int) -> Matrix:
     """The first ``width`` rows of D · H · E · H, of it k columns, over √(n k): two transforms with random signs.
 
