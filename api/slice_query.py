@@ -174,6 +174,7 @@ def _position(params: QueryParams, name: str) -> int | None:
 
 
 def _sites(names: list[str]) -> list[tuple[str, int | None]]:
+    names = [part.strip() for name in names for part in name.split(",")]
     if len(names) > limits.spec_sites_max:
         raise BadParam("site", f"{len(names)} of them", f"at most {limits.spec_sites_max}")
     try:

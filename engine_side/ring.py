@@ -6,11 +6,9 @@ touched once at start, because first touch of fresh pages costs far more than th
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
-import shutil
 import tempfile
 from math import prod
 from pathlib import Path
@@ -18,10 +16,10 @@ from typing import Final
 
 import torch
 
+from engine_side.ring_files import PREFIX, directory, remove_orphans
 from engine_side.shared import EXTRA, Shared
 
 ALIGN: Final = 64
-_PREFIX: Final = "vllm-tap-ring-"
 
 
 class Ring:
@@ -43,10 +41,9 @@ class Ring:
         self.head = 0  # bytes ever allocated
 
     def _create(self) -> Shared:
-        directory = _directory()
-        _remove_orphans(directory)
+        remove_orphans()
         while True:
-            file, path = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+            file, path = tempfile.mkstemp(prefix=PREFIX, dir=directory())
             fcntl.flock(file, fcntl.LOCK_EX)  # held until this process ends, however it ends
             if os.fstat(file).st_nlink:
                 break
@@ -88,28 +85,6 @@ class Ring:
             self._file = -1
 
 
-def free_bytes() -> int:
-    """What the file system that rings lie in has left."""
-    return shutil.disk_usage(_directory()).free
-
-
-def _directory() -> Path:
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-
-
 def view(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor over bytes (uint8) at ``offset``."""
     return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
-def _remove_orphans(directory: Path) -> None:
-    """A killed engine leaves its ring: that is memory, and nothing else gives it back."""
-    for path in directory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # not ours, or its engine lives
-            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(file)

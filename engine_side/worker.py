@@ -16,7 +16,8 @@ from engine_side.codecs import projected
 from engine_side.config import EngineConfig
 from engine_side.device import Crossing, Scratch
 from engine_side.recorder import Recorder
-from engine_side.ring import Ring, free_bytes
+from engine_side.ring import Ring
+from engine_side.ring_files import free_bytes
 from engine_side.sender_process import SenderProcess
 from engine_side.shared import Outbox
 from engine_side.staging import Staging

@@ -64,7 +64,8 @@ def read_store_uuid(path: Path) -> bytes:
         document = json.loads(file.read_text())
         version, uuid = document["version"], bytes.fromhex(document["uuid"].replace("-", ""))
     except FileNotFoundError:
-        raise StoreError("open store", path, "no store.json in it", "name the folder given to the writer") from None
+        what = "no store.json in it" if path.is_dir() else "no such folder"
+        raise StoreError("open store", path, what, "name the folder given to the writer") from None
     except OSError as error:
         raise StoreError("open store", path, error.strerror, "name the folder given to the writer") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -112,6 +112,7 @@ class Resolved(msgspec.Struct, frozen=True):
         return not any(self.layers.values()) or self.positions == []
 
 
+_MORE: Final = " (start the engine with more in --arm, or VLLM_TAP_ARM)"
 _VALID: Final = {
     "sites": 'a list of sites, such as ["resid_post"] or ["blocks.12.hook_resid_post"]',
     "layers": '"all", a list of layers, or a slice such as "0:32:4"',
@@ -219,8 +220,7 @@ def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = 
     for name in everything if spec.sites is None else spec.sites:
         site, fixed = parse_site(name)
         if site not in armed.sites:
-            raise NotArmedError("sites", name, f"not armed; armed: {', '.join(armed.sites) or 'nothing'} "
-                                               "(restart the engine with --arm to add sites)")
+            raise NotArmedError("sites", name, f"not armed; armed: {', '.join(armed.sites) or 'nothing'}{_MORE}")
         if not SITES[site].per_layer:
             wanted = set(armed.sites[site])  # one a model: `layers` is not about it
         elif fixed is None:
@@ -238,12 +238,11 @@ def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = 
             wanted = {fixed}
         if missing := sorted(wanted - set(armed.sites[site])):
             field, value = ("layers", missing) if fixed is None else ("sites", name)
-            raise NotArmedError(field, value, f"not armed for {site}; armed: {armed.sites[site]} (restart the engine "
-                                              "with --arm to add layers)")
+            raise NotArmedError(field, value, f"not armed for {site}; armed: {armed.sites[site]}{_MORE}")
         layers.setdefault(site, set()).update(wanted)
     if nowhere and (blocks := [site for site in everything if SITES[site].per_layer]):
         raise NotArmedError("layers", sorted(nowhere), "not armed for any site; armed: " + "; ".join(
-            f"{site} {armed.sites[site]}" for site in blocks) + " (restart the engine with --arm to add layers)")
+            f"{site} {armed.sites[site]}" for site in blocks) + _MORE)
     scores = _probes(spec.probe, armed.probes)
     return Resolved(
         layers={**{site: sorted(chosen) for site, chosen in layers.items()}, **scores},

@@ -222,7 +222,7 @@ def test_malformed_json(stack: Stack, content: bytes) -> None:
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "malformed_json"
 
 
-@pytest.mark.parametrize("field", ["captures", "Capture", "caputre", "capture_spec", "activation_capture"])
+@pytest.mark.parametrize("field", ["captures", "Capture", "pacture", "capture_spec", "activation_capture"])
 def test_a_misspelled_capture_is_not_silently_none(stack: Stack, field: str) -> None:
     asked = len(stack.seen())
     answer = stack.http.post("/v1/completions", json={"model": "played", "prompt": "x", field: {}})

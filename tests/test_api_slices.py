@@ -141,6 +141,8 @@ def test_each_format_is_bit_exact(stack: Stack, capture: str, site: str, codec: 
 
 def test_several_sites_and_layers_in_one_file(stack: Stack, capture: str) -> None:
     answer = get(stack, capture, "site=blocks.2.hook_resid_post&site=attn_out.1&start=3&stop=9")
+    together = get(stack, capture, "site=blocks.2.hook_resid_post,attn_out.1&start=3&stop=9")
+    assert together.content == answer.content
     arrays = load_safetensors(answer.content)
     assert set(arrays) == {"resid_post.2", "attn_out.1", "positions", "token_ids"}
     assert arrays["resid_post.2"].tobytes() == rows(0, "resid_post", 2, ALL[3:9], "bfloat16").tobytes()

@@ -749,6 +749,13 @@ def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path)
     assert json.loads(tap("show", ulid, "--store", store, "--json").stdout) == manifest
 
 
+def test_a_malformed_file_in_a_folder_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"')
+    with pytest.raises(TapError, match=r"PROMPTS = .*: ArrowInvalid: JSON parse error") as told:
+        list(PromptSource(str(tmp_path)))
+    assert "\n" not in str(told.value)
+
+
 def test_a_folder_of_very_many_files_is_not_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_tap.prompt_source._FILES_MAX", 3)
     for number in range(4):

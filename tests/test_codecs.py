@@ -320,6 +320,8 @@ def test_the_matrices_are_what_they_are_called() -> None:
     transform = projection.hadamard(256, 256, 2).astype(np.float64)
     assert np.allclose(transform.T @ transform, np.eye(256), atol=1e-6)
     assert projection.hadamard(200, 64, 2).shape == (200, 64)
+    for make in projection.MATRICES.values():  # as manifests name them, where a model is narrower than k
+        assert np.array_equal(make(20, 512, 3), make(20, 20, 3))
 
 
 def cosines(rows: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:

@@ -45,7 +45,7 @@ def test_layers_resolve(spec: dict[str, Any], layers: dict[str, list[int]]) -> N
         ({"sites": "resid_post"}, "sites", "a list of sites"),
         ({"sites": ["mlp_out"]}, "sites", "not armed; armed: resid_post, attn_out"),
         ({"sites": ["attn_out"], "layers": [0]}, "layers", "not armed for attn_out; armed: [1, 3]"),
-        ({"sites": ["attn_out.2"]}, "sites", "not armed for attn_out; armed: [1, 3] (restart the engine with --arm"),
+        ({"sites": ["attn_out.2"]}, "sites", "not armed for attn_out; armed: [1, 3] (start the engine"),
         ({"sites": ["blocks.9.hook_out"]}, "sites", "layers 0 to 3"),
         ({"sites": ["resid_post.1"], "layers": [2]}, "layers", "does not contain"),
         ({"layers": [4]}, "layers", "0 to 3"),

@@ -182,12 +182,14 @@ def test_of_what_an_engine_raises_the_cause_is_told_last(start: Callable[..., Su
 @pytest.mark.parametrize(("line", "raised"), [
     ("OSError: nowhere: 'x'", "OSError: nowhere: 'x'"), ("(APIServer pid=1) a.B.CError: x", "a.B.CError: x"),
     ("  Value error, Unrecognized model in x. [type=value_error, input_value=1]", "Unrecognized model in x."),
+    ("x.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.", None),
     ("    raise ValueError('x')", None), ("INFO 1-1 [a.py:1] Error handling: on", None), ("it said Error: x", None),
 ])
 def test_what_counts_as_raised(line: str, raised: str | None, tmp_path: Path) -> None:
     child = Child(Service("engine", ()), Guard(tmp_path), lambda name, text: None)
     child._take(line.encode())
-    assert child.raised == raised
+    child._take(b"nanobind: leaked 3 types!")
+    assert child.raised == raised and list(child.last_lines) == [line]
 
 
 def test_arguments_that_the_engine_does_not_take_are_told_in_a_line(start: Callable[..., Supervised]) -> None:

@@ -73,6 +73,11 @@ class CaptureJob:
         return ",".join(dict.fromkeys(site if layer is None else f"{site}.{layer}" for site, layer in places))
 
     @property
+    def own_tokenizer(self) -> bool:
+        """Whether vLLM is told of the tokenizer, or how to load it: only an engine knows it then."""
+        return any(word in flag for flag in self.engine_args for word in ("tokenizer", "revision", "trust"))
+
+    @property
     def sites_asked(self) -> tuple[str, ...]:
         """The sites asked for, in canonical names; resid_post where none is named."""
         return tuple(dict.fromkeys(site for site, _ in self._named()))

@@ -29,7 +29,9 @@ _REASON: Final = "StartError: "  # what our own parts raise; vLLM prints hundred
 # pydantic's has a line of its own for what is wrong.
 _RAISED: Final = re.compile(r"(?:\(.*?pid=[0-9]+\)\s*)?(?:[A-Z]+ [^\]]*\] ?)?([\w.]*(?:Error|Exception): .+)")
 _INVALID: Final = re.compile(r".*\bValue error, (.+?)(?: \[type=.*)?")
-_CAUSED: Final = "See root cause above"  # by what was raised in another process, earlier
+_CAUSED: Final = re.compile(r"root cause above|\(above\) for the root cause")  # it was raised elsewhere, earlier
+# Of a process that ends.
+_NOISE: Final = re.compile(r"\s*(nanobind: |- leaked |- \.\.\. skipped |See https://nanobind)")
 
 Report = Callable[[str, str], None]  # (name of the child, line)
 
@@ -165,10 +167,11 @@ class Child:
         self._in_usage = text.startswith("usage: ") or (self._in_usage and text.startswith(" "))
         if not text or self._in_usage:
             return
-        self.last_lines.append(text)
+        if not _NOISE.match(text):
+            self.last_lines.append(text)
         if _REASON in text:
             self.reason = text.partition(_REASON)[2]
-        elif (match := _RAISED.fullmatch(text) or _INVALID.fullmatch(text)) and _CAUSED not in text:
+        elif (match := _RAISED.fullmatch(text) or _INVALID.fullmatch(text)) and not _CAUSED.search(text):
             self.raised = match[1]
         self._report(self.service.name, text)
         if self.service.ready_line is not None and text.startswith(self.service.ready_line):

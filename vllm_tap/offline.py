@@ -8,6 +8,7 @@ was.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import Any, Final, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,23 +29,20 @@ from schemas.errors import StartError, TapError
 from schemas.manifest import Manifest
 from schemas.reader import StoreReader
 from vllm_tap.capture_job import CaptureJob
-from vllm_tap.offline_engine import Tally, generate, start_engine
+from vllm_tap.ending import Ending
+from vllm_tap.offline_engine import Tally, generate, load_tokenizer, start_engine
 from vllm_tap.prompt_source import PromptSource
-from vllm_tap.resume import Resume, look
+from vllm_tap.resume import Resume, is_whole, look
 from vllm_tap.services import make_socket_dir
 from vllm_tap.writer_process import WriterProcess
-
-if TYPE_CHECKING:
-    from vllm import LLMEngine
 
 __all__ = ["run"]
 
 _FINISHES_S: Final = 60.0
 _SHUTDOWN_S: Final = 20.0
 _LET_GO_S: Final = 30.0
-_ENDS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ENDING_S: Final = 20  # from the first of them to the end, at the latest
-_ABORTS_S: Final = 10.0
+_PATIENCE_S: Final = 20  # from the first signal on, for what is in flight
+_ABORTS_S: Final = 10.0  # of that, for the store
 _REFUSED_SHOWN: Final = 20
 
 
@@ -58,61 +56,38 @@ def run(job: CaptureJob) -> int:
     if total == 0:
         raise TapError(f"PROMPTS = {job.prompts.given!r}: holds no prompt")
     console = Console(stderr=True, highlight=False)
-    with Ending() as ending:
+    writers: list[WriterProcess] = []
+
+    def failed() -> str | None:
+        return next((writer.failed for writer in writers if writer.failed is not None), None)
+
+    with Ending(_PATIENCE_S, lambda: failed() is not None) as ending:
         try:
-            return _run(job, total, ending, console)
+            return _run(job, total, ending, writers, console)
         except SystemExit:
-            if ending.writer is not None and ending.writer.failed is not None:
-                raise TapError(f"the writer failed: {ending.writer.failed}") from None
-            console.print("interrupted")
+            if (why := failed()) is not None:
+                raise TapError(f"the writer failed: {why}") from None
+            if ending.at_once:
+                console.print("interrupted")
             raise
 
 
-class Ending:
-    """For the length of a ``with`` block SIGINT, SIGTERM and SIGHUP end what is done there, by SystemExit.
-
-    Once that is ``patient`` the first of them does but ask for an end, as ``number`` says. What has not ended then ends
-    at once by a second one, or after a while, since a step may wait for a writer that waits for its disk; and by the
-    first where the ``writer`` has failed, which interrupts this process. No KeyboardInterrupt comes of SIGINT: vLLM
-    passes over it while its engine starts, and waits on for what has ended.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.patient = False
-        self.writer: WriterProcess | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Ending:
-        for number in (*_ENDS, signal.SIGALRM):
-            self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.alarm(0)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, _: object) -> None:
-        if self.number or not self.patient or (self.writer is not None and self.writer.failed is not None):
-            raise SystemExit(128 + (self.number or number))
-        self.number = number
-        signal.alarm(_ENDING_S)
-
-
-def _run(job: CaptureJob, total: int, ending: Ending, console: Console) -> int:
+def _run(job: CaptureJob, total: int, ending: Ending, writers: list[WriterProcess], console: Console) -> int:
     tally, began = Tally(), time.monotonic()
     with ExitStack() as stack:
         socket_dir = make_socket_dir()
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
         endpoint = f"ipc://{socket_dir / 'writer.sock'}"
-        ending.writer = _start_writer(stack, job, endpoint)
+        writers.append(_start_writer(stack, job, endpoint))
         resume = _look(job)
         tally.refused.extend(resume.refused.items())
         left = total - len(resume.done) - len(resume.refused)
         if resume.done:
             console.print(f"{len(resume.done)} of {total} prompts are captured already", soft_wrap=True)
-        if not left and job.output is None:
+        if not left and (job.output is None or not job.own_tokenizer):
+            if job.output is not None:
+                with job.output.open("w", encoding="utf-8") as file:
+                    _write(file, _lines_of(job, resume, load_tokenizer(job)))
             _print_refused(console, tally)
             return 1 if tally.refused else 0
         channel = ControlChannel(endpoint, "cli")
@@ -124,7 +99,7 @@ def _run(job: CaptureJob, total: int, ending: Ending, console: Console) -> int:
         engine = start_engine(job, endpoint)
         stack.callback(engine.engine_core.shutdown, timeout=_SHUTDOWN_S)
         output = None if job.output is None else stack.enter_context(job.output.open("w", encoding="utf-8"))
-        _write(output, _lines_of(job, resume, engine) if output is not None else ())
+        _write(output, _lines_of(job, resume, engine.get_tokenizer()) if output is not None else ())
         started = time.monotonic()
         ending.patient = True
         with _bar(console) as bar:
@@ -133,11 +108,10 @@ def _run(job: CaptureJob, total: int, ending: Ending, console: Console) -> int:
                 bar.update(task, advance=1, rate=tally.rates(time.monotonic() - started))
                 _write(output, [line] if line is not None else ())
         generated = time.monotonic() - started
-        if ending.number:
-            console.print("ending what is in flight; once more ends at once")
         statuses = _await_ends(job.store, tally, _ABORTS_S if ending.number else _FINISHES_S)
+        ending.patient = False
     if ending.number:
-        whole = len(resume.done) + tally.finished
+        whole = len(resume.done) + statuses["complete"]
         console.print(f"interrupted: {whole} of {total} prompts are captured; the same command goes on from there",
                       soft_wrap=True)
         return 128 + ending.number
@@ -182,16 +156,16 @@ def _start_writer(stack: ExitStack, job: CaptureJob, endpoint: str) -> WriterPro
     deadline = time.monotonic() + _LET_GO_S
     while True:
         try:
-            return stack.enter_context(WriterProcess(job.store.absolute(), endpoint, job.durability))
+            return stack.enter_context(WriterProcess(
+                job.store.absolute(), endpoint, job.durability, lambda: os.kill(os.getpid(), signal.SIGTERM)))
         except StartError as error:
             if "another writer" not in str(error) or time.monotonic() > deadline:
                 raise
         time.sleep(0.5)
 
 
-def _lines_of(job: CaptureJob, resume: Resume, engine: LLMEngine) -> Iterator[dict[str, Any]]:
+def _lines_of(job: CaptureJob, resume: Resume, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """The output lines of what earlier runs captured."""
-    tokenizer = engine.get_tokenizer()
     with StoreReader(job.store) as reader:
         for line, capture in resume.done.items():
             found = reader.manifest(capture)
@@ -212,7 +186,9 @@ def _say_codec(console: Console, job: CaptureJob) -> None:
 
 
 def _await_ends(store: Path, tally: Tally, timeout_s: float) -> Counter[str]:
-    """How many captures have each status, once none is open (or after a bounded wait)."""
+    """How many captures have each status, once none is open (or after a bounded wait); ``aborted``: complete, but of a
+    generation that did not come to its own end.
+    """
     deadline = time.monotonic() + timeout_s
     with StoreReader(store) as reader:
         left = set(tally.captures)
@@ -221,7 +197,8 @@ def _await_ends(store: Path, tally: Tally, timeout_s: float) -> Counter[str]:
             for capture in sorted(left):
                 status = "pending"
                 with suppress(TapError):
-                    status = reader.capture(capture).status
+                    row = reader.capture(capture)
+                    status = "aborted" if row.status == "complete" and not is_whole(row) else row.status
                 if status not in ("pending", "running") or time.monotonic() > deadline:
                     statuses[status] += 1
                     left.discard(capture)

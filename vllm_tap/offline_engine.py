@@ -23,7 +23,7 @@ from vllm_tap.resume import WORK, Resume
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
-__all__ = ["Tally", "generate", "start_engine", "token_ids"]
+__all__ = ["Tally", "generate", "load_tokenizer", "start_engine", "token_ids"]
 
 _IN_FLIGHT_MAX: Final = 1024  # requests handed to the engine and not finished: bounds memory, keeps batches full
 _BATCH: Final = 64  # prompts announced to the writer in one commit
@@ -39,7 +39,6 @@ class Tally:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     rows: int = 0
-    finished: int = 0  # prompts whose generation came to its own end
 
     def rates(self, seconds: float) -> str:
         """What was made in a second of ``seconds``."""
@@ -110,7 +109,6 @@ def generate(engine: LLMEngine, job: CaptureJob, resume: Resume, tally: Tally, c
             resolved = resolved or _resolved(job)
             tally.prompt_tokens += prompt_len
             tally.generated_tokens += generated
-            tally.finished += 1
             tally.rows += _rows(resolved, prompt_len, generated)
             yield {"line": prompt.line, "capture": capture, "text": done.text, "finish_reason": done.finish_reason,
                    "prompt_tokens": prompt_len, "generated_tokens": generated}
@@ -170,6 +168,16 @@ def _add(engine: LLMEngine, prompt: Prompt, asked: CaptureSpec, job: CaptureJob)
             raise
         return str(error)
     return None
+
+
+def load_tokenizer(job: CaptureJob) -> Any:
+    """The tokenizer of the model, without its engine; for a job without one of its own."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(job.model)
+    except Exception as error:
+        raise TapError(f"the tokenizer of {job.model}: {type(error).__name__}: {error}") from None
 
 
 def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:

@@ -61,7 +61,15 @@ class PromptSource:
         return islice(rows, self.limit)
 
     def _dataset_prompts(self) -> Iterator[Prompt]:
-        dataset = self._load()
+        try:
+            yield from self._rows_of(self._load())
+        except TapError:
+            raise
+        except Exception as error:  # of a file in it, where that is read at last
+            said = str(error).strip().partition("\n")[0]
+            raise TapError(f"PROMPTS = {self.given!r}: {type(error).__name__}: {said}") from None
+
+    def _rows_of(self, dataset: Any) -> Iterator[Prompt]:
         columns = list(dataset.column_names or next(iter(dataset), {}))
         column = self.column or next((name for name in _COLUMNS if name in columns), None)
         if column is None or column not in columns:

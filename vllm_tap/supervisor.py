@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from engine_side.ring_files import remove_orphans
 from vllm_tap.child import Child, Guard, Service
 
 __all__ = ["Supervisor"]
@@ -185,6 +186,7 @@ class Supervisor:
                 await self._await_captures(partial(left, name))
             elif name in self._children and not await self._stop_child(self._children[name], partial(left, name)):
                 self._say(f"{name} did not end in time and was killed")
+                remove_orphans()  # the memory that it had for the writer
         self._say(f"stopped in {time.monotonic() - began:.1f} s")
 
     async def _stop_child(self, child: Child, left: Callable[[], float]) -> bool:

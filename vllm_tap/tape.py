@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import threading
@@ -69,6 +70,9 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
     affected. StartError, before anything is started, where it cannot be had.
     """
     global _newest
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself tells it
+        raise StartError("recording() is called while a process that vLLM starts imports this script: put what the "
+                         "script does under `if __name__ == \"__main__\":`")
     armed = ",".join(parse_arm("arm", arm if isinstance(arm, str) else ",".join(arm)))
     path = check_store(Path(store)).absolute()
     registered = parse_probes((f"{name}={file}" for name, file in (probes or {}).items()))

@@ -44,7 +44,7 @@ _BYTES: Final = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})", re.ASCII)
 
 
 _QUERY: Final = {  # as the description has it
-    "site": "Site or TransformerLens name; repeatable.",
+    "site": "Site or TransformerLens name, or several by commas; repeatable.",
     "layer": '"3", "0,2", "a:b:c" or "all"; repeatable.',
     "start": "First position.",
     "stop": "Position past the last one.",

@@ -31,8 +31,11 @@ def columns(width: int, k: int, codec: str) -> int:
 def gaussian(width: int, k: int, seed: int) -> Matrix:
     """Independent normal numbers of variance 1/k, in C order, by Box and Muller from pairs of raw numbers (a, b).
 
+    k is at most the width: a larger one means that.
+
     u = ((a >> 11) + 1) / 2^53, v = (b >> 11) / 2^53, and the two numbers are √(−2 ln u) · cos 2πv and · sin 2πv.
     """
+    k = min(k, width)
     raw = np.random.Philox(key=seed).random_raw(width * k + width * k % 2).reshape(-1, 2) >> np.uint64(11)
     radius = np.sqrt(-2 * np.log((raw[:, 0] + np.uint64(1)) * 2.0**-53))
     angle = 2 * np.pi * (raw[:, 1] * 2.0**-53)
@@ -47,9 +50,10 @@ def hadamard(width: int, k: int, seed: int) -> Matrix:
     n is width rounded up to a power of two and H the n × n matrix of (−1)^popcount(i & j). D and E are diagonal: of the
     first n raw numbers the lowest bit is set where the sign in D is −1, the next bit where that in E is. The columns
     are the places of the k smallest of the following n raw numbers. Columns of the n × n product are orthogonal, and
-    what comes out is close to normal even where one column of a row is a thousand times larger than the others.
+    what comes out is close to normal even where one column of a row is a thousand times larger than the others. k is at
+    most the width: a larger one means that.
     """
-    n = 1 << (width - 1).bit_length()
+    k, n = min(k, width), 1 << (width - 1).bit_length()
     raw = np.random.Philox(key=seed).random_raw(2 * n)
     one, two = (1 - 2 * (raw[:n] >> np.uint64(bit) & np.uint64(1)).astype(np.int32) for bit in (0, 1))
     chosen = np.argsort(raw[n:], kind="stable")[:k]

@@ -76,3 +76,17 @@ def test_what_was_killed_before_a_recording_is_not_waited_for(
     shutil.rmtree(sockets)
     with recording(store, wait_s=2.0) as tape:
         assert [row.status for row in tape.store.captures()] == ["pending"]
+
+
+def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
+    """A process that is spawned imports the script again, and would begin a recording of its own."""
+    script = tmp_path / "script.py"
+    script.write_text("import multiprocessing\nimport vllm_tap\n"
+                      "if __name__ == '__main__':\n"
+                      "    child = multiprocessing.get_context('spawn').Process(target=print)\n"
+                      "    child.start()\n    child.join()\n"
+                      "else:\n    vllm_tap.recording('captures').__enter__()\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    assert 'put what the script does under `if __name__ == "__main__":`' in done.stderr
+    assert not (tmp_path / "captures").exists()

@@ -1,0 +1,63 @@
+"""How a command that runs an engine of its own is ended by signals: at once, or once it has ended what it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, Final
+
+__all__ = ["Ending"]
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IGNORED: Final = (signal.SIGINT, signal.SIGHUP)  # in the background of a script, and by nohup
+_SAID: Final = b"\nending what is in flight; once more ends at once\n"
+
+
+class Ending:
+    """For the length of a ``with`` block SIGINT, SIGTERM and SIGHUP end what is done there, by SystemExit.
+
+    While it is ``patient`` the first of them does but ask for an end, as ``number`` says. What has not ended then ends
+    at once by a second one, or after ``patience_s``, since a step may wait for a writer that waits for its disk; and by
+    the first where ``is_failed``. What ends at once says so in ``at_once``; what is ignored stays so.
+
+    No KeyboardInterrupt comes of SIGINT: vLLM passes over it while its engine starts, and waits on for what has ended.
+    """
+
+    def __init__(self, patience_s: int, is_failed: Callable[[], bool]) -> None:
+        self.number = 0
+        self.at_once = False
+        self._patient = False
+        self._patience_s, self._is_failed = patience_s, is_failed
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Ending:
+        for number in (*_SIGNALS, signal.SIGALRM):
+            if number not in _IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.patient = False
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def patient(self) -> bool:
+        """Whether the first signal is only noted."""
+        return self._patient
+
+    @patient.setter
+    def patient(self, value: bool) -> None:
+        self._patient = value
+        signal.alarm(0)  # of one that was noted
+
+    def _ask(self, number: int, _: object) -> None:
+        if self.number or not self._patient or self._is_failed():
+            signal.alarm(0)
+            self.number = self.number or number
+            self.at_once = True
+            raise SystemExit(128 + self.number)
+        self.number = number
+        signal.alarm(self._patience_s)
+        os.write(2, _SAID)  # now: what it waits for may take a while, and nothing else may be asked of a handler
