@@ -9,6 +9,7 @@ import time
 import types
 from collections.abc import Iterator
 from datetime import datetime
+from typing import Any
 
 import httpx
 import numpy as np
@@ -226,6 +227,10 @@ def test_many_prompts_at_once(client: Client, store: Store) -> None:
         assert [manifest.prompt_len for manifest in manifests] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(ServiceError, match="mlp_out"):
         client.generate_all(["x"] * 4, capture={"sites": ["mlp_out"]})
+    wrong: Any = ["x", "y", 5, "z"]
+    with pytest.raises(ValueError, match="prompt = 5") as refused:
+        client.generate_all(wrong)
+    assert refused.value.__notes__ == ["of prompts[2]"]
     running = client.generate("x", capture={}, play={"unfinished": True})
     for found in (client, store):
         with pytest.raises(NotComplete, match="running"):
@@ -330,6 +335,10 @@ def test_the_asynchronous_client(stack: Stack) -> None:
             assert {m.status for m in await client.wait([one.id for one in many])} == {"complete"}
             with pytest.raises(BadRequest, match="mlp_out"):
                 await client.generate_all(["x"] * 3, capture={"sites": ["mlp_out"]})
+            wrong: Any = ["x", 5]
+            with pytest.raises(ValueError, match="prompt = 5") as refused:
+                await client.generate_all(wrong)
+            assert refused.value.__notes__ == ["of prompts[1]"]
             holed = await client.generate(PROMPT, capture={"layers": [2]},
                                           play={"drop": ["resid_post", [2], 3, 6]})
             with pytest.raises(MissingRows, match="dropped"):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import minds_signals
+
 SCRIPT = """
 import os, signal, sys, time
 from vllm_tap.ending import Ending
@@ -24,7 +26,8 @@ with Ending(1, lambda: bool(failed)) as ending:
 
 def run(body: str, *before: str) -> tuple[int, str, str]:
     command = [*before, sys.executable, "-c", SCRIPT.format(body=body.replace("\n", "\n    "))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parents[1],
+                          preexec_fn=minds_signals)
     return done.returncode, done.stdout, done.stderr
 
 

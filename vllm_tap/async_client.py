@@ -120,17 +120,21 @@ class AsyncClient:
         await self.model()
         with reporting(progress, "generating") as tell:
 
-            async def one(prompt: str | Sequence[Any] | wire.Messages) -> AsyncGeneration:
+            async def one(number: int, prompt: str | Sequence[Any] | wire.Messages) -> AsyncGeneration:
                 nonlocal done
                 async with free:
-                    generation = await self.generate(prompt, max_tokens, capture, **fields)
+                    try:
+                        generation = await self.generate(prompt, max_tokens, capture, **fields)
+                    except Exception as error:
+                        error.add_note(f"of prompts[{number}]")
+                        raise
                 done += 1
                 tell(done, len(asked))
                 return generation
 
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one(prompt)) for prompt in asked]
+                    tasks = [group.create_task(one(number, prompt)) for number, prompt in enumerate(asked)]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]

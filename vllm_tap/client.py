@@ -151,7 +151,7 @@ class Client:
         """``generate`` for every prompt, ``at_once`` at a time, so that the engine's batches are full.
 
         In the order of the prompts. ``progress``: True for a bar, or a function of (done, total). The first error ends
-        it, once what is under way has ended.
+        it, once what is under way has ended, with a note that names its prompt.
         """
         wire.check_all(prompts, at_once)
         asked = list(prompts)
@@ -160,7 +160,9 @@ class Client:
             futures = [pool.submit(self.generate, prompt, max_tokens, capture, **fields) for prompt in asked]
             try:
                 for done, future in enumerate(as_completed(futures), 1):
-                    future.result()
+                    if (error := future.exception()) is not None:
+                        error.add_note(f"of prompts[{futures.index(future)}]")
+                        raise error
                     tell(done, len(asked))
             except BaseException:
                 pool.shutdown(cancel_futures=True)

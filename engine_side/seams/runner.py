@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from engine_side import worker
-from engine_side.recorder import End, Step
+from engine_side.recorder import Step
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED
 from engine_side.ticket import find
@@ -67,12 +67,12 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
                                 and not hasattr(scheduler_output, FINISHED)):
             return original(self, scheduler_output, *args, **kwargs)
         if kwargs.get("dummy_run"):
-            _guarded(_catch_up, recorder)
+            _guarded(recorder, recorder.catch_up)
             return original(self, scheduler_output, *args, **kwargs)
         for end in getattr(scheduler_output, FINISHED, ()):
-            _guarded(_finish, recorder, end)
+            _guarded(recorder, recorder.finish, end)
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-            _guarded(_resume, recorder, scheduler_output.scheduled_cached_reqs)
+            _guarded(recorder, _resume, recorder, scheduler_output.scheduled_cached_reqs)
         tokens = scheduler_output.total_num_scheduled_tokens
         try:
             prompts = tokens > len(scheduler_output.num_scheduled_tokens)
@@ -87,18 +87,18 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
                 _after(recorder, self, scheduler_output, layout)
             except Exception:
                 _note(recorder)
-                _guarded(_miss, recorder)
+                _guarded(recorder, recorder.miss_step)
         return result
 
     return execute_model
 
 
-def _guarded(body: Callable[..., None], *args: Any) -> None:
+def _guarded(recorder: Any, body: Callable[..., None], *args: Any) -> None:
     """No exception of ours may end the engine."""
     try:
         body(*args)
     except Exception:
-        _note(args[0])
+        _note(recorder)
 
 
 def _note(recorder: Any) -> None:
@@ -111,10 +111,6 @@ def _note(recorder: Any) -> None:
         logger.exception("vllm-tap: capture failed in a step; generation goes on (logged once)")
 
 
-def _catch_up(recorder: Any) -> None:
-    recorder.catch_up()
-
-
 def _look_at(recorder: Any, runner: Any) -> None:
     """What comes between a step and the next: nothing, but for a drafter or a data-parallel group's dummy steps."""
     recorder.alone = (recorder.crossing.scratch is not None and runner.speculative_config is None
@@ -122,13 +118,9 @@ def _look_at(recorder: Any, runner: Any) -> None:
     recorder.ahead = recorder.alone and runner.scheduler_config.async_scheduling
 
 
-def _finish(recorder: Any, end: End) -> None:
-    recorder.finish(end)
-
-
 def _open_all(recorder: Any, requests: list[Any]) -> None:
     for request in requests:
-        _guarded(_open, recorder, request)
+        _guarded(recorder, _open, recorder, request)
 
 
 def _open(recorder: Any, request: Any) -> None:
@@ -155,10 +147,6 @@ def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: Layout) ->
     asking = [request for request in new if find(request.sampling_params) is not None]
     begin = partial(_open_all, recorder, asking) if asking else None
     recorder.after_step(Step(requests, starts, first[:n], positions, token_ids, drafts, slack, begin))
-
-
-def _miss(recorder: Any) -> None:
-    recorder.miss_step()
 
 
 def _drafts(guesses: dict[str, Any], requests: list[str], starts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
