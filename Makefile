@@ -25,7 +25,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test page-test compose-test soak faults demo parity lens versions bench bench-gpu lock lock-gpu clean
+.PHONY: help setup fix check test page-test compose-test soak faults mutants demo parity lens versions bench bench-gpu lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -61,6 +61,9 @@ soak: $(STAMP)  ## the long tests: random requests on random engines (SEEDS=17 o
 faults: $(STAMP)  ## the writer and its store under every fault of docs/faults.md, which it writes (ROWS="1 11", SEED=7)
 	$(if $(SEED),TAP_FAULTS_SEED=$(SEED)) $(PY) -m tests.faults $(ROWS)
 
+mutants: $(STAMP)  ## one sync, order, check or lock taken out at a time: a test must see each (K="fs:" chooses); its part of docs/faults.md
+	$(PY) -m tests.mutants -n $(WORKERS) $(K)
+
 demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, compare (KEEP=1 leaves it running)
 	$(PY) -m vllm_tap.demo $(if $(KEEP),--keep)
 
@@ -79,6 +82,9 @@ bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, writer G
 bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, and the whole table (make ENGINE=gpu …)
 	$(PY) -m pytest tests/gpu tests/test_kernels.py tests/engine/test_coded_rows.py tests/engine/test_arming.py
 	$(PY) -m bench.kernels
+	$(PY) -m bench.interference
+	$(PY) -m bench --shape 3b --configuration 'fp8 by token' --engines base,tap,sites --rounds 1 --iterations 10 \
+	    --skip-writer --scenarios 'idle+int8b64+every site armed, idle'
 	$(PY) -m bench --shape 3b --engines base,tap --pairs 5 --rounds 1 --iterations 20 --skip-writer \
 	    --scenarios 'idle+zero layers+one layer+last prompt token'
 	$(PY) -m bench --shape 3b --name 3b-gathered --loads hook-gathered --engines base,again,tap,layer --pairs 3 \
@@ -87,6 +93,9 @@ bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, 
 	$(PY) -m bench --shape 3b --engines base,sites --pairs 3 --rounds 2 --iterations 10 --skip-writer
 	$(PY) -m bench --shape 3b --engines base,tap,disk,eager,builtin,hooks --rounds 3 --iterations 5 --scenarios \
 	    'every 4th layer+int8b64+raw16+fp8row+nf4b64+topk+rp8+sketch+int8b64, disk+raw16, disk+base, eager+eager, hooks and .cpu()+vLLM extract_hidden_states'
+	$(PY) -m bench --shape 3b --name 3b-drafter --engines base,tap,drafter,builtin-drafter --loads prompts,prompts2k \
+	    --rounds 2 --iterations 10 --skip-writer --scenarios \
+	    'four layers, prompts+four layers armed, idle+four layers armed, prompts+vLLM extract_hidden_states, four layers, prompts'
 	$(PY) -m bench --shape 3b --name 3b-loads --engines base,tap --loads decode1,decode32,decode256,prefill8k \
 	    --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer
 	$(PY) -m bench --shape 8b --engines base,tap --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer

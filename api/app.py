@@ -9,15 +9,15 @@ import httpx
 from fastapi import FastAPI
 
 from api import errors
+from api.auth.guard import Guard, Who, by_key
+from api.auth.keys import KeyFile
 from api.config import Config, is_loopback
-from api.guard import Guard, Who, by_key
-from api.keys import KeyFile
+from api.generate.upstream import new_client
 from api.metrics import CountRequests, Metrics
 from api.openapi import describe
 from api.routes import about, captures, generate, holds, live, maps, page, slices
 from api.service import Service
-from api.upstream import new_client
-from schemas.channel import ControlChannel
+from schemas.wire.control_channel import ControlChannel
 
 __all__ = ["create_app"]
 
@@ -40,6 +40,7 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
                                     new_client(config.upstream, config.upstream_connect_s, transport))
         if keys is not None:
             app.state.service.quotas.of = keys.quota_bytes
+        app.state.service.spawn(app.state.service.keep_tidy())
         try:
             yield
         finally:

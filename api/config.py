@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from api.keys import keys_file
 from schemas import limits
 from schemas.checks import check_port, check_seconds
 from schemas.errors import StartError, TapError
 from schemas.spec import parse_spec
+from schemas.store.paths import KEYS_FILE
 
 __all__ = ["Config"]
+
+
+def keys_file(store: Path, keys: Path | None) -> Path:
+    """Where the keys of a store lie, if nobody says otherwise."""
+    return keys or store / KEYS_FILE
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,10 @@ server that tells its own tells these.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any, Final
@@ -23,19 +25,21 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.app import create_app
+from api.auth.guard import GENERATIONS, by_address
 from api.config import Config
 from api.errors import error_response
-from api.guard import by_address
-from api.in_process import Asked, InProcess, asked
-from api.routes.page import FILES
+from api.generate.in_process import Asked, InProcess, asked
+from api.page_files import FILES
 from api.service import Service
+from schemas.bodies import again, aside, in_body, whole
+from schemas.errors import LimitError
 
 __all__ = ["Embedded", "embeddable"]
 
 log = logging.getLogger("vllm_tap.api")
 
-_GENERATIONS: Final = ("/v1/completions", "/v1/chat/completions")
 _PAGE: Final = "/captures"
+_ENGINES: Final = {"vllm_xargs.capture", "vllm_xargs.capture_count"}
 
 
 def embeddable(config: Config, keyed: Callable[[], bool]) -> dict[str, Any]:
@@ -65,12 +69,12 @@ class Embedded:
             await self.app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if scope["method"] == "POST" and path in _GENERATIONS:
-            messages = await _whole(receive)
-            if _asks(messages):
-                await self._answer(Asked(scope), path, _again(messages, receive), send)
+        if scope["method"] == "POST" and path in GENERATIONS:
+            messages = await whole(receive)
+            if await aside(_asks, messages):
+                await self._answer(Asked(scope), path, again(messages, receive), send)
             elif not self.capture_all or not await self._captured(scope, path, messages, receive, send):
-                await self.app(scope, _again(messages, receive), send)
+                await self.app(scope, again(messages, receive), send)
         elif path in ("/v1/capabilities", "/v1/captures") or path.startswith("/v1/captures/"):
             await self._answer(Asked(scope), path, receive, send)
         elif path == _PAGE:
@@ -93,7 +97,7 @@ class Embedded:
         asked.set(request)
         await self.service({**request.scope, "path": path, "root_path": "", "state": {}}, receive, send)
 
-    async def _captured(self, scope: Scope, path: str, messages: list[Message], receive: Receive, send: Send) -> bool:
+    async def _captured(self, scope: Scope, path: str, messages: deque[Message], receive: Receive, send: Send) -> bool:
         """Whether a generation that did not ask for it was captured and answered; the service's refusals are not sent.
 
         Until upstream is asked an answer is the service's own: a refusal, from whichever of its parts.
@@ -105,6 +109,7 @@ class Embedded:
         async def upstreams(message: Message) -> None:
             nonlocal refusal
             if request.upstream:
+                messages.clear()  # nobody else will be asked
                 await send(message)
             elif message["type"] == "http.response.start":
                 refusal = b""
@@ -113,7 +118,7 @@ class Embedded:
 
         if service.channel.alive:  # else each would wait for the writer, and be refused in the end
             try:
-                await self._answer(request, path, _again(messages, receive), upstreams)
+                await self._answer(request, path, again(messages.copy(), receive), upstreams)
             except Exception:  # it is logged where it is made an answer
                 if request.upstream:
                     raise
@@ -147,32 +152,17 @@ class Embedded:
             await self.app(scope, receiving, send)
 
 
-async def _whole(receive: Receive) -> list[Message]:
-    """All of a request's body; the last message is another where the client left before its end."""
-    messages: list[Message] = []
-    while not messages or messages[-1].get("more_body", False):
-        messages.append(await receive())
-    return messages
+def _asks(messages: deque[Message]) -> bool:
+    """Whether a body names a capture, by mistake elsewhere too: what is no JSON object is the server's to refuse.
 
-
-def _again(messages: list[Message], receive: Receive) -> Receive:
-    """The same request, to be received once more."""
-    rest = iter(messages)
-
-    async def again() -> Message:
-        return next(rest, None) or await receive()
-
-    return again
-
-
-def _asks(messages: list[Message]) -> bool:
-    """Whether a body has a ``capture``; what is no JSON object is the server's to refuse."""
-    body = b"".join(message.get("body", b"") for message in messages)
-    # Most bodies have none: they are parsed once, where they are served. A zero byte is UTF-16 or UTF-32.
-    if not any(sign in body for sign in (b"capture", b"\\u00", b"\0")):
-        return False
+    Not where a spec is in the engine's own field, as a gateway in front of this server sends it: but with an id, since
+    the answer will not tell one.
+    """
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("capture") is not None
+        found = dict(in_body(b"".join(message.get("body", b"") for message in messages), "application/json"))
+    except LimitError:
+        return True  # it is refused
+    if found.keys() <= _ENGINES and (spec := found.get("vllm_xargs.capture")) is not None:
+        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+            return json.loads(spec).get("id") is None
+    return bool(found)

@@ -11,11 +11,11 @@ from typing import Final
 
 import anyio
 
+from api.auth.shares import fits, share
 from api.errors import ApiError
-from api.shares import fits, share
 from schemas import limits
 from schemas.errors import TapError
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 
 __all__ = ["Feed", "Moved"]
 

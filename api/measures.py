@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 
 from api.errors import BadParam
-from api.slice_reading import end_of
+from api.slices.reading import end_of
 from schemas.manifest import Manifest, Missing
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from schemas.spec import intervals
 
 __all__ = ["MEASURES", "Cells", "Pair", "cells", "read_direction"]

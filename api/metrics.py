@@ -7,7 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from schemas.channel import ControlChannel
+from schemas.wire.control_channel import ControlChannel
 
 __all__ = ["CountRequests", "Metrics"]
 

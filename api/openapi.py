@@ -13,10 +13,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from api.measures import MEASURES
-from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES
+from api.protocols import PROTOCOLS
+from api.slices.formats import DTYPES, FORMATS, MEDIA_TYPES
 from schemas import limits
 from schemas.manifest import STATUSES
-from schemas.sites import SITES
+from schemas.sites import BY_MODEL, SITES
 from schemas.spec import CaptureSpec
 
 __all__ = ["describe"]
@@ -24,10 +25,11 @@ __all__ = ["describe"]
 Schema = dict[str, Any]
 
 _ULID: Final = "01KBJ8Z6X4R2T0N5QW3E7M9YHC"
-_SUFFIXES: Final = sorted({re.escape(name.removeprefix("blocks.{l}.")) for site in SITES.values() for name in site.lens
-                           if "{l}" in name})
+_LENS: Final = [name for site in SITES.values() for name in site.lens] + [
+    name for named in BY_MODEL.values() for name in named.lens]
+_SUFFIXES: Final = sorted({re.escape(name.removeprefix("blocks.{l}.")) for name in _LENS if "{l}" in name})
 _LAYERED: Final = "|".join(name for name, site in SITES.items() if site.per_layer)
-_ONCE: Final = sorted({*SITES, *(name for site in SITES.values() for name in site.lens if "{l}" not in name)})
+_ONCE: Final = sorted({*SITES, *(name for name in _LENS if "{l}" not in name)})
 _SITE: Final[Schema] = {"anyOf": [
     {"type": "string", "pattern": r"^probe\.[A-Za-z0-9][A-Za-z0-9_-]{0,63}(\.[0-9]{1,4})?$"},
     {"type": "string", "enum": _ONCE}, {"type": "string", "pattern": rf"^({_LAYERED})\.[0-9]{{1,4}}$"},
@@ -107,7 +109,7 @@ def _events(example: str) -> Schema:
 _OTHERS: Final = "What the model server answers, its errors included."
 _ROW: Final = {"id": _ULID, "owner": "", "status": "complete", "created_ms": 1769860800000, "tags": {"run": "a"},
                "aliases": [f"cmpl-{_ULID}"], "sites": ["resid_post"], "prompt_len": 5, "total_len": 13,
-               "finish_reason": "length"}
+               "finish_reason": "length", "hold": False, "adapter": ""}
 _PROGRESS: Final = (f'event: finish\ndata: {{"id":"{_ULID}","status":"complete","expected":12,"captured":12,'
                     '"missing":0,"prompt_len":5,"total_len":13,"finish_reason":"length"}\n\n')
 _LIVE: Final = (f'event: rows\nid: 17\ndata: {{"id":"{_ULID}","site":"resid_post","layers":[0],"positions":[5],'
@@ -139,20 +141,29 @@ _ANSWERS: Final[dict[tuple[str, str], tuple[Schema, tuple[int, ...]]]] = {
     ("get", "/metrics"): ({"text/plain": {"schema": {"type": "string"}, "example": "vllm_tap_api_writer_alive 1.0\n"}},
                           ()),
 }
+_SAID: Final = [{"type": "text", "text": " Paris"}]
+_GENERATED: Final[dict[str, dict[str, Any]]] = {
+    "/v1/completions": {"object": "text_completion", "choices": [{"index": 0, "text": " Paris"}]},
+    "/v1/chat/completions": {"object": "chat.completion", "choices": [
+        {"index": 0, "message": {"role": "assistant", "content": " Paris"}}]},
+    "/v1/responses": {"object": "response", "output": [{"type": "message", "role": "assistant", "content": _SAID}]},
+    "/v1/messages": {"type": "message", "role": "assistant", "content": _SAID},
+}
 
 
-def _generation(prompt: Schema, example: dict[str, Any]) -> Schema:
+def _generation(prompt: Schema, example: dict[str, Any], bound: str = "max_tokens", samples: bool = True) -> Schema:
+    n: Schema = {"n": {"type": "integer", "minimum": 1}} if samples else {}
     return {
         "required": True,
         "content": {"application/json": {
             "schema": {
                 "type": "object", "required": ["model", *prompt],
                 "properties": {
-                    "model": {"type": "string"}, **prompt, "max_tokens": {"type": "integer", "minimum": 1},
-                    "n": {"type": "integer", "minimum": 1}, "stream": {"type": "boolean"},
+                    "model": {"type": "string"}, **prompt, bound: {"type": "integer", "minimum": 1},
+                    **n, "stream": {"type": "boolean"},
                     "capture": {"anyOf": [{"$ref": "#/components/schemas/CaptureSpec"}, {"type": "null"}]}},
                 "description": "vLLM's own body, every field of it, plus `capture`."},
-            "example": {"model": "Qwen/Qwen3-0.6B", "max_tokens": 8, **example, "capture": _SPEC_EXAMPLE}}},
+            "example": {"model": "Qwen/Qwen3-0.6B", bound: 8, **example, "capture": _SPEC_EXAMPLE}}},
     }
 
 
@@ -166,11 +177,17 @@ _BODIES: Final[dict[tuple[str, str], Schema]] = {
     ("post", "/v1/chat/completions"): _generation(
         {"messages": {"type": "array", "minItems": 1, "items": _MESSAGE}},
         {"messages": [{"role": "user", "content": "Hello"}]}),
+    ("post", "/v1/responses"): _generation({"input": {"anyOf": [
+        {"type": "string"}, {"type": "array", "minItems": 1, "items": _MESSAGE}]}}, {"input": "Hello"},
+        "max_output_tokens", samples=False),
+    ("post", "/v1/messages"): _generation(
+        {"messages": {"type": "array", "minItems": 1, "items": _MESSAGE}},
+        {"messages": [{"role": "user", "content": "Hello"}]}, samples=False),
     ("post", "/v1/captures/{ref}/map"): {
         "required": True, "content": {"application/octet-stream": {"schema": _BINARY}}},
 }
 _PASSED: Final[dict[str, Any]] = {
-    "/v1/responses": {"model": "Qwen/Qwen3-0.6B", "input": "Hello"},
+    "/v1/messages/count_tokens": {"model": "Qwen/Qwen3-0.6B", "messages": [{"role": "user", "content": "Hello"}]},
     "/tokenize": {"model": "Qwen/Qwen3-0.6B", "prompt": "Hello"},
     "/detokenize": {"model": "Qwen/Qwen3-0.6B", "tokens": [9707]},
 }
@@ -235,11 +252,10 @@ def _describe(operation: dict[str, Any], method: str, path: str) -> None:
                      "304": {"description": "The slice is as it was."}}
     elif method == "delete" or path.endswith("/hold"):
         good, errors = {"204": {"description": "Done, durably."}}, (*errors, 404, 409)
-    elif path in ("/v1/completions", "/v1/chat/completions"):
-        answer = {"id": f"cmpl-{_ULID}", "object": "text_completion", "choices": [{"index": 0, "text": " Paris"}],
-                  "capture": _FIELD}
+    elif protocol := PROTOCOLS.get(path):
+        answer = {"id": f"{protocol.id_prefix}{_ULID}", **_GENERATED[path], "capture": _FIELD}
         good = {"200": {"description": "vLLM's answer, plus `capture`.", "content": {
-            **_json(answer), **_events("data: [DONE]\n\n")}}}
+            **_json(answer), **_events(f"{protocol.ends[0].decode().strip()}\n\n")}}}
         errors += (400, 404, 408, 409, 413, 502)
     else:
         good = {"200": {"description": _OTHERS, "content": _json({"object": "list"})},

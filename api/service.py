@@ -16,23 +16,24 @@ import anyio
 import httpx
 from fastapi import Request
 
+from api.auth.quotas import Quotas
+from api.auth.shares import share
 from api.config import Config
 from api.errors import ApiError, stopped
 from api.feed import Feed
 from api.metrics import Metrics
-from api.quotas import Quotas
-from api.shares import share
 from schemas import limits
-from schemas.channel import ControlChannel
-from schemas.control import Abandon, Record
 from schemas.errors import StoreError, TapError
 from schemas.ids import split_capture_id
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
+from schemas.wire.control_channel import ControlChannel
+from schemas.wire.messages import Abandon, Record
 
 __all__ = ["Service", "owner_of", "service_of"]
 
 T = TypeVar("T")
 
+_TIDY_S: Final = 5.0  # between two looks for files that were removed
 _MAPS: Final = 2  # that are computed at a time, each by a core
 
 
@@ -117,6 +118,13 @@ class Service:
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+    async def keep_tidy(self) -> None:
+        """Lets go of files that others removed, also while nobody reads."""
+        while True:
+            await asyncio.sleep(_TIDY_S)
+            if self._reader is not None:
+                await anyio.to_thread.run_sync(self._reader.tidy)
 
     async def stop(self) -> None:
         """Ends the generations in flight, which makes the engine close their captures."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 
@@ -12,11 +13,15 @@ from rich.table import Table
 
 from bench import engine_cost, report, writer_throughput
 from bench.codec_tables import shown
+from bench.configurations import CONFIGURATIONS
 from bench.scenarios import ENGINES
 from bench.shapes import LOADS, SHAPES
 from schemas import codecs
 
 RESULTS = Path(__file__).parent / "results"
+# Those that need no numbers in the model, and no other memory.
+SETTINGS = [name for name, one in CONFIGURATIONS.items() if one.model == "dense" and not {
+    "max_num_batched_tokens", "max_num_seqs", "dtype", "compilation_config", "enforce_eager"} & one.options.keys()]
 
 
 class Report(msgspec.Struct):
@@ -32,6 +37,8 @@ def main() -> None:
     """Measure, print tables as they come, write bench/results/NAME.{json,md,png}."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="small", help="model shape (default: small, for CPUs)")
+    parser.add_argument("--configuration", default="base", choices=SETTINGS,
+                        help="how all engines run vLLM (default: as it comes)")
     parser.add_argument("--engines", default="base,tap,eager,builtin",
                         help=f"processes, base first, of {', '.join(ENGINES)} (default: %(default)s)")
     parser.add_argument("--loads", default="",
@@ -43,10 +50,12 @@ def main() -> None:
     parser.add_argument("--name", default="", help="of the result (default: the shape); what is there is added to")
     parser.add_argument("--skip-writer", action="store_true", help="leave out the writer's throughput")
     args = parser.parse_args()
+    os.environ["BENCH_CONFIGURATION"] = args.configuration
     console = Console(width=140)
     loads = args.loads.split(",") if args.loads else ["small" if args.shape == "small" else "hook"]
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{args.name or args.shape}.json"
+    named = args.shape if args.configuration == "base" else f"{args.shape}-{args.configuration.replace(' ', '-')}"
+    path = RESULTS / f"{args.name or named}.json"
     found = msgspec.json.decode(path.read_bytes(), type=Report) if path.exists() else Report(
         args.shape, _machine(), engine_cost.Result())
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios import ENGINES
-from bench.shapes import make_probe
-from vllm_tap.writer_process import WriterProcess
+from bench.shapes import drafter_layers, make_probe
+from vllm_tap.serve.writer_process import WriterProcess
 
 START_S = 400.0
 _COMPILED_S = 15.0  # kernels of projections are compiled beside the steps, when they are first asked for
@@ -70,7 +70,9 @@ class Process:
             environment["BENCH_STORE"] = store = f"{place}/store"
         if engine.arm:
             endpoint = f"ipc://{folder}/{name}.sock"
-            environment |= {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": engine.arm,
+            layers = drafter_layers(shape) if engine.drafter else []
+            environment |= {"VLLM_TAP_ENDPOINT": endpoint,
+                            "VLLM_TAP_ARM": ",".join(f"{engine.arm}.{layer}" for layer in layers) or engine.arm,
                             "VLLM_TAP_STAGING_BYTES_MAX": str(64 << 30), "VLLM_TAP_PROBES": make_probe(shape, folder)}
             # raw16 is 3 GB in half a second: what a writer lags behind must find room, or rows are dropped.
             environment |= {"VLLM_TAP_RING_BYTES": str(4 << 30)} if shape != "small" else {}

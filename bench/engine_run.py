@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.scenarios import ENGINES, Engine
-from bench.shapes import LOADS, SHAPES, Load, make_model
+from bench.configurations import CONFIGURATIONS
+from bench.scenarios import DRAFTER, ENGINES, Engine
+from bench.shapes import LOADS, SHAPES, Load, drafter_layers, make_model
 from schemas.ids import new_ulid
 
 
@@ -33,11 +34,12 @@ def options(engine: Engine, shape: str, loads: list[Load], on_gpu: bool) -> dict
         chosen["kv_cache_memory_bytes"] = int(1.2 * tokens * SHAPES[shape].kv_bytes_a_token) + (1 << 28)
         chosen["gpu_memory_utilization"] = 0.1  # what must be free at the start; the cache is given in bytes
         chosen["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
+    chosen |= CONFIGURATIONS[os.environ.get("BENCH_CONFIGURATION", "base")].options
     if engine.eager:
         chosen |= {"enforce_eager": True}
         chosen.pop("compilation_config", None)
     if engine.builtin:
-        layers = list(range(1, SHAPES[shape].layers + 1))
+        layers = extracted(engine, shape)
         chosen |= {
             "speculative_config": {"method": "extract_hidden_states", "num_speculative_tokens": 1,
                                    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}},
@@ -45,12 +47,17 @@ def options(engine: Engine, shape: str, loads: list[Load], on_gpu: bool) -> dict
                                    "kv_connector_extra_config": {"shared_storage_path": os.environ["BENCH_STORE"]}},
         }
         if on_gpu:  # hidden states are kept in a cache of their own
-            chosen["kv_cache_memory_bytes"] += 3 * tokens * SHAPES[shape].hidden * SHAPES[shape].layers * 2
+            chosen["kv_cache_memory_bytes"] += 3 * tokens * SHAPES[shape].hidden * len(layers) * 2 + (2 << 30)
     return chosen
 
 
+def extracted(engine: Engine, shape: str) -> list[int]:
+    """Layers as vLLM's extraction counts them: how many blocks have been added to the stream."""
+    return [layer + 1 for layer in (drafter_layers(shape) if engine.drafter else range(SHAPES[shape].layers))]
+
+
 def add_hooks(model: Any) -> None:
-    """What people do today: a hook a layer, each with a copy to the host."""
+    """The plainest way: a hook a layer, each with a copy to the host."""
     kept: list[Any] = []
 
     def hook(_module: Any, _args: Any, result: Any) -> None:
@@ -94,8 +101,9 @@ class Run:
         ids = [new_ulid() for _ in range(load.batch)] if spec is not None else []
         extra: list[dict[str, Any] | None] = [None] * load.batch
         if spec is not None:
-            extra = [{"capture": {**spec, "id": capture}} for capture in ids]
-        elif self.engine.builtin:  # else it keeps rows of the prompt alone
+            layers = {"layers": drafter_layers(self.shape)} if spec.get("layers") == DRAFTER else {}
+            extra = [{"capture": {**spec, **layers, "id": capture}} for capture in ids]
+        elif self.engine.builtin and not self.engine.drafter:  # else it keeps rows of the prompt alone
             extra = [{"kv_transfer_params": {"include_output_tokens": True}}] * load.batch
         params = [SamplingParams(temperature=0, max_tokens=load.generated, ignore_eos=True, detokenize=False,
                                  logprobs=0 if logprobs else None, extra_args=one) for one in extra]
@@ -126,7 +134,7 @@ class Run:
         return answer
 
     def _reader(self) -> Any:
-        from schemas.reader import StoreReader
+        from schemas.read.reader import StoreReader
 
         assert self.store is not None
         return StoreReader(self.store)
@@ -156,9 +164,10 @@ class Run:
                 fcntl.flock(lock, fcntl.LOCK_SH)
             with safe_open(path, "np") as file:
                 rows, layers, _ = file.get_slice("hidden_states").get_shape()
-            tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
-            if (rows, layers) != (tokens - 1, SHAPES[self.shape].layers):
-                self.bad.append(f"{scenario}: {rows} rows of {layers} layers, of {tokens} tokens")
+            generated = 0 if self.engine.drafter else len(output.outputs[0].token_ids) - 1
+            expected = len(output.prompt_token_ids) + generated, len(extracted(self.engine, self.shape))
+            if (rows, layers) != expected:
+                self.bad.append(f"{scenario}: {rows} rows of {layers} layers, of {expected}")
 
     def _verify(self, scenario: str, ids: list[str], outputs: Any) -> None:
         """Everything that was asked is there or named as missing; the tokens beside the rows are the request's."""

@@ -36,10 +36,21 @@ import xxhash
 import zmq
 
 from schemas import codecs
-from schemas.control import Ack, EngineInfo, Finish, Frame, Hello, Open, StreamPart, Welcome, decode_from_writer, encode
-from schemas.frame import RowTable
 from schemas.ids import new_ulid
 from schemas.spec import Armed, Resolved
+from schemas.wire.messages import (
+    Ack,
+    EngineInfo,
+    Finish,
+    Frame,
+    Hello,
+    Open,
+    StreamPart,
+    Welcome,
+    decode_from_writer,
+    encode,
+)
+from schemas.wire.row_table import RowTable
 
 LAYERS, WIDTH, TOKENS, CAPTURES = 4, 4096, 512, 16
 VERIFIED = 20  # of so many answers of a client one is held against its checksum

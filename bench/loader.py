@@ -30,17 +30,28 @@ import zmq
 
 from bench.content import content
 from schemas import codecs
-from schemas.control import Ack, EngineInfo, Finish, Frame, Hello, Open, StreamPart, Welcome, decode_from_writer, encode
-from schemas.frame import RowTable
 from schemas.ids import new_ulid
-from schemas.mapping import opened
-from schemas.segment import read_frame
-from schemas.slices import Kind
+from schemas.read.segment_maps import opened
+from schemas.read.slices import Kind
 from schemas.spec import Armed, Resolved
-from vllm_tap.loader import RowDataset, rows
-from vllm_tap.row_decode import decode, is_as_stored
-from vllm_tap.services import make_socket_dir
-from vllm_tap.writer_process import WriterProcess
+from schemas.store.segment import read_frame
+from schemas.wire.messages import (
+    Ack,
+    EngineInfo,
+    Finish,
+    Frame,
+    Hello,
+    Open,
+    StreamPart,
+    Welcome,
+    decode_from_writer,
+    encode,
+)
+from schemas.wire.row_table import RowTable
+from vllm_tap.loader.dataset import RowDataset, rows
+from vllm_tap.loader.row_decode import decode, is_as_stored
+from vllm_tap.serve.services import make_socket_dir
+from vllm_tap.serve.writer_process import WriterProcess
 
 LAYERS, WIDTH, ROWS, CAPTURE_FRAMES, BATCH, LAYER = 8, 4096, 64, 16, 4096, 3
 SITE, DTYPE = "resid_post", "bfloat16"

@@ -32,9 +32,16 @@ import zmq
 
 from bench.content import content
 from schemas import codecs, limits
-from schemas.catalog import connect_write
-from schemas.catalog_tables import CATALOG_VERSION, DDL
-from schemas.control import (
+from schemas.catalog.records import connect_write
+from schemas.catalog.tables import CATALOG_VERSION, DDL
+from schemas.ids import new_ulid
+from schemas.read.reader import StoreReader, read_store_uuid
+from schemas.read.segment_maps import SegmentMaps
+from schemas.spec import Armed, Resolved
+from schemas.store.map_file import map_file
+from schemas.store.paths import block_name, main_chunk
+from schemas.store.segment import FrameView
+from schemas.wire.messages import (
     Ack,
     EngineInfo,
     Finish,
@@ -47,16 +54,9 @@ from schemas.control import (
     decode_from_writer,
     encode,
 )
-from schemas.frame import RowTable
-from schemas.ids import new_ulid
-from schemas.map_file import map_file
-from schemas.mapping import SegmentMaps
-from schemas.reader import StoreReader, read_store_uuid
-from schemas.segment import FrameView
-from schemas.spec import Armed, Resolved
-from schemas.zarr_layout import block_name, main_chunk
-from vllm_tap.services import make_socket_dir
-from vllm_tap.writer_process import WriterProcess
+from schemas.wire.row_table import RowTable
+from vllm_tap.serve.services import make_socket_dir
+from vllm_tap.serve.writer_process import WriterProcess
 
 LAYERS, WIDTH, SLOTS = 36, 4096, 16
 TOKENS: Final = 512

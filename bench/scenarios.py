@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 EVERY_SITE = "resid_post,attn_out,mlp_out,mlp_post,q,k,v"
+DRAFTER = "drafter"  # in the place of layers: those of bench.shapes.drafter_layers
+PROMPTS = {"layers": DRAFTER, "positions": "prompt", "codec": "raw16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class Engine:
     eager: bool = False
     hooks: bool = False
     builtin: bool = False
+    drafter: bool = False  # what is armed, or extracted by vLLM, is what a drafter is trained on, of prompts
     warmups: int = 1
     iterations_max: int = 1000
     every_set: bool = True  # False: it stands in the first set only, where its ratio is far from its bar
@@ -31,8 +34,9 @@ ENGINES: dict[str, Engine] = {
         "zero layers": {"sites": []},
         "one probe": {"probe": ["probe"]},
         "one layer": {"layers": [8], "codec": "int8b64"},
-        "last prompt token": {"positions": "last", "codec": "int8b64"},
+        "last prompt token": {"positions": "last_prompt", "codec": "int8b64"},
         "every 4th layer": {"layers": "::4", "codec": "int8b64"},
+        "four layers, prompts": PROMPTS,
         "int8b64": {"codec": "int8b64"},
         "raw16": {"codec": "raw16"},
         "fp8row": {"codec": "fp8row"},
@@ -43,10 +47,13 @@ ENGINES: dict[str, Engine] = {
     }, arm="resid_post"),
     "layer": Engine({"one layer armed, idle": None, "one layer armed, captured": {"codec": "int8b64"}},
                     arm="resid_post.8"),
+    "drafter": Engine({"four layers armed, idle": None, "four layers armed, prompts": PROMPTS}, arm="resid_post",
+                      drafter=True),
     "disk": Engine({"int8b64, disk": {"codec": "int8b64"}, "raw16, disk": {"codec": "raw16"}}, arm="resid_post",
                    store="disk", iterations_max=4, every_set=False),
     "sites": Engine({"every site armed, idle": None}, arm=EVERY_SITE, every_set=False),
     "eager": Engine({"base, eager": None}, eager=True, iterations_max=3, every_set=False),
     "hooks": Engine({"eager, hooks and .cpu()": None}, eager=True, hooks=True, iterations_max=2, every_set=False),
     "builtin": Engine({"vLLM extract_hidden_states": None}, builtin=True, iterations_max=10, every_set=False),
+    "builtin-drafter": Engine({"vLLM extract_hidden_states, four layers, prompts": None}, builtin=True, drafter=True),
 }

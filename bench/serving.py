@@ -33,8 +33,8 @@ import psutil
 
 from bench.report import interval
 from bench.shapes import SHAPES, make_model, make_probe
+from vllm_tap.serve.writer_process import WriterProcess
 from vllm_tap.tiny_model import tiny_model
-from vllm_tap.writer_process import WriterProcess
 
 PROMPT, GENERATED = 256, 128
 RESAMPLES = 400

@@ -51,7 +51,15 @@ LOADS = {
     "decode32": Load(32, 16, 128, gathered=True),
     "decode256": Load(256, 16, 128, gathered=True),
     "prefill8k": Load(4, 8192, 2, gathered=True),
+    "prompts": Load(32, 512, 1, gathered=True),  # what a drafter's training reads: prompts, nothing generated
+    "prompts2k": Load(32, 2048, 1, gathered=True),
 }
+
+
+def drafter_layers(name: str) -> list[int]:
+    """Blocks whose output an EAGLE-3 drafter is trained on: three that vLLM chooses, and the last."""
+    layers = SHAPES[name].layers
+    return [1, layers // 2 - 1, layers - 4, layers - 1]
 
 
 def make_probe(name: str, folder: Path) -> str:

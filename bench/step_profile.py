@@ -21,7 +21,7 @@ from bench.engine_run import options
 from bench.scenarios import ENGINES
 from bench.shapes import LOADS, make_model
 from schemas.ids import new_ulid
-from vllm_tap.writer_process import WriterProcess
+from vllm_tap.serve.writer_process import WriterProcess
 
 
 def main() -> None:
@@ -90,7 +90,7 @@ def _timed() -> dict[str, list[float]]:
     """Seconds of every call, by what is called."""
     from vllm.v1.worker.gpu import model_runner as second
 
-    from engine_side.recorder import Recorder
+    from engine_side.step.recorder import Recorder
 
     found: dict[str, list[float]] = {}
 

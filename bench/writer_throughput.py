@@ -34,8 +34,11 @@ import xxhash
 import zmq
 
 from schemas import codecs, limits
-from schemas.channel import ControlChannel
-from schemas.control import (
+from schemas.ids import new_ulid
+from schemas.spec import Armed, Resolved
+from schemas.store.map_file import map_file
+from schemas.wire.control_channel import ControlChannel
+from schemas.wire.messages import (
     Ack,
     Delete,
     EngineInfo,
@@ -49,11 +52,8 @@ from schemas.control import (
     decode_from_writer,
     encode,
 )
-from schemas.frame import RowTable
-from schemas.ids import new_ulid
-from schemas.map_file import map_file
-from schemas.spec import Armed, Resolved
-from writer_service.recovery import recover
+from schemas.wire.row_table import RowTable
+from writer_service.recover.recovery import recover
 
 LAYERS, WIDTH, ROWS, SLOTS = 36, 4096, 56, 32  # 8 MiB frames of int8b64, as an 8B model makes them
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,12 +11,12 @@ from typing import Final
 
 from schemas import legacy
 from schemas.checks import OnFull, check_one_of, parse_arm
-from schemas.curve import check_sender
 from schemas.errors import StartError
 from schemas.probes import Registered, parse_probes, place_of
 from schemas.sites import layers_by_site
+from schemas.wire.curve import check_sender
 
-TAP_VERSION: Final = "6"  # part of the compile-cache salt: change it when traced code changes
+TAP_VERSION: Final = "7"  # part of the compile-cache salt: change it when traced code changes
 
 VARIABLES: Final = (
     "VLLM_TAP_ENDPOINT", "VLLM_TAP_CURVE", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES",
@@ -24,6 +24,7 @@ VARIABLES: Final = (
 )
 
 TESTED_VERSIONS: Final = ((0, 26), (0, 32))  # of vLLM, first and last
+TESTED_ON_GPU: Final = ((0, 26), (0, 26))  # and what `pip install vllm-tap[gpu]` brings
 
 _MIB: Final = 1 << 20
 _VERSION: Final = re.compile(r"([0-9]+)\.([0-9]+)", re.ASCII)
@@ -57,6 +58,9 @@ class EngineConfig:
                 check_sender(self.curve)
             except StartError as error:
                 raise StartError(f"VLLM_TAP_CURVE={str(self.curve)!r}: {error}") from None
+        if (folder := _no_folder(self.endpoint)) is not None:
+            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: {folder} is not a folder, so no writer can listen "
+                             "there")
         if len(self.endpoint) - len("ipc://") > 100:
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: a socket path has at most 100 characters")
         check_one_of("VLLM_TAP_ON_FULL", self.on_full, OnFull)
@@ -98,10 +102,28 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
     )
 
 
-def in_tested_range(vllm_version: str) -> bool:
-    """Whether a version of vLLM lies in the range that the tests were run on."""
+def untested(vllm_version: str, on_gpu: bool) -> str:
+    """What to say of a version of vLLM that the tests were not run on, or not on a GPU; "" of one that they were."""
     match = _VERSION.match(vllm_version)
-    return match is not None and TESTED_VERSIONS[0] <= (int(match[1]), int(match[2])) <= TESTED_VERSIONS[1]
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not TESTED_VERSIONS[0] <= version <= TESTED_VERSIONS[1]:
+        return f"vLLM {vllm_version} is outside the tested range {_range(TESTED_VERSIONS)}; the self-test decides"
+    if on_gpu and not TESTED_ON_GPU[0] <= version <= TESTED_ON_GPU[1]:
+        return (f"vLLM {vllm_version} is tested on the CPU alone; tested on a GPU: {_range(TESTED_ON_GPU)}; "
+                "the self-test decides")
+    return ""
+
+
+def _range(versions: tuple[tuple[int, int], tuple[int, int]]) -> str:
+    return " to ".join(dict.fromkeys(".".join(map(str, version)) for version in versions))
+
+
+def _no_folder(endpoint: str) -> Path | None:
+    """What is in the way of a socket's folder, which the writer makes where there is none yet."""
+    if not endpoint.startswith("ipc:///"):  # nothing, or a name that is no path
+        return None
+    there = next(each for each in Path(endpoint.removeprefix("ipc://")).parents if os.path.lexists(each))
+    return None if there.is_dir() else there
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:

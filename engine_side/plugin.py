@@ -17,6 +17,7 @@ def register() -> None:
     """Install the seams where VLLM_TAP_ENDPOINT is set; otherwise do nothing."""
     global _registered
     from engine_side.config import from_environment
+    from schemas.probes import load_probe
 
     config = from_environment()  # a setting that is no good ends the start here
     if config is None:
@@ -25,14 +26,17 @@ def register() -> None:
         _leave_group()
     if _registered:
         return
+    for probe in config.probes:  # as is a file that is none
+        load_probe(probe)
     _check_own_packages()
-    from engine_side.seams import compile_cache, front_end, loader, runner, scheduler
+    from engine_side.seams import compile_cache, front_end, http_routes, loader, runner, scheduler
 
     compile_cache.connect()
     loader.connect()
     runner.connect()
     scheduler.connect()
     front_end.connect()
+    http_routes.connect()
     _registered = True
 
 

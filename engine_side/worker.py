@@ -5,26 +5,36 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from engine_side import kernels
-from engine_side.architectures import Entry
 from engine_side.codecs import projected
 from engine_side.config import EngineConfig
-from engine_side.device import Crossing, Scratch
-from engine_side.recorder import Recorder
-from engine_side.ring import Ring
-from engine_side.ring_files import free_bytes
-from engine_side.sender_process import SenderProcess
-from engine_side.shared import Outbox
-from engine_side.staging import Staging
-from schemas.control import EngineInfo
+from engine_side.step.recorder import Recorder
+from engine_side.tap.architectures import Entry, Sum
+from engine_side.tap.staging import Staging
+from engine_side.transport.device_copies import Crossing, Scratch
+from engine_side.transport.ring import Ring
+from engine_side.transport.ring_files import free_bytes
+from engine_side.transport.sender_process import SenderProcess
+from engine_side.transport.shared_memory import Outbox
 from schemas.errors import StartError
+from schemas.wire.messages import EngineInfo
 
 logger = logging.getLogger("vllm.tap")
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What the self-test holds a tapped model and its rows against."""
+
+    homes: Mapping[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)  # by path: the module, its sites
+    entry: Entry | None = None  # the first rows are those of the embedding
+    sums: Sequence[Sum] = ()  # rows of one site are made of those of others
 
 
 @dataclass(slots=True)
@@ -33,8 +43,8 @@ class Worker:
 
     info: EngineInfo
     model: torch.nn.Module  # the one with the taps
+    checks: Checks
     staging: Staging
-    entry: Entry | None  # what the self-test holds the first rows against
     recorder: Recorder | None  # None on a rank whose rows another rank hands over
     sender: SenderProcess | None
     pid: int  # of the process whose it is: one that was forked from it has no part in it
@@ -43,13 +53,13 @@ class Worker:
 CURRENT: Worker | None = None
 
 
-def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, staging: Staging, entry: Entry | None,
+def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks: Checks, staging: Staging,
           scratch: Scratch | None, device: torch.device, leads: bool) -> None:
     """Make the worker's recorder and its sender, on the rank that ``leads`` its tensor-parallel group."""
     global CURRENT
     stop()
     if not leads:  # the sites are whole on every rank: once is enough
-        CURRENT = Worker(info, model, staging, entry, None, None, os.getpid())
+        CURRENT = Worker(info, model, checks, staging, None, None, os.getpid())
         return
     row = max(buffer.shape[0] * buffer.shape[2] * buffer.element_size() for buffer in staging.buffers.values())
     for name, value in (("RING", config.ring_bytes), ("SCRATCH", config.scratch_bytes)):
@@ -66,7 +76,7 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, stagin
         model.register_buffer("vllm_tap_numbers", crossing.numbers, persistent=False)
     recorder = Recorder(staging, info.model_dtype, config.on_full, crossing)
     sender = SenderProcess(config.endpoint, ring.shared, config.curve)
-    CURRENT = Worker(info, model, staging, entry, recorder, sender, os.getpid())
+    CURRENT = Worker(info, model, checks, staging, recorder, sender, os.getpid())
     atexit.register(stop)
 
 

@@ -39,6 +39,13 @@ heartbeat_interval_ms: Final = 1000
 engine_lost_after_ms: Final = 15_000
 control_records_pending_max: Final = 4096
 control_submit_timeout_ms: Final = 5000
+handshake_ms: Final = 5000  # then whoever has connected must have shown its key
+handshakes_max: Final = 256  # that have not ended, at one of the writer's sockets
+handshakes_peer_max: Final = 64  # of them, from one address, or one process of this host
+connections_local_max: Final = 4096  # to the writer; less where it may have fewer files open
+connections_remote_max: Final = 2048  # from other hosts
+connections_peer_max: Final = 512  # of them, from one address; less where it is more than a quarter of the room
+descriptors_reserved: Final = 256  # of the writer, for its files, whoever comes
 
 # What lies on the disk.
 section_align_bytes: Final = 4096

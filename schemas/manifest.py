@@ -7,8 +7,9 @@ from typing import Any, Final
 import msgspec
 
 REASONS: Final = ("prefix_cached", "dropped", "aborted", "not_armed", "engine_lost", "rejected_draft", "quota",
-                  "deleted", "pending")
-STATUSES: Final = ("pending", "running", "complete", "incomplete", "failed", "deleted")
+                  "fenced", "deleted", "pending")
+STATUSES: Final = ("pending", "running", "complete", "empty", "incomplete", "failed", "deleted")
+FINAL: Final = frozenset(("complete", "empty", "incomplete", "failed"))  # of what is not deleted
 
 
 class Missing(msgspec.Struct, frozen=True):
@@ -82,14 +83,15 @@ class Manifest(msgspec.Struct, frozen=True):
     end: int  # positions [0, end) were computed for the final sequence
     prompt_token_ids: list[int]
     output_token_ids: list[int]
-    finish_reason: str | None  # the engine's
-    client_finish_reason: str | None
+    finish_reason: str | None  # as the client saw it; the engine's, where nobody has told that
+    client_finish_reason: str | None  # as it was told
     stop_reason: str | int | None
     cached: int
     recomputed: int
     sites: list[SiteInfo]
     rows: list[SiteLayer]
     hold: bool = False  # neither deleted nor expired until it is released
+    engine_finish_reason: str | None = None  # a stop string looks like an abort inside the engine
 
     @property
     def expected(self) -> int:

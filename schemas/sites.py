@@ -2,21 +2,22 @@
 
 The canonical names are ours (``resid_post``); wherever a site is accepted, so are ``resid_post.12``,
 ``blocks.12.hook_resid_post`` and the newer ``blocks.12.hook_out``. A name with a layer fixes that layer. Beside those
-of the model, every registered probe is a site (schemas.probes): ``probe.NAME``.
+of the model, every registered probe is a site (schemas.probes): ``probe.NAME``. A few TransformerLens names are one
+site on most models and another on some (``BY_MODEL``): they are accepted where the model is known.
 TransformerLens names: https://transformerlensorg.github.io/TransformerLens/
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from schemas.errors import SpecError
 
-__all__ = ["PROBE", "SITES", "Site", "has_heads", "is_probe", "is_site", "layers_by_site", "parse_site", "site_named",
-           "transformer_lens_name"]
+__all__ = ["BY_MODEL", "PROBE", "SITES", "Site", "ask_site", "has_heads", "is_probe", "is_site",
+           "layers_by_site", "lens_name", "names_of", "parse_site", "site_meant", "site_named", "transformer_lens_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,9 @@ _TABLE: Final = (
     Site("resid_post", "hidden", True, "residual stream leaving the block",
          ("blocks.{l}.hook_resid_post", "blocks.{l}.hook_out")),
     Site("attn_out", "hidden", True, "what attention adds to the residual stream",
-         ("blocks.{l}.hook_attn_out", "blocks.{l}.attn.hook_out")),
+         ("blocks.{l}.hook_attn_out",)),
     Site("mlp_out", "hidden", True, "what the MLP adds to the residual stream",
-         ("blocks.{l}.hook_mlp_out", "blocks.{l}.mlp.hook_out")),
+         ("blocks.{l}.hook_mlp_out",)),
     Site("attn_out_raw", "hidden", True, "attention output before a norm that follows it", ()),
     Site("mlp_out_raw", "hidden", True, "MLP output before a norm that follows it", ()),
     Site("mlp_post", "mlp", True, "MLP activation before the down projection", ("blocks.{l}.mlp.hook_post",)),
@@ -57,15 +58,37 @@ _TABLE: Final = (
     Site("router_logits", "experts", True, "expert router logits", ("blocks.{l}.mlp.gate.hook_out",)),
     Site("experts", "chosen_experts", True, "ids of the experts that the token was sent to, heaviest first",
          ("blocks.{l}.mlp.hook_expert_indices", "blocks.{l}.mlp.gate.hook_expert_indices"), ids=True),
-    Site("embed", "hidden", False, "token embeddings", ("hook_embed", "embed.hook_out")),
+    Site("embed", "hidden", False, "token embeddings", ()),
     Site("final_norm", "hidden", False,
          "output of the final norm, after its weight (TransformerLens's hook_normalized is before it)",
-         ("ln_final.hook_out", "ln_final.hook_normalized")),
+         ("ln_final.hook_out",)),
 )
 
+
+@dataclass(frozen=True, slots=True)
+class ByModel:
+    """TransformerLens names, and the sites of which one is meant, on some models none; ``why`` they differ."""
+
+    lens: tuple[str, ...]
+    sites: tuple[str, ...]
+    why: str
+
+
+_OWN: Final = "what the module itself returns, before a norm that follows it on some models"
+BY_MODEL: Final = {
+    "attn.hook_out": ByModel(("blocks.{l}.attn.hook_out",), ("attn_out", "attn_out_raw"), _OWN),
+    "mlp.hook_out": ByModel(("blocks.{l}.mlp.hook_out",), ("mlp_out", "mlp_out_raw"), _OWN),
+    "hook_embed": ByModel(("hook_embed", "embed.hook_out"), ("embed", "resid_pre.0"),
+                          "embeddings as they enter the first block, which some models scale before"),
+}
+_ELSEWHERE: Final = {"ln_final.hook_normalized": "TransformerLens takes it before the norm's weight; final_norm "
+                                                 "(ln_final.hook_out) is after it"}
+
 SITES: Final[dict[str, Site]] = {site.name: site for site in _TABLE}
-_FIXED: Final = {name: site for site in _TABLE for name in site.lens if "{l}" not in name}
-_PER_LAYER: Final = {name.removeprefix("blocks.{l}."): site for site in _TABLE for name in site.lens if "{l}" in name}
+_NAMED: Final = {name: site.name for site in _TABLE for name in site.lens} | {
+    name: key for key, named in BY_MODEL.items() for name in named.lens}
+_FIXED: Final = {name: key for name, key in _NAMED.items() if "{l}" not in name}
+_PER_LAYER: Final = {name.removeprefix("blocks.{l}."): key for name, key in _NAMED.items() if "{l}" in name}
 _BLOCK: Final = re.compile(r"blocks\.([0-9]{1,4})\.(.+)", re.ASCII)
 _SHORT: Final = re.compile(r"([a-z_]+)\.([0-9]{1,4})", re.ASCII)
 _NAME_MAX: Final = 64  # longer ones are not misspelt
@@ -78,19 +101,46 @@ def parse_site(name: str, field: str = "sites", error: type[SpecError] = SpecErr
 
     >>> parse_site("blocks.16.hook_out")
     ('resid_post', 16)
+
+    Refuses names that the model decides (``BY_MODEL``).
     """
+    site, layer = ask_site(name, field, error)
+    return site_meant(site, {}, name, field, error), layer
+
+
+def ask_site(name: str, field: str = "sites", error: type[SpecError] = SpecError) -> tuple[str, int | None]:
+    """``parse_site`` for whom ``site_meant`` will tell the model: of a name that it decides the key of ``BY_MODEL``."""
     if name in SITES:
         return name, None
     if name in _FIXED:
-        return _FIXED[name].name, None
+        return _FIXED[name], None
+    if name in _ELSEWHERE:
+        raise error(field, name, _ELSEWHERE[name])
     if (match := _BLOCK.fullmatch(name)) and match[2] in _PER_LAYER:
-        return _PER_LAYER[match[2]].name, int(match[1])
+        return _PER_LAYER[match[2]], int(match[1])
     if (match := _SHORT.fullmatch(name)) and match[1] in SITES and SITES[match[1]].per_layer:
         return match[1], int(match[2])
     if match := _PROBE.fullmatch(name):
         return match[1], None if match[2] is None else int(match[2])
     raise error(field, name, f"unknown site; {_meant(name)}valid: {', '.join(SITES)}, those of blocks also with a "
                              "layer (resid_post.12), or a TransformerLens name such as blocks.12.hook_resid_post")
+
+
+def site_meant(site: str, names: Mapping[str, str], name: str, field: str = "sites",
+               error: type[SpecError] = SpecError) -> str:
+    """The site of what ``ask_site`` found, on a model with these ``names`` (``Armed.names``)."""
+    if site not in BY_MODEL:
+        return site
+    if site not in names:
+        raise error(field, name, f"{BY_MODEL[site].why}: which site that is depends on the model; ask for "
+                                 f"{' or '.join(BY_MODEL[site].sites)}")
+    return names[site]
+
+
+def names_of(engine: Mapping[str, Any]) -> dict[str, str]:
+    """``Armed.names`` of an engine as a manifest has it; none of one that did not say."""
+    found: dict[str, str] = engine.get("armed", {}).get("names", {})
+    return found
 
 
 def _meant(name: str) -> str:
@@ -137,7 +187,13 @@ def has_heads(site: str) -> bool:
     return site_named(site).width in ("q_heads", "kv_heads")
 
 
-def transformer_lens_name(site: str, layer: int) -> str | None:
-    """The TransformerLens name of a site, or None where it has none."""
-    names = site_named(site).lens
-    return names[0].format(l=layer) if names else None
+def transformer_lens_name(site: str, layer: int, names: Mapping[str, str] | None = None) -> str | None:
+    """The TransformerLens name of a site on a model with these ``names``, or None where it has none."""
+    name = lens_name(site, names or {})
+    return None if name is None else name.format(l=layer)
+
+
+def lens_name(site: str, names: Mapping[str, str]) -> str | None:
+    """The same with {l} for the layer."""
+    own = [BY_MODEL[key].lens[0] for key, meant in names.items() if meant == site and key in BY_MODEL]
+    return next(iter((*site_named(site).lens, *own)), None)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
 from schemas import limits
 from schemas.codecs import DEFAULT_CODEC, parse_codec, streams
 from schemas.errors import LimitError, NotArmedError, SpecError, json_fault
 from schemas.ids import check_ulid
 from schemas.probes import Probe
-from schemas.sites import PROBE, SITES, has_heads, is_probe, layers_by_site, parse_site
+from schemas.sites import PROBE, SITES, ask_site, has_heads, is_probe, layers_by_site, site_meant
 
 __all__ = ["Armed", "CaptureSpec", "Resolved", "armed_at", "intervals", "parse_spec", "resolve"]
 
@@ -33,7 +33,7 @@ _Natural = Annotated[StrictInt, Field(ge=0, le=limits.position_max)]
 class CaptureSpec(BaseModel):
     """What one generation asks to be captured; unknown fields are refused.
 
-    >>> parse_spec({"sites": ["blocks.12.hook_resid_post"], "positions": "last"}).positions
+    >>> parse_spec({"sites": ["blocks.12.hook_resid_post"], "positions": "last_prompt"}).positions
     'last_prompt'
     """
 
@@ -50,7 +50,7 @@ class CaptureSpec(BaseModel):
     layers: Literal["all"] | list[_Natural] | StrictStr = Field(
         "all", description='"all", a list of 0-based layers, or a slice "start:stop:step".')
     positions: StrictStr | list[_Natural] | list[tuple[_Natural, _Natural]] = Field(
-        "all", description='"all", "prompt", "generated", "last_prompt" (or "last"), positions, or [[start, stop], …].')
+        "all", description='"all", "prompt", "generated", "last_prompt", positions from 0, or [[start, stop], …].')
     codec: StrictStr | dict[StrictStr, StrictStr] = Field(
         DEFAULT_CODEC, description='A codec, such as "int8b64" or "rp8:k=256,seed=3", or a map site → codec; '
                                    "ids (experts) are always raw.")
@@ -62,13 +62,6 @@ class CaptureSpec(BaseModel):
     id: StrictStr | None = Field(None, description="A ULID; made by the service where absent.")
     tags: dict[StrictStr, StrictStr] = Field(default_factory=dict, max_length=limits.spec_tags_max)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _alias_last(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("positions") == "last":
-            return {**value, "positions": "last_prompt"}
-        return value
-
     def to_json(self) -> str:
         """The canonical JSON that travels in ``SamplingParams.extra_args`` and in manifests."""
         return self.model_dump_json(by_alias=True, exclude_defaults=True)
@@ -78,16 +71,19 @@ class Armed(msgspec.Struct, frozen=True):
     """The sites × layers that the engine has taps for; ``n_layers`` of the model, ``heads``: a head's columns,
     0 where they are not known yet.
 
-    ``probes`` by name; what a probe alone is fed from is not armed for anybody else.
+    ``probes`` by name; what a probe alone is fed from is not armed for anybody else. ``names``: the site that each of
+    schemas.sites.BY_MODEL is on this model.
     """
 
     sites: dict[str, list[int]]
     n_layers: int
     heads: dict[str, int] = {}
     probes: dict[str, Probe] = {}
+    names: dict[str, str] = {}
 
 
-def armed_at(places: Iterable[str], n_layers: int, head: int, probes: dict[str, Probe]) -> Armed:
+def armed_at(places: Iterable[str], n_layers: int, head: int, probes: dict[str, Probe],
+             names: Mapping[str, str] | None = None) -> Armed:
     """Taps at ``places`` (sites, or ``site.layer``), as far as that is known without the model: which layers have a
     site only the worker knows, and what its model lacks becomes `not_armed` in the manifest. ``head``: a head's
     columns, or 0.
@@ -95,7 +91,7 @@ def armed_at(places: Iterable[str], n_layers: int, head: int, probes: dict[str, 
     asked = layers_by_site(places)
     every = {site: list(range(n_layers)) if SITES[site].per_layer else [0] for site in asked}
     return Armed({site: every[site] if layers is None else layers for site, layers in asked.items()}, n_layers,
-                 dict.fromkeys(filter(has_heads, asked), head), probes)
+                 dict.fromkeys(filter(has_heads, asked), head), probes, dict(names or {}))
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -115,9 +111,9 @@ class Resolved(msgspec.Struct, frozen=True):
 _MORE: Final = " (start the engine with more in --arm, or VLLM_TAP_ARM)"
 _VALID: Final = {
     "sites": 'a list of sites, such as ["resid_post"] or ["blocks.12.hook_resid_post"]',
-    "layers": '"all", a list of layers, or a slice such as "0:32:4"',
-    "positions": '"all", "prompt", "generated", "last", a list of positions, or [[start, stop], …], '
-                 f"none above {limits.position_max:,}",
+    "layers": '"all", a list of layers counted from 0, or a slice such as "0:32:4" ("-1:" is the last)',
+    "positions": '"all", "prompt", "generated", "last_prompt", a list of positions, or [[start, stop], …], counted '
+                 f"from 0, none above {limits.position_max:,}",
     "codec": 'a codec such as "int8b64" or "rp8:k=256,seed=3", or a map from site to codec',
     "prefix_cache": '"recompute" or "allow"',
     "return": '"reference" or "inline"',
@@ -162,13 +158,13 @@ def parse_spec(value: object) -> CaptureSpec:
 
 def _check_values(spec: CaptureSpec) -> None:
     for name in spec.sites or ():
-        if is_probe(parse_site(name)[0]):
+        if is_probe(ask_site(name)[0]):
             raise SpecError("sites", name, f'a probe is named under probe, as in "probe": ["{name[len(PROBE):]}"]')
     _check_layers(spec)
     _check_positions(spec.positions)
     for site, codec in (spec.codec if isinstance(spec.codec, dict) else {"": spec.codec}).items():
         if site:
-            parse_site(site, "codec")
+            ask_site(site, "codec")
         parse_codec(codec)
     if spec.id is not None:
         check_ulid(spec.id)
@@ -187,6 +183,9 @@ def _check_layers(spec: CaptureSpec) -> None:
 
 def _check_positions(positions: str | list[int] | list[tuple[int, int]]) -> None:
     if isinstance(positions, str):
+        if positions == "last":
+            raise SpecError("positions", positions, '"last_prompt" is the last token of the prompt; which one is the '
+                            'last of all is known at the end: take "generated", and the last of its rows')
         if positions not in NAMED_POSITIONS:
             raise SpecError("positions", positions, f"valid: {_VALID['positions']}")
         return
@@ -218,7 +217,8 @@ def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = 
     everything = [] if spec.probe else list(armed.sites)  # a probe alone takes no row off the device but its scores
     nowhere = set() if spec.sites is not None else set(asked or ())  # of layers that are asked for of every site
     for name in everything if spec.sites is None else spec.sites:
-        site, fixed = parse_site(name)
+        site, fixed = ask_site(name)
+        site = site_meant(site, armed.names, name)
         if site not in armed.sites:
             raise NotArmedError("sites", name, f"not armed; armed: {', '.join(armed.sites) or 'nothing'}{_MORE}")
         if not SITES[site].per_layer:
@@ -247,7 +247,7 @@ def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = 
     return Resolved(
         layers={**{site: sorted(chosen) for site, chosen in layers.items()}, **scores},
         codec={**{site: _identity(codec, site, armed, (widths or {}).get(site))
-                  for site, codec in _codecs(spec, layers).items()}, **dict.fromkeys(scores, "raw")},
+                  for site, codec in _codecs(spec, layers, armed.names).items()}, **dict.fromkeys(scores, "raw")},
         positions=_positions(spec.positions),
         prefix_cache=spec.prefix_cache or ("recompute" if _could_be_cached(spec.positions) else "allow"),
     )
@@ -277,13 +277,14 @@ def _layers_asked(layers: str | list[int], n_layers: int) -> set[int] | None:
     return set(layers)
 
 
-def _codecs(spec: CaptureSpec, layers: dict[str, set[int]]) -> dict[str, str]:
+def _codecs(spec: CaptureSpec, layers: dict[str, set[int]], names: Mapping[str, str]) -> dict[str, str]:
     sites = list(layers)
     if isinstance(spec.codec, str):
         return {site: "raw" if SITES[site].ids else spec.codec for site in sites}
     named: dict[str, str] = {}
     for name, codec in spec.codec.items():
-        site, fixed = parse_site(name, "codec")
+        site, fixed = ask_site(name, "codec")
+        site = site_meant(site, names, name, "codec")
         if site in named or (fixed is not None and layers.get(site, {fixed}) != {fixed}):
             raise SpecError("codec", name, f"a site has one codec for all its layers: name it once, as {site!r}")
         named[site] = codec

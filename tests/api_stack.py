@@ -16,8 +16,8 @@ from pathlib import Path
 
 import httpx
 
-from api.keys import make_key
-from schemas.zarr_layout import KEYS_FILE
+from api.auth.keys import make_key
+from schemas.store.paths import KEYS_FILE
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,8 +84,8 @@ class Stack:
     http: httpx.Client = field(default_factory=httpx.Client)
     key: str = ""  # where the service has keys
 
-    def start_writer(self, program: str = "writer_service") -> None:
-        args = [program, "--store", str(self.store), "--endpoint", self.endpoint]
+    def start_writer(self, program: str = "writer_service", *more: str) -> None:
+        args = [program, "--store", str(self.store), "--endpoint", self.endpoint, *more]
         self.processes["writer"] = Process(args, self.store.parent / "writer.log")
 
     def start_upstream(self, dtype: str = "bfloat16", *more: str) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from writer_service import fs
-from writer_service.fsck import fsck
-from writer_service.rebuild import rebuild
+from writer_service.tools.fsck import fsck
+from writer_service.tools.rebuild import rebuild
 
 
 def dump(store: Path) -> dict[str, list[tuple[Any, ...]]]:
@@ -18,7 +18,8 @@ def dump(store: Path) -> dict[str, list[tuple[Any, ...]]]:
     for (table,) in db.execute(
         "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
     ).fetchall():
-        rows = db.execute(f"SELECT * FROM {table}").fetchall()
+        columns = "DISTINCT capture" if table in ("log_refs", "scrub") else "*"  # a merged log has another number
+        rows = db.execute(f"SELECT {columns} FROM {table}").fetchall()
         tables[table] = sorted((row for row in rows if row[0] not in ("log", "ahead")), key=repr)
     db.close()
     return tables

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas import codecs
-from schemas.control import Dropped, EngineInfo, Finish, Frame, Open, Ping, Record, encode
-from schemas.frame import FLAG_DRAFT, RowTable
 from schemas.probes import Probe
 from schemas.sites import SITES, is_probe
 from schemas.spec import Armed, CaptureSpec, Resolved, intervals, resolve
+from schemas.wire.messages import Dropped, EngineInfo, Finish, Frame, Open, Ping, Record, encode
+from schemas.wire.row_table import FLAG_DRAFT, RowTable
 from tests.store_helpers import Sender, frame_of
 
 F32 = npt.NDArray[np.float32]
@@ -32,9 +32,9 @@ ARMED = Armed(sites={"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}, n_la
 def engine_info(dtype: str, armed: Armed = ARMED) -> EngineInfo:
     """What the played engine says of itself."""
     return EngineInfo(model="played", model_dtype=dtype, fingerprint="f1", revision="", tokenizer="bytes",
-                      n_layers=LAYERS, armed=armed, max_model_len=4096,
-                      widths={**dict.fromkeys(ARMED.sites, WIDTH), "probe.tone": 2}, vllm_version="0",
-                      tap_version="0", runner="played")
+                      n_layers=LAYERS, armed=armed, max_model_len=4096, vllm_version="0.32.0", tap_version="0",
+                      widths={**dict.fromkeys({**ARMED.sites, **armed.sites}, WIDTH), "probe.tone": 2},
+                      runner="played")
 
 
 def rows(sample: int, site: str, layer: int, positions: list[int], dtype: str) -> F32:
@@ -117,12 +117,13 @@ class EnginePlayer:
         with self._lock:
             self._send(make(seq=self._sender.next(), **fields))
 
-    def open(self, capture: str, spec: CaptureSpec, tokens: list[int], cached: int = 0) -> Resolved:
+    def open(self, capture: str, spec: CaptureSpec, tokens: list[int], cached: int = 0, adapter: str = ""
+             ) -> Resolved:
         """Begins a capture."""
-        resolved = resolve(spec, ARMED)
+        resolved = resolve(spec, self._info.armed)
         self.record(Open, capture=capture, request=f"req-{capture}", asked=spec.to_json(), resolved=resolved,
                     prompt_len=len(tokens), prompt_token_ids=np.array(tokens, "<u4").tobytes(), cached=cached,
-                    created_ms=time.time_ns() // 1_000_000)
+                    created_ms=time.time_ns() // 1_000_000, adapter=adapter)
         return resolved
 
     def send_rows(self, capture: str, sample: int, resolved: Resolved, prompt_len: int, tokens: list[int],

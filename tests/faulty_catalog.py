@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from schemas.catalog import connect_write
-from writer_service import commits, server
+from schemas.catalog.records import connect_write
+from writer_service import server
 from writer_service.__main__ import main
+from writer_service.journal import group_commit
 
 
 class Full:
@@ -40,6 +41,6 @@ def closed(path: Path) -> sqlite3.Connection:
 
 
 if __name__ == "__main__":
-    commits.connect_write = {"closed": closed, "full": Full}[os.environ["CATALOG"]]
+    group_commit.connect_write = {"closed": closed, "full": Full}[os.environ["CATALOG"]]
     server.settle_s = 1.0  # that it ends is the point
     sys.exit(main())

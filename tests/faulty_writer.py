@@ -45,19 +45,6 @@ def break_disk(op: str, pattern: str, first: int, count: int, code: int) -> None
     setattr(fs, op, broken)
 
 
-def note_syncs(log: Path) -> None:
-    """Append ``inode size`` to ``log`` after every sync: what a power loss would leave of the file."""
-    real = fs.datasync
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def noted(fd: int) -> None:
-        info = os.fstat(fd)
-        real(fd)
-        os.write(out, f"{info.st_ino} {info.st_size}\n".encode())
-
-    fs.datasync = noted
-
-
 def break_as_asked(faults: str) -> None:
     for fault in faults.split(","):
         op, pattern, first, count, name = fault.split(":")

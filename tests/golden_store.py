@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Final
 
 from schemas import limits
-from schemas.control import Hold
-from schemas.reader import StoreReader
-from schemas.segment import SEGMENT_VERSION
+from schemas.read.reader import StoreReader
+from schemas.store.segment import SEGMENT_VERSION
+from schemas.wire.messages import Hold
 from tests.store_helpers import Sender, WriterProcess, until
-from writer_service.compaction import compact
 from writer_service.control_log import LOG_VERSION
+from writer_service.tools.compaction import compact
 
 GOLDEN: Final = Path(__file__).parent / "golden"
 NAME: Final = f"store{limits.STORE_VERSION}-segment{SEGMENT_VERSION}-log{LOG_VERSION}.zip"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine_side.device import Crossing, Scratch
-from engine_side.ring import Ring
+from engine_side.transport.device_copies import Crossing, Scratch
+from engine_side.transport.ring import Ring
 
 HOST = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def crossing_late(ring: Ring, scratch: int) -> Iterator[tuple[Crossing, Copies]]
         patch.setattr(torch.cuda, "Stream", Copies)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "current_stream", lambda device: model)
-        patch.setattr("engine_side.device.device_to_host", lambda: lambda target, source, nbytes, stream: stream.copy(
-            target, source, nbytes))
+        patch.setattr("engine_side.transport.device_copies.device_to_host",
+                      lambda: lambda target, source, nbytes, stream: stream.copy(target, source, nbytes))
         crossing = Crossing(HOST, ring, Scratch(scratch, HOST))
         yield crossing, crossing._copying

@@ -11,7 +11,7 @@ from typing import Any, Final
 import typer.main
 
 from schemas import limits
-from vllm_tap.cli import app
+from vllm_tap.cli.main import app
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
 _BEGIN, _END = "<!-- begin limits (python -m tests.reference_pages) -->", "<!-- end limits -->"

@@ -6,9 +6,9 @@ import sys
 import time
 
 from api.__main__ import main
-from schemas.reader import StoreReader
+from schemas.read.journal_tail import FrameAt
+from schemas.read.reader import StoreReader
 from schemas.sites import is_probe
-from schemas.tail import FrameAt
 
 if __name__ == "__main__":
     real = StoreReader.frames

@@ -21,7 +21,10 @@ import xxhash
 import zmq
 
 from schemas import codecs
-from schemas.control import (
+from schemas.errors import NotFoundError
+from schemas.ids import new_ulid
+from schemas.spec import Armed, Resolved
+from schemas.wire.messages import (
     Ack,
     Bye,
     ClientFinish,
@@ -40,10 +43,7 @@ from schemas.control import (
     decode_from_writer,
     encode,
 )
-from schemas.errors import NotFoundError
-from schemas.frame import FLAG_DRAFT, RowTable
-from schemas.ids import new_ulid
-from schemas.spec import Armed, Resolved
+from schemas.wire.row_table import FLAG_DRAFT, RowTable
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = "resid_post"

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from engine_side.events import Event, Freed, Lost, Opened, Run
-from engine_side.ring import Ring, view
-from engine_side.staging import Staging
-from engine_side.ticket import Ticket
+from engine_side.front.ticket import Ticket
+from engine_side.tap.staging import Staging
+from engine_side.transport.events import Event, Freed, Lost, Opened, Run
+from engine_side.transport.ring import Ring, view
 from schemas.ids import new_ulid
 from schemas.spec import Armed, intervals, parse_spec, resolve
 

@@ -15,8 +15,9 @@ import pytest
 
 from schemas import limits
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.api_stack import Stack, running
+from vllm_tap import Client
 
 SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
 
@@ -144,10 +145,39 @@ def test_the_official_client_takes_both_ways(stack: Stack) -> None:
     assert final.choices[0].message.content == "abcd" and final.usage is not None and final.usage.completion_tokens == 4
 
 
-def test_an_empty_spec_is_legal(stack: Stack) -> None:
-    body = stack.complete("x", capture={"layers": []}).json()
-    assert body["capture"]["status"] == "complete"
-    assert stack.http.get(body["capture"]["manifest_url"]).json()["expected"] == 0
+@pytest.mark.parametrize("spec", [
+    {"sites": []}, {"layers": []}, {"positions": []}, {**SPEC, "positions": [[90, 99]]},
+    {**SPEC, "positions": "generated"},
+])
+def test_what_names_no_row_is_legal_and_ends_as_empty(stack: Stack, spec: dict[str, object]) -> None:
+    """Not as complete: whoever reads that expects rows."""
+    mark = new_ulid()
+    whole = stack.complete("x", capture={**SPEC, "tags": {"mark": mark}}).json()["capture"]["id"]
+    body = stack.complete("x", max_tokens=1, capture={**spec, "tags": {"mark": mark}}).json()["capture"]
+    assert body["status"] == "empty"
+    manifest = stack.http.get(f"{body['manifest_url']}?wait=complete&timeout=20").json()
+    assert (manifest["status"], manifest["expected"], manifest["missing"]) == ("empty", 0, 0)
+    for status, found in (("empty", [body["id"]]), ("complete", [whole]), ("incomplete", [])):
+        listed = stack.http.get(f"/v1/captures?tag=mark={mark}&status={status}").json()
+        assert [row["id"] for row in listed["data"]] == found and listed["next"] is None
+        assert {row["status"] for row in listed["data"]} <= {status}
+    events = stack.http.get(f"/v1/captures/{body['id']}/events").text
+    assert events.startswith("event: finish") and '"status":"empty"' in events
+    with Client(stack.url) as client:
+        assert client.capture(body["id"]).wait(20).status == "empty"
+
+
+def test_pages_of_a_status_that_is_no_column(stack: Stack) -> None:
+    ids = [stack.complete("x", capture={**SPEC, **({"layers": []} if i % 2 else {})}).json()["capture"]["id"]
+           for i in range(6)][::-1]
+    for status, want in (("empty", ids[0::2]), ("complete", ids[1::2])):
+        found: list[str] = []
+        query = ""
+        while len(found) < 3:
+            body = stack.http.get(f"/v1/captures?status={status}&limit=2{query}").json()
+            found += [row["id"] for row in body["data"]]
+            query = f"&before={body['next']}"
+        assert found[:3] == want
 
 
 # ── refused before anything is asked ────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +190,9 @@ def test_an_empty_spec_is_legal(stack: Stack) -> None:
     ({"capture": {"layers": [0, 99]}}, 400, "capture.layers", "0 to 3"),
     ({"capture": {"layers": "1:2:0"}}, 400, "capture.layers", "valid"),
     ({"capture": {"positions": [[5, 2]]}}, 400, "capture.positions", "start < stop"),
-    ({"capture": {"positions": "first"}}, 400, "capture.positions", '"last"'),
+    ({"capture": {"positions": "first"}}, 400, "capture.positions", '"last_prompt"'),
+    ({"capture": {"positions": "last"}}, 400, "capture.positions", '"last_prompt"'),
+    ({"capture": {"layers": [-1]}}, 400, "capture.layers", '"-1:"'),
     ({"capture": {"codec": "zip"}}, 400, "capture.codec", "int8b64"),
     ({"capture": {"id": "../../x"}}, 400, "capture.id", "ULID"),
     ({"capture": {"id": "a" * 300}}, 400, "capture.id", "ULID"),
@@ -359,16 +391,21 @@ def test_the_list_is_narrowed(stack: Stack) -> None:
     one, two = made({"n": "1", "run": "a=b'\"%"}), made({"n": "2", "run": "c"})
     middle_ms = time.time_ns() // 1_000_000 + 1
     time.sleep(0.01)
-    three = made({"n": "3"}, {"sites": ["attn_out"]})
+    three = made({"n": "3"}, {"sites": ["attn_out"]}, model="songs")  # a LoRA adapter's name
     when = datetime.fromtimestamp(middle_ms / 1000, UTC).isoformat(timespec="milliseconds")
     for query, found in {
         "": [three, two, one], "tag=n=2": [two], "tag=run": [two, one], "tag=run=a%3Db'%22%25": [one], "tag=none": [],
         "site=attn_out": [three], "site=blocks.1.hook_resid_post": [two, one], "model=played": [three, two, one],
-        "model=other": [], f"since={middle_ms}": [three], f"until={middle_ms}": [two, one],
+        "model=songs": [three], "model=other": [], f"since={middle_ms}": [three], f"until={middle_ms}": [two, one],
         f"since={when.replace('+00:00', 'Z')}": [three], "text=named-2": [two], f"text={one[-8:].lower()}": [one],
         "text=A%3DB": [one], "text=%25": [one], "tag=run&text=named-2&status=complete": [two], "status=failed": [],
     }.items():
         assert listed(query) == found, query
+    rows = stack.http.get("/v1/captures?tag=test=narrow").json()["data"]
+    assert [row["adapter"] for row in rows] == ["songs", "", ""]
+    assert stack.http.get(f"/v1/captures/{three}").json()["adapter"] == "songs"
+    with Client(stack.url) as client:
+        assert [row.id for row in client.captures(tags={"test": "narrow"}, model="songs")] == [three]
 
 
 def test_pages_of_a_narrowed_list(stack: Stack) -> None:

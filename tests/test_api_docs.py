@@ -9,8 +9,8 @@ import pytest
 from api.app import create_app
 from api.config import Config
 from api.metrics import Metrics
-from api.slice_formats import DTYPES, FORMATS
-from api.slice_query import _PARAMS
+from api.slices.formats import DTYPES, FORMATS
+from api.slices.query import _PARAMS
 from schemas.manifest import STATUSES
 from tests.api_stack import ROOT
 

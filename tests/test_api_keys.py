@@ -23,25 +23,25 @@ import pytest
 from safetensors.numpy import save
 
 from api.app import create_app
+from api.auth.guard import OPEN
+from api.auth.keys import KeyFile, make_key, read_keys, revoke_key, set_quota
 from api.config import Config
 from api.errors import ApiError
-from api.guard import OPEN
-from api.keys import KeyFile, make_key, read_keys, revoke_key, set_quota
 from api.metrics import Metrics
 from api.service import Service
-from api.slice_reading import Held
+from api.slices.reading import Held
 from schemas import limits
-from schemas.catalog_tables import CAPTURE_BYTES
-from schemas.channel import ControlChannel
+from schemas.catalog.tables import CAPTURE_BYTES
 from schemas.codecs import streams
 from schemas.errors import NotFoundError, StartError, TapError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
-from schemas.zarr_layout import KEYS_FILE
+from schemas.read.reader import StoreReader
+from schemas.store.paths import KEYS_FILE
+from schemas.wire.control_channel import ControlChannel
 from tests.api_stack import ROOT, Stack, running
 from tests.engine_player import WIDTH
 from tests.store_helpers import until
-from vllm_tap.client import Client
+from vllm_tap.client.client import Client
 from vllm_tap.errors import NotFound, ServiceError
 
 SPEC = {"sites": ["resid_post"], "layers": [0]}
@@ -226,8 +226,8 @@ def test_a_prefix_cache_is_its_owners(stack: Stack, others: dict[str, str]) -> N
     """How much of a prompt was cached tells nobody what others have asked: that is salted, whoever asks and however."""
 
     def salt(key: str, path: str = "completions", **fields: object) -> object:
-        body = {"model": "played", "prompt": "hello", "messages": [{"role": "user", "content": "hello"}], **fields}
-        body.pop("messages" if path == "completions" else "prompt")
+        asked = {"completions": {"prompt": "hello"}, "responses": {"input": "hello"}}
+        body = {"model": "played", **asked.get(path, {"messages": [{"role": "user", "content": "hello"}]}), **fields}
         answer = httpx.post(f"{stack.url}/v1/{path}", json=body, headers={"x-api-key": key})
         assert answer.status_code == 200, answer.text
         sent = stack.seen()[-1]
@@ -236,7 +236,8 @@ def test_a_prefix_cache_is_its_owners(stack: Stack, others: dict[str, str]) -> N
 
     hers, his = stack.key, others["bob"]
     mine = {salt(hers), salt(hers, capture=SPEC), salt(hers, capture=None), salt(hers, "chat/completions"),
-            salt(hers, "chat/completions", capture=SPEC), salt(hers, "responses"), salt(hers, cache_salt=None)}
+            salt(hers, "chat/completions", capture=SPEC), salt(hers, "responses"), salt(hers, "messages"),
+            salt(hers, "responses", capture=SPEC), salt(hers, "messages", capture=SPEC), salt(hers, cache_salt=None)}
     own = {salt(hers, cache_salt="s"), salt(hers, cache_salt="s", capture=SPEC)}
     assert len(mine) == len(own) == 1
     assert len({*mine, *own, salt(his), salt(his, cache_salt="s"), salt(his, cache_salt=str(*mine))}) == 5
@@ -315,7 +316,7 @@ def test_a_quota_is_a_keys_own(stack: Stack, others: dict[str, str]) -> None:
         assert refused(prompt="seven " * 4000, capture={"sites": ["resid_post"]})
         assert refused(max_tokens=4000, capture={"sites": ["resid_post"]})
         assert refused(n=60, capture={"sites": [], "tags": {f"t{n}": "x" * 500 for n in range(60)}})
-        assert not refused(prompt=[7] * 4000, capture={"sites": ["resid_post"], "positions": "last"})
+        assert not refused(prompt=[7] * 4000, capture={"sites": ["resid_post"], "positions": "last_prompt"})
         set_quota(keys, "quentin", 0)
         assert not refused()
 
@@ -408,29 +409,31 @@ def tap(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    made = tap("keys", "make", "ann", "--store", tmp_path)
+    store = tmp_path / "kept" / "store"
+    made = tap("keys", "make", "ann", "--store", store)
     key = made.stdout.strip()
     assert made.returncode == 0 and re.fullmatch(r"tap_[A-Za-z0-9_-]{43}", key) and key not in made.stderr
-    file = tmp_path / KEYS_FILE
+    file = store / KEYS_FILE
+    assert {stat.S_IMODE(each.stat().st_mode) for each in (store, store.parent)} == {0o700}  # as a writer makes them
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and key not in file.read_text()
     assert KeyFile(file, needed=True).owner(key) == "ann"
-    listed = tap("keys", "ls", "--store", tmp_path).stdout
+    listed = tap("keys", "ls", "--store", store).stdout
     assert "ann" in listed and key not in listed
-    assert tap("keys", "set", "ann", "--quota", "1.5GB", "--store", tmp_path).returncode == 0
-    assert "1.5 GB" in tap("keys", "ls", "--store", tmp_path).stdout
+    assert tap("keys", "set", "ann", "--quota", "1.5GB", "--store", store).returncode == 0
+    assert "1.5 GB" in tap("keys", "ls", "--store", store).stdout
     for wrong in ("-1", "0", "1.5", "many", "5 apples"):
-        done = tap("keys", "set", "ann", "--quota", wrong, "--store", tmp_path)
+        done = tap("keys", "set", "ann", "--quota", wrong, "--store", store)
         assert (done.returncode, "--quota" in done.stderr) == (2 if wrong != "1.5" else 0, wrong != "1.5"), done
-    assert tap("keys", "set", "bob", "--quota", "1GB", "--store", tmp_path).returncode == 2
-    assert tap("keys", "make", "ann", "--replace", "--store", tmp_path).returncode == 0
+    assert tap("keys", "set", "bob", "--quota", "1GB", "--store", store).returncode == 2
+    assert tap("keys", "make", "ann", "--replace", "--store", store).returncode == 0
     assert [key.quota_bytes for key in read_keys(file)] == [2, 2]
-    key = tap("keys", "make", "ann", "--replace", "--quota", "none", "--store", tmp_path).stdout.strip()
+    key = tap("keys", "make", "ann", "--replace", "--quota", "none", "--store", store).stdout.strip()
     assert read_keys(file)[-1].quota_bytes == 0
-    again = tap("keys", "make", "ann", "--store", tmp_path)
+    again = tap("keys", "make", "ann", "--store", store)
     assert again.returncode == 2 and "--replace" in again.stderr and again.stdout == ""
-    assert tap("keys", "revoke", "ann", "--store", tmp_path).returncode == 0
+    assert tap("keys", "revoke", "ann", "--store", store).returncode == 0
     assert KeyFile(file, needed=False).owner(key) is None
-    assert tap("keys", "revoke", "ann", "--store", tmp_path).returncode == 2
+    assert tap("keys", "revoke", "ann", "--store", store).returncode == 2
     assert tap("keys", "make", "../x", "--keys", tmp_path / "k").returncode == 2
 
 

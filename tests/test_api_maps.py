@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save
 
-from api.routes.page import FILES
+from api.page_files import FILES
 from schemas import limits
 from tests.api_stack import Stack, running
 from tests.engine_player import WIDTH, rows

@@ -91,7 +91,7 @@ def check(case: schemathesis.Case, stack: Stack, known: list[str], answered: Cou
         gone = case.method == "DELETE" and case.path == "/v1/captures/{ref}"
         parameters["ref"] = new_capture(stack) if gone else known[number % len(known)]
     if isinstance(case.body, dict):
-        for name, most in (("max_tokens", 8), ("n", 4)):  # the model server is a small one
+        for name, most in (("max_tokens", 8), ("max_output_tokens", 8), ("n", 4)):  # the model server is a small one
             if type(case.body.get(name)) is int:
                 case.body[name] = min(case.body[name], most)
     for name, value in (case.query or {}).items():

@@ -15,7 +15,7 @@ from msgspec import structs
 from safetensors.numpy import load
 
 from schemas import limits
-from schemas.frame import FLAG_DRAFT
+from schemas.wire.row_table import FLAG_DRAFT
 from tests.api_stack import Stack, running
 from tests.engine_player import ARMED, TONE, EnginePlayer, rows
 from tests.store_helpers import until
@@ -181,7 +181,7 @@ def test_scores_that_are_no_numbers(stack: Stack) -> None:
 
 def test_more_lists_than_are_streamed(stack: Stack) -> None:
     most = limits.score_lists_streamed_max
-    events = streamed(stack, n=most + 1, max_tokens=1, capture={**SPEC, "positions": "last"})
+    events = streamed(stack, n=most + 1, max_tokens=1, capture={**SPEC, "positions": "last_prompt"})
     ids, lists = events[-1]["capture"]["ids"], events[-1]["capture"]["scores"]
     assert {event["scores"]["capture"] for event in events if "scores" in event} == set(ids[:most])
     assert [part["capture"] for part in lists] == ids and all(part["missing"] == [] for part in lists[:most])

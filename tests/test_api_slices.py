@@ -22,11 +22,11 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.torch import load as load_torch
 
 from api.config import Config
-from api.slice_query import SliceQuery
-from api.slice_reading import encoded, slice_bytes
+from api.slices.query import SliceQuery
+from api.slices.reading import encoded, slice_bytes
 from schemas import codecs
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.api_stack import Stack, running
 from tests.engine_player import WIDTH, decoded, encode_rows, rows, to_bits
 from tests.store_helpers import Sender
@@ -230,6 +230,7 @@ def test_by_every_name(stack: Stack) -> None:
     ("site=blocks.9.hook_nothing", "site", "unknown site"),
     ("site=../../etc/passwd", "site", "unknown site"),
     ("layer=x", "layer", "valid"),
+    ("layer=-1", "layer", "-1:"),
     ("layer=1:2:0", "layer", "valid"),
     ("layer=", "layer", "valid"),
     ("layer=1,,2", "layer", "valid"),

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_side.device import Crossing
-from engine_side.events import Counted, Finished, Run
-from engine_side.recorder import End, Recorder, Step
-from engine_side.ring import Ring
-from engine_side.staging import Staging
-from engine_side.ticket import Ticket
+from engine_side.front.ticket import Ticket
+from engine_side.step.recorder import End, Recorder, Step
+from engine_side.tap.staging import Staging
+from engine_side.transport.device_copies import Crossing
+from engine_side.transport.events import Counted, Finished, Run
+from engine_side.transport.ring import Ring
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve
 from tests.late_copies import HOST, Copies, crossing_late
@@ -149,6 +149,20 @@ def test_what_is_no_next_step_ends_a_burst(
     assert found == expected
     assert {name: int(recorder.captures.computed[slot]) for slot, name in names.items()} == {
         name: max((p + 1 for n, p in steps if n == name), default=0) for name in ("a", "b")}
+
+
+def test_the_region_of_a_burst_is_free_when_all_of_it_is(ring: Ring) -> None:
+    """It is freed up to a mark once those before it are: that of its last entry alone is its end."""
+    ring.shared.tail = ring.head
+    recorder = Recorder(staging(), "float32", "drop", Crossing(torch.device("cpu"), ring))
+    recorder.open("a", ticket_of({"codec": "raw"}), [1], 0)
+    for position in range(3):
+        at = torch.tensor([position])
+        recorder.before_step(1)
+        recorder.after_step(Step(["a"], np.array([0, 1]), np.array([position], np.int32), at, at.int()))
+    recorder.flush()
+    runs = [event for event in recorder.outbox if isinstance(event, Run)]
+    assert len(runs) > 1 and [run.mark[0] == ring.head for run in runs] == [False] * (len(runs) - 1) + [True]
 
 
 def test_a_burst_goes_on_with_the_next_positions_of_the_same_requests_alone(ring: Ring) -> None:

@@ -13,8 +13,11 @@ import pytest
 import zmq
 
 from schemas import limits
-from schemas.channel import ControlChannel
-from schemas.control import (
+from schemas.errors import ConflictError, NotFoundError, ProtocolError, StoreError
+from schemas.ids import new_ulid
+from schemas.read.reader import StoreReader
+from schemas.wire.control_channel import ControlChannel
+from schemas.wire.messages import (
     Ack,
     Bye,
     Delete,
@@ -29,9 +32,6 @@ from schemas.control import (
     decode_from_sender,
     encode,
 )
-from schemas.errors import ConflictError, NotFoundError, ProtocolError, StoreError
-from schemas.ids import new_ulid
-from schemas.reader import StoreReader
 from tests.api_stack import Process
 
 Answer = Callable[[FromSender], list[FromWriter]]
@@ -68,7 +68,7 @@ class Scripted:
     def _serve(self) -> None:
         while not self._end.is_set():
             if self._router.poll(20):
-                identity, data = self._router.recv_multipart()
+                identity, data, *_ = self._router.recv_multipart()  # what follows are tables of frames
                 message = decode_from_sender(data)
                 self.heard.append(message)
                 for reply in self.answer(message):
@@ -136,7 +136,7 @@ def test_records_go_in_order_from_many_threads(script: Callable[[Answer], Script
 def test_nobody_waits_for_what_others_may_post(
     script: Callable[[Answer], Scripted], channel: ControlChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("schemas.channel._GATHER_S", 5.0)
+    monkeypatch.setattr("schemas.wire.control_channel._GATHER_S", 5.0)
     writer = script(Obedient())
     channel.submit(delete("x"))
     begin = time.monotonic()

@@ -22,35 +22,36 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.main import get_command
 
-from api.keys import make_key
+from api.auth.keys import make_key
 from api.routes.captures import LIST as service_list
-from schemas.control import Own
+from schemas.catalog.filters import milliseconds
 from schemas.errors import ArgumentError, SpecError, StartError, TapError
 from schemas.ids import new_ulid
 from schemas.probes import parse_probes
-from schemas.sieve import milliseconds
 from schemas.spec import parse_spec
-from schemas.zarr_layout import KEYS_FILE
+from schemas.store.paths import KEYS_FILE
+from schemas.wire.messages import Own
 from tests.engine_player import WIDTH, EnginePlayer, decoded
 from tests.processes import free_port, runs
 from tests.test_supervisor import until
-from vllm_tap import AsyncClient, Client, open_store, writer_process
+from vllm_tap import AsyncClient, Client, open_store
 from vllm_tap import Store as TapStore
-from vllm_tap.capture_job import CaptureJob
-from vllm_tap.cli import app, list_captures
-from vllm_tap.cli_keys import app as keys_app
-from vllm_tap.export import choose_layers
-from vllm_tap.listing import Filters
-from vllm_tap.model_config import ModelConfig, read_config
-from vllm_tap.offline_engine import token_ids
-from vllm_tap.prompt_file import Prompt, read_prompts
-from vllm_tap.prompt_source import PromptSource
-from vllm_tap.serve_command import _ready_text
-from vllm_tap.services import ServeConfig, make_socket_dir
-from vllm_tap.show import when
+from vllm_tap.cli.keys import app as keys_app
+from vllm_tap.cli.main import app, list_captures
+from vllm_tap.cli.show import when
+from vllm_tap.client.listing import Filters
+from vllm_tap.export.command import choose_layers
+from vllm_tap.offline.engine import token_ids
+from vllm_tap.offline.job import CaptureJob
+from vllm_tap.offline.prompt_file import Prompt, read_prompts
+from vllm_tap.offline.prompt_source import PromptSource
+from vllm_tap.serve import writer_process
+from vllm_tap.serve.command import _ready_text
+from vllm_tap.serve.model_config import ModelConfig, check_arguments, read_config
+from vllm_tap.serve.services import ServeConfig, make_socket_dir
+from vllm_tap.serve.writer_process import WriterProcess
 from vllm_tap.tiny_model import tiny_model
-from vllm_tap.writer_process import WriterProcess
-from writer_service.store_lock import is_free
+from writer_service.recover.store_lock import is_free
 
 ROOT = Path(__file__).parent.parent
 
@@ -66,6 +67,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert done.returncode == 2, done
     assert done.stdout == ""
     assert done.stderr.startswith("vllm-tap: ") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.count("vllm-tap: ") == 1, done.stderr
     for word in words:
         assert word in done.stderr, done.stderr
 
@@ -497,7 +499,7 @@ def test_a_malformed_line_ends_the_command_before_anything_starts(tmp_path: Path
 ])
 def test_what_is_asked_for_is_armed(sites: str | None, arm: str | None, armed: str, tmp_path: Path) -> None:
     job = CaptureJob(PromptSource("p"), str(tiny_model()), tmp_path, sites=sites, arm=arm, layers="0, 2",
-                     positions="last")
+                     positions="last_prompt")
     assert job.armed == armed
     every = {None: "resid_post"}.get(sites, "mlp_out.2,attn_out,mlp_out,embed")
     assert replace(job, layers="::2").armed == (arm or every)
@@ -549,11 +551,41 @@ def test_a_configuration_that_may_become_another_is_left_to_the_engine(tmp_path:
     assert config(known, "--max_num_seqs", "-1", "", "--gpu-memory-utilization=0.5") is not None
     for malformed in ("", "[]", "{}", '{"architectures": 1}', '{"architectures": [], "text_config": 1}'):
         assert config(malformed) is None
+    assert config('{"architectures": ["GPTNeoXForCausalLM"]}') is not None
+    check_arguments(str(tmp_path), ("--model-impl", "transformers"))  # vLLM runs it by these anyway
     unsaid = config('{"architectures": ["OPTForCausalLM"], "num_hidden_layers": "many"}')
     assert unsaid is not None
     unsaid.check_spec(parse_spec({"layers": [999]}), ("resid_post",), ())
     with pytest.raises(StartError, match=r"NewForCausalLM.*known: .*OPTForCausalLM"):
         ModelConfig(("NewForCausalLM",), 1, 1, 1, 1, 1).check_sites("--arm", ["resid_post"])
+
+
+@pytest.mark.parametrize("wrong, more, says", [
+    ({"architectures": ["NewForCausalLM"]}, [], "architecture NewForCausalLM"),
+    ({"num_hidden_layers": 2}, [], "layers 0 to 1"),
+    ({}, ["--", "--max-num-seqs", "4", "--model_impl=transformers"], "own code of Qwen3ForCausalLM; leave it out"),
+    ({}, ["--", "--model-impl", "transformers"], "--model-impl = 'transformers' after --"),
+])
+def test_what_a_configuration_says_is_told_before_anything_is_loaded(
+    wrong: dict[str, object], more: list[str], says: str, tmp_path: Path
+) -> None:
+    """Of a folder, and of a name on the hub that was fetched before; without the seconds that torch or vLLM take."""
+    said = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64, **wrong}
+    fetched = tmp_path / "hub" / "models--one--model"
+    for folder in (tmp_path / "model", fetched / "snapshots" / "1f"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(said))
+    (fetched / "refs").mkdir()
+    (fetched / "refs" / "main").write_text("1f")
+    script = ("import sys\nfrom vllm_tap.cli.main import main\ntry:\n    main()\nfinally:\n"
+              "    assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)\n")
+    for command in (["serve", tmp_path / "model", "--arm", "resid_post.3"],
+                    ["serve", "one/model", "--arm", "mlp_out.3"],
+                    ["capture", "x.jsonl", "--model", "one/model", "--sites", "resid_post.3"]):
+        done = subprocess.run([sys.executable, "-c", script, *map(str, command), *more], capture_output=True, text=True,
+                              timeout=60, cwd=tmp_path, check=False, env={
+                                  **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path / "hub")})
+        assert_refused(done, says)
 
 
 def test_what_a_configuration_does_not_say_is_not_guessed(tmp_path: Path) -> None:
@@ -662,6 +694,27 @@ def test_serve_on_a_store_that_another_writer_has_is_refused(tmp_path: Path, soc
 # ── the whole of it, on vLLM ────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.soak  # an engine's start: a minute
+@pytest.mark.timeout(400)
+def test_an_engine_that_does_not_start_says_why_and_what_helps(tmp_path: Path) -> None:
+    """Its own process knows it, and the command's knows of an engine that failed."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "The sea"}\n')
+    done = tap("capture", "prompts.jsonl", "--model", tiny_model(), "--", "--dtype", "float32",
+               "--kv-cache-memory-bytes", "1000", cwd=tmp_path, VLLM_CPU_CI_ENV="1")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("vllm-tap: vLLM did not start: ValueError: No available memory")
+    assert "what helps: a smaller --max-model-len" in last, done.stderr
+
+
+def test_what_is_said_beside_a_start_is_passed_on_and_heard(tmp_path: Path) -> None:
+    script = ("import os, subprocess, sys\nfrom vllm_tap.serve.causes import overheard\ntry:\n"
+              "    with overheard() as causes:\n        print('mine')\n"
+              "        subprocess.run([sys.executable, '-c', 'import sys; print(1); sys.exit(\"a.BError: theirs\")'])\n"
+              "        raise ValueError\nexcept ValueError:\n    print('heard', causes.cause)\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("mine\n1\nheard a.BError: theirs\n", "a.BError: theirs\n")
+
+
 def test_a_capture_that_is_terminated_leaves_nothing_behind(tmp_path: Path, sockets: Path) -> None:
     pytest.importorskip("vllm")
     file = tmp_path / "prompts.jsonl"
@@ -757,7 +810,7 @@ def test_a_malformed_file_in_a_folder_is_told_in_a_line(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_very_many_files_is_not_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_tap.prompt_source._FILES_MAX", 3)
+    monkeypatch.setattr("vllm_tap.offline.prompt_source._FILES_MAX", 3)
     for number in range(4):
         folder = tmp_path / str(number)
         folder.mkdir()

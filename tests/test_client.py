@@ -34,7 +34,7 @@ from vllm_tap import (
     Unavailable,
     open_store,
 )
-from vllm_tap.listing import Filters
+from vllm_tap.client.listing import Filters
 
 PROMPT = "inside out"
 END = len(PROMPT) + 4 - 1
@@ -108,6 +108,19 @@ def test_without_a_capture(client: Client) -> None:
     assert generation.text == "ab" and generation.captures == []
     with pytest.raises(TapError, match="without a capture"):
         generation["resid_post", 0]
+
+
+@pytest.mark.parametrize("way", ["client", "store"])
+def test_nothing_is_counted_from_the_end(client: Client, store: Store, way: str) -> None:
+    """Not by NumPy's rule in one place and by none in the other."""
+    generation = client.generate(PROMPT, max_tokens=4, capture={"sites": ["resid_post"], "codec": "raw"})
+    capture = client.capture(generation.id) if way == "client" else store[generation.id]
+    for layer in (-1, [0, -1]):
+        with pytest.raises(TapError, match=r"layer = .*counted from 0"):
+            capture["resid_post", layer]
+    for name, cut in (("start", {"start": -3}), ("stop", {"stop": -1})):
+        with pytest.raises(TapError, match=rf"{name} = .*-[13].*valid: a position from 0"):
+            capture.slice("resid_post", 1, **cut)
 
 
 @pytest.mark.parametrize("way", ["client", "store"])

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.slice_formats import cast
+from api.slices.formats import cast
 from bench import codec_tables
 from engine_side.codecs import TORCH_DTYPES, encode
 from schemas import codecs

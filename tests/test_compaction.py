@@ -17,27 +17,29 @@ import numpy as np
 import pytest
 from starlette.datastructures import QueryParams
 
-from api.follower import Follower
-from api.slice_query import parse_site_query
+from api.live.follower import Follower
+from api.slices.query import parse_site_query
 from schemas import codecs
-from schemas import reader as reader_module
-from schemas.catalog import connect_write
-from schemas.cold import CHUNK_ROWS, ColdBlock
+from schemas.catalog.records import connect_write
 from schemas.errors import CorruptError, NotFoundError, SpecError, StartError, StoreError
 from schemas.ids import new_ulid
-from schemas.reader import LiveRows, StoreReader, read_store_uuid
+from schemas.read import reader as reader_module
+from schemas.read.reader import LiveRows, StoreReader, read_store_uuid
+from schemas.store.cold_block import CHUNK_ROWS, ColdBlock
 from tests.consistency import assert_consistent, dump
+from tests.power import Certain
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.test_erasing import Killed, cut_short, look_after
 from tests.test_fsck import edit, flip
-from vllm_tap.loader import RowDataset
-from vllm_tap.loader import rows as training_rows
-from writer_service import cold_blocks, fs, gathered
-from writer_service.commits import Waker
-from writer_service.compaction import compact
-from writer_service.fsck import fsck
-from writer_service.keeper import Keeper
-from writer_service.recovery import recover
+from vllm_tap.loader.dataset import RowDataset
+from vllm_tap.loader.dataset import rows as training_rows
+from writer_service import fs
+from writer_service.journal.group_commit import Waker
+from writer_service.recover.recovery import recover
+from writer_service.tools.compaction import compact
+from writer_service.tools.fsck import fsck
+from writer_service.upkeep import cold_block_writer, cold_blocks
+from writer_service.upkeep.upkeep import Keeper
 
 WIDTH = 192
 ROWS = 150  # of a long capture: more than two chunks
@@ -293,7 +295,7 @@ def test_the_loader_goes_on(sample: Sample, store: Path, packed: bool) -> None:
 
 def test_windows_of_any_size(sample: Sample, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = answers(store, sample.captures)
-    monkeypatch.setattr(gathered, "gather_bytes", CHUNK_ROWS * WIDTH)  # a chunk at a time
+    monkeypatch.setattr(cold_block_writer, "gather_bytes", CHUNK_ROWS * WIDTH)  # a chunk at a time
     assert compact(store).cold == 2
     assert answers(store, sample.captures) == before
     assert fsck(store).bad == []
@@ -338,6 +340,18 @@ def test_cut_at_every_change_of_the_disk(
         shutil.rmtree(store)
         shutil.rmtree(tmp_path / "cut")
     assert left == {4, 3, 2} and len(chosen) > 15
+
+
+def test_a_power_loss_after_it(sample: Sample, store: Path, tmp_path: Path) -> None:
+    """The old blocks are gone by then."""
+    before = answers(store, sample.captures)
+    disk = Certain(store, tmp_path / "certain")
+    with disk.watching():
+        assert not compact(store).failed
+    disk.lose()
+    fs.close(recover(store).lock)
+    assert answers(store, sample.captures) == before
+    assert_consistent(store)
 
 
 @pytest.mark.parametrize("victim", ["long", "few"])

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.catalog import Capture, Drop, Extent
-from schemas.coverage import Coverage, LayerGroup, cover, status_of
-from schemas.frame import FLAG_DRAFT, FLAG_GENERATED, FLAG_RECOMPUTED
+from schemas.catalog.records import Capture, Drop, Extent
+from schemas.read.coverage import Coverage, LayerGroup, cover, status_of
 from schemas.spec import Resolved
+from schemas.wire.row_table import FLAG_DRAFT, FLAG_GENERATED, FLAG_RECOMPUTED
 
 PROMPT = [10, 11, 12]
 OUTPUT = [13, 14, 15, 16, 17, 18]
@@ -68,6 +68,13 @@ def test_accepted_drafts_are_rows_like_others() -> None:
     frames = [PREFILL, frame(2, [real(3), draft(4), draft(5)]), frame(3, [real(6), draft(7)])]
     assert served(cover(FINISHED, frames, [])) == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 2), (6, 3), (7, 3)]
     assert status_of(FINISHED, frames, []) == "complete"
+
+
+def test_rows_after_an_abort_are_not_served() -> None:
+    """They were computed, and the request had ended: nobody saw their tokens."""
+    aborted = replace(FINISHED, finish_reason="abort", end=5)
+    coverage = cover(aborted, [PREFILL, frame(2, [real(p) for p in range(3, 8)])], [])
+    assert [p for p, _ in served(coverage)] == [0, 1, 2, 3, 4] and gaps(only(coverage)) == [(5, 8, "aborted")]
 
 
 def test_rejected_drafts_give_way_to_what_was_computed_later() -> None:

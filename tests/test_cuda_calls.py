@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine_side import cuda_calls, kernels
+from engine_side import kernels
+from engine_side.transport import cuda_calls
 from schemas.errors import StartError
 
 

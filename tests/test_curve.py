@@ -16,20 +16,20 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
-from engine_side import sender
+from engine_side.transport import sender
 from schemas import limits
-from schemas.channel import ControlChannel
-from schemas.control import Delete, Hello, Refuse, Welcome, decode_from_writer, encode
-from schemas.curve import make_sender, secure_sender
 from schemas.errors import ProtocolError, StartError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
+from schemas.wire.control_channel import ControlChannel
+from schemas.wire.curve import make_sender, secure_sender
+from schemas.wire.messages import Delete, Hello, Refuse, Welcome, decode_from_writer, encode
 from tests.processes import free_port
 from tests.store_helpers import SITE, Sender, WriterProcess, engine_info, until
 from tests.test_sender import LAYERS, MIB, Tapped, manifest_of
-from vllm_tap.cli import app
+from vllm_tap.cli.main import app
 from writer_service.config import Config
-from writer_service.senders import remote_streams_max
+from writer_service.receive.senders import remote_streams_max
 
 
 class Place:

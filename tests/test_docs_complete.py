@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api.app import create_app
 from api.config import Config
 from api.metrics import Metrics
-from api.slice_formats import DTYPES, FORMATS
+from api.slices.formats import DTYPES, FORMATS
 from schemas.codecs import CODECS
 from schemas.manifest import REASONS, STATUSES
 from schemas.sites import SITES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -26,22 +27,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from api.auth.guard import by_address
 from api.config import Config
 from api.embedded import Embedded, embeddable
 from api.errors import ApiError
-from api.guard import by_address
-from api.routes.page import FILES
+from api.page_files import FILES
 from schemas.errors import StartError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
-from schemas.zarr_layout import endpoint_name
+from schemas.read.reader import StoreReader
+from schemas.store.paths import endpoint_name
 from tests.api_stack import ROOT, Stack, stack_in
 from tests.processes import runs
 from tests.store_helpers import until
-from vllm_tap.endpoint_plugin import CaptureRoutes, config_of, writer_of
-from writer_service import fs, store_lock
+from vllm_tap.serve.endpoint_plugin import CaptureRoutes, config_of, writer_of
+from writer_service import fs
+from writer_service.recover import store_lock
 
 SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture) -> None:
+    """Some of vLLM's imports set the root logger's level."""
+    caplog.set_level(logging.INFO)
 
 
 @contextmanager
@@ -104,6 +112,40 @@ def test_scores_come_with_the_tokens(stack: Stack) -> None:
     scored = [number for number, event in enumerate(events) if "scores" in event]
     assert {at for number in scored for at in events[number]["scores"]["positions"]} == set(range(12))
     assert any(event["choices"] for event in events[scored[0]:]) and events[-1]["capture"]["status"] == "complete"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_agents_routes_are_captured(stack: Stack, path: str) -> None:
+    """More of them: tests/test_api_protocols.py."""
+    asked = {"model": "played", "input": "hi", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    asked.pop("messages" if path == "/v1/responses" else "input")
+    body = stack.http.post(path, json={**asked, "capture": SPEC}).json()
+    assert body["capture"]["status"] == "complete"
+    assert stack.http.get(f"/v1/captures/{body['id']}").json()["id"] == body["capture"]["id"]
+    last = stack.http.post(path, json={**asked, "stream": True, "capture": SPEC}).text.rstrip().rpartition("data: ")[2]
+    field = json.loads(last).get("response", json.loads(last))["capture"]
+    assert stack.http.get(f"/v1/captures/{field['id']}").json()["status"] == "complete"
+    assert "capture" not in stack.http.post(path, json=asked).json()
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"captures": SPEC}, "captures"), ({"extra_body": {"capture": SPEC}}, "extra_body.capture"),
+    ({"vllm_xargs": {"capture": "{}"}}, "vllm_xargs.capture"), ({"vllm_xargs": {"capture": 7}}, "vllm_xargs.capture"),
+    ({"vllm_xargs": {"captures": "{}"}}, "vllm_xargs.captures"),
+])
+def test_what_only_reads_like_a_capture_is_refused(stack: Stack, fields: dict[str, Any], param: str) -> None:
+    """On other routes: tests/engine/test_routes.py."""
+    before = len(stack.seen())
+    answer = stack.complete("x", **fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert len(stack.seen()) == before
+
+
+def test_what_a_gateway_sends_goes_by(stack: Stack) -> None:
+    ulid = new_ulid()
+    answer = stack.complete("x", vllm_xargs={"capture": json.dumps({**SPEC, "id": ulid}), "capture_count": 1})
+    assert answer.status_code == 200 and "capture" not in answer.json()
+    assert until(lambda: stack.http.get(f"/v1/captures/{ulid}").status_code == 200)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -368,7 +410,7 @@ def test_a_failure_leaves_the_servers_own_routes_alone(
 PROGRAM = """
 import sys
 from pathlib import Path
-from vllm_tap.endpoint_plugin import config_of, writer_of
+from vllm_tap.serve.endpoint_plugin import config_of, writer_of
 writer = writer_of(config_of({"VLLM_TAP_STORE": sys.argv[1], "VLLM_TAP_ENDPOINT": sys.argv[2]}))
 print(writer and writer.pid, flush=True)
 sys.stdin.read()

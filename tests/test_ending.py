@@ -13,7 +13,7 @@ from tests.processes import minds_signals
 
 SCRIPT = """
 import os, signal, sys, time
-from vllm_tap.ending import Ending
+from vllm_tap.exit import Ending
 def kill(number):
     os.kill(os.getpid(), number)
 failed = []

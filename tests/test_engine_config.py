@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from engine_side.config import from_environment, in_tested_range
-from engine_side.staging import allocate
+from engine_side.config import from_environment, untested
+from engine_side.tap.staging import allocate
 from schemas.errors import StartError
 from schemas.sites import layers_by_site
 from schemas.spec import armed_at
@@ -53,6 +54,7 @@ def test_probes_in_another_order_are_another_graph(tmp_path: Path) -> None:
         ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x", "VLLM_TAP_CURVE": "keys"}, "no other does"),
         ({"VLLM_TAP_CURVE": "/x", "VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "/x/sender.key_secret: no key"),
         ({"VLLM_TAP_ENDPOINT": "ipc://" + "x" * 120}, "at most 100 characters"),
+        ({"VLLM_TAP_ENDPOINT": "ipc:///dev/null/tap/writer.sock"}, "/dev/null is not a folder"),
         ({"VLLM_TAP_ARM": "nope"}, "unknown site"),
         ({"VLLM_TAP_ARM": "embed.0"}, "unknown site"),
         ({"VLLM_TAP_ARM": " , "}, "names no site"),
@@ -72,12 +74,21 @@ def test_refusals(settings: dict[str, str], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "is_tested"),
-    [("0.26.0", True), ("0.32.0", True), ("0.30.1rc2+cpu", True), ("0.25.9", False), ("0.33.0", False), ("1.0", False),
-     ("dev", False)],
+    ("version", "on_gpu", "says"),
+    [("0.26.0", True, ""), ("0.26.0", False, ""), ("0.32.0", False, ""), ("0.30.1rc2+cpu", False, ""),
+     ("0.27.1", True, "vLLM 0.27.1 is tested on the CPU alone; tested on a GPU: 0.26; the self-test decides"),
+     ("0.32.0", True, "tested on a GPU: 0.26;"), ("0.25.9", True, "outside the tested range 0.26 to 0.32;"),
+     ("0.33.0", False, "outside"), ("1.0", True, "outside"), ("dev", False, "vLLM dev is outside")],
 )
-def test_the_range_of_tested_versions(version: str, is_tested: bool) -> None:
-    assert in_tested_range(version) is is_tested
+def test_the_range_of_tested_versions(version: str, on_gpu: bool, says: str) -> None:
+    assert says in untested(version, on_gpu) and bool(says) is bool(untested(version, on_gpu))
+
+
+def test_what_is_installed_for_a_gpu_is_what_was_tested_on_one() -> None:
+    root = Path(__file__).parents[1]
+    locked, = re.findall(r"^vllm==(\S+)$", (root / "requirements/gpu.lock").read_text(), re.M)
+    named, = re.findall(r'^gpu = \["vllm==(\S+)"\]$', (root / "pyproject.toml").read_text(), re.M)
+    assert locked == named and not untested(locked, on_gpu=True)
 
 
 def test_staging_over_its_budget_is_refused_before_memory_is_taken() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import shutil
 import sqlite3
 import time
@@ -19,24 +20,28 @@ import pytest
 import xxhash
 
 from schemas import codecs
-from schemas import reader as reader_module
-from schemas.catalog import connect_read, connect_write
-from schemas.control import Finish, Open, StreamPart
+from schemas.catalog.records import connect_read, connect_write
 from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader, read_store_uuid
+from schemas.read import reader as reader_module
+from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
-from schemas.zarr_layout import journal_folder, redo_name
+from schemas.store.paths import journal_folder, redo_name
+from schemas.wire.messages import Finish, Open, StreamPart
 from tests.consistency import assert_rebuilt_equal, dump
+from tests.power import Certain
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
-from writer_service import catalog, fs, removal, sealing
-from writer_service.commits import Waker
+from writer_service import fs
+from writer_service.catalog import catalog
 from writer_service.control_log import log_numbers, log_path
-from writer_service.erasing import plan, write_redo
-from writer_service.fsck import fsck
-from writer_service.keeper import Keeper
-from writer_service.recovery import recover
-from writer_service.scrubbing import scrub_log
+from writer_service.journal.group_commit import Waker
+from writer_service.recover.recovery import recover
+from writer_service.seal import sealing
+from writer_service.tools.fsck import fsck
+from writer_service.upkeep import block_removal
+from writer_service.upkeep.erasing import clear, plan, write_redo
+from writer_service.upkeep.scrubbing import scrub_log
+from writer_service.upkeep.upkeep import Keeper
 
 FIRST = 70_000  # where the positions of the deleted capture begin: token ids that nobody else has
 WIDTH = 4096
@@ -172,6 +177,16 @@ def test_the_bytes_are_gone_and_the_space_is_back(sample: Sample, tmp_path: Path
     assert_rebuilt_equal(store)
 
 
+def test_what_was_erased_does_not_come_back(sample: Sample, tmp_path: Path) -> None:
+    """A loss of power right after it: what was not synced is what it was before."""
+    store = copied(sample, tmp_path)
+    disk = Certain(store, tmp_path / "certain")
+    with disk.watching():
+        look_after(store)
+    disk.lose()
+    assert_erased(store, sample)
+
+
 def test_strangers_see_fill_values(sample: Sample, tmp_path: Path) -> None:
     import tensorstore as ts
     import zarr
@@ -227,12 +242,32 @@ def test_a_failed_erasure_in_a_block_that_is_taken_away(sample: Sample, tmp_path
     assert redo is not None
     write_redo(store, redo)
     if cut:
-        (store / "blocks/w0-00000001.zarr").rename(removal.removed_name(store, 1))
+        (store / "blocks/w0-00000001.zarr").rename(block_removal.removed_name(store, 1))
     else:
-        removal.remove_block(store, 1)
+        block_removal.remove_block(store, 1)
         assert not (store / redo_name(1)).exists()
     fs.close(recover(store).lock)
     assert not (store / redo_name(1)).exists() and not list((store / "blocks").iterdir())
+
+
+def test_an_erasure_that_was_begun_is_ended_by_the_next_start(sample: Sample, tmp_path: Path) -> None:
+    """Before anything reads the block."""
+    store = copied(sample, tmp_path)
+    redo = plan(store, read_store_uuid(store), 1, [sample.gone])
+    assert redo is not None
+    write_redo(store, redo)
+    fs.close(recover(store).lock)
+    assert not (store / redo_name(1)).exists() and "a row" not in traces(store)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(100, 10_000), (0, 8192), (4095, 2), (5000, 7), (4096, 4097)])
+def test_a_range_is_cleared_to_the_byte(tmp_path: Path, offset: int, nbytes: int) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"\xff" * 20_000)
+    fd = fs.open_existing(path)
+    clear(fd, offset, nbytes)
+    fs.close(fd)
+    assert path.read_bytes() == b"\xff" * offset + bytes(nbytes) + b"\xff" * (20_000 - offset - nbytes)
 
 
 UNDOABLE: dict[str, Callable[[Path], object]] = {  # what keeps an erasure from being ended
@@ -465,3 +500,29 @@ def test_cut_at_every_change_of_the_disk(
             assert_erased(store, sample)
         shutil.rmtree(store)
     assert at > (5 if whole else 20)
+
+
+def test_a_power_loss_in_the_midst_of_an_erasure(
+    sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of what was written is on the disk and some is not, page by page: the next start ends it all the same."""
+    template, store, rng = copied(sample, tmp_path), tmp_path / "cut", random.Random(1)
+    uuid, finished, at = read_store_uuid(template), False, 0
+    while not finished:
+        at += 19
+        shutil.copytree(template, store)
+        disk = Certain(store, tmp_path / f"certain-{at}")
+        with disk.watching(), monkeypatch.context() as patch:
+            keeper = Keeper(store, uuid, Waker())
+            cut_short(patch, at, torn=False)
+            try:
+                keeper.round()
+                finished = True
+            except Killed:
+                pass
+            keeper.close()
+        disk.lose(rng)
+        look_after(store)
+        assert_erased(store, sample)
+        shutil.rmtree(store)
+    assert at > 20

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from engine_side.architectures import find_points
 from engine_side.seams.tapping import check_ids
-from engine_side.staging import allocate
-from engine_side.taps import install
+from engine_side.tap.architectures import family_of, find_points
+from engine_side.tap.staging import allocate
+from engine_side.tap.taps import install
 from schemas.errors import StartError
 
 EXPERTS, CHOSEN, TOKENS = 6, 2, 5
+NAMES = ["Qwen3MoeForCausalLM"]
+FAMILY = family_of(NAMES, {})
 
 
 class Gate(nn.Module):
@@ -67,7 +69,7 @@ def model_of(monolithic: bool, n_experts: int = EXPERTS) -> Any:
 @pytest.mark.parametrize(("monolithic", "meaning"), [(False, "vLLM's router chose"), (True, "largest router logits")])
 def test_the_choice_heaviest_first(monolithic: bool, meaning: str) -> None:
     model = model_of(monolithic)
-    points = list(find_points(model, ["Qwen3MoeForCausalLM"], ("experts",), 1, 16))
+    points = list(find_points(model, FAMILY, NAMES, ("experts",), 1, 16))
     assert [(p.site, p.layer, p.width, p.ids) for p in points] == [("experts", 0, CHOSEN, EXPERTS)]
     assert meaning in points[0].meaning
     staging, _ = allocate({"experts": CHOSEN}, {"experts": [0]}, TOKENS, torch.bfloat16, torch.device("cpu"), 1 << 20)
@@ -81,9 +83,9 @@ def test_the_choice_heaviest_first(monolithic: bool, meaning: str) -> None:
 
 
 def test_ids_that_the_models_dtype_cannot_hold_are_refused() -> None:
-    points = list(find_points(model_of(False, 258), ["Qwen3MoeForCausalLM"], ("experts",), 1, 16))
+    points = list(find_points(model_of(False, 258), FAMILY, NAMES, ("experts",), 1, 16))
     for dtype in (torch.float32, torch.float16):
         check_ids(points, dtype)
     with pytest.raises(StartError, match=r"cannot arm experts: ids up to 257 .* bfloat16, which .* up to 256"):
         check_ids(points, torch.bfloat16)
-    check_ids(list(find_points(model_of(False, 257), ["Qwen3MoeForCausalLM"], ("experts",), 1, 16)), torch.bfloat16)
+    check_ids(list(find_points(model_of(False, 257), FAMILY, NAMES, ("experts",), 1, 16)), torch.bfloat16)

@@ -16,13 +16,13 @@ import pytest
 
 from schemas.errors import StartError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, until
 from writer_service import fs
-from writer_service.findings import Bad, ranges
-from writer_service.fsck import fsck
-from writer_service.rebuild import rebuild
-from writer_service.recovery import recover
+from writer_service.recover.recovery import recover
+from writer_service.tools.findings import Bad, ranges
+from writer_service.tools.fsck import fsck
+from writer_service.tools.rebuild import rebuild
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import NotFoundError
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.consistency import assert_consistent
 from tests.golden_store import COLD, DELETED, GOLDEN, NAME, OPEN, ROWS, SEALED
 from tests.store_helpers import SITE, WriterProcess, assert_rows, until
 from writer_service import fs
-from writer_service.rebuild import rebuild
+from writer_service.tools.rebuild import rebuild
 
 
 @pytest.fixture(params=sorted(path.name for path in GOLDEN.glob("*.zip")))

@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine_side import block, kernels
-from engine_side.block import Burst, Piece, layout_of
+from engine_side import kernels
 from engine_side.codecs import TORCH_DTYPES, encode, int8b64, nf4b64, row8
-from engine_side.compiled import Compiled
-from engine_side.probes import Scorer
-from engine_side.selection import Entry
-from engine_side.staging import Staging
+from engine_side.step import block
+from engine_side.step.block import Burst, Piece, layout_of
+from engine_side.step.kernel_cache import Compiled
+from engine_side.tap.probe_scores import Scorer
+from engine_side.tap.staging import Staging
+from engine_side.transport.events import Entry
 from schemas import codecs
 from schemas.codecs import projection, sketch
 from schemas.probes import Probe

@@ -13,15 +13,15 @@ import pytest
 from transformers import AutoConfig
 
 from engine_side.config import from_environment
-from engine_side.front import admit
+from engine_side.front.admission import admit
 from schemas import codecs
 from schemas.errors import SpecError, StartError
 from schemas.legacy import act_codec, capture_all
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.api_stack import Stack, running
 from tests.engine_player import LAYERS, WIDTH
-from vllm_tap.export import export
-from vllm_tap.services import ServeConfig, services
+from vllm_tap.export.command import export
+from vllm_tap.serve.services import ServeConfig, services
 from vllm_tap.tiny_model import tiny_model
 
 ON = {"VLLM_ACT_CAPTURE": "1"}

@@ -6,6 +6,8 @@ import copy
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,16 +26,17 @@ from torch.utils.data import DataLoader  # noqa: E402
 from schemas import codecs  # noqa: E402
 from schemas.errors import CorruptError, NotFoundError, SpecError  # noqa: E402
 from schemas.ids import new_ulid  # noqa: E402
-from schemas.reader import StoreReader  # noqa: E402
-from schemas.segment import parse_frame  # noqa: E402
-from tests.store_helpers import Sender, WriterProcess, engine_info, expected_pieces, until  # noqa: E402
-from vllm_tap import open_store, row_files  # noqa: E402
-from vllm_tap.loader import RowDataset, activations, rows  # noqa: E402
-from vllm_tap.row_decode import decode  # noqa: E402
-from vllm_tap.row_files import RowFiles, _stretches  # noqa: E402
-from vllm_tap.row_index import Kind  # noqa: E402
-from vllm_tap.row_window import WindowMemory  # noqa: E402
-from writer_service.erasing import erase  # noqa: E402
+from schemas.read.reader import StoreReader  # noqa: E402
+from schemas.store.segment import parse_frame  # noqa: E402
+from tests.store_helpers import ROOT, Sender, WriterProcess, engine_info, expected_pieces, until  # noqa: E402
+from vllm_tap import open_store  # noqa: E402
+from vllm_tap.loader import row_files  # noqa: E402
+from vllm_tap.loader.dataset import RowDataset, activations, rows  # noqa: E402
+from vllm_tap.loader.row_decode import decode  # noqa: E402
+from vllm_tap.loader.row_files import RowFiles, _stretches  # noqa: E402
+from vllm_tap.loader.row_index import Kind  # noqa: E402
+from vllm_tap.loader.row_window import WindowMemory  # noqa: E402
+from writer_service.upkeep.erasing import erase  # noqa: E402
 
 WIDTH = 72  # not a multiple of int8b64's block
 LENGTHS = [3 + n * 7 % 90 for n in range(120)]  # tokens of each capture: neither all alike nor in step with frames
@@ -87,8 +90,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 
 def open_record(sender: Sender, capture: str, layers: dict[str, list[int]], codec: dict[str, str]) -> Any:
-    from schemas.control import Open
     from schemas.spec import Resolved
+    from schemas.wire.messages import Open
 
     return Open(sender.next(), capture, "r", "{}", Resolved(layers, codec, "all", "recompute"), 3,
                 np.arange(3, dtype="<u4").tobytes(), 0, 1)
@@ -470,3 +473,24 @@ def test_batches_stay_as_they_were_while_windows_take_turns(made: Made) -> None:
     memory.give(first, [])
     assert copy.deepcopy(memory).take(data.index, 1)[0]["x"].shape == (1, 2 * WIDTH)  # as when it is pickled: empty
     assert memory.take(data.index, 10) is first and len(seen_through) == 1
+
+
+ABANDONED = """
+import ctypes, sys
+from vllm_tap import activations, open_store, rows
+store = open_store(sys.argv[1])
+one = iter(rows(store, "resid_post", 2, codec="int8b64", batch=8))
+other = activations(store, "resid_post.2", 8, codec="int8b64", verify=True)
+next(one), next(other)
+def kept(): pass  # as a handler of a signal is, or what a library was given to call: it keeps this script's names
+names = ("vllm_tap.", "schemas.")
+for each in (kept, *(module for name, module in sys.modules.items() if name.startswith(names))):
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+"""
+
+
+def test_an_iterator_that_is_left_ends_with_the_interpreter_without_a_word(made: Made) -> None:
+    """By then nothing is left of what modules have imported."""
+    done = subprocess.run([sys.executable, "-c", ABANDONED, str(made.path)], capture_output=True, text=True,
+                          timeout=120, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -17,20 +17,21 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from api.slice_formats import cast
-from schemas import codecs, native_loops
+from api.slices.formats import cast
+from schemas import codecs
 from schemas.errors import CorruptError
-from schemas.frame_hashes import hash_streams
-from schemas.native_loops import load, loops_for
-from schemas.row_checksums import piece_digests
+from schemas.native import native_loops
+from schemas.native.native_loops import load, loops_for
+from schemas.store.frame_hashes import hash_streams
+from schemas.store.row_checksums import piece_digests
 from tests.store_helpers import until
 
 # Prints whether the loop was made, and what the rows' checksums are with or without it.
 PROGRAM = """
 {before}
 import numpy as np
-from schemas.native_loops import load
-from schemas.row_checksums import piece_digests
+from schemas.native.native_loops import load
+from schemas.store.row_checksums import piece_digests
 made = load() is not None
 print(made, piece_digests(np.arange(600, dtype=np.uint8).reshape(2, 300), []).tolist())
 """
@@ -40,7 +41,7 @@ NO_LLVM = "import sys; sys.modules['llvmlite'] = None"
 # Forks while the thread is importing llvmlite; exits as the child did: 0 where it has both the module and the loop.
 FORK = """
 import os, signal, sys, threading, time
-from schemas.native_loops import loops_for, pieces_before
+from schemas.native.native_loops import loops_for, pieces_before
 
 class Slow:
     importing = threading.Event()

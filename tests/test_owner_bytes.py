@@ -6,13 +6,13 @@ import json
 import sqlite3
 from pathlib import Path
 
-from schemas.catalog import connect_write
-from schemas.catalog_tables import CAPTURE_BYTES
-from schemas.control import ClientFinish, Delete, Finish, Open, Own, Record
+from schemas.catalog.records import connect_write
+from schemas.catalog.tables import CAPTURE_BYTES
 from schemas.ids import new_ulid, sample_id
 from schemas.spec import Resolved
-from writer_service import catalog
-from writer_service.catalog_entries import forget
+from schemas.wire.messages import ClientFinish, Delete, Finish, Open, Own, Record
+from writer_service.catalog import catalog
+from writer_service.catalog.entries import forget
 from writer_service.control_log import Entry
 
 

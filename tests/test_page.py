@@ -533,7 +533,7 @@ def test_every_colour_can_be_read_on_and_a_sigmoid_has_but_one_side(page: Any, s
 
 
 def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(page: Any, stack: Stack, tmp_path: Path) -> None:
-    from api.keys import make_key
+    from api.auth.keys import make_key
 
     secret = make_key(tmp_path / "keys.json", "someone")
     process = Process(["api", "--store", str(stack.store), "--endpoint", stack.endpoint, "--port", "0", "--keys",

@@ -12,16 +12,15 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from engine_side.block import layout_of
 from engine_side.config import EngineConfig
-from engine_side.device import Crossing
-from engine_side.events import Counted, Opened, Run
-from engine_side.probes import Scorer, scorer
-from engine_side.recorder import Recorder, Step
-from engine_side.ring import Ring, view
-from engine_side.selection import Entry
-from engine_side.staging import Staging
-from engine_side.ticket import Ticket
+from engine_side.front.ticket import Ticket
+from engine_side.step.block import layout_of
+from engine_side.step.recorder import Recorder, Step
+from engine_side.tap.probe_scores import Scorer, scorer
+from engine_side.tap.staging import Staging
+from engine_side.transport.device_copies import Crossing
+from engine_side.transport.events import Counted, Entry, Opened, Run
+from engine_side.transport.ring import Ring, view
 from schemas import limits
 from schemas.errors import SpecError, StartError
 from schemas.ids import new_ulid

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine_side.architectures import Point
 from engine_side.seams import projections
-from engine_side.staging import Staging, allocate
-from engine_side.taps import install
+from engine_side.tap.architectures import Point
+from engine_side.tap.staging import Staging, allocate
+from engine_side.tap.taps import install
 
 HIDDEN, HEADS, KV_HEADS, HEAD, TOKENS = 32, 4, 2, 8, 16
 WIDTHS = {"q": HEADS * HEAD, "k": KV_HEADS * HEAD, "v": KV_HEADS * HEAD}

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from schemas.catalog.filters import read_sieve
 from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
-from schemas.sieve import read_sieve
+from schemas.read.reader import StoreReader
 from tests.api_stack import running
 from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, until
-from writer_service.fsck import fsck
+from writer_service.tools.fsck import fsck
 
 READERS = 4
 
@@ -151,8 +151,8 @@ FOLLOW = """
 import sys, time
 from pathlib import Path
 from schemas.errors import CorruptError
-from schemas.reader import StoreReader, read_store_uuid
-from schemas.tail import JournalTail
+from schemas.read.reader import StoreReader, read_store_uuid
+from schemas.read.journal_tail import JournalTail
 
 store, capture, end = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 reader, tail = StoreReader(store), JournalTail(store, read_store_uuid(store), lambda _: end)

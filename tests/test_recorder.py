@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from engine_side.codecs import projected
-from engine_side.device import Crossing
-from engine_side.events import Counted, Lost, Opened, Run
-from engine_side.recorder import End, Recorder, Step
-from engine_side.ring import Ring
-from engine_side.staging import Staging
-from engine_side.ticket import Ticket
+from engine_side.front.ticket import Ticket
+from engine_side.step.recorder import End, Recorder, Step
+from engine_side.tap.staging import Staging
+from engine_side.transport.device_copies import Crossing
+from engine_side.transport.events import Counted, Lost, Opened, Run
+from engine_side.transport.ring import Ring
 from schemas.codecs import projection
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve

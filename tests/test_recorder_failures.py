@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine_side import block, kernels, worker
-from engine_side.compiled import Compiled
-from engine_side.device import Crossing
-from engine_side.events import Freed, Lost, Run
-from engine_side.recorder import Recorder, Step
-from engine_side.ring import Ring
+from engine_side import kernels, worker
+from engine_side.front.ticket import Ticket
 from engine_side.seams import scheduler
-from engine_side.staging import Staging
-from engine_side.ticket import Ticket
+from engine_side.step import block
+from engine_side.step.kernel_cache import Compiled
+from engine_side.step.recorder import Recorder, Step
+from engine_side.tap.staging import Staging
+from engine_side.transport.device_copies import Crossing
+from engine_side.transport.events import Freed, Lost, Run
+from engine_side.transport.ring import Ring
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve
 
@@ -81,6 +82,23 @@ def test_failed_encodings_give_their_room_back(
     opened(recorder, "good", 40)
     step(recorder, [("good", 0, 40)])
     assert not any(isinstance(event, Lost) for event in recorder.outbox)
+
+
+def test_a_step_that_fails_in_a_burst_loses_its_own_rows_alone(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorder_on(ring)
+    opened(recorder, "a", sites=["mlp_out"], layers=[0])
+    for position in range(6):
+        step(recorder, [("a", position, 1)])
+    with monkeypatch.context() as broken:
+        broken.setattr(block.Burst, "encode", failing)
+        step(recorder, [("a", 6, 1)])
+    for position in range(7, 10):
+        step(recorder, [("a", position, 1)])
+    recorder.flush()
+    lost = [p for event in recorder.outbox if isinstance(event, Lost) for p in event.position.tolist()]
+    runs = [event for event in recorder.outbox if isinstance(event, Run)]
+    taken = [int(run.position[0]) + k for run in runs for k in range(run.steps)]
+    assert lost == [6] and taken == [0, 1, 2, 3, 4, 5, 7, 8, 9]
 
 
 def test_a_missed_step_in_a_burst_names_its_own_positions(ring: Ring) -> None:
@@ -148,7 +166,7 @@ def test_a_kernel_that_came_serves_a_burst_that_goes_on(ring: Ring, monkeypatch:
 
     for position in range(40):
         if position == 5:
-            monkeypatch.setattr("engine_side.recorder.layout_of", with_kernel)
+            monkeypatch.setattr("engine_side.step.recorder.layout_of", with_kernel)
             recorder._forget_layouts("raw")
         step(recorder, [("a", position, 1)])
         release(recorder)

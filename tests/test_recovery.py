@@ -16,17 +16,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas.catalog import connect_read
-from schemas.control import encode
+from schemas.catalog.records import connect_read
 from schemas.errors import NotFoundError, StartError, StoreError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader, read_store_uuid
+from schemas.read.reader import StoreReader, read_store_uuid
+from schemas.wire.messages import encode
 from tests.consistency import dump
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
-from writer_service import catalog_file, fs, recovery, store_lock
-from writer_service.erasing import erase
-from writer_service.fsck import fsck
-from writer_service.rebuild import rebuild
+from writer_service import fs
+from writer_service.catalog import catalog_file
+from writer_service.recover import recovery, store_lock
+from writer_service.tools.fsck import fsck
+from writer_service.tools.rebuild import rebuild
+from writer_service.upkeep.erasing import erase
 
 FAULTY = ROOT / "tests" / "faulty_writer.py"
 
@@ -283,7 +285,7 @@ def test_a_catalog_whose_index_does_not_match_is_rebuilt(tmp_path: Path, at_star
 
 
 def test_rebuild_equals_with_owners_aliases_and_tombstones(tmp_path: Path) -> None:
-    from schemas.control import Abandon, Hold
+    from schemas.wire.messages import Abandon, Hold
 
     store = tmp_path / "store"
     ulids = [new_ulid() for _ in range(5)]

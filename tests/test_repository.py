@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from tests.readme import blocks, commands
-from vllm_tap.cli import app
+from vllm_tap.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("engine_side", "writer_service", "api", "schemas", "vllm_tap")
@@ -63,6 +63,77 @@ def test_packages_import_only_what_they_may(package: str) -> None:
     wrong = [f"{path.relative_to(ROOT)} imports {name}" for path in files for name in imports(path)
              if name.split(".")[0] in PACKAGES and name.split(".")[0] not in MAY_IMPORT[package]]
     assert wrong == []
+
+
+# From what stands on its own to what is built on it: a room imports those before it. Files beside them are of no room.
+ROOMS = {
+    "schemas": ["native", "codecs", "catalog", "wire", "store", "read"],
+    "writer_service": ["catalog", "journal", "seal", "upkeep", "recover", "receive", "tools"],
+    "engine_side": ["transport", "kernels", "tap", "codecs", "front", "step", "seams"],
+    "api": ["page", "auth", "slices", "generate", "live", "routes"],
+    "vllm_tap": ["client", "loader", "serve", "offline", "export", "cli", "demo"],
+}
+FILES_MAX = 14  # in a room; plug-ins of one kind, a file each, may be more
+PLUG_INS = {"schemas/codecs"}
+
+
+def modules(package: str) -> dict[str, Path]:
+    """The files of a package by the name they are imported by."""
+    files = (ROOT / package).rglob("*.py")
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+
+def imported(package: str) -> dict[str, set[str]]:
+    """What each module of a package imports of the same package, wherever in it."""
+    found = modules(package)
+
+    def module_of(name: str) -> str:
+        return name if name in found or "." not in name else module_of(name.rpartition(".")[0])
+
+    graph = {}
+    for name, path in found.items():
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                node.body = []  # a type's name is no import
+        names = [f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+                 for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        graph[name] = {module_of(one) for one in names if one.split(".")[0] == package} - {name, package}
+    return graph
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_are_small_and_import_one_way(package: str) -> None:
+    rooms = [path.name for path in (ROOT / package).iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert sorted(rooms) == sorted(ROOMS[package])
+    for path in (ROOT / package, *((ROOT / package / room) for room in rooms)):
+        count = len(list(path.glob("*.py")))
+        assert count <= FILES_MAX or path.relative_to(ROOT).as_posix() in PLUG_INS, f"{path}: {count} files"
+
+    def room_of(name: str) -> str | None:
+        part = name.split(".")[1]
+        return part if part in rooms else None
+
+    wrong = [f"{name} imports {other}" for name, others in imported(package).items() if "." in name
+             for other in others if (mine := room_of(name)) and (its := room_of(other)) and mine != its
+             and ROOMS[package].index(its) > ROOMS[package].index(mine)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_circle_of_imports(package: str) -> None:
+    graph = imported(package)
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " → ".join((*way[way.index(name):], name))
+        if name not in done:
+            for other in graph.get(name, ()):
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
 
 
 def test_only_the_seams_touch_vllm_inside_the_engine() -> None:

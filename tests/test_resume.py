@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from schemas.control import ClientFinish, Delete, Own
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from schemas.spec import parse_spec
+from schemas.wire.messages import ClientFinish, Delete, Own
 from tests.engine_player import EnginePlayer
 from tests.store_helpers import until
 from tests.test_cli import tap
-from vllm_tap.capture_job import CaptureJob
-from vllm_tap.prompt_source import PromptSource
-from vllm_tap.resume import WORK, Resume, look
-from vllm_tap.services import make_socket_dir
+from vllm_tap.offline.job import CaptureJob
+from vllm_tap.offline.prompt_source import PromptSource
+from vllm_tap.offline.resume import WORK, Resume, look
+from vllm_tap.serve.services import make_socket_dir
+from vllm_tap.serve.writer_process import WriterProcess
 from vllm_tap.tiny_model import tiny_model
-from vllm_tap.writer_process import WriterProcess
 
 PROMPT, OUTPUT = [7, 8, 9, 10, 11], [12, 13, 14]
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_side.ring import Ring, view
+from engine_side.transport.ring import Ring, view
 
 CAPACITY = 1 << 16
 
@@ -60,7 +60,7 @@ def test_what_a_tensor_writes_is_what_the_file_holds() -> None:
 
 def test_the_ring_of_a_killed_engine_is_removed_by_the_next_and_a_living_one_is_not() -> None:
     living = Ring(CAPACITY, pinned=False)
-    program = ("import os, signal; from engine_side.ring import Ring; "
+    program = ("import os, signal; from engine_side.transport.ring import Ring; "
                "print(Ring(1 << 16, pinned=False).path, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     died = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False)
     orphan = Path(died.stdout.strip())

@@ -12,18 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas import codecs, mapping, native_loops
-from schemas import covered as covered_module
-from schemas import reader as reader_module
+from schemas import codecs
 from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError
 from schemas.ids import new_ulid
-from schemas.located import Located, joined
-from schemas.mapping import SegmentMaps
-from schemas.placement import FIRST, KIND, PARTS, SEGMENT, STEP
-from schemas.reader import RowsAt, StoreReader, read_store_uuid
+from schemas.native import native_loops
+from schemas.read import coverage_cache as covered_module
+from schemas.read import held_files, segment_maps
+from schemas.read import reader as reader_module
+from schemas.read.location_columns import FIRST, KIND, PARTS, SEGMENT, STEP
+from schemas.read.reader import RowsAt, StoreReader, read_store_uuid
+from schemas.read.row_locations import Located, joined
+from schemas.read.segment_maps import SegmentMaps
 from tests.store_helpers import SITE, Sender, WriterProcess, engine_info, expected_pieces, until
 from vllm_tap.store import open_store
-from writer_service.compaction import compact
+from writer_service.tools.compaction import compact
 
 WIDTH, ROWS = 192, 40
 
@@ -201,8 +203,8 @@ def test_a_frame_of_an_open_segment_is_read_whole_once(
 ) -> None:
     """From then on the rows that are read are held against what they were, and no others, as those of blocks are."""
     store = Path(shutil.copytree(made.store, tmp_path / "store"))
-    monkeypatch.setattr(mapping, "proved_bytes_max", 2000)  # one frame's or two: most are proved again
-    monkeypatch.setattr(mapping, "piece_bytes_min", 1)
+    monkeypatch.setattr(held_files, "proved_bytes_max", 2000)  # one frame's or two: most are proved again
+    monkeypatch.setattr(segment_maps, "piece_bytes_min", 1)
 
     def read(reader: StoreReader, rows: list[tuple[int, int]], layers: list[int]) -> None:
         assert_content(reader.rows_at([(made.captures[n], p) for n, p in rows], SITE, layers), made, rows)
@@ -211,7 +213,7 @@ def test_a_frame_of_an_open_segment_is_read_whole_once(
         for number in range(6):
             for position in range(8, ROWS):
                 read(reader, [(number, position)], [1, 2])
-        assert reader._maps._proved_bytes == sum(found.nbytes for found in reader._maps._proved.values()) < 4000
+        assert reader._maps._held.proved_bytes <= 2000
         spoil(store, 5, ROWS - 1)
         beside = [(5, ROWS - 2), (4, ROWS - 1)]
         read(reader, beside, [2])
@@ -230,11 +232,11 @@ def test_of_small_rows_in_open_segments_no_checksums_are_kept(
 ) -> None:
     """There may be millions in a frame: it is held against the checksums of its streams at every read."""
     store = Path(shutil.copytree(made.store, tmp_path / "store"))
-    monkeypatch.setattr(mapping, "piece_bytes_min", 1 << 20)
+    monkeypatch.setattr(segment_maps, "piece_bytes_min", 1 << 20)
     rows = [(number, position) for number in range(6) for position in range(8, ROWS)]
     with StoreReader(store) as reader:
         assert_content(reader.rows_at([(made.captures[n], p) for n, p in rows], SITE, [1, 2]), made, rows)
-        assert not reader._maps._proved
+        assert not reader._maps._held.proved_bytes
         spoil(store, 5, ROWS - 1)
         with pytest.raises(CorruptError, match="does not match"):
             reader.rows_at([(made.captures[5], ROWS - 1)], SITE, [2])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_side.device import Scratch
+from engine_side.transport.device_copies import Scratch
 
 CAPACITY = 1 << 12
 

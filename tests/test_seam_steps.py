@@ -19,16 +19,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_side import kernels, recorder, worker
-from engine_side.device import Crossing
-from engine_side.events import Counted
-from engine_side.recorder import End, Recorder
-from engine_side.ring import Ring, view
+from engine_side import kernels, worker
+from engine_side.front.ticket import KEY, Ticket, encode
 from engine_side.seams import runner
 from engine_side.seams.scheduler import FINISHED
-from engine_side.shared import Outbox
-from engine_side.ticket import KEY, Ticket, encode
-from schemas.control import TapCounters
+from engine_side.step import recorder
+from engine_side.step.recorder import End, Recorder
+from engine_side.transport.device_copies import Crossing
+from engine_side.transport.events import Counted
+from engine_side.transport.ring import Ring, view
+from engine_side.transport.shared_memory import Outbox
+from schemas.wire.messages import TapCounters
 from tests.taken_rows import SPECS, TOKENS, Row, Seen, staging, ticket_of, token_of, wanted, write
 
 STEPS = 70

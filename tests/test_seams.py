@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine_side.front.ticket import KEY, find
 from engine_side.seams.patching import when_imported, wrap
 from engine_side.seams.runner import check_wrapped
 from engine_side.seams.self_test import check_model
-from engine_side.ticket import KEY, find
 from schemas.errors import StartError
 from tests.store_helpers import ROOT
 
@@ -98,6 +98,7 @@ def test_a_place_that_is_not_there_is_named_with_what_is(late: tuple[str, Path])
 
 SEAMS = [
     "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
+    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.load_lora_model",
     "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
     "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",

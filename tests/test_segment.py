@@ -14,17 +14,18 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import codecs, native_loops
-from schemas.control import Frame, StreamPart
+from schemas import codecs
 from schemas.errors import CorruptError
-from schemas.frame import RowTable
-from schemas.frame_hashes import prove_frame
 from schemas.ids import new_ulid
-from schemas.segment import PRELUDE, FrameHeader, encode_head, parse_frame, seal_head, verify_payload, walk
+from schemas.native import native_loops
+from schemas.store.frame_hashes import prove_frame
+from schemas.store.segment import PRELUDE, FrameHeader, encode_head, parse_frame, seal_head, verify_payload, walk
+from schemas.wire.messages import Frame, StreamPart
+from schemas.wire.row_table import RowTable
 from writer_service import fs
-from writer_service.changes import SegmentMade
-from writer_service.crc32c import crc32c
-from writer_service.segments import OpenSegment
+from writer_service.catalog.changes import SegmentMade
+from writer_service.journal.open_segments import OpenSegment
+from writer_service.seal.crc32c import crc32c
 
 UUID = bytes(range(16))
 STREAM = new_ulid()
@@ -172,6 +173,16 @@ def test_the_longest_valid_prefix_survives(tmp_path: Path, name: str) -> None:
     data = edit(bytearray((tmp_path / "s").read_bytes()), ends)
     views = list(walk(memoryview(bytes(data)), UUID, 3, "s", verify=verify_payload))
     assert [view.frame.seq for view in views] == [1, 2, 3][:survivors]
+
+
+def test_a_frame_of_another_store_or_segment_is_none(tmp_path: Path) -> None:
+    """Whole as it is: bytes of a file that was used before, or lies where another should."""
+    segment_of(tmp_path / "s", [build(1, [3], [0])])
+    data = memoryview((tmp_path / "s").read_bytes())
+    assert parse_frame(data, 0, UUID, 3, "s").rows == 3
+    for uuid, number in ((bytes(16), 3), (UUID, 4)):
+        with pytest.raises(CorruptError, match="belongs to another store or segment"):
+            parse_frame(data, 0, uuid, number, "s")
 
 
 def test_a_corrupt_frame_is_named(tmp_path: Path) -> None:

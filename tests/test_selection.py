@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_side.selection import CaptureTable, plan_of
-from schemas.frame import FLAG_DRAFT, FLAG_GENERATED, FLAG_RECOMPUTED
+from engine_side.step.selection import CaptureTable, plan_of
 from schemas.spec import Armed, Resolved, intervals, parse_spec, resolve
+from schemas.wire.row_table import FLAG_DRAFT, FLAG_GENERATED, FLAG_RECOMPUTED
 
 ARMED = Armed({"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}, n_layers=4)
 SPECS = [
     {},
     {"positions": "prompt"},
     {"positions": "generated", "layers": [1]},
-    {"positions": "last"},
+    {"positions": "last_prompt"},
     {"positions": [0, 5, 6, 30]},
     {"positions": [[3, 9], [12, 13]], "sites": ["attn_out"]},
     {"positions": []},
@@ -118,6 +118,14 @@ def test_drafts_and_positions_that_the_host_only_guesses(
         highest = max(highest, truth)
         assert table.computed[0] <= highest
     assert table.recomputed[0] == 0
+
+
+def test_a_prompt_that_comes_row_by_row_is_followed_to_its_end() -> None:
+    """Rows of what is generated are flagged: they are not the same rows with the same flags."""
+    table = CaptureTable()
+    table.open("r", _resolved({}), 5)
+    selected = table.select(["r"], np.array([0, 1]), np.array([2]))
+    assert selected is not None and selected.steady == 3
 
 
 def test_slots_and_plans_are_used_again() -> None:

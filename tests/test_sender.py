@@ -15,22 +15,21 @@ import torch
 
 from engine_side import worker
 from engine_side.config import EngineConfig
-from engine_side.device import Crossing
-from engine_side.events import Run
-from engine_side.recorder import End, Recorder, Step
-from engine_side.ring import Ring
-from engine_side.selection import Entry
-from engine_side.sender import Sender
-from engine_side.shared import Outbox
-from engine_side.staging import Staging
-from engine_side.ticket import Ticket
+from engine_side.front.ticket import Ticket
+from engine_side.step.recorder import End, Recorder, Step
+from engine_side.tap.staging import Staging
+from engine_side.transport.device_copies import Crossing
+from engine_side.transport.events import Entry, Run
+from engine_side.transport.ring import Ring
+from engine_side.transport.sender import Sender
+from engine_side.transport.shared_memory import Outbox
 from schemas import limits
-from schemas.control import EngineInfo
 from schemas.errors import StartError, TapError
 from schemas.ids import new_ulid
 from schemas.manifest import Manifest
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from schemas.spec import Armed, parse_spec, resolve
+from schemas.wire.messages import EngineInfo
 from tests.store_helpers import ROOT, SITE, WriterProcess, engine_info, until
 
 LAYERS, WIDTH, TOKENS = 4, 64, 8192
@@ -170,8 +169,8 @@ def test_a_ring_that_cannot_hold_a_row_ends_the_start() -> None:
     staging = Staging({SITE: torch.zeros(LAYERS, 1, 1 << 19)}, ARMED.sites)
     config = EngineConfig("ipc:///nowhere", ring_bytes=4 * MIB)
     with pytest.raises(StartError, match="VLLM_TAP_RING_BYTES=4194304: a row of all layers has 8388608 bytes"):
-        worker.start(config, engine_info(width=1 << 19), torch.nn.Linear(1, 1), staging, None,
-                     None, torch.device("cpu"), leads=True)
+        worker.start(config, engine_info(width=1 << 19), torch.nn.Linear(1, 1), worker.Checks(), staging, None,
+                     torch.device("cpu"), leads=True)
 
 
 def test_an_event_that_cannot_be_taken_does_not_block_the_ring(writer: WriterProcess) -> None:

@@ -17,18 +17,18 @@ import psutil
 import pytest
 import torch
 
-from engine_side import shared, worker
-from engine_side.device import Crossing
-from engine_side.events import Counted, Event, Finished, Freed, Lost, Opened, Run, decode, encode
-from engine_side.recorder import Recorder
-from engine_side.ring import Ring
-from engine_side.selection import Entry
-from engine_side.sender_process import SenderProcess
-from engine_side.shared import COPIES, Events, Outbox
-from engine_side.staging import Staging
-from schemas.control import TapCounters
+from engine_side import worker
+from engine_side.step.recorder import Recorder
+from engine_side.tap.staging import Staging
+from engine_side.transport import shared_memory
+from engine_side.transport.device_copies import Crossing
+from engine_side.transport.events import Counted, Entry, Event, Finished, Freed, Lost, Opened, Run, decode, encode
+from engine_side.transport.ring import Ring
+from engine_side.transport.sender_process import SenderProcess
+from engine_side.transport.shared_memory import COPIES, Events, Outbox
 from schemas.errors import StartError
 from schemas.spec import parse_spec, resolve
+from schemas.wire.messages import TapCounters
 from tests.store_helpers import ROOT, SITE, WriterProcess, engine_info, until
 from tests.test_sender import ARMED, LAYERS, MIB, TOKENS, WIDTH, Tapped, manifest_of
 
@@ -74,7 +74,7 @@ def events(draw: random.Random) -> list[Event]:
 
 
 def test_events_come_whole_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_QUEUE", 65_528)  # smaller than some events, and no multiple of any
+    monkeypatch.setattr(shared_memory, "_QUEUE", 65_528)  # smaller than some events, and no multiple of any
     ring = Ring(1 << 16, pinned=False)
     outbox, taken = Outbox(ring.shared), Events(ring.shared)
     wanted = events(random.Random(0))
@@ -100,8 +100,8 @@ def test_events_come_whole_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_sender_that_never_looks_costs_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_LEFT_MAX", 1 << 20)
-    monkeypatch.setattr(shared, "_STILL_S", 0.0)
+    monkeypatch.setattr(shared_memory, "_LEFT_MAX", 1 << 20)
+    monkeypatch.setattr(shared_memory, "_STILL_S", 0.0)
     ring = Ring(1 << 16, pinned=False)
     outbox = Outbox(ring.shared)
     most = 0
@@ -225,8 +225,9 @@ def test_a_sender_that_is_told_nothing_ends_with_its_engine() -> None:
 def test_a_process_forked_from_the_engine_has_no_part_in_its_sender(tmp_path: Path) -> None:
     with WriterProcess(tmp_path / "store") as writer:
         tapped = TappedProcess(writer.endpoint)
-        worker.CURRENT = worker.Worker(engine_info(width=WIDTH, n_layers=LAYERS), torch.nn.Linear(1, 1), tapped.staging,
-                                       None, tapped.recorder, tapped.process, os.getpid())
+        info = engine_info(width=WIDTH, n_layers=LAYERS)
+        worker.CURRENT = worker.Worker(info, torch.nn.Linear(1, 1), worker.Checks(), tapped.staging, tapped.recorder,
+                                       tapped.process, os.getpid())
         try:
             child = os.fork()
             if child == 0:

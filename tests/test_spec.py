@@ -54,8 +54,13 @@ def test_layers_resolve(spec: dict[str, Any], layers: dict[str, list[int]]) -> N
         ({"layers": "::0"}, "layers", "a slice"),
         ({"layers": "3:1"}, "layers", "selects none of the layers 0 to 3"),
         ({"layers": "4:"}, "layers", "selects none"),
-        ({"positions": "some"}, "positions", '"last"'),
+        ({"positions": "some"}, "positions", '"last_prompt"'),
+        ({"positions": "last"}, "positions", '"last_prompt" is the last token of the prompt'),
         ({"positions": [-1]}, "positions", "[start, stop]"),
+        ({"positions": [-1]}, "positions", "counted from 0"),
+        ({"positions": [[-4, -1]]}, "positions", "counted from 0"),
+        ({"layers": [-1]}, "layers", '"-1:" is the last'),
+        ({"layers": [0, -4]}, "layers", "counted from 0"),
         ({"positions": [[5, 5]]}, "positions", "start < stop"),
         ({"positions": [2**40]}, "positions", "positions"),
         ({"codec": "zip"}, "codec", "int8b64"),
@@ -137,7 +142,8 @@ def test_a_spec_is_bounded_before_it_is_parsed() -> None:
 
 
 def test_the_canonical_json_says_the_same_again() -> None:
-    spec = parse_spec({"sites": ["resid_post.2"], "positions": "last", "return": "reference", "tags": {"run": "7"}})
+    spec = parse_spec({"sites": ["resid_post.2"], "positions": "last_prompt", "return": "reference",
+                       "tags": {"run": "7"}})
     assert parse_spec(spec.to_json()) == spec
     assert spec.positions == "last_prompt"
 

@@ -15,7 +15,7 @@ from schemas.manifest import Manifest
 from tests.store_helpers import SITE, Sender, WriterProcess, engine_info, until
 from vllm_tap import NotComplete, Store, open_store
 from writer_service import fs
-from writer_service.store_lock import take_lock
+from writer_service.recover.store_lock import take_lock
 
 WIDTH = 96
 

@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.ir
 from torch import nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from engine_side import taps
-from engine_side.architectures import Point, find_carried
-from engine_side.seams import projections, residuals
-from engine_side.staging import Staging, allocate
-from engine_side.taps import install
+from engine_side.seams import fusions, projections, residuals
+from engine_side.tap import taps
+from engine_side.tap.architectures import Point, family_of, find_carried
+from engine_side.tap.staging import Staging, allocate
+from engine_side.tap.taps import install
 from tests.test_projections import Method
 
 HIDDEN, INNER, TOKENS, HEAD = 32, 96, 16, 8
@@ -69,6 +71,34 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv_proj(x).split(list(QKV.values()), dim=-1)
         return self.o_proj(attend(self.q_norm(q), self.k_norm(k), v))
+
+
+class QuantizedMethod(Method):
+    """Codes of fp8 and a scale a row, as vLLM's dynamic quantization writes them for the compiler to fuse."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        fp8 = torch.finfo(torch.float8_e4m3fn)
+        scale = (x.abs().max(dim=-1, keepdim=True).values.float() / fp8.max).clamp(min=1e-6)
+        codes = (x.float() / scale).clamp(fp8.min, fp8.max).to(torch.float8_e4m3fn)
+        return super().apply(layer, decoded(codes, scale), bias)
+
+
+@torch.library.custom_op("vllm_tap_test::decode", mutates_args=())
+def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """As opaque to the compiler as a product of codes is."""
+    return (codes.float() * scale).to(torch.bfloat16)
+
+
+@decoded.register_fake
+def _(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return codes.new_empty(codes.shape, dtype=torch.bfloat16)
+
+
+def plain_method() -> UnquantizedLinearMethod:
+    """vLLM's own, which multiplies as a GPU's does."""
+    method = UnquantizedLinearMethod()
+    method._gemm_impl = lambda _layer, x, weight, bias: nn.functional.linear(x, weight, bias)
+    return method
 
 
 class Mlp(nn.Module):
@@ -125,7 +155,7 @@ def tapped(model: Model, straight: bool, monkeypatch: pytest.MonkeyPatch, layers
     install(points, staging, writers if straight else None)
     if straight:
         monkeypatch.setattr(residuals, "_adds", lambda norm: isinstance(norm, Norm))
-        carried = find_carried(model, ["LlamaForCausalLM"], points)
+        carried = find_carried(model, family_of(["LlamaForCausalLM"], {}), points)
         assert residuals.read_back(carried, staging, configured()) == 2, "all but the first, which gets no residual"
     return staging
 
@@ -168,6 +198,33 @@ def test_what_lies_in_staging_is_written_once(monkeypatch: pytest.MonkeyPatch) -
     assert [made["copied"].count(width) for width in (sum(QKV.values()), INNER)] == [3, 3]
     assert [made["straight"].count(width) for width in (sum(QKV.values()), INNER)] == [0, 0]
     assert made["straight"].count(HIDDEN) < made["copied"].count(HIDDEN), "the stream has a tensor of its own"
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@torch.inference_mode()
+def test_a_gpus_activation_is_quantized_as_without_a_tap(monkeypatch: pytest.MonkeyPatch, quantized: bool) -> None:
+    """Plain code quantizes numbers that were never rounded to a row; reading the row back would change the codes."""
+    monkeypatch.setattr(sys.modules[__name__], "INNER", 3072)
+    monkeypatch.setitem(WIDTHS, "mlp_post", 3072)
+    seen = {}
+    for way in ("plain", "tapped"):
+        model = Model().eval()
+        for block in model.model.layers:
+            block.mlp.down_proj.quant_method = QuantizedMethod() if quantized else plain_method()
+        if way == "tapped":
+            points = [Point("mlp_post", layer, block.mlp.down_proj, "operand", 3072, "")
+                      for layer, block in enumerate(model.model.layers)]
+            staging, _ = allocate({"mlp_post": 3072}, {"mlp_post": [0, 1, 2]}, TOKENS, torch.bfloat16,
+                                  torch.device("cpu"), 64 << 20)
+            install(projections.copied_where_quantized(points), staging)
+            assert model.model.layers[0].mlp.down_proj.requires_unquantized_input
+        made = kernels(model, torch.randn(11, HIDDEN, dtype=torch.bfloat16), monkeypatch)
+        seen[way] = [(kernel.count("tl.load("), kernel.count("tl.load(out_ptr"), kernel.count("tl.store("))
+                     for kernel in made if "sigmoid" in kernel or "libdevice.exp" in kernel or "tl_math.exp" in kernel]
+    assert len(seen["plain"]) == len(seen["tapped"]) > 0
+    for plain, tapped_ in zip(seen["plain"], seen["tapped"], strict=True):
+        assert tapped_[:2] == (plain[0], 0)
+        assert tapped_[2] == plain[2] + quantized
 
 
 class Written(Exception):
@@ -214,6 +271,7 @@ def kernels(model: Model, hidden: torch.Tensor, monkeypatch: pytest.MonkeyPatch)
         return graph.forward
 
     attending = torch.ops.vllm_tap_test.attend.default
+    monkeypatch.setattr(torch._inductor.ir, "is_cpu", lambda *_: False)  # it has rules of its own for a CPU
     torch._dynamo.reset()
     torch._dynamo.mark_dynamic(hidden, 0)
     monkeypatch.setattr(GraphLowering, "codegen", written)
@@ -337,3 +395,30 @@ def test_an_operand_may_be_given_by_name_and_have_more_dimensions() -> None:
     assert torch.equal(linear(input=x), nn.functional.linear(x, linear.weight, linear.bias))
     assert torch.equal(staging.buffers["mlp_post"][0, :6], x.reshape(6, INNER))
     assert taps.RULES["operand"].instead
+
+
+@pytest.mark.parametrize(("passes", "sites", "apart"), [
+    ({}, ("resid_post", "mlp_post", "z", "q"), []),
+    ({"fuse_act_quant": True}, ("resid_post", "mlp_post", "z"), ["mlp_post"]),
+    ({"fuse_attn_quant": True, "fuse_norm_quant": True}, ("resid_mid", "z", "k"), ["z"]),
+    ({"enable_qk_norm_rope_fusion": True}, ("q", "k", "v"), ["q", "k"]),
+    ({"fuse_allreduce_rms": True}, ("attn_out", "resid_post"), ["attn_out"]),
+])
+def test_the_start_names_a_site_that_is_computed_apart(passes: dict[str, bool], sites: tuple[str, ...],
+                                                       apart: list[str]) -> None:
+    module = Projection(HIDDEN, HIDDEN)
+    points = [Point(site, layer, module, "result", HIDDEN, "") for site in sites for layer in (0, 1)]
+    found = {mode: fusions.computed_apart(points, SimpleNamespace(mode=mode, pass_config=SimpleNamespace(**passes)))
+             for mode in (0, 3)}
+    assert found == {0: [], 3: apart}, "vLLM's passes run where vLLM compiles"
+    module.quant_method = UnquantizedLinearMethod()
+    assert fusions.computed_apart(points, SimpleNamespace(mode=3, pass_config=SimpleNamespace(**passes))) == [
+        site for site in apart if site not in ("mlp_post", "z")]
+
+
+def test_a_projection_that_takes_codes_from_the_activation_before_it_is_computed_apart() -> None:
+    projection = Projection(INNER, HIDDEN)
+    points, compilation = [Point("mlp_post", 0, projection, "operand", INNER, "")], SimpleNamespace(mode=0)
+    assert fusions.computed_apart(points, compilation) == []
+    projection._input_quant_key = object()  # as vLLM's quantized kernels tell it
+    assert fusions.computed_apart(points, compilation) == ["mlp_post"]

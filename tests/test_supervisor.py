@@ -17,9 +17,9 @@ from schemas.checks import check_can_listen
 from schemas.errors import StartError
 from tests.processes import free_port, runs
 from tests.programs.supervised import PACE
-from vllm_tap.child import Child, Guard, Service
-from vllm_tap.guard import session_members
-from vllm_tap.services import ServeConfig, make_socket_dir, services
+from vllm_tap.serve.child import Child, Guard, Service
+from vllm_tap.serve.guard import session_members
+from vllm_tap.serve.services import ServeConfig, make_socket_dir, services
 from vllm_tap.tiny_model import tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -168,14 +168,15 @@ def test_an_engine_that_cannot_start_ends_the_whole_with_its_last_lines(start: C
     assert run.process.wait(15) == 1
     assert "engine ended (exit code 3) before it was ready; its last lines:\n    " in run.text()
     # What vLLM prints after our own reason fills more lines than are kept.
-    assert "    no such model\n    why: vllm-tap: cannot arm q; this model offers: resid_post\n" in run.text()
+    assert "    no such model\n    why: cannot arm q; this model offers: resid_post\n" in run.text()
     run.assert_nothing_left(0.5)
 
 
 def test_of_what_an_engine_raises_the_cause_is_told_last(start: Callable[..., Supervised]) -> None:
     run = start("engine-raises")
     assert run.process.wait(15) == 1
-    assert "\n    why: torch.OutOfMemoryError: no memory for that\n" in run.text()
+    assert ("\n    why: torch.OutOfMemoryError: no memory for that\n    what helps: `-- --gpu-memory-utilization 0.8`"
+            ) in run.text()
     run.assert_nothing_left(0.5)
 
 
@@ -183,13 +184,17 @@ def test_of_what_an_engine_raises_the_cause_is_told_last(start: Callable[..., Su
     ("OSError: nowhere: 'x'", "OSError: nowhere: 'x'"), ("(APIServer pid=1) a.B.CError: x", "a.B.CError: x"),
     ("  Value error, Unrecognized model in x. [type=value_error, input_value=1]", "Unrecognized model in x."),
     ("x.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.", None),
+    ("(EngineCore pid=2) ERROR 1-1 [core.py:1] Exception: WorkerProc initialization failed due to an exception in a "
+     "background process. See stack trace for root cause.", None),
+    ("RuntimeError: Worker failed with error 'no room', please check the stack trace above for the root cause", None),
+    ("(Worker pid=3) ERROR 1-1 [m.py:9] vllm-tap: StartError: vllm-tap: no place", "no place"),
     ("    raise ValueError('x')", None), ("INFO 1-1 [a.py:1] Error handling: on", None), ("it said Error: x", None),
 ])
 def test_what_counts_as_raised(line: str, raised: str | None, tmp_path: Path) -> None:
     child = Child(Service("engine", ()), Guard(tmp_path), lambda name, text: None)
     child._take(line.encode())
     child._take(b"nanobind: leaked 3 types!")
-    assert child.raised == raised and list(child.last_lines) == [line]
+    assert child.causes.cause == raised and list(child.last_lines) == [line]
 
 
 def test_arguments_that_the_engine_does_not_take_are_told_in_a_line(start: Callable[..., Supervised]) -> None:

@@ -13,23 +13,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from schemas.catalog import connect_write
-from schemas.control import Delete, Hold, Open
+from schemas.catalog.records import connect_write
 from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader, read_store_uuid
+from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
+from schemas.wire.messages import Delete, Hold, Open
 from tests.consistency import assert_consistent, assert_rebuilt_equal, dump
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, engine_info, until
 from vllm_tap import store_control
 from vllm_tap.store_control import delete, hold
-from writer_service import catalog, fs
-from writer_service.commits import Waker
+from writer_service import fs
+from writer_service.catalog import catalog
 from writer_service.control_log import Entry
-from writer_service.fsck import fsck
-from writer_service.keeper import Keeper
-from writer_service.store_lock import take_lock
-from writer_service.usage import disk_bytes
+from writer_service.journal.group_commit import Waker
+from writer_service.recover.store_lock import take_lock
+from writer_service.tools.fsck import fsck
+from writer_service.upkeep.upkeep import Keeper
+from writer_service.upkeep.usage import disk_bytes
 
 WIDTH = 4096
 DAY_MS = 86_400_000

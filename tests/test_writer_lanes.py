@@ -10,7 +10,7 @@ import pytest
 
 from schemas import limits
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, engine_info, until
 
 FAULTY = ROOT / "tests" / "faulty_writer.py"

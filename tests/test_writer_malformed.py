@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schemas import limits
-from schemas.control import Dropped, Finish, Hello, Open, Own, Refuse, encode
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from schemas.spec import Resolved
+from schemas.wire.messages import Dropped, Finish, Hello, Open, Own, Refuse, encode
 from tests.store_helpers import SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from schemas.control import TapCounters
 from schemas.ids import new_ulid
+from schemas.wire.messages import TapCounters
 from tests.processes import free_port
 from tests.store_helpers import ROOT, Sender, WriterProcess, until
 from tests.test_sender import LAYERS, Tapped

@@ -18,19 +18,20 @@ import xxhash
 from schemas import codecs
 from schemas.errors import CorruptError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader, read_store_uuid
+from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.sites import SITES
-from schemas.zarr_layout import open_name
+from schemas.store.paths import open_name
 from tests.processes import free_port
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, expected_pieces, until
 from tests.test_segment import build
-from writer_service import fs, kept
-from writer_service.block import open_block
-from writer_service.erasing import erase
-from writer_service.fsck import fsck
-from writer_service.kept import Kept, KeptChecksums
-from writer_service.recovery import _block_frames, recover
-from writer_service.sealing import seal
+from writer_service import fs
+from writer_service.journal import checksum_cache
+from writer_service.journal.checksum_cache import Kept, KeptChecksums
+from writer_service.recover.recovery import _block_frames, recover
+from writer_service.seal.block import open_block
+from writer_service.seal.sealing import seal
+from writer_service.tools.fsck import fsck
+from writer_service.upkeep.erasing import erase
 
 NATIVE = ROOT / "tests" / "native_writer.py"
 DTYPES = {"int8b64": "bfloat16", "raw": "float32", "raw16": "float16", "topk8:k=5": "bfloat16",
@@ -314,7 +315,7 @@ def test_what_was_found_after_a_crash_is_read_to_be_sealed(tmp_path: Path) -> No
 
 
 def test_only_so_many_checksums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "kept_bytes_max", 4096)
+    monkeypatch.setattr(checksum_cache, "kept_bytes_max", 4096)
     frame, _ = build(1, [3], [0])[:2]
     checksums = KeptChecksums()
     for number in range(10):

@@ -87,7 +87,7 @@ class Upstream:
         if "status" in play:
             return JSONResponse({"error": {"message": "as asked", "type": "played", "param": None,
                                            "code": play["status"]}}, play["status"])
-        if why := refused(body, "messages" in body or "chat" in request.url.path):
+        if why := refused(body, request.url.path):
             return bad_request(why)
         work = Work(self, body, request, seen)
         if body.get("stream"):
@@ -104,7 +104,7 @@ async def as_json(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
 
 
-def refused(body: dict[str, Any], chat: bool) -> str | None:
+def refused(body: dict[str, Any], path: str) -> str | None:
     """What vLLM would say of a malformed body, None where it is well-formed."""
     def tokens(value: object) -> bool:
         return isinstance(value, list) and len(value) > 0 and all(type(token) is int and token >= 0 for token in value)
@@ -113,7 +113,8 @@ def refused(body: dict[str, Any], chat: bool) -> str | None:
         return (isinstance(value, dict) and isinstance(value.get("content"), str)
                 and value.get("role") in ("system", "user", "assistant"))
 
-    prompt, messages = body.get("prompt"), body.get("messages")
+    prompt, messages = body.get("input" if path == "/v1/responses" else "prompt"), body.get("messages")
+    chat = "chat" in path or path == "/v1/messages"
     if not isinstance(body.get("model"), str):
         return "model must be a string"
     if chat and not (isinstance(messages, list) and messages and all(map(message, messages))):
@@ -121,7 +122,7 @@ def refused(body: dict[str, Any], chat: bool) -> str | None:
     if not chat and not (isinstance(prompt, str) or tokens(prompt) or (isinstance(prompt, list) and prompt and (
             all(isinstance(each, str) for each in prompt) or all(map(tokens, prompt))))):
         return "prompt must be text, token ids or a list of either"
-    for name in ("n", "max_tokens"):
+    for name in ("n", "max_tokens", "max_output_tokens"):
         if name in body and not (type(body[name]) is int and 0 < body[name] <= 2**31):
             return f"{name} must be a number from 1 on"
     if not isinstance(body.get("stream", False), bool):
@@ -134,14 +135,16 @@ class Work:
 
     def __init__(self, upstream: Upstream, body: dict[str, Any], request: Request, seen: dict[str, Any]) -> None:
         self.body, self.seen, self.engine, self.request = body, seen, upstream.engine, request
-        self.chat = "messages" in body
+        self.chat, self.path = "messages" in body, request.url.path
         self.play = body.get("play", {})
         self.name = ("chatcmpl-" if self.chat else "cmpl-") + request.headers.get("x-request-id", "none")
-        prompts = [body["messages"][-1]["content"]] if self.chat else body["prompt"]
+        if self.path == "/v1/responses":
+            self.name = body.get("request_id", "resp_none")
+        prompts = [body["messages"][-1]["content"]] if self.chat else body.get("prompt", body.get("input"))
         prompts = prompts if isinstance(prompts, list) and not isinstance(prompts[0], int) else [prompts]
         self.prompts = [list(p.encode("utf-8", "surrogatepass")) if isinstance(p, str) else p for p in prompts]
         self.n = body.get("n") or 1
-        self.out = [ord("a") + i % 26 for i in range(body.get("max_tokens", 4))]
+        self.out = [ord("a") + i % 26 for i in range(body.get("max_tokens", body.get("max_output_tokens", 4)))]
         xargs = body.get("vllm_xargs") or {}
         self.spec = None
         if "capture" in xargs and self.engine is not None and not self.play.get("unopened"):
@@ -158,7 +161,8 @@ class Work:
             return
         cached = self.play.get("cached", 0)
         for capture, sample, prompt in self.captures():
-            resolved = self.engine.open(capture, self.spec, prompt, cached)
+            adapter = "" if self.body["model"] == MODEL else self.body["model"]
+            resolved = self.engine.open(capture, self.spec, prompt, cached, adapter)
             self.engine.send_rows(capture, sample, resolved, len(prompt), prompt, list(range(cached, len(prompt))),
                                   nan=self.play.get("nan", ()))
             if "drop" in self.play:
@@ -200,11 +204,23 @@ class Work:
                 return Response(status_code=499)
         await asyncio.to_thread(self.end, "length", self.out)
         text = bytes(self.out).decode()
+        if self.path == "/v1/responses":
+            return JSONResponse(self.response("completed"))
+        if self.path == "/v1/messages":
+            return JSONResponse({"id": self.name, "type": "message", "role": "assistant", "model": MODEL,
+                                 "content": [{"type": "text", "text": text}], "stop_reason": "end_turn"})
         choices = [{"index": i, "finish_reason": "stop", "logprobs": None,
                     **({"message": {"role": "assistant", "content": text}} if self.chat else {"text": text})}
                    for i in range(len(self.prompts) * self.n)]
         return JSONResponse({"id": self.name, "object": "chat.completion" if self.chat else "text_completion",
                              "created": 1, "model": MODEL, "choices": choices, "usage": self.usage()})
+
+    def response(self, status: str) -> dict[str, Any]:
+        """As OpenAI's Responses have it."""
+        text = {"type": "output_text", "text": bytes(self.out).decode(), "annotations": []}
+        return {"id": self.name, "object": "response", "created_at": 1, "model": MODEL, "status": status, "tools": [],
+                "tool_choice": "auto", "parallel_tool_calls": True, "output": [{
+                    "id": "msg_1", "type": "message", "role": "assistant", "status": status, "content": [text]}]}
 
     def usage(self) -> dict[str, int]:
         prompt, out = sum(map(len, self.prompts)), len(self.out) * len(self.prompts) * self.n
@@ -224,6 +240,14 @@ class Work:
                     await asyncio.to_thread(self.advance, done)
                 yield self.event({"choices": [self.delta(bytes([token]).decode(), None)]})
             reason = "length"
+            if self.path in _LAST:
+                await asyncio.to_thread(self.end, "length", self.out)
+                kind, held = _LAST[self.path]
+                last = named(kind, {"response": self.response("completed")} if held else {})
+                for part in (last[:9], last[9:-1], last[-1:]):  # in pieces, as a network has them
+                    await asyncio.sleep(0.01)
+                    yield part
+                return
             yield self.event({"choices": [self.delta("", "stop")]})
             if (self.body.get("stream_options") or {}).get("include_usage"):
                 yield self.event({"choices": [], "usage": self.usage()})
@@ -239,9 +263,23 @@ class Work:
         return {"index": 0, "finish_reason": reason, "logprobs": None, **what}
 
     def event(self, value: dict[str, Any]) -> bytes:
+        if self.path in _LAST:
+            text = value["choices"][0].get("text") or value["choices"][0]["delta"]["content"]
+            if self.path == "/v1/responses":
+                return named("response.output_text.delta", {"delta": text, "item_id": "msg_1", "output_index": 0,
+                                                            "content_index": 0, "logprobs": []})
+            return named("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}})
         return b"data: " + json.dumps({
             "id": self.name, "object": "chat.completion.chunk" if self.chat else "text_completion", "created": 1,
             "model": MODEL, **value}).encode() + b"\n\n"
+
+
+_LAST = {"/v1/responses": ("response.completed", True), "/v1/messages": ("message_stop", False)}
+
+
+def named(kind: str, value: dict[str, Any]) -> bytes:
+    """An event of the protocols whose events have names."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **value})}\n\n".encode()
 
 
 class AsksForKey:
@@ -285,6 +323,8 @@ def main() -> None:
         Route("/v1/completions", upstream.generate, methods=["POST"]),
         Route("/v1/chat/completions", upstream.generate, methods=["POST"]),
         Route("/v1/responses", upstream.generate, methods=["POST"]),
+        Route("/v1/messages", upstream.generate, methods=["POST"]),
+        Route("/v1/messages/count_tokens", upstream.tokenize, methods=["POST"]),
         Route("/metrics", metrics),
     ], exception_handlers={HTTPException: as_json})
     if args.store:

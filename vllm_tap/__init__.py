@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from schemas.errors import NotFoundError, SpecError, TapError
     from schemas.ids import new_ulid
     from schemas.manifest import Manifest, Missing
-    from schemas.reader import CaptureRow
-    from vllm_tap.async_client import AsyncCapture, AsyncClient, AsyncGeneration
-    from vllm_tap.captures import Capture, Rows
-    from vllm_tap.client import Client, Generation
+    from schemas.read.reader import CaptureRow
+    from vllm_tap.client.async_client import AsyncCapture, AsyncClient, AsyncGeneration
+    from vllm_tap.client.captures import Capture, Rows
+    from vllm_tap.client.client import Client, Generation
     from vllm_tap.errors import BadRequest, Conflict, MissingRows, NotComplete, NotFound, ServiceError, Unavailable
-    from vllm_tap.loader import Activations, RowDataset, activations, rows
+    from vllm_tap.loader.dataset import Activations, RowDataset, activations, rows
+    from vllm_tap.offline.recording import Recording, capture_args, manifest, recording
     from vllm_tap.store import Store, open_store
-    from vllm_tap.tape import Recording, capture_args, manifest, recording
 
 __all__ = [
     "Activations",
@@ -61,18 +61,18 @@ __all__ = [
 
 # Imported when first used: the command line starts without loading what it does not need.
 _MODULES: Final = {
-    "vllm_tap.async_client": ("AsyncCapture", "AsyncClient", "AsyncGeneration"),
-    "vllm_tap.captures": ("Capture", "Rows"),
-    "vllm_tap.client": ("Client", "Generation"),
+    "vllm_tap.client.async_client": ("AsyncCapture", "AsyncClient", "AsyncGeneration"),
+    "vllm_tap.client.captures": ("Capture", "Rows"),
+    "vllm_tap.client.client": ("Client", "Generation"),
     "vllm_tap.errors": ("BadRequest", "Conflict", "MissingRows", "NotComplete", "NotFound", "ServiceError",
                         "Unavailable"),
-    "vllm_tap.tape": ("Recording", "capture_args", "manifest", "recording"),
-    "vllm_tap.loader": ("Activations", "RowDataset", "activations", "rows"),
+    "vllm_tap.offline.recording": ("Recording", "capture_args", "manifest", "recording"),
+    "vllm_tap.loader.dataset": ("Activations", "RowDataset", "activations", "rows"),
     "vllm_tap.store": ("Store", "open_store"),
     "schemas.errors": ("NotFoundError", "SpecError", "TapError"),
     "schemas.ids": ("new_ulid",),
     "schemas.manifest": ("Manifest", "Missing"),
-    "schemas.reader": ("CaptureRow",),
+    "schemas.read.reader": ("CaptureRow",),
 }
 
 

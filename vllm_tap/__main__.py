@@ -1,5 +1,5 @@
 """``python -m vllm_tap`` is ``vllm-tap``."""
 
-from vllm_tap.cli import main
+from vllm_tap.cli.main import main
 
 main()

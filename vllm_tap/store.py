@@ -8,15 +8,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from schemas.control import EngineInfo
 from schemas.errors import ArgumentError, NotFoundError
-from schemas.manifest import Manifest
-from schemas.reader import CaptureRow, StoreReader
-from vllm_tap.captures import F32, Capture, Layers, Rows, as_asked, place
+from schemas.manifest import FINAL, Manifest
+from schemas.read.reader import CaptureRow, StoreReader
+from schemas.sites import site_meant
+from schemas.wire.messages import EngineInfo
+from vllm_tap.client.captures import F32, Capture, Layers, Rows, as_asked, check_range, place
+from vllm_tap.client.listing import Filters
 from vllm_tap.errors import not_complete
-from vllm_tap.listing import FINAL, Filters
 from vllm_tap.progress import Report, reporting
-from writer_service.store_lock import is_free
+from writer_service.recover.store_lock import is_free
 
 __all__ = ["Store", "open_store"]
 
@@ -84,6 +85,7 @@ class Store:
         (2, 4096)
         """
         named, layers = place(site, layer)
+        named = site_meant(named, {}, site, "site", ArgumentError)  # its rows may be of several models
         if layers is None:
             raise ArgumentError("layer", layer, f"name a layer of {site}")
         return as_asked(self.reader.rows_at(rows, named, layers).values(), layer)
@@ -130,6 +132,7 @@ class Store:
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows:
         """Decoded rows; NotComplete where the capture is not final after ``wait_s`` seconds (None: as it is)."""
+        check_range(start, stop)
         if wait_s is not None:
             self.final(ref, wait_s)
         piece = self.reader.slice(ref, site, layers, start, stop, rejected=rejected)

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from schemas.channel import ControlChannel
-from schemas.control import Delete, Hold
 from schemas.errors import StoreError
-from schemas.reader import StoreReader
-from vllm_tap.services import make_socket_dir
-from vllm_tap.writer_process import WriterProcess
-from writer_service.store_lock import is_free, listens
+from schemas.read.reader import StoreReader
+from schemas.wire.control_channel import ControlChannel
+from schemas.wire.messages import Delete, Hold
+from vllm_tap.serve.services import make_socket_dir
+from vllm_tap.serve.writer_process import WriterProcess
+from writer_service.recover.store_lock import is_free, listens
 
 __all__ = ["delete", "hold"]
 

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from schemas import limits
-from schemas.catalog import remedy
+from schemas.catalog.records import remedy
 from schemas.errors import StartError, StoreError
-from writer_service import says
+from writer_service import log
 from writer_service.config import Config
 from writer_service.server import Writer
 
@@ -43,24 +43,24 @@ def parse(argv: list[str]) -> Config:
 def main(argv: list[str] | None = None) -> int:
     """0 after a clean stop, 2 where the writer cannot start, 1 where it had to end."""
     os.umask(0o077)  # what is stored is what users said
+    # Each open segment and each engine's ring holds a descriptor: take as many as this process may have.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
         if config.log_format == "json":
-            says.use_json()
+            log.use_json()
         writer = Writer(config)
     except (StartError, StoreError, OSError) as error:
-        says.warn("no_start", str(error))
+        log.warn("no_start", str(error))
         return 2
     except sqlite3.Error as error:
-        says.warn("no_start", f"the catalog of {config.store} cannot be opened or written: {error} ({remedy(error)})")
+        log.warn("no_start", f"the catalog of {config.store} cannot be opened or written: {error} ({remedy(error)})")
         return 2
 
     def stop(*_: object) -> None:
         writer.stop = True
 
-    # Each open segment and each engine's ring holds a descriptor: take as many as this process may have.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # Sealing computes in Python beside threads that need the interpreter several times a frame: they must not wait the
     # usual 5 ms for every turn.
     sys.setswitchinterval(0.0001)
@@ -69,10 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         writer.run()
     except StartError as error:
-        says.warn("no_start", str(error))
+        log.warn("no_start", str(error))
         return 2
     except StoreError as error:
-        says.warn("ended", str(error))
+        log.warn("ended", str(error))
         return 1
     counts = " ".join(f"{key}={value}" for key, value in dataclasses.asdict(writer.counters).items() if value)
     print(f"writer stopped {counts}", flush=True)

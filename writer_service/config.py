@@ -11,7 +11,7 @@ from schemas.checks import Durability, LogFormat, check_one_of, check_port, chec
 from schemas.errors import StartError
 
 lanes_max = 4  # files of one site that are written side by side
-ipc_path_bytes_max = 107  # sun_path of Linux, less its final zero
+ipc_path_bytes_max = 105  # sun_path of Linux, less its final zero and what names the socket behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Config:
     store: Path
     endpoint: str
     listen: str = ""  # tcp://HOST:PORT for engines on other hosts
-    curve: Path | None = None  # the folder of their keys (schemas/curve.py)
+    curve: Path | None = None  # the folder of their keys (schemas/wire/curve.py)
     durability: str = "fsync"
     segment_bytes: int = limits.segment_bytes_target
     seal_idle_s: float = 5.0
@@ -59,5 +59,5 @@ class Config:
             raise StartError("--listen and --curve go together: the address, and the folder of keys of who may come "
                              "(`vllm-tap curve-keys NAME` makes them)")
         if len(rest.encode()) > ipc_path_bytes_max:
-            raise StartError(f"--endpoint = {self.endpoint!r}: {len(rest.encode())} bytes of path, the system's limit "
+            raise StartError(f"--endpoint = {self.endpoint!r}: {len(rest.encode())} bytes of path, the limit "
                              f"is {ipc_path_bytes_max}; use a folder below the temporary directory")

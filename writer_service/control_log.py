@@ -1,6 +1,6 @@
 """The control log: every record that was accepted, every engine's Hello, every decision of the writer, in order.
 
-    magic 8 B | version u32 | 0 u32 | store uuid 16 B      then records of     bytes u32 | 0 u32 | xxh3 u64 | msgpack
+    magic 8 B | version u32 | flags u32 | store uuid 16 B     then records of     bytes u32 | 0 u32 | xxh3 u64 | msgpack
 
 It is the other half of the journal: catalog, owners, aliases and tombstones can be rebuilt from it and the segments.
 """
@@ -18,13 +18,14 @@ import msgspec
 import xxhash
 
 from schemas import limits
-from schemas.control import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Hello, Hold, Open, Own, unpack
 from schemas.errors import StoreError
+from schemas.wire.messages import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Hello, Hold, Open, Own, unpack
 from writer_service import fs
 
 MAGIC: Final = b"TAPLOG01"
 LOG_VERSION: Final = 1
 FLAG_SCRUBBED: Final = 1  # written anew without what deleted captures said: its records lie elsewhere than before
+span_max: Final = 1 << 24  # the upper bits of the flags: how many numbers below its own a log stands for (merging.py)
 _HEAD: Final = struct.Struct("<8sII16s")
 _RECORD: Final = struct.Struct("<IIQ")
 log_end: Final = _HEAD.size  # of a log without a record
@@ -125,9 +126,21 @@ def _record(entry: Entry) -> bytes:
     return size + struct.pack("<Q", xxhash.xxh3_64_intdigest(size + body)) + body
 
 
-def scrubbed_log(store: bytes, entries: Iterable[Entry]) -> bytes:
+def log_head(store: bytes, span: int) -> bytes:
+    """The head of a log that was written anew."""
+    return _HEAD.pack(MAGIC, LOG_VERSION, FLAG_SCRUBBED | span << 8, store)
+
+
+def scrubbed_log(store: bytes, entries: Iterable[Entry], span: int) -> bytes:
     """A whole log, to take the place of one with the same records that told more."""
-    return b"".join([_HEAD.pack(MAGIC, LOG_VERSION, FLAG_SCRUBBED, store), *map(_record, entries)])
+    return b"".join([log_head(store, span), *map(_record, entries)])
+
+
+def span_of(path: Path) -> int:
+    """How many numbers below its own a log stands for; 0 where its head is not whole."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD.size)
+    return int(_HEAD.unpack(head)[2]) >> 8 if len(head) == _HEAD.size and head.startswith(MAGIC) else 0
 
 
 def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, Entry]]:
@@ -158,3 +171,19 @@ def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, En
             return
         yield end, entry
         offset = end
+
+
+def content_of(entry: Entry) -> str | None:
+    """The capture (or ULID, of an Own) that a record says something of that a deletion must take away; None: nothing.
+    """
+    match entry.message:
+        case Own(capture=capture, tags=tags) if tags:
+            return capture
+        case Open(capture=capture, asked=asked, prompt_token_ids=tokens, adapter=adapter) if (
+                asked != "{}" or tokens or adapter):
+            return capture
+        case Finish(capture=capture, stop_reason=stop, output_token_ids=tokens) if tokens or stop is not None:
+            return capture
+        case ClientFinish(capture=capture, stop_reason=stop, output_token_ids=tokens) if tokens or stop is not None:
+            return capture
+    return None

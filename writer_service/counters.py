@@ -29,3 +29,4 @@ class Counters:
     erasures_failed: int = 0
     blocks_removed: int = 0
     dropped: dict[str, int] = field(default_factory=dict)  # rows that engines did not keep, by reason
+    connections_refused: dict[str, int] = field(default_factory=dict)  # by reason

@@ -138,6 +138,14 @@ def remove(path: Path) -> None:
     sync_dir(path.parent)
 
 
+def remove_all(paths: Sequence[Path]) -> None:
+    """Unlink files of one directory, which is synced once."""
+    for path in paths:
+        path.unlink(missing_ok=True)
+    if paths:
+        sync_dir(paths[0].parent)
+
+
 def remove_tree(path: Path) -> None:
     """Remove a directory and what is in it, never following a link."""
     for entry in list(os.scandir(path)):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields
+from socketserver import ThreadingMixIn
 from typing import Final, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from schemas.control import TapState
+from schemas.wire.messages import TapState
 from writer_service.counters import Counters
-from writer_service.journal import Journal
+from writer_service.journal.journal import Journal
 
+requests_max: Final = 16  # at a time
 PREFIX: Final = "vllm_tap_writer_"
 HELP: Final = {
     "frames": "Frames appended.",
@@ -37,6 +42,8 @@ HELP: Final = {
     "erasures_failed": "Erasures that could not be ended; they are tried again.",
     "blocks_removed": "Blocks taken away whole.",
     "dropped": "Rows (position x layer) that engines say they did not keep.",
+    "connections_refused": "Connections that were refused: no room, too many handshakes, one too slow, "
+                           "too many of an address.",
 }
 
 TAP_PREFIX: Final = "vllm_tap_engine_"
@@ -114,8 +121,42 @@ def _of_taps(taps: dict[str, TapState]) -> Iterator[Metric]:
         yield gauge
 
 
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread a request, so many at a time: each takes a descriptor, and no key is asked."""
+
+    daemon_threads = True
+    room: Final = threading.BoundedSemaphore(requests_max)
+
+    def process_request(self, request: socket.socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
+        if self.room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: socket.socket, client_address: tuple[str, int]) -> None:  # type: ignore[override]
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.room.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Who asks and goes, or says nothing, is none of ours."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 5.0  # seconds between two words of a request
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
 def serve_metrics(host: str, port: int, state: State) -> None:
     """Answer on ``host``:``port`` from a thread until the process ends; OSError where that cannot be."""
     registry = CollectorRegistry()
     registry.register(_Reader(state))
-    start_http_server(port, host, registry)
+    server = make_server(host, port, make_wsgi_app(registry), _Server6 if ":" in host else _Server, _Handler)
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

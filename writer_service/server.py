@@ -7,28 +7,28 @@ from typing import Any, Final
 
 import zmq
 
-from schemas.catalog import connect_read
-from schemas.control import Delete, TapState
+from schemas.catalog.records import connect_read
 from schemas.errors import StartError, StoreError
-from schemas.zarr_layout import endpoint_name
-from writer_service import fs, says
-from writer_service.answers import Answers
-from writer_service.cold_blocks import need_library
-from writer_service.commits import Batch, Waker
+from schemas.store.paths import endpoint_name
+from schemas.wire.messages import Delete, TapState
+from writer_service import fs, log
 from writer_service.config import Config
-from writer_service.doors import Doors, check_doors
-from writer_service.journal import Journal
-from writer_service.keeper import Keeper
-from writer_service.ledger import Ledger, RefusedError
+from writer_service.journal.group_commit import Batch, Waker
+from writer_service.journal.journal import Journal
+from writer_service.journal.open_segments import open_max
 from writer_service.metrics import serve_metrics
-from writer_service.quota import Quota
-from writer_service.reception import Reception
-from writer_service.recovery import recover
-from writer_service.sealer import Sealer, backlog_max
-from writer_service.segments import open_max
-from writer_service.senders import Senders
-from writer_service.streams import SenderState
-from writer_service.usage import disk_bytes
+from writer_service.receive.acks import Answers
+from writer_service.receive.capture_rules import Ledger, RefusedError
+from writer_service.receive.quota import Quota
+from writer_service.receive.receiver import Reception
+from writer_service.receive.senders import Senders
+from writer_service.receive.sockets import Doors, check_doors
+from writer_service.recover.recovery import recover
+from writer_service.seal.sealer import Sealer, backlog_max
+from writer_service.sender_state import SenderState
+from writer_service.upkeep.cold_blocks import need_library
+from writer_service.upkeep.upkeep import Keeper
+from writer_service.upkeep.usage import disk_bytes
 
 idle_poll_ms: Final = 200
 drain_s: Final = 2.0
@@ -45,7 +45,7 @@ class Writer:
         began = time.monotonic()
         state = recover(config.store)
         self.recovery_s, self.recovery_cut_bytes = time.monotonic() - began, state.cut_bytes
-        says.note("recovered", "journal and catalog are whole", seconds=round(self.recovery_s, 3),
+        log.note("recovered", "journal and catalog are whole", seconds=round(self.recovery_s, 3),
                   cut_bytes=state.cut_bytes, rebuilt=state.rebuilt, streams=len(state.streams))
         self._uuid, self._lock_fd = state.uuid, state.lock
         self._waker = Waker()
@@ -65,7 +65,7 @@ class Writer:
         try:
             need_library(config.store)
         except StoreError as error:
-            says.warn("no_library", f"rows of deleted captures cannot be erased from compressed blocks: {error}")
+            log.warn("no_library", f"rows of deleted captures cannot be erased from compressed blocks: {error}")
         if config.metrics_port:
             serve_metrics(config.metrics_host, config.metrics_port, self)
 
@@ -91,6 +91,7 @@ class Writer:
         """Receive until ``stop``; then commit, seal and close. StoreError where the catalog cannot be written."""
         context: zmq.Context[Any] = zmq.Context()
         self._doors = Doors(context, self.config)
+        self._senders.rings_max = self._doors.shares.rings
         self._answers = Answers(self._doors, self.counters, self.config.durability == "os")
         self._reception = Reception(self._doors, self._answers, self._journal, self._ledger, self._senders, self._quota,
                                     self._uuid, self.config.commit_bytes)
@@ -114,6 +115,7 @@ class Writer:
         finally:
             self._doors.close()
             context.term()
+            self._doors.leave()
             fs.close(self._lock_fd)
 
     def _say_ready(self) -> None:
@@ -134,6 +136,8 @@ class Writer:
 
     def _step(self, now: float, quiet: bool) -> None:
         """Everything that is due between two receptions."""
+        self._doors.look(now)
+        self.counters.connections_refused = self._doors.refused
         self._end_commit()
         self._take_catalog()
         self._take_sealed(now)
@@ -151,7 +155,7 @@ class Writer:
             self._journal.kept.forget(bad.number)
             if bad.tail == bad.good:
                 self._sealer.submit(bad.number)
-            says.warn("segment_poisoned", f"segment {bad.number} takes no more frames after a failed sync",
+            log.warn("segment_poisoned", f"segment {bad.number} takes no more frames after a failed sync",
                       segment=bad.number)
         self._journal.commit_if_due(now)
         self._ledger.batch = self._journal.batch_number
@@ -169,12 +173,13 @@ class Writer:
             self._journal.segments.retire_numbers(done.retire)
             if done.rotate_log:
                 self._journal.rotate_log()
-            self._quota.measured(done.used_bytes)
+            if done.used_bytes is not None:
+                self._quota.measured(done.used_bytes)
             self.counters.rows_erased += done.erased_rows
             self.counters.erasures_failed += done.failures
             self.counters.blocks_removed += done.removed_blocks
             if done.changes or done.expired:
-                says.note("upkeep", "rows of deleted captures erased", rows=done.erased_rows,
+                log.note("upkeep", "rows of deleted captures erased", rows=done.erased_rows,
                           blocks_removed=done.removed_blocks, expired=len(done.expired), failures=done.failures)
             for capture in done.expired:
                 self._expire(capture)
@@ -195,7 +200,7 @@ class Writer:
         if change is not None:
             self._journal.change(change)
             self.counters.sealed += 1
-            says.note("sealed", "a segment became a block", segment=change.number)
+            log.note("sealed", "a segment became a block", segment=change.number)
 
     # ── answer ──────────────────────────────────────────────────────────────────────────────────────────────────
 

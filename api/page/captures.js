@@ -5,7 +5,7 @@ import { filtersOf, isRunning, listed, useCaptures } from "./data.js";
 import { ask, eventsOf } from "./service.js";
 
 const SETTLE_MS = 200;
-const STATUSES = ["", "running", "complete", "incomplete", "failed"];
+const STATUSES = ["", "running", "complete", "empty", "incomplete", "failed"];
 
 export function ago(ms) {
   const seconds = Math.max(0, (Date.now() - ms) / 1000);

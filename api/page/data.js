@@ -214,6 +214,7 @@ export const REASONS = {
   not_armed: "no tap there",
   engine_lost: "the engine was lost",
   rejected_draft: "a rejected draft of speculative decoding",
+  fenced: "a copy of the engine had them, and its stream was another's",
   deleted: "deleted",
   pending: "not there yet",
   not_asked: "not asked for",

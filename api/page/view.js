@@ -41,10 +41,10 @@ function Head({ manifest }) {
     <div><h1>${nameOf(manifest)}</h1><p class="soft id">${manifest.id}</p></div>
     <dl>
       <div><dt>status</dt><dd><i class=${`dot ${manifest.status}`} aria-hidden="true"></i>${manifest.status}${isRunning(manifest) ? html`<span class="live">live</span>` : null}</dd></div>
-      <div><dt>model</dt><dd>${manifest.engine?.model?.split("/").at(-1) ?? "–"}</dd></div>
+      <div><dt>model</dt><dd>${manifest.engine?.model?.split("/").at(-1) ?? "–"}${manifest.adapter ? ` + ${manifest.adapter}` : ""}</dd></div>
       <div><dt>tokens</dt><dd>${manifest.prompt_len} + ${Math.max(0, manifest.total_len - manifest.prompt_len)}</dd></div>
       <div><dt>rows</dt><dd>${captured} of ${expected}${expected > captured ? html` <span class="lack">${expected - captured} missing</span>` : null}</dd></div>
-      <div><dt>finish</dt><dd>${manifest.client_finish_reason ?? manifest.finish_reason ?? "–"}</dd></div>
+      <div><dt>finish</dt><dd>${manifest.finish_reason ?? "–"}</dd></div>
     </dl>
   </header>`;
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import anyio
@@ -13,18 +12,18 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
+from api.auth.guard import GENERATIONS
 from api.errors import BadParam, Json
-from api.generation import parse_body, salt
-from api.guard import GENERATIONS
-from api.service import Service, owner_of, service_of
-from api.slice_formats import DTYPES, available_formats
-from api.upstream import ClientGone, passed, read_body
+from api.generate.generation import parse_body
+from api.generate.upstream import ClientGone, passed, read_body
+from api.service import Service, service_of
+from api.slices.formats import DTYPES, available_formats
 from schemas import limits
 from schemas.codecs import CODECS, DEFAULT_CODEC
-from schemas.control import EngineInfo
 from schemas.errors import TapError
-from schemas.sites import SITES
+from schemas.sites import SITES, lens_name
 from schemas.spec import parse_spec, resolve
+from schemas.wire.messages import EngineInfo
 
 router = APIRouter()
 
@@ -65,9 +64,9 @@ async def capabilities(request: Request) -> Json:
 
 
 def _armed(engine: EngineInfo, site: str) -> dict[str, Any]:
-    names = SITES[site].lens
     return {"layers": engine.armed.sites[site], "width": engine.widths.get(site),
-            "meaning": engine.meaning.get(site, SITES[site].meaning), "transformer_lens": names[0] if names else None}
+            "meaning": engine.meaning.get(site, SITES[site].meaning),
+            "transformer_lens": lens_name(site, engine.armed.names)}
 
 
 @router.get("/healthz", tags=["service"])
@@ -136,7 +135,7 @@ async def metrics(request: Request) -> Response:
 @router.get("/version", tags=["upstream"])
 @router.post("/tokenize", tags=["upstream"])
 @router.post("/detokenize", tags=["upstream"])
-@router.post("/v1/responses", tags=["upstream"])
+@router.post("/v1/messages/count_tokens", tags=["upstream"])
 async def others(request: Request) -> Response:
     """vLLM's own routes, passed through."""
     service = service_of(request)
@@ -145,9 +144,7 @@ async def others(request: Request) -> Response:
         if request.method == "POST":
             body = parse_body(data)
             if body.get("capture") is not None:
-                raise BadParam("capture", body["capture"], "taken by /v1/completions and /v1/chat/completions only")
-            if request.scope["path"] in GENERATIONS and salt(body, owner_of(request), service.salt_secret):
-                data = json.dumps(body).encode()
+                raise BadParam("capture", body["capture"], f"taken by {', '.join(GENERATIONS)} only")
         return await passed(service, request, data)
     except ClientGone:
         return Response(status_code=499)

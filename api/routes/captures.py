@@ -10,15 +10,15 @@ from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from api.errors import BadParam, Json
+from api.live.waiting import FINAL, poll
 from api.service import check_ref, owner_of, service_of
-from api.slice_query import check_known, one_of, seconds
-from api.waiting import FINAL, poll
+from api.slices.query import check_known, one_of, seconds
 from schemas import limits
-from schemas.control import Delete
+from schemas.catalog.filters import WHEN, Sieve, read_sieve
 from schemas.errors import ArgumentError, NotFoundError
 from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest
-from schemas.sieve import WHEN, Sieve, read_sieve
+from schemas.wire.messages import Delete
 
 router = APIRouter()
 
@@ -34,7 +34,7 @@ async def captures(
     status: Annotated[str | None, Query(description=", ".join(STATUSES))] = None,
     tag: Annotated[list[str] | None, Query(description="key=value, or a key alone; repeatable, all must be there.")
                    ] = None,
-    model: Annotated[str | None, Query(description="The model's name.")] = None,
+    model: Annotated[str | None, Query(description="The model's name, or that of a LoRA adapter.")] = None,
     site: Annotated[str | None, Query(description="A site that was captured.")] = None,
     since: Annotated[str | None, Query(description=f"Made at this time or later: {WHEN}.")] = None,
     until: Annotated[str | None, Query(description=f"Made before this time: {WHEN}.")] = None,

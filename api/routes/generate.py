@@ -1,4 +1,6 @@
-"""POST /v1/completions and /v1/chat/completions: vLLM's own, with one more field in and one more field out."""
+"""POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages: vLLM's own, with one more field in and
+one more field out.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.errors import ApiError, BadParam, Json, OverQuota
-from api.generation import Plan, parse_body, plan, salt, wish
-from api.inline import inline
-from api.score_lists import answer_scores, missing_scores
-from api.scores import ScoreEvents
-from api.service import Service, owner_of, service_of
-from api.sse import DoneFinder, last_event
-from api.upstream import (
+from api.generate.done_finder import DoneFinder, last_event
+from api.generate.generation import Plan, check_owned, parse_body, plan, salt, wish
+from api.generate.upstream import (
     ClientGone,
     Relay,
     broken,
@@ -31,10 +29,15 @@ from api.upstream import (
     send,
     while_connected,
 )
-from api.waiting import settle, status_of_all
-from schemas.control import Own
-from schemas.errors import LimitError, SpecError, StoreError
-from schemas.reader import StoreReader
+from api.live.score_lists import answer_scores, missing_scores
+from api.live.scores import ScoreEvents
+from api.live.waiting import settle, status_of_all
+from api.protocols import CHAT, COMPLETION, MESSAGES, RESPONSES, Protocol
+from api.service import Service, owner_of, service_of
+from api.slices.inline import inline
+from schemas.errors import LimitError, SpecError, StoreError, TapError
+from schemas.read.reader import StoreReader
+from schemas.wire.messages import EngineInfo, Own
 
 router = APIRouter()
 log = logging.getLogger("vllm_tap.api")
@@ -47,28 +50,42 @@ _TAIL_BYTES: Final = 16 * 1024  # of a stream, to find its last event in
 @router.post("/v1/completions", tags=["generate"])
 async def completions(request: Request) -> Response:
     """A completion; the body is vLLM's, plus ``capture``."""
-    return await generate(request, chat=False)
+    return await generate(request, COMPLETION)
 
 
 @router.post("/v1/chat/completions", tags=["generate"])
 async def chat_completions(request: Request) -> Response:
     """A chat completion; the body is vLLM's, plus ``capture``."""
-    return await generate(request, chat=True)
+    return await generate(request, CHAT)
 
 
-async def generate(request: Request, chat: bool) -> Response:
+@router.post("/v1/responses", tags=["generate"])
+async def responses(request: Request) -> Response:
+    """A response, as agents ask for it; the body is vLLM's, plus ``capture``."""
+    return await generate(request, RESPONSES)
+
+
+@router.post("/v1/messages", tags=["generate"])
+async def messages(request: Request) -> Response:
+    """A message of Anthropic's protocol; the body is vLLM's, plus ``capture``."""
+    return await generate(request, MESSAGES)
+
+
+async def generate(request: Request, protocol: Protocol) -> Response:
     """Without a capture the bytes pass through; with one it is owned first, then asked for."""
     service = service_of(request)
     try:
         data = await read_body(request, service.config.body_bytes_max)
         body = parse_body(data)
-        changed = salt(body, owner_of(request), service.salt_secret)
+        if owner := owner_of(request):
+            check_owned(body, protocol, owner, await _engine(service) if protocol.salted_from else None)
+        changed = salt(body, owner, service.salt_secret)
         planned = None
         if "capture" in body and body["capture"] is None:
             del body["capture"]
             changed = True
         if "capture" in body or service.config.capture_all:
-            planned = await _plan(service, request, body, chat)
+            planned = await _plan(service, request, body, protocol)
         if planned is None:
             return await passed(service, request, json.dumps(body).encode() if changed else data)
         _check_content_type(request)
@@ -77,19 +94,29 @@ async def generate(request: Request, chat: bool) -> Response:
         return Response(status_code=499)  # nobody reads it; the number shows in the metrics
 
 
-async def _plan(service: Service, request: Request, body: dict[str, Any], chat: bool) -> Plan | None:
+async def _engine(service: Service) -> EngineInfo | None:
+    """What serves, None as long as that is not known."""
+    try:
+        return await service.read(StoreReader.engine)
+    except TapError:
+        return None
+
+
+async def _plan(service: Service, request: Request, body: dict[str, Any], protocol: Protocol
+                ) -> Plan | None:
     """What is to be captured, its bytes reserved; None where all requests are, and this one, which did not ask for it,
     cannot be.
     """
     request_id = request.headers.get("x-request-id")
     if "capture" in body:
-        asked = wish(body, chat, request_id)
+        asked = wish(body, protocol, request_id)
         planned = plan(asked, await service.read(StoreReader.engine))
         await _reserve(service, request, planned)
         return planned
     engine = await service.read(StoreReader.engine)
     try:
-        planned = plan(wish({**body, "capture": json.loads(service.config.capture_all)}, chat, request_id), engine)
+        asked = wish({**body, "capture": json.loads(service.config.capture_all)}, protocol, request_id)
+        planned = plan(asked, engine)
         await _reserve(service, request, planned)
     except (BadParam, OverQuota, SpecError, LimitError) as error:
         service.metrics.captures.labels("impossible").inc()
@@ -206,48 +233,59 @@ async def _field(service: Service, planned: Plan, owner: str) -> dict[str, Any]:
 
 async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Response, owner: str
                               ) -> AsyncIterator[bytes]:
-    """Upstream's events byte by byte; scores of probes between them as they come, and ours before ``data: [DONE]``."""
-    finder, ended, tail = DoneFinder(), False, b""
+    """Upstream's events byte by byte; scores of probes between them as they come, and ours before ``data: [DONE]``, or
+    in the event that is the protocol's last.
+    """
+    protocol = planned.protocol
+    finder, ended, tail = DoneFinder(protocol.ends), False, b""
     scores = ScoreEvents(service, planned, owner)
     try:
         async with scores:
-            async for chunk in scores.beside(answer.aiter_bytes()):
+            chunks = scores.beside(answer.aiter_bytes())
+            async for chunk in chunks:
                 before, done = finder.feed(chunk)
                 if before:
                     tail = (tail + before)[-_TAIL_BYTES:]
                     yield before
                 if done:
-                    last = await _event(service, planned, tail, owner)  # the captures are final now: so are the scores
-                    async for events in scores.rest(tail):
+                    while protocol.place is not None and b"\n\n" not in done:  # the event must be whole
+                        if (more := await anext(chunks, None)) is None:
+                            break
+                        done += more
+                    last = await _last(service, planned, tail, done, owner)
+                    async for events in scores.rest(tail):  # the captures are final now: so are the scores
                         yield events
-                    yield last
                     ended = True
-                    yield done
+                    yield last
                 elif tail.endswith(b"\n\n") and (events := scores.ready(tail)):  # no event of upstream is half sent
                     yield events
             if rest := finder.rest():
                 yield rest
     except (httpx.HTTPError, httpx.StreamError) as error:
         failure = broken(service, error)
-        yield _sse({"error": {"message": failure.message, "type": "server_error", "param": None, "code": failure.code}})
+        yield protocol.event("error", {"error": {"message": failure.message, "type": "server_error", "param": None,
+                                                 "code": failure.code}})
     finally:
         if not ended:
             service.spawn(settle(service, planned.ids, "the stream ended before the engine began"))
 
 
-async def _event(service: Service, planned: Plan, tail: bytes, owner: str) -> bytes:
-    """A chunk without choices, otherwise like the last one: clients take a chunk's usage as the final one."""
-    last = last_event(tail)
+async def _last(service: Service, planned: Plan, tail: bytes, done: bytes, owner: str) -> bytes:
+    """The end of a stream, ``done`` being upstream's: with the field in its last event, or in one of our own before it.
+
+    That is a chunk without choices, otherwise like the last one: clients take a chunk's usage as the final one.
+    """
     field = await _field(service, planned, owner)
     if planned.probes:
         field["scores"] = await missing_scores(service, planned, owner)
-    event = {"id": planned.response_id, "object": "capture", "created": last.get("created", int(time.time())),
+    protocol = planned.protocol
+    if protocol.place is not None:
+        event, blank, rest = done.partition(b"\n\n")
+        return protocol.named(event, field) + blank + rest
+    last = last_event(tail)
+    chunk = {"id": planned.response_id, "object": "capture", "created": last.get("created", int(time.time())),
              "model": last.get("model", ""), "choices": [], "capture": field}
-    return _sse(event if last.get("usage") is None else {**event, "usage": last["usage"]})
-
-
-def _sse(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+    return protocol.event("capture", chunk if last.get("usage") is None else {**chunk, "usage": last["usage"]}) + done
 
 
 def _copy(answer: httpx.Response, content: bytes) -> Response:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.live.waiting import poll
 from api.service import check_ref, owner_of, service_of
-from api.waiting import poll
-from schemas.control import Hold
+from schemas.wire.messages import Hold
 
 router = APIRouter()
 

@@ -16,16 +16,17 @@ from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from api.errors import ApiError, BadParam, body, status_of
-from api.follower import Follower, choose
-from api.sending import Bounded
+from api.live.follower import Follower, choose
+from api.live.waiting import FINAL, poll
 from api.service import Service, check_ref, owner_of, service_of
-from api.slice_formats import cast
-from api.slice_query import SiteQuery, check_known, one_of, parse_site_query
-from api.waiting import FINAL, poll
+from api.slices.formats import cast
+from api.slices.query import SiteQuery, check_known, one_of, parse_site_query
+from api.slices.sending import Bounded
 from schemas import limits
 from schemas.errors import NotFoundError, TapError
 from schemas.manifest import Manifest
-from schemas.reader import LiveRows, Progress, StoreReader
+from schemas.read.reader import LiveRows, Progress, StoreReader
+from schemas.sites import names_of
 
 router = APIRouter()
 log = logging.getLogger("vllm_tap.api")
@@ -129,9 +130,10 @@ class _Watched:
     def _follow(self, manifest: Manifest) -> list[Follower] | None:
         if not manifest.resolved:
             return None
-        layers = manifest.resolved["layers"]
+        layers, names = manifest.resolved["layers"], names_of(manifest.engine)
+        sites = [(names.get(site, site), layer) for site, layer in self.sites]
         return [Follower(self.capture, self.owner, SiteQuery([(site, layer)], []), 0, self._event)
-                for site, layer in self.sites if layers.get(site) and layer in (None, *layers[site])]
+                for site, layer in sites if layers.get(site) and layer in (None, *layers[site])]
 
     def _event(self, site: str, rows: LiveRows) -> bytes:
         return _event("rows", _row_event(self.capture, site, rows, "float32"))

@@ -12,18 +12,18 @@ from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
 from api.errors import BadParam, Json
+from api.generate.token_text import texts
+from api.generate.upstream import ClientGone, read_body
+from api.live.waiting import FINAL
 from api.measures import MEASURES, Cells, Pair, cells, read_direction
 from api.service import check_ref, owner_of, service_of
-from api.slice_query import SliceQuery, check_known, one_of, parse_slice_query
-from api.slice_reading import end_of, past_the_end, sole
-from api.token_text import texts
-from api.upstream import ClientGone, read_body
-from api.waiting import FINAL
+from api.slices.query import SliceQuery, check_known, one_of, parse_slice_query
+from api.slices.reading import end_of, past_the_end, sole
 from schemas import limits
-from schemas.control import EngineInfo
 from schemas.errors import LimitError, NotFoundError
 from schemas.manifest import Manifest
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
+from schemas.wire.messages import EngineInfo
 
 router = APIRouter()
 
@@ -174,7 +174,7 @@ def _chosen(manifest: Manifest, query: SliceQuery) -> tuple[str, list[int]]:
     if not captured:
         raise NotFoundError(f"capture {manifest.id} is {manifest.status} and has no rows")
     first = SliceQuery(query.sites or [(next(iter(captured)), None)], query.layers, 0, None, "", "", None, 0)
-    (site, layers), = first.choose(captured, int(manifest.engine.get("n_layers", 0))).items()
+    (site, layers), = first.choose(captured, manifest.engine).items()
     return site, layers
 
 

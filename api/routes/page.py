@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-import mimetypes
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
-
-import xxhash
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from api.entity_tags import same_entity
+from api.page_files import FILES, HEADERS
+from api.slices.entity_tags import same_entity
 
-__all__ = ["FILES", "router"]
+__all__ = ["router"]
 
 router = APIRouter(include_in_schema=False)
-
-_FOLDER: Final = Path(__file__).parents[1] / "page"
-_HEADERS: Final = {
-    # A key may be typed in here: nothing but these files runs, and nothing but this service is asked.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-                               "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # asked for each time, sent only where it has changed
-}
-_TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".md": "text/plain",
-                 ".svg": "image/svg+xml"}
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    data: bytes
-    media_type: str
-    etag: str
-
-
-def _load(path: Path) -> _File:
-    data = path.read_bytes()
-    media_type = _TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    return _File(data, media_type, f'"{xxhash.xxh3_64_hexdigest(data)}"')
-
-
-FILES: Final = {  # what a browser may ask for without a key, by path
-    **{f"/page/{path.relative_to(_FOLDER).as_posix()}": _load(path) for path in _FOLDER.rglob("*") if path.is_file()},
-    "/": _load(_FOLDER / "index.html"),
-}
-
 
 @router.get("/")
 @router.get("/page/{name:path}")
@@ -58,7 +20,7 @@ async def page(request: Request) -> Response:
     file = FILES.get(request.scope["path"])
     if file is None:
         raise HTTPException(404)
-    headers = {**_HEADERS, "ETag": file.etag}
+    headers = {**HEADERS, "ETag": file.etag}
     if same_entity(request, file.etag):
         return Response(status_code=304, headers=headers)
     return Response(file.data, headers=headers, media_type=file.media_type)

@@ -13,17 +13,17 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.entity_tags import same_entity
 from api.errors import ApiError, BadParam
-from api.sending import tell_stalled
+from api.live.waiting import FINAL, poll
 from api.service import check_ref, owner_of, service_of
-from api.slice_formats import DTYPES, FORMATS, MEDIA_TYPES
-from api.slice_query import SliceQuery, parse_slice_query
-from api.slice_reading import Answer, Held, captured, end_of, past_the_end, read_slices, slice_bytes, sole
+from api.slices.entity_tags import same_entity
+from api.slices.formats import DTYPES, FORMATS, MEDIA_TYPES
+from api.slices.query import SliceQuery, parse_slice_query
+from api.slices.reading import Answer, Held, captured, end_of, past_the_end, read_slices, slice_bytes, sole
+from api.slices.sending import tell_stalled
 from api.slow_heads import ENDS_WHAT_IT_CLOSES
-from api.waiting import FINAL, poll
 from schemas.manifest import Manifest
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from schemas.sites import SITES
 
 
@@ -88,7 +88,7 @@ def _rows_there(manifest: Manifest, query: SliceQuery) -> bool:
     """Whether every position before ``query.stop`` of what is asked is there, or known to be missing."""
     if query.wait != "rows" or query.stop is None or manifest.end < query.stop:
         return False
-    chosen = query.choose(captured(manifest), int(manifest.engine.get("n_layers", 0)))
+    chosen = query.choose(captured(manifest), manifest.engine)
     return not any(
         gap.start < query.stop and gap.stop > query.start and gap.reason == "pending"
         for row in manifest.rows if row.layer in chosen.get(row.site, ()) for gap in row.missing
@@ -101,7 +101,7 @@ def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: Sl
     if not manifest.resolved:
         # Never begun, or failed: the reader knows which, and its NotFoundError says so.
         reader.slice(manifest.id, next(iter(SITES)), [0], owner=owner)
-    chosen = query.choose(captured(manifest), int(manifest.engine.get("n_layers", 0)))
+    chosen = query.choose(captured(manifest), manifest.engine)
     if query.format == "npy" and [len(layers) for layers in chosen.values()] != [1]:
         raise BadParam("format", "npy", "holds one array: name one site and one layer, or use safetensors or npz")
     if query.rejected and len(chosen) != 1:

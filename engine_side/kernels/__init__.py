@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine_side.cuda_calls import Function, Launched
+from engine_side.transport.cuda_calls import Function, Launched
 from schemas import codecs
 from schemas.errors import SpecError
 

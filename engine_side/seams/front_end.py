@@ -19,10 +19,11 @@ from typing import Any, Final
 
 import msgspec
 
-from engine_side import front
 from engine_side.config import EngineConfig, from_environment
+from engine_side.front import admission
+from engine_side.front.ticket import COUNT_KEY, KEY, LISTED_KEY, find
 from engine_side.seams.patching import wrap_when_imported
-from engine_side.ticket import COUNT_KEY, KEY, LISTED_KEY, find
+from engine_side.tap.architectures import lens_names
 from schemas.errors import SpecError, StartError
 from schemas.probes import load_probe
 from schemas.sites import SITES, layers_by_site
@@ -65,12 +66,12 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             self.vllm_tap_shape = _shape(self.vllm_config.model_config, self.vllm_tap)
             if self.vllm_tap.capture_all:
                 _check_capture_all(self.vllm_tap.capture_all, self.vllm_tap_shape)
-            front.use(self.vllm_tap.endpoint, self.vllm_tap.curve)
+            admission.use(self.vllm_tap.endpoint, self.vllm_tap.curve)
 
     return init
 
 
-def _shape(model: Any, config: EngineConfig) -> front.Shape:
+def _shape(model: Any, config: EngineConfig) -> admission.Shape:
     """The widths that the model's own configuration states; those of experts differ too much to be read off it."""
     text, head = model.hf_text_config, model.get_head_size()
     dense = not any("expert" in name and not name.startswith("_") for name in vars(text))
@@ -78,15 +79,18 @@ def _shape(model: Any, config: EngineConfig) -> front.Shape:
              "kv_heads": model.get_total_num_kv_heads() * head,
              "mlp": getattr(text, "intermediate_size", None) if dense else None}
     widths = {site: known.get(SITES[site].width) for site in layers_by_site(config.arm)}
+    if "embed" in widths:  # some are projected to the hidden size
+        widths["embed"] = getattr(text, "word_embed_proj_dim", None) or known["hidden"]
     probes = {probe.name: load_probe(probe).about for probe in config.probes}
-    return front.Shape(armed_at(config.arm, model.get_total_num_hidden_layers(), head, probes),
+    return admission.Shape(armed_at(config.arm, model.get_total_num_hidden_layers(), head, probes,
+                                lens_names(model.architectures)),
                        {site: width for site, width in widths.items() if isinstance(width, int) and width > 0})
 
 
-def _check_capture_all(spec: str, shape: front.Shape) -> None:
+def _check_capture_all(spec: str, shape: admission.Shape) -> None:
     """Refused now rather than at the first request."""
     try:
-        front.resolve_spec(spec, shape)
+        admission.resolve_spec(spec, shape)
     except SpecError as error:
         raise StartError(f"vllm-tap: VLLM_ACT_CAPTURE asks for every request what this model cannot have: {error}"
                          ) from None
@@ -108,7 +112,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         own = KEY in extra
         # Without a spec there is no id that the prompts of a list could share, and no such mark.
         listed = _COMPLETION.fullmatch(request_id) if LISTED_KEY in extra else None
-        text = front.admit(extra[KEY] if own else self.vllm_tap.capture_all, extra.get(COUNT_KEY), n=params.n,
+        text = admission.admit(extra[KEY] if own else self.vllm_tap.capture_all, extra.get(COUNT_KEY), n=params.n,
                            prompt_number=int(listed[1]) if listed else 0, shape=self.vllm_tap_shape)
         rest = {key: value for key, value in extra.items() if key not in (KEY, COUNT_KEY, LISTED_KEY)}
         try:
@@ -116,13 +120,13 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             if request.prompt_token_ids is None and own:
                 raise SpecError("", extra[KEY], "a prompt of embeddings has no token ids, which every row is named by")
         except BaseException:
-            front.forget(text)
+            admission.forget(text)
             raise
         if request.prompt_token_ids is None:
-            front.forget(text)
+            admission.forget(text)
             return request
         if (adapter := getattr(request, "lora_request", None)) is not None:
-            text = front.with_adapter(text, str(adapter.lora_name))
+            text = admission.with_adapter(text, str(adapter.lora_name))
         request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), KEY: text}
         return request
 
@@ -169,12 +173,13 @@ def _is_captured(processor: Any, extra: dict[str, Any], params: Any, in_pieces: 
     # One that was made before anything of ours was installed knows nothing of it.
     config = getattr(processor, "vllm_tap", None)
     if KEY not in extra:
+        admission.check_names(extra)
         # What asks for a pooled vector has no samples, and no tokens to capture.
         return config is not None and bool(config.capture_all) and hasattr(params, "n") and not in_pieces
     if config is None:
         raise SpecError("", extra[KEY], "this engine was started without taps; make it inside "
                                         "vllm_tap.recording(), or with VLLM_TAP_ENDPOINT set")
-    front.check_in_use(config.endpoint)
+    admission.check_in_use(config.endpoint)
     if in_pieces:  # where it ends is not known when rows are chosen
         raise SpecError("", extra[KEY], "a streamed prompt cannot be captured; send it whole")
     return True
@@ -220,7 +225,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
         capture = getattr(self, "vllm_tap_capture", None)
         if finish_reason is not None and capture is not None:
             try:
-                front.report_finish(capture, str(finish_reason), stop_reason,
+                admission.report_finish(capture, str(finish_reason), stop_reason,
                                     list(self.detokenizer.output_token_ids))
             except Exception:
                 logger.exception("vllm-tap: the end of %s as its client saw it was not reported", capture)

@@ -1,6 +1,8 @@
 """The model loader: taps go in after the weights are there and before anything is compiled or profiled.
 
-Wraps ``BaseModelLoader.load_model`` and the workers' ``compile_or_warm_up_model``, where the self-test runs.
+Wraps ``BaseModelLoader.load_model`` and the workers' ``compile_or_warm_up_model``, where the self-test runs. Where vLLM
+is to serve adapters it puts layers of its own around those of the model, which call them in another way: taps wait for
+that (``load_lora_model``), and go into what the model has then.
 """
 
 from __future__ import annotations
@@ -16,25 +18,43 @@ from engine_side import worker
 from engine_side.config import from_environment
 from engine_side.seams.patching import when_imported, wrap, wrap_when_imported
 from engine_side.seams.self_test import self_test
-from engine_side.seams.tapping import tap_model
+from engine_side.seams.tapping import check, tap_model
+from schemas.errors import StartError
 
 
 def connect() -> None:
     """Install the wrappers."""
     wrap_when_imported("vllm.model_executor.model_loader.base_loader", {"BaseModelLoader.load_model": _load_model})
+    wrap_when_imported("vllm.v1.worker.lora_model_runner_mixin", {
+        "LoRAModelRunnerMixin.load_lora_model": _load_lora_model,
+    })
     when_imported("vllm.v1.worker.gpu_worker", lambda module: _wrap_worker(module, "Worker"))
     when_imported("vllm.v1.worker.cpu_worker", lambda module: _wrap_worker(module, "CPUWorker"))
 
 
 def _load_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        model = original(self, vllm_config, model_config, *args, **kwargs)
         config = from_environment()
-        if config is not None and model_config is vllm_config.model_config and not _drafts(vllm_config):
+        if config is None or model_config is not vllm_config.model_config or _drafts(vllm_config):
+            return original(self, vllm_config, model_config, *args, **kwargs)
+        check(vllm_config, config)  # reading the weights may take minutes
+        model = original(self, vllm_config, model_config, *args, **kwargs)
+        if vllm_config.lora_config is None:
             tap_model(model, vllm_config, config)
         return model
 
     return load_model
+
+
+def _load_lora_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def load_lora_model(self: Any, model: nn.Module, vllm_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        adaptable = original(self, model, vllm_config, *args, **kwargs)
+        config = from_environment()
+        if config is not None and not _drafts(vllm_config):
+            tap_model(adaptable, vllm_config, config)
+        return adaptable
+
+    return load_lora_model
 
 
 def _drafts(vllm_config: Any) -> bool:
@@ -47,6 +67,10 @@ def _drafts(vllm_config: Any) -> bool:
 def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
+        if worker.CURRENT is None and from_environment() is not None:
+            raise StartError("vllm-tap: this engine's model was loaded, and no tap is in it: load_format="
+                             f"{self.vllm_config.load_config.load_format} does not come by "
+                             "BaseModelLoader.load_model; choose another")
         if worker.CURRENT is not None:
             self_test(self.model_runner, worker.CURRENT)
             kind = type(self.model_runner)

@@ -8,13 +8,16 @@ which makes new tensors, and not where vLLM is told to fuse norm and rotation in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from engine_side.seams import residuals
+from engine_side.seams.fusions import fuses, multiplies
+from engine_side.tap import taps
+from engine_side.tap.architectures import Point, of_model
 
 BUFFER = "vllm_tap_straight"
 
@@ -44,10 +47,20 @@ def find(model: nn.Module, passes: Any) -> dict[int, Callable[[Any, torch.Tensor
 
     ``passes``: vLLM's choice of what its compiler fuses (``compilation_config.pass_config``).
     """
-    if residuals.fuses(passes, "qk_norm_rope"):
+    if fuses(passes, "qk_norm_rope"):
         return {}
     return {id(module.qkv_proj): write_into for module in model.modules()
             if _normed(module) and _plain(module.qkv_proj)}
+
+
+def copied_where_quantized(points: Iterable[Point]) -> list[Point]:
+    """``points`` whose operand a projection reads from staging only if it multiplies the row as it is.
+
+    One that quantizes it first may, fused with the activation, take numbers that were never rounded to a row: from
+    staging it would make other codes (1.6 % of them in fp8) than without a tap.
+    """
+    return [replace(point, rule="copied operand") if point.rule == "operand" and not multiplies(point.module)
+            else point for point in points]
 
 
 def _normed(module: nn.Module) -> bool:
@@ -56,7 +69,9 @@ def _normed(module: nn.Module) -> bool:
 
 
 def _plain(projection: Any) -> bool:
-    """Whether a projection is ``F.linear`` on a GPU; quantized, packed or replaced ones are copied."""
+    """Whether a projection is ``F.linear`` on a GPU; quantized, packed or adapted ones are copied."""
+    if of_model(projection) is not projection:
+        return False  # adapters add to the product in place, and call it with the layer inside
     try:
         from vllm import envs
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -74,8 +89,7 @@ def _plain(projection: Any) -> bool:
 def write_into(projection: Any, buffer: torch.Tensor) -> None:
     """From now on the product of ``projection`` lies in ``buffer`` [tokens, width], its first rows."""
     projection.register_buffer(BUFFER, buffer, persistent=False)
-    method = type(projection.quant_method)
-    projection.quant_method.__class__ = type(method.__name__, (method,), {"apply": _apply})
+    taps.put(projection.quant_method, "apply", _apply)
 
 
 def _apply(_method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from engine_side import taps
-from engine_side.architectures import Point
-from engine_side.staging import Staging
+from engine_side.seams.fusions import fuses
+from engine_side.tap import taps
+from engine_side.tap.architectures import Point
+from engine_side.tap.staging import Staging
 
 
 def read_back(carried: Iterable[tuple[tuple[nn.Module, nn.Module], Point]], staging: Staging, vllm_config: Any) -> int:
@@ -43,14 +44,6 @@ def functional(vllm_config: Any) -> bool:
                 and vllm_config.parallel_config.tensor_parallel_size == 1)
     except (ImportError, AttributeError, IndexError):
         return False
-
-
-def fuses(passes: Any, *parts: str) -> bool:
-    """Whether vLLM's compiler is told to fuse something that has one of ``parts`` in its name.
-
-    ``passes``: ``compilation_config.pass_config``.
-    """
-    return any(chosen and any(part in name for part in parts) for name, chosen in vars(passes).items())
 
 
 def _cut(compilation: Any) -> bool:

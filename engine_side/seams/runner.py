@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 
 from engine_side import worker
-from engine_side.recorder import Step
+from engine_side.front.ticket import find
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED
-from engine_side.ticket import find
+from engine_side.step.recorder import Step
 from schemas.errors import StartError
 
 logger = logging.getLogger("vllm.tap")

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from engine_side import worker
-from engine_side.recorder import End
+from engine_side.front.ticket import find
 from engine_side.seams.patching import wrap_when_imported
-from engine_side.ticket import find
+from engine_side.step.recorder import End
 
 logger = logging.getLogger("vllm.tap")
 

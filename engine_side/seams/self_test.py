@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
-from engine_side.architectures import Entry
 from engine_side.seams.runner import check_wrapped, input_ids
-from engine_side.staging import Staging
+from engine_side.seams.unchanged import check_homes
+from engine_side.tap.architectures import Entry, Sum
+from engine_side.tap.staging import Staging
 from engine_side.worker import Worker
 from schemas.errors import StartError
 
 logger = logging.getLogger("vllm.tap")
 
 _ROWS: Final = 2
+_ROUNDINGS: Final = 8  # of a sum, in units of the dtype: vLLM makes it in that, or in float32
 
 
 def self_test(runner: Any, current: Worker) -> None:
     """Run steps of the compiled model (on CUDA: replay its graph) on poisoned staging; StartError says what is wrong.
 
-    Every armed tap must have written, and the rows that enter the first block must be those of the embedding table,
-    bit for bit. All of it twice: the first step may still record a graph, the second replays it.
+    Every armed tap must have written, the rows that enter the first block must be those of the embedding table, bit
+    for bit, and the stream after attention and MLP must be the sum of what went into it. All of it twice: the first
+    step may still record a graph, the second replays it.
     """
     check_wrapped(type(runner))
     if getattr(runner, "adaptive_verification", None) is not None:
@@ -30,6 +34,7 @@ def self_test(runner: Any, current: Worker) -> None:
                          "nobody can say whose they are: switch it off in speculative_config")
     where = f"{type(runner).__module__}.{type(runner).__name__}"
     check_model(current.model, runner.get_model(), where)
+    check_homes(current.checks.homes, current.model)
     for _ in range(2):
         current.staging.poison()
         with torch.inference_mode():
@@ -41,8 +46,9 @@ def self_test(runner: Any, current: Worker) -> None:
                     f"vllm-tap: after a step of the compiled model these taps had written nothing: {', '.join(dead)}; "
                     f"looked for them in {where}. A stale compile cache (VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or "
                     "a fused module that bypasses forward does that")
-            if current.entry is not None and _takes_token_ids(runner):
-                _check_entry(current.staging, current.entry, input_ids(runner)[:_ROWS], where)
+            if current.checks.entry is not None and _takes_token_ids(runner):
+                _check_entry(current.staging, current.checks.entry, input_ids(runner)[:_ROWS], where)
+            check_sums(current.staging, current.checks.sums, _ROWS, where)
     logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
                 current.info.model)
 
@@ -63,7 +69,33 @@ def _check_entry(staging: Staging, entry: Entry, ids: torch.Tensor, where: str) 
             f"vllm-tap: after a step of the compiled model the rows of {', '.join(f'{site}.0' for site in wrong)} are "
             f"not those of the embedding table for the tokens {ids.tolist()} that the model was given; looked at "
             f"{entry.path} in {where}. A model that changes its embeddings before the first block needs an entry of "
-            "its own in engine_side/architectures.py; otherwise rows are not where this vLLM says they are")
+            "its own in engine_side/tap/architectures.py; otherwise rows are not where this vLLM says they are")
+
+
+def check_sums(staging: Staging, sums: Sequence[Sum], rows: int, where: str) -> None:
+    """StartError where rows are not the sum that they must be. A dummy step's attention may leave anything in memory:
+    rows that are no numbers show nothing, and where it leaves zeros only what the MLP adds is held to account.
+    """
+    def staged(place: tuple[str, int]) -> torch.Tensor:
+        site, layer = place
+        return staging.buffers[site][staging.index(site, layer), :rows].float()
+
+    for each in sums:
+        total, terms = staged(each.total), [staged(term) for term in each.terms]
+        length = sum((term.norm(dim=-1) for term in terms), total.norm(dim=-1))
+        error = (total - sum(terms)).norm(dim=-1)
+        allowed = _ROUNDINGS * torch.finfo(staging.buffers[each.total[0]].dtype).eps * length
+        if bool((length.isfinite() & (error > allowed)).any()):
+            off = float((error / length).nan_to_num().max())
+            raise StartError(
+                f"vllm-tap: after a step of the compiled model {_named(each.total)} is not "
+                f"{' + '.join(map(_named, each.terms))}: the rows are off by {off:.1e} of their length; looked "
+                f"at them in {where}. One of these sites is not what it is called on this model: its configuration has "
+                "a switch that engine_side/tap/switches.py does not know, or this vLLM computes it otherwise")
+
+
+def _named(place: tuple[str, int]) -> str:
+    return f"{place[0]}.{place[1]}"
 
 
 def _takes_token_ids(runner: Any) -> bool:

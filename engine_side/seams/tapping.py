@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,17 +12,26 @@ import xxhash
 from torch import nn
 
 from engine_side import worker
-from engine_side.architectures import SHARED_OUT, Point, find_carried, find_entry, find_points
-from engine_side.config import TAP_VERSION, TESTED_VERSIONS, EngineConfig, in_tested_range
-from engine_side.probes import scorer
-from engine_side.seams import projections, residuals
-from engine_side.staging import Staging, allocate
-from engine_side.taps import install
-from schemas.control import EngineInfo
+from engine_side.config import TAP_VERSION, EngineConfig, untested
+from engine_side.seams import fusions, projections, residuals, unchanged
+from engine_side.tap.architectures import (
+    BY_TRANSFORMERS,
+    SHARED_OUT,
+    Point,
+    family_of,
+    find_carried,
+    find_entry,
+    find_points,
+    find_sums,
+)
+from engine_side.tap.probe_scores import scorer
+from engine_side.tap.staging import Staging, allocate
+from engine_side.tap.taps import install
 from schemas.errors import StartError
 from schemas.probes import LoadedProbe, Registered, load_probe
 from schemas.sites import PROBE, SITES, has_heads, layers_by_site
 from schemas.spec import Armed
+from schemas.wire.messages import EngineInfo
 
 logger = logging.getLogger("vllm.tap")
 
@@ -32,15 +41,15 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     probes = {probe: load_probe(probe) for probe in config.probes}
     asked = layers_by_site(config.arm)
     tapped = tuple(dict.fromkeys([*asked, *(loaded.about.site for loaded in probes.values())]))
-    _refuse(vllm_config, list(asked), tapped)
-    _warn(config)
+    _warn(config, next(model.parameters()).device)
     model_config = vllm_config.model_config
     architectures, n_layers = list(model_config.architectures), model_config.get_total_num_hidden_layers()
-    find = partial(find_points, model, architectures, n_layers=n_layers, hidden=model_config.get_hidden_size())
+    family = family_of(architectures, model_config.hf_text_config)
+    find = partial(find_points, model, family, architectures, n_layers=n_layers, hidden=model_config.get_hidden_size())
     points = armed_points(asked, find)
     armed = Armed({site: [point.layer for point in points if point.site == site] for site in asked}, n_layers,
                   dict.fromkeys(filter(has_heads, asked), model_config.get_head_size()),
-                  {probe.name: loaded.about for probe, loaded in probes.items()})
+                  {probe.name: loaded.about for probe, loaded in probes.items()}, dict(family.names))
     points += probe_points(probes, points, find)
     layers = {site: [point.layer for point in points if point.site == site] for site in tapped}
     widths = {point.site: point.width for point in points}
@@ -49,15 +58,30 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     staging, scratch = allocate(widths, layers, _tokens_max(vllm_config), dtype, device, config.staging_bytes_max,
                                 config.scratch_bytes)
     _make_scorers(probes, staging, model, device)
-    install(points, staging, projections.find(model, vllm_config.compilation_config.pass_config))
-    residuals.read_back(find_carried(model, architectures, points), staging, vllm_config)
-    worker.start(config, _info(model, vllm_config, armed, points, staging), model, staging,
-                 find_entry(model, architectures, tuple(site for site in asked if 0 in armed.sites[site])), scratch,
+    classes, homes = unchanged.classes(model), unchanged.homes(model, points)
+    compilation = vllm_config.compilation_config
+    fusions.warn(fusions.computed_apart(points, compilation))
+    install(projections.copied_where_quantized(points), staging, projections.find(model, compilation.pass_config))
+    residuals.read_back(find_carried(model, family, points), staging, vllm_config)
+    unchanged.check_classes(classes, model)
+    checks = worker.Checks(homes, find_entry(model, family, tuple(site for site in asked if 0 in armed.sites[site])),
+                           find_sums(family, layers))
+    worker.start(config, _info(model, vllm_config, armed, points, staging), model, checks, staging, scratch,
                  device, leads=_tensor_parallel_rank() == 0)
 
 
-def _refuse(vllm_config: Any, arm: Sequence[str], tapped: Sequence[str]) -> None:
-    """StartError where vLLM would run the model so that a rank lacks rows, has parts of them, or overwrites some."""
+def check(vllm_config: Any, config: EngineConfig) -> None:
+    """StartError for what is known before the weights are read: that vLLM would run the model so that a rank lacks
+    rows, has parts of them, or overwrites some, or that it would run another's code.
+    """
+    arm = list(layers_by_site(config.arm))
+    tapped = list(dict.fromkeys([*arm, *(load_probe(probe).about.site for probe in config.probes)]))
+    model_config = vllm_config.model_config
+    if "transformers" in str(getattr(model_config, "model_impl", "")) and not (
+            BY_TRANSFORMERS & set(model_config.architectures)):
+        raise StartError("vllm-tap: model_impl='transformers': taps know vLLM's own code of "
+                         f"{', '.join(model_config.architectures)}; leave it out")
+    family_of(list(model_config.architectures), model_config.hf_text_config)
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise StartError(f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}: valid: 1")
@@ -79,11 +103,10 @@ def _refuse(vllm_config: Any, arm: Sequence[str], tapped: Sequence[str]) -> None
                          f"those of every rank; arm other sites than {', '.join(ids)}, or run without")
 
 
-def _warn(config: EngineConfig) -> None:
+def _warn(config: EngineConfig, device: torch.device) -> None:
     """What whoever starts the engine should know."""
-    if not in_tested_range(_vllm_version()):
-        logger.warning("vllm-tap: vLLM %s is outside the tested range %s to %s; the self-test decides", _vllm_version(),
-                       *(".".join(map(str, version)) for version in TESTED_VERSIONS))
+    if warning := untested(_vllm_version(), device.type != "cpu"):
+        logger.warning("vllm-tap: %s", warning)
     if config.capture_all:
         logger.warning("vllm-tap: every request that brings no spec is captured: %s", config.capture_all)
 
@@ -187,7 +210,9 @@ def _tokens_max(vllm_config: Any) -> int:
 def _fingerprint(model: nn.Module, model_config: Any) -> str:
     """xxh3 of the model's configuration and of the first bytes of a few of its parameters."""
     digest = xxhash.xxh3_128(model_config.hf_config.to_json_string().encode())
-    parameters = sorted(model.named_parameters(), key=lambda item: item[0])
+    # The same with vLLM's layers for adapters around the model's own.
+    named = ((name.replace(".base_layer.", "."), parameter) for name, parameter in model.named_parameters())
+    parameters = sorted(named, key=lambda item: item[0])
     for name, parameter in parameters[:: max(1, len(parameters) // 16)]:
         digest.update(name.encode())
         digest.update(parameter.detach().flatten()[:256].float().cpu().numpy().tobytes())

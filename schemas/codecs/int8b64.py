@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream, index_dtype
-from schemas.native_loops import loops_for
+from schemas.native.native_loops import loops_for
 
 BLOCK: Final = 64
 OUTLIERS: Final = 8

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
-from schemas.native_loops import loops_for
+from schemas.native.native_loops import loops_for
 
 _NUMBERS_A_PIECE: Final = 256  # of them NumPy takes as much longer than machine code as Python does of one hash
 

@@ -55,6 +55,26 @@ def _changed_embeddings() -> dict[str, Any]:
     return {**_tiny(), "enforce_eager": True}
 
 
+def _scaled_mlp() -> dict[str, Any]:
+    """A model that is not quite what its name says: it adds less to the stream than its MLP returns."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
+
+    class ScalingLayer(Qwen3DecoderLayer):  # type: ignore[misc]
+        def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
+            hidden_states, residual = super().forward(positions, hidden_states, residual)
+            return 0.22 * hidden_states, residual
+
+    class ScalingModel(Qwen3ForCausalLM):  # type: ignore[misc]
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            for layer in self.model.layers:
+                layer.__class__ = ScalingLayer
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", ScalingModel)
+    return {**_tiny(), "enforce_eager": True}
+
+
 def _unknown_architecture() -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps({
@@ -74,7 +94,7 @@ def _sharded() -> dict[str, Any]:
     return {**_tiny(), "tensor_parallel_size": 2}
 
 
-CASES = {"sharded": _sharded, "bypassed": _bypassed_attention, "changed": _changed_embeddings,
+CASES = {"sharded": _sharded, "bypassed": _bypassed_attention, "changed": _changed_embeddings, "scaled": _scaled_mlp,
          "unknown": _unknown_architecture, "tiny": _tiny}
 
 if __name__ == "__main__":

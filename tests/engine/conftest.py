@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from schemas.curve import make_sender
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
+from schemas.wire.curve import make_sender
 from tests.engine.engines import model
 from tests.engine.reference import Reference
 from tests.processes import free_port

@@ -159,7 +159,7 @@ def _spec(rng: random.Random, armed: list[str]) -> tuple[dict[str, Any], dict[st
     if rng.random() < 0.2:
         spec["codec"] = {site: rng.choice(CODECS) for site in sites if rng.random() < 0.7}
         codecs = {site: spec["codec"].get(site, "int8b64") for site in chosen}
-    positions = rng.choice(("default", "all", "prompt", "generated", "last", "last_prompt", "list", "ranges", "none"))
+    positions = rng.choice(("default", "all", "prompt", "generated", "last_prompt", "list", "ranges", "none"))
     if positions == "list":
         spec["positions"] = [rng.randint(0, rng.choice((20, 200, 100_000))) for _ in range(rng.randint(1, 9))]
     elif positions == "ranges":

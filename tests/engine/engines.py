@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine_side.plugin import register
 from schemas.errors import NotFoundError
 from schemas.ids import new_ulid
 from schemas.manifest import Manifest
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.engine.reference import Reference
 from vllm_tap.tiny_model import LAYERS, tiny_model
 
@@ -136,6 +137,8 @@ def in_this_process(yes: bool = True) -> Iterator[None]:
     """
     before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if yes else "1"
+    if yes:
+        register()  # vLLM loads plugins once a process: what a test before has loaded without a tap would stay so
     # Speculative decoding imports it; the next start of vLLM looks at what all modules have, and fails at this one.
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)
     if yes:

@@ -41,19 +41,52 @@ FAMILIES: dict[str, dict[str, Any]] = {
                  "use_parallel_residual": True},
 }
 
+# What else a configuration of a family may say: the family, and what differs.
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 128}
+_TIED = {"tie_word_embeddings": True}
+_WIDE = {"head_dim": 64}  # all heads together are wider than the stream
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3, **_TIED,
+                                **_WIDE}),
+    "mistral, wide heads": ("mistral", {"sliding_window": 32, **_WIDE}),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": _YARN, **_TIED}),
+    "qwen3, yarn": ("qwen3", {"rope_parameters": _YARN, **_TIED, **_WIDE}),
+    "phi3, half rotary": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 32, **_TIED}),
+    "gemma2, biases": ("gemma2", {"attention_bias": True, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 100,
+                                  "final_logit_softcapping": None, "sliding_window": 32,
+                                  "layer_types": ["full_attention", "sliding_attention", "full_attention"], **_WIDE}),
+    "gemma3, biases": ("gemma3_text", {"attention_bias": True, "query_pre_attn_scalar": 100, "sliding_window": 32,
+                                       "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+                                       **_WIDE}),
+    "mixtral, one expert": ("mixtral", {"num_experts_per_tok": 1, "sliding_window": 32, **_TIED, **_WIDE}),
+    "qwen3_moe, dense layers": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False, **_TIED, **_WIDE}),
+    "qwen3_moe, every second": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    # As opt-350m: norms after the additions, embeddings narrower than the stream.
+    "opt, norms after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 64}),
+    "opt, no last norm": ("opt", {"_remove_final_layer_norm": True, "enable_bias": False, "tie_word_embeddings": True,
+                                  "layer_norm_elementwise_affine": False, "activation_function": "gelu"}),
+    "gpt_neox, sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0}),
+}
+
 
 RECIPE = 1  # part of the cache key: raise it whenever the same configuration would give other weights
 
 
-def family_model(family: str, dtype: str) -> Path:
-    """The folder of a model of this family, made now or taken from the user's cache: compiled graphs go by its path."""
-    text = json.dumps([RECIPE, FAMILIES[family], transformers.__version__], sort_keys=True)
+def family_model(name: str, dtype: str) -> Path:
+    """The folder of a model of this family, or of a configuration of one, made now or taken from the user's cache:
+    compiled graphs go by its path.
+    """
+    family, more = CONFIGURATIONS.get(name, (name, {}))
+    said = {**FAMILIES[family], **more}
+    text = json.dumps([RECIPE, said, transformers.__version__], sort_keys=True)
     folder = cache_dir() / "families" / f"{family}-{dtype}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".building-", dir=folder.parent) as building:
             torch.manual_seed(7)
-            config = AutoConfig.for_model(family, **FAMILIES[family])
+            config = AutoConfig.for_model(family, **said)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             with torch.no_grad():
                 for parameter in model.parameters():

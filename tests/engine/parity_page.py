@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from schemas.sites import SITES
-from tests.engine.families import FAMILIES
+from schemas.sites import BY_MODEL, SITES
+from tests.engine.families import CONFIGURATIONS, FAMILIES
 from tests.engine.features import FEATURES
 
 Errors = dict[str, dict[str, dict[str, float]]]
@@ -95,9 +95,21 @@ def _machine(machine: str, run: dict[str, Any]) -> list[str]:
                            for family in families], None)
             for site in SITES if any(site in sites for features in errors.values() for sites in features.values())
         ]),
+        *_configurations(errors),
         "", "`–`: the architecture has no such site, or (on a GPU, in bfloat16) all its rows follow a router's choice, "
         "which a close call turns.", "",
     ]
+
+
+def _configurations(errors: Errors) -> list[str]:
+    shown = {name: errors[name][feature] for name in CONFIGURATIONS if name in errors for feature in errors[name]}
+    return [] if not shown else [
+        "", "### Other configurations: the worst site of a ragged batch\n",
+        "Switches that a family's code in vLLM knows, set otherwise than above. What is refused, and with which, is "
+        "[in the limits](limits.md#configurations).", "",
+        "| configuration | sites | worst | at | what differs |", "|---|---|---|---|---|",
+        *(f"| {name} | {len(sites)} | {max(sites.values()):.1e} | `{max(sites, key=lambda site: sites[site])}` | "
+          f"{', '.join(f'`{key}`' for key in CONFIGURATIONS[name][1])} |" for name, sites in shown.items())]
 
 
 LENS = """## TransformerLens
@@ -106,25 +118,33 @@ The same captures (CPU, float32) against {versions}, `TransformerBridge` with th
 or centred), by every name that a site is accepted under; the worst row of the worst layer. `make lens` regenerates
 this part.
 
-`ln_final.hook_normalized` is another value by convention: TransformerLens takes it before the norm's weight,
-`final_norm` is after it, which there is `ln_final.hook_out`. With `HookedTransformer`'s default processing (layer
-norms folded, weights centred) `resid_*`, `q`, `k`, `v`, `mlp_post` and `final_norm` differ: captures are of the
-model's own weights, as every manifest says under `meaning`. Heads of `q`, `k`, `v`, `z` lie side by side in a row:
-reshape to `[heads, head_dim]`. Rotary dimensions are in the order that Hugging Face uses in `q_rot` and `k_rot` too.
+`attn.hook_out` and `mlp.hook_out` are what a module itself returns: on Gemma `attn_out_raw` and `mlp_out_raw`,
+elsewhere the same as `hook_attn_out` and `hook_mlp_out`. `hook_embed` is after Gemma's scaling, `embed` before it:
+there the name is refused (`resid_pre` of layer 0 has such rows). These names are accepted where the model is known,
+in specs and for captures; `--arm`, probes and the loader take sites. `ln_final.hook_normalized` is refused:
+TransformerLens takes it before the norm's weight, `final_norm` is after it, which there is `ln_final.hook_out`. With
+`HookedTransformer`'s default processing (layer norms folded, weights centred) `resid_*`, `q`, `k`, `v`, `mlp_post`
+and `final_norm` differ: captures are of the model's own weights, as every manifest says under `meaning`. Heads of
+`q`, `k`, `v`, `z` lie side by side in a row: reshape to `[heads, head_dim]`. Rotary dimensions are in the order that
+Hugging Face uses in `q_rot` and `k_rot` too.
 """
 
 
 def _lens(run: dict[str, Any]) -> list[str]:
     errors: dict[str, dict[str, float]] = run["errors"]
-    families = list(errors)
-    rows = [(f"`{name}`", [errors[family].get(name) for family in families], f"`{site.name}`")
-            for site in SITES.values() for name in site.lens if any(name in errors[family] for family in families)]
-    return [LENS.format(versions=run["versions"]), *_table("name", families, rows, "site"), ""]
+    families = [family for family in FAMILIES if family in errors]
+    named = [(name, f"`{site.name}`") for site in SITES.values() for name in site.lens] + [
+        (name, " or ".join(f"`{site}`" for site in of.sites[:1 + ("{l}" in name)]))
+        for of in BY_MODEL.values() for name in of.lens]
+    rows = [(f"`{name}`", [errors[family].get(name) for family in families], site)
+            for name, site in named if any(name in errors[family] for family in families)]
+    return [LENS.format(versions=run["versions"]), *_table("name", families, rows, "site"), "",
+            "`–`: the architecture has no such site, or TransformerLens no such name.", ""]
 
 
 def _worst(errors: Errors, feature: str) -> str:
     error, site, family = max((error, site, family) for family, features in errors.items()
-                              for site, error in features.get(feature, {"": -1.0}).items())
+                              if family in FAMILIES for site, error in features.get(feature, {"": -1.0}).items())
     return f"`{site}` of {family}" if error >= 0 else "not run"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from schemas.errors import NotFoundError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.engine.accounts import Circumstances, Request, Rows, Seen, check, tell
 from tests.engine.coded_model import coded_model
 from tests.engine.draws import Setting

@@ -41,8 +41,9 @@ _BLOCKS: dict[str, dict[str, tuple[str, str]]] = {
         "z": ("self_attn.out_proj", "in"),
     },
     "gpt_neox": {
-        "resid_pre": ("", "in"), "resid_post": ("", "out"), "attn_out": ("attention", "out"),
-        "mlp_out": ("mlp", "out"), "mlp_post": ("mlp.dense_4h_to_h", "in"), "z": ("attention.dense", "in"),
+        "resid_pre": ("", "in"), "resid_mid": ("post_attention_layernorm", "in"), "resid_post": ("", "out"),
+        "attn_out": ("attention", "out"), "mlp_out": ("mlp", "out"), "mlp_post": ("mlp.dense_4h_to_h", "in"),
+        "z": ("attention.dense", "in"),
     },
 }
 
@@ -61,11 +62,13 @@ class Reference:
         for index, block in enumerate(base.layers):
             for site, (path, side) in _BLOCKS.get(kind, _LLAMA).items():
                 self._watch(block.get_submodule(path), side, site, index)
-            if kind in ("mixtral", "qwen3_moe"):
+            if kind in ("mixtral", "qwen3_moe") and hasattr(block.mlp, "experts"):  # some layers may be dense
                 block.mlp.gate.register_forward_hook(self._router(index))
             if kind == "phi3":
                 block.self_attn.qkv_proj.register_forward_hook(self._joint(index))
-        self._watch(base.final_layer_norm if kind in ("opt", "gpt_neox") else base.norm, "out", "final_norm", 0)
+        norm = base.final_layer_norm if kind in ("opt", "gpt_neox") else base.norm
+        if norm is not None:
+            self._watch(norm, "out", "final_norm", 0)
         self._embedding = self.model.get_input_embeddings()
         self._rotary()
 

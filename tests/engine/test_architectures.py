@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from engine_side.architectures import ARCHITECTURES
-from schemas.reader import StoreReader
+from engine_side.tap.architectures import ARCHITECTURES
+from schemas.read.reader import StoreReader
 from tests.engine import parity_page
 from tests.engine.engines import DTYPE, ON_GPU, Captured, Engine, in_this_process
-from tests.engine.families import FAMILIES, family_model
+from tests.engine.families import CONFIGURATIONS, FAMILIES, family_model
 from tests.engine.features import FEATURES, GROUPS, Feature, not_run, options
 from tests.engine.heads import check_heads
 from tests.engine.reference import Reference
@@ -37,10 +37,19 @@ SITES: dict[str, tuple[str, ...]] = {
     "opt": tuple(s for s in LLAMA if s not in ("q_rot", "k_rot")),
     "gpt_neox": ("resid_pre", "resid_post", "attn_out", "mlp_out", "mlp_post", "z", "embed", "final_norm"),
 }
+LACKS = {"opt, norms after": ("resid_mid", "final_norm"), "opt, no last norm": ("final_norm",)}
+DENSE = {"qwen3_moe, dense layers": (1,), "qwen3_moe, every second": (0, 2)}
+SITES |= {name: tuple(site for site in SITES[family] if site not in LACKS.get(name, ()))
+          for name, (family, _) in CONFIGURATIONS.items()}
+SITES["gpt_neox, sequential"] += ("resid_mid",)
 ONCE = ("embed", "final_norm")
+ROUTED = ("router_logits", "experts")
 TOLERANCE = 0.1 if ON_GPU else 1e-4
 TABLE = os.environ.get("TAP_PARITY")
-CHOSEN = os.environ.get("TAP_FAMILIES", "qwen3,gemma2,mixtral").replace("all", ",".join(SITES)).split(",")
+CHOSEN = os.environ.get("TAP_FAMILIES", "qwen3,gemma2,mixtral").replace("all", ",".join(FAMILIES)).split(",")
+# Without a table those in which a place is another than elsewhere.
+CONFIGURED = list(CONFIGURATIONS) if os.environ.get("TAP_FAMILIES") == "all" else [
+    "qwen3_moe, dense layers", "opt, norms after", "gpt_neox, sequential"]
 CELLS = [
     pytest.param(family, feature, id=f"{family}-{feature.name}".replace(" ", "_"))
     for family in CHOSEN for feature in FEATURES
@@ -97,7 +106,7 @@ def started(family: str, group: str, reader: StoreReader) -> Engine:
     from vllm import LLM
 
     # A model that vLLM runs by Hugging Face's classes changes them in place, for references too: another process then.
-    here = not ON_GPU and family != "gpt_neox"
+    here = not ON_GPU and not family.startswith("gpt_neox")
     folder = family_model(family, DTYPE)
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.3} if ON_GPU else {}
     with pytest.MonkeyPatch.context() as patch, in_this_process(here):
@@ -110,7 +119,7 @@ def started(family: str, group: str, reader: StoreReader) -> Engine:
 
 
 def test_every_architecture_of_the_table_has_a_row_here() -> None:
-    assert set(SITES) == set(FAMILIES)
+    assert set(SITES) == {*FAMILIES, *CONFIGURATIONS} and {of for of, _ in CONFIGURATIONS.values()} == set(FAMILIES)
     assert len(ARCHITECTURES) == len(FAMILIES)
 
 
@@ -126,12 +135,23 @@ def test_every_site(family: str, feature: Feature, engines: Engines, errors: par
     assert max(worst.values()) <= TOLERANCE, worst
 
 
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_every_site_of_other_configurations(name: str, engines: Engines, errors: parity_page.Errors) -> None:
+    engine, worst = engines.of(name, FEATURES[0].group), dict[str, float]()
+    for one in FEATURES[0].run(engine):
+        for site, error in site_errors(engine, one, name).items():
+            worst[site] = max(worst.get(site, 0.0), error)
+    errors[name] = {FEATURES[0].name: worst}
+    assert max(worst.values()) <= TOLERANCE, worst
+
+
 def site_errors(engine: Engine, one: Captured, family: str) -> dict[str, float]:
     """The worst relative error by site; asserts that every row is there which should be."""
     manifest, reference, worst = one.manifest, engine.reference.rows(one.tokens), {}
     assert manifest.status == "complete"
     assert {(entry.site, entry.layer) for entry in manifest.rows} == {
-        (site, layer) for site in SITES[family] for layer in ((0,) if site in ONCE else (0, 1, 2))}
+        (site, layer) for site in SITES[family] for layer in ((0,) if site in ONCE else (0, 1, 2))
+        if site not in ROUTED or layer not in DENSE.get(family, ())}
     # The last sampled token is never forwarded; an abort may come before or after its last token was.
     totals = {len(one.tokens) - 1} | ({len(one.tokens)} if manifest.finish_reason == "abort" else set())
     missing = [(0, manifest.cached, "prefix_cached")] if manifest.cached else []

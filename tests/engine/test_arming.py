@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 
 from engine_side import worker
 from engine_side.seams import runner
-from schemas.errors import SpecError
-from schemas.reader import StoreReader
+from schemas.errors import SpecError, StartError
+from schemas.read.reader import StoreReader
 from tests.engine.engines import DTYPE, ON_GPU, SHARED, Engine, in_this_process
 from tests.engine.families import family_model
 from tests.engine.features import RAW, tokens
@@ -26,6 +26,16 @@ PARAMS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "detokenize": Fal
 def as_on_a_gpu(recorder: Any, _: Any) -> None:
     """Rows that have to be chosen anew are taken with the next step."""
     recorder.alone = recorder.ahead = True
+
+
+@pytest.mark.timeout(300)
+def test_another_librarys_code_is_refused_before_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import LLM
+
+    monkeypatch.setenv("VLLM_TAP_ARM", "resid_post")
+    with in_this_process(), pytest.raises(StartError, match="model_impl='transformers': taps know vLLM's own code"):
+        LLM(str(family_model("llama", DTYPE)), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256,
+            model_impl="transformers", **SHARED)
 
 
 @pytest.mark.timeout(300)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from schemas.manifest import Manifest, Missing
-from schemas.reader import Slice, StoreReader
+from schemas.read.reader import Slice, StoreReader
 from tests.engine.accounts import Request, check, tell
 from tests.engine.coded_model import LAYERS, greedy, text, words
 from tests.engine.conftest import Store
@@ -70,7 +70,7 @@ def test_a_ragged_batch_in_chunks_with_many_specs_and_requests_without_one(llm: 
         (1, 2, 150, 47, 48, 49, 97), start=1)]
     layers = {"resid_post": (2,), "mlp_out": (0, 3)}
     named = ["blocks.2.hook_out", "mlp_out.0", "blocks.3.hook_mlp_out"]
-    for of, positions in enumerate(("prompt", "generated", "last", [0, 3, 70, 9999], [[10, 12], [30, 65]]), start=8):
+    for of, positions in enumerate(("prompt", "generated", "last_prompt", [0, 3, 70, 9999], [[10, 12], [30, 65]]), 8):
         requests.append(Request(prompt(of, 60), LONG, {**RAW, "sites": named, "positions": positions}, layers,
                                 dict.fromkeys(layers, "raw")))
         requests.append(Request(prompt(of + 8, 33), LONG))
@@ -93,7 +93,7 @@ def test_an_engine_that_rests_between_requests(llm: Any, reader: StoreReader) ->
     """Requests one after the other, each ended and in the store before the next: rows that a step hands over late, or
     to the next one, have none to follow. Captures come after steps that took nothing, and such steps after captures.
     """
-    short, last = {"max_tokens": 1}, {"spec": {"positions": "last"}}
+    short, last = {"max_tokens": 1}, {"spec": {"positions": "last_prompt"}}
     played: list[Played] = []
     for of, (length, params, more) in enumerate((
         (30, {}, None), (30, {}, {}), (1, short, {}), (1, short, None), (100, short, {}), (60, {}, last), (2, {}, None),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.engine.engines import ALL_ROWS, Captured, Engine
 from tests.engine.reference import Reference
 from tests.store_helpers import until

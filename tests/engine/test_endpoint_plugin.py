@@ -22,15 +22,15 @@ import openai
 import pytest
 from safetensors.numpy import load
 
-from api.routes.page import FILES
+from api.page_files import FILES
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.engine.conftest import ENVIRONMENT
 from tests.engine.installed import ROOT, entry_points
 from tests.engine.reference import Reference
 from tests.processes import descendants, free_port, runs
 from tests.store_helpers import until
-from vllm_tap.client import Client
+from vllm_tap.client.client import Client
 from vllm_tap.tiny_model import LAYERS, cache_dir, tiny_model
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
@@ -76,7 +76,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[str
         environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")} | ENVIRONMENT | {
             "PYTHONPATH": f"{entry_points(folder)}:{ROOT}", "VLLM_CACHE_ROOT": str(cache_dir() / "vllm"),
             "VLLM_PLUGINS": "vllm_tap,vllm_tap_http", "VLLM_TAP_STORE": str(folder / "captures"),
-            "VLLM_TAP_ENDPOINT": f"ipc://{sockets}/writer.sock", "PYTHONUNBUFFERED": "1"}
+            "VLLM_TAP_ENDPOINT": f"ipc://{sockets}/writer.sock", "PYTHONUNBUFFERED": "1",
+            "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
         log = folder / "server.log"
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -128,6 +129,103 @@ def test_a_stream_ends_with_the_capture(server: Server) -> None:
         extra_body={"capture": {"codec": "raw"}, "ignore_eos": True}))
     assert len(chunks) >= 10  # they came one by one
     server.check(chunks[-1].model_extra["capture"]["id"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_captured(server: Server, stream: bool) -> None:
+    answer: Any = server.openai.responses.create(
+        model="tiny", instructions="Be brief.", input="What does the second layer think?", max_output_tokens=12,
+        temperature=0, stream=stream, extra_headers={"X-Request-Id": f"turn-{stream}"},
+        tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}],
+        extra_body={"capture": {"codec": "raw"}, "ignore_eos": True})
+    if stream:
+        events = list(answer)
+        assert [event.type for event in events].count("response.output_text.delta") > 5
+        assert events[-1].type == "response.completed"
+        answer = events[-1].response
+    capture = answer.model_extra["capture"]
+    assert answer.id == f"resp_{capture['id']}" and capture["status"] == "complete"
+    manifest = server.check(capture["id"])
+    assert manifest["prompt_len"] == answer.usage.input_tokens and manifest["total_len"] == answer.usage.total_tokens
+    for name in (answer.id, f"turn-{stream}"):
+        assert HTTP.get(f"{server.url}/v1/captures/{name}").json()["id"] == capture["id"]
+
+
+def test_a_response_that_goes_on_from_another_is_captured_whole(server: Server) -> None:
+    first, then = "The first thing.", "And the next."
+    one: Any = server.openai.responses.create(model="tiny", input=first, max_output_tokens=6, temperature=0,
+                                              extra_body={"capture": {"codec": "raw"}, "ignore_eos": True})
+    two: Any = server.openai.responses.create(model="tiny", input=then, previous_response_id=one.id, temperature=0,
+                                              max_output_tokens=6, extra_body={"capture": {"codec": "raw"}})
+    before, after = server.check(one.id), server.check(two.id)
+    assert after["prompt_len"] > before["total_len"] and two.model_extra["capture"]["id"] == after["id"]
+
+
+def message(server: Server, **fields: Any) -> httpx.Response:
+    return HTTP.post(f"{server.url}/v1/messages", json={
+        "model": "tiny", "max_tokens": 10, "temperature": 0, "system": "Be brief.", "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "What does the second layer think?"}]}], **fields})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_is_captured(server: Server, stream: bool) -> None:
+    answer = message(server, stream=stream, capture={"codec": "raw", "tags": {"of": "a message"}})
+    assert answer.status_code == 200, answer.text
+    if stream:
+        events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line[:5] == "data:"]
+        assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
+        name, capture = events[0]["message"]["id"], events[-1]["capture"]
+        usage = events[-2]["usage"]
+    else:
+        name, capture, usage = answer.json()["id"], answer.json()["capture"], answer.json()["usage"]
+    assert name == f"chatcmpl-{capture['id']}" and capture["status"] == "complete"
+    manifest = server.check(name)
+    assert manifest["id"] == capture["id"] and manifest["tags"] == {"of": "a message"}
+    assert manifest["total_len"] == manifest["prompt_len"] + usage["output_tokens"]
+
+
+def test_the_rows_of_all_protocols_are_those_of_their_tokens(server: Server) -> None:
+    """The same ids, asked for as a completion."""
+    found = message(server, capture={"codec": "raw"}).json()["capture"]["id"]
+    manifest = server.check(found)
+    again = HTTP.post(f"{server.url}/v1/completions", json={
+        "model": "tiny", "prompt": manifest["prompt_token_ids"], "max_tokens": len(manifest["output_token_ids"]),
+        "temperature": 0, "capture": {"codec": "raw"}}).json()["capture"]["id"]
+    rows, same = (load(HTTP.get(f"{server.url}/v1/captures/{each}/activations").content) for each in (found, again))
+    assert rows.keys() == same.keys()
+    for name, row in rows.items():
+        assert np.allclose(row, same[name], atol=1e-4), name
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), [
+    ("responses", {"background": True}, "background"), ("responses", {"request_id": "resp_mine"}, "request_id"),
+    ("responses", {"tools": [{"type": "web_search_preview"}]}, "tools[0].type"),
+    ("responses", {"tools": [{"type": "mcp", "server_label": "m", "server_url": "https://m"}]}, "tools[0].type"),
+    ("responses", {"n": 2}, "n"), ("messages", {"n": 2}, "n"), ("messages", {"use_beam_search": True},
+                                                                "use_beam_search"),
+])
+def test_what_cannot_be_captured_is_refused_by_name(server: Server, path: str, fields: dict[str, Any], param: str
+                                                    ) -> None:
+    asked = {"input": "x"} if path == "responses" else {"max_tokens": 2, "messages": [
+        {"role": "user", "content": "x"}]}
+    answer = HTTP.post(f"{server.url}/v1/{path}", json={"model": "tiny", **asked, **fields, "capture": {}})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_no_route_of_this_server_passes_over_a_capture(server: Server) -> None:
+    """In tests/engine/test_routes.py more of them, and of what may be named."""
+    paths = [path for path, of in HTTP.get(f"{server.url}/openapi.json").json()["paths"].items() if "post" in of]
+    assert len(paths) > 8
+    ours = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+    for path in [*paths, "/v9/not/yet"]:
+        for body, param in (({"capture": {}}, "capture"), ({"captures": {}}, "captures"),
+                            ({"vllm_xargs": {"capture": "{}"}}, "vllm_xargs.capture"),
+                            ({"extra_body": {"capture": {}}}, "extra_body.capture")):
+            if path in ours and param == "capture":
+                continue
+            answer = HTTP.post(f"{server.url}{path}", json={"model": "tiny", "prompt": "hi", **body})
+            assert answer.status_code == 400, (path, body, answer.text)
+            assert answer.json()["error"]["param"] == param, (path, answer.text)
 
 
 def test_samples_make_one_capture_each(server: Server) -> None:
@@ -190,6 +288,9 @@ def test_vllm_asks_for_its_key(server: Server) -> None:
         answer = httpx.post(f"{server.url}/v1/completions", headers=headers,
                             json={"model": "tiny", "prompt": "hi", "capture": {"id": (ulid := new_ulid())}})
         assert answer.status_code == 401
+        for path, body in (("responses", {"input": "hi"}), ("messages", {"max_tokens": 2, "messages": []})):
+            assert httpx.post(f"{server.url}/v1/{path}", headers=headers,
+                              json={"model": "tiny", **body, "capture": {"id": ulid}}).status_code == 401
         assert HTTP.get(f"{server.url}/v1/captures/{ulid}").status_code == 404
 
 
@@ -201,10 +302,11 @@ def test_what_is_vllms_stays_vllms(server: Server) -> None:
     assert "/v1/completions" in HTTP.get(f"{server.url}/openapi.json").json()["paths"]
     assert HTTP.get(f"{server.url}/healthz").json() == {"detail": "Not Found"}
     assert HTTP.post(f"{server.url}/v1/completions", content=b"{capture").status_code == 400
-    spec = json.dumps({"id": new_ulid(), "codec": "raw"})  # as it is asked for without these routes
-    answer = HTTP.post(f"{server.url}/v1/completions", timeout=30, json={
-        "model": "tiny", "prompt": "hi", "max_tokens": 2, "vllm_xargs": {"capture": spec}})
-    assert answer.status_code == 200 and "capture" not in answer.json()
+    for spec, status in (({"id": new_ulid(), "codec": "raw"}, 200), ({"codec": "raw"}, 400)):  # not without a name
+        answer = HTTP.post(f"{server.url}/v1/completions", json={
+            "model": "tiny", "prompt": "hi", "max_tokens": 2, "vllm_xargs": {"capture": json.dumps(spec)}})
+        assert answer.status_code == status and "capture" not in answer.json(), answer.text
+    assert answer.json()["error"]["param"] == "vllm_xargs.capture"
 
 
 def test_the_writer_goes_with_the_server(server: Server) -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from schemas.errors import TapError
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.processes import minds_signals
 
 PROMPTS = 60

@@ -14,7 +14,7 @@ from engine_side.codecs import encode
 from schemas import codecs
 from schemas.errors import SpecError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.engine.engines import ALL_ROWS, DTYPE, ON_GPU, SITES, Engine, prompt, start
 from tests.engine.reference import Reference
 from vllm_tap.tiny_model import LAYERS
@@ -55,7 +55,8 @@ def test_every_row_of_a_ragged_batch_in_chunks(engine: Engine) -> None:
 
 def test_blocks_go_on_with_the_stream_that_was_captured(engine: Engine) -> None:
     """What these tests compare is then what the model itself computed with."""
-    from engine_side import taps, worker
+    from engine_side import worker
+    from engine_side.tap import taps
 
     if worker.CURRENT is None:
         pytest.skip("this engine has processes of its own")
@@ -79,7 +80,7 @@ def test_many_specs_in_one_batch(engine: Engine) -> None:
     specs = [
         {**RAW, "sites": ["resid_post"], "layers": [2], "positions": "prompt"},
         {**RAW, "sites": ["blocks.1.hook_mlp_out", "blocks.3.hook_attn_out"], "positions": "generated"},
-        {**RAW, "positions": "last", "layers": "::2"},
+        {**RAW, "positions": "last_prompt", "layers": "::2"},
         {**RAW, "positions": [0, 3, 4, 70, 4000], "sites": ["attn_out"]},
         {**RAW, "positions": [[10, 12], [30, 65]], "layers": [0, 3]},
         {"sites": []},
@@ -92,7 +93,7 @@ def test_many_specs_in_one_batch(engine: Engine) -> None:
     for number, (one, count) in enumerate(zip(outcome, expected, strict=True)):
         if count is not None:
             assert (number, engine.check(one)) == (number, count)
-            assert one.manifest.status == "complete"
+            assert one.manifest.status == ("complete" if count else "empty")
 
 
 CODECS = ["raw16", "int8b64", "fp8row", "nf4b64", "topk:density=0.04", "topk8:k=20", "sketch:k=64,bits=2,seed=3",
@@ -187,7 +188,7 @@ def test_stop_tokens_and_stop_strings_end_as_the_client_saw(engine: Engine) -> N
     word = text[len(text) // 2 :][:4]
     (by_text,) = engine.run([tokens], [{"max_tokens": 12, "stop": [word], "ignore_eos": True}], [RAW])
     assert by_text.output.outputs[0].finish_reason == "stop"
-    assert by_text.manifest.client_finish_reason == "stop" and by_text.manifest.finish_reason == "abort"
+    assert by_text.manifest.finish_reason == "stop" and by_text.manifest.engine_finish_reason == "abort"
     assert by_text.manifest.stop_reason == word
     assert by_text.manifest.status == "complete"
     produced = len(by_text.output.outputs[0].token_ids)
@@ -223,4 +224,15 @@ def test_bad_specs_are_refused_before_anything_is_scheduled(engine: Engine) -> N
             engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}],
                                 SamplingParams(max_tokens=1, extra_args={"capture": spec}), use_tqdm=False)
         assert raised.value.field == field
+    for name in ("captures", "Capture", "capture_spec"):
+        with pytest.raises(SpecError, match=f"nothing would be captured.*{name}"):
+            engine.llm.generate([{"prompt_token_ids": [1, 2, 3]}],
+                                SamplingParams(max_tokens=1, extra_args={name: {}}), use_tqdm=False)
     assert engine.run([[5, 6]], [{"max_tokens": 2}], [RAW])[0].manifest.status == "complete"
+
+
+def test_weights_that_are_loaded_anew_leave_taps_where_they_are(engine: Engine) -> None:
+    """vLLM takes every layer apart for that, by its class, and puts it together again."""
+    engine.llm.collective_rpc("reload_weights")
+    (one,) = engine.run([prompt(60, seed=8)], [{"max_tokens": 4, "ignore_eos": True}], [RAW])
+    assert engine.check(one) == ALL_ROWS * 63

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.engine.conftest import Store
 from tests.engine.engines import ALL_ROWS, Engine, prompt, start
 from tests.engine.reference import Reference

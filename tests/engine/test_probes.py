@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from schemas.errors import SpecError, StartError
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.engine.engines import ON_GPU, Captured, Engine, prompt, start
 from tests.engine.reference import Reference
 from vllm_tap import rows
@@ -80,7 +80,8 @@ def test_scores_are_those_of_the_rows_in_a_ragged_batch_with_many_specs(engine: 
     specs: list[dict[str, Any] | None] = [
         {**both, "probe": ["tone"]}, None, {**both, "probe": ["lie", "tone"], "layers": [1, 2]}, {"probe": ["tone"]},
         {**both, "probe": ["lie"], "positions": "generated"}, {"codec": "raw16"}, {"probe": ["inner", "lie"]},
-        {**both, "probe": ["tone"], "positions": [[3, 9], [40, 70]]}, {**both, "probe": ["tone"], "positions": "last"},
+        {**both, "probe": ["tone"], "positions": [[3, 9], [40, 70]]},
+        {**both, "probe": ["tone"], "positions": "last_prompt"},
     ]
     lengths = (1, 30, 90, 47, 48, 7, 60, 70, 49)
     outputs = engine.run([prompt(length, length) for length in lengths],

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.engine.accounts import F32, I64, Rows, tell
 from tests.engine.conftest import Store
 from tests.engine.draws import mix, setting

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.channel import ControlChannel
-from schemas.control import Own
 from schemas.ids import new_ulid
+from schemas.wire.control_channel import ControlChannel
+from schemas.wire.messages import Own
 from tests.engine.conftest import ENVIRONMENT
 from tests.engine.reference import Reference
 from vllm_tap import open_store, recording
-from vllm_tap.services import make_socket_dir
+from vllm_tap.serve.services import make_socket_dir
+from vllm_tap.serve.writer_process import WriterProcess
 from vllm_tap.tiny_model import cache_dir
-from vllm_tap.writer_process import WriterProcess
 
 
 @pytest.mark.soak  # a script in a process of its own: half a minute

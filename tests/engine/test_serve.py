@@ -24,14 +24,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.engine.conftest import ENVIRONMENT
 from tests.engine.installed import ROOT, entry_points
 from tests.engine.reference import Reference
 from tests.processes import descendants, free_port, runs
 from tests.readme import blocks
 from tests.store_helpers import until
-from vllm_tap.client import Client
+from vllm_tap.client.client import Client
 from vllm_tap.tiny_model import LAYERS, cache_dir
 
 pytestmark = pytest.mark.timeout(600)
@@ -486,12 +486,18 @@ def test_vllm_asked_past_the_service(service: Service) -> None:
         assert refused.status_code == 400 and "beam search cannot be captured" in refused.text, refused.text
     for wrong, says in (({"sites": ["q"]}, "armed: resid_post"), ({"probe": ["mood"]}, "registered: tone")):
         refused = httpx.post(f"{service.vllm_url}/v1/completions", timeout=30, json={
-            **body, "prompt": "hi", "vllm_xargs": {"capture": json.dumps(wrong)}})
+            **body, "prompt": "hi", "vllm_xargs": {"capture": json.dumps({"id": new_ulid(), **wrong})}})
         assert refused.status_code == 400 and says in refused.text, refused.text
     listed = httpx.post(f"{service.vllm_url}/v1/completions", timeout=30, json={**body, "prompt": ["one", "and two"]})
     assert listed.status_code == 200, listed.text
     assert service.manifest(ulid)["captures"] == [ulid, f"{ulid}.1"]
     assert service.check(f"{ulid}.1")["status"] == "complete"
+    for path in ("responses", "messages"):
+        asked = {"input": "hi"} if path == "responses" else {"messages": _chat("hi")}
+        spec = json.dumps({"id": (ulid := new_ulid()), "codec": "raw"})
+        done = httpx.post(f"{service.vllm_url}/v1/{path}", timeout=30, json={
+            **body, **asked, "vllm_xargs": {"capture": spec}})
+        assert done.status_code == 200 and service.check(ulid)["status"] == "complete", done.text
     plain = {**body, "prompt": "hi", "use_beam_search": True, "n": 2, "vllm_xargs": None}
     assert httpx.post(f"{service.vllm_url}/v1/completions", timeout=30, json=plain).status_code == 200
 
@@ -513,6 +519,47 @@ def test_the_service_on_vllms_own_port(service: Service) -> None:
     assert httpx.get(f"{alone.url}/v1/captures/{new_ulid()}").status_code == 404
     plain = httpx.post(f"{alone.url}/v1/completions", json={"model": service.model, "prompt": "hi", "max_tokens": 2})
     assert plain.status_code == 200 and "capture" not in plain.json()
+
+
+def test_a_stop_string_ends_as_the_client_saw_it(service: Service) -> None:
+    """By either port: the engine alone takes it for an abort."""
+    for url in (service.url, service.vllm_url):
+        client = replace(service, url=url).openai.completions
+        asked: dict[str, Any] = {"model": service.model, "prompt": "Stop me.", "max_tokens": 24, "temperature": 0}
+        text = client.create(**asked, extra_body={"ignore_eos": True}).choices[0].text
+        word = text[len(text) // 2:][:4]
+        for stream in (False, True):
+            answer = client.create(**asked, stop=[word], stream=stream,
+                                   extra_body={"capture": {"layers": [0]}, "ignore_eos": True})
+            last = list(answer)[-1] if stream else answer
+            ulid = last.model_extra["capture"]["id"]
+            assert until(lambda ulid=ulid: service.manifest(ulid)["client_finish_reason"]) == "stop"  # type: ignore[misc]
+            manifest = service.manifest(ulid)
+            assert (manifest["finish_reason"], manifest["engine_finish_reason"]) == ("stop", "abort")
+            assert manifest["stop_reason"] == word
+            listed = httpx.get(f"{service.url}/v1/captures", params={"text": ulid}).json()["data"]
+            assert [row["finish_reason"] for row in listed] == ["stop"]
+
+
+@pytest.mark.parametrize("port", ["the gateway's", "vLLM's"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_and_messages_are_captured(service: Service, port: str, stream: bool) -> None:
+    """As agents ask, with tools of their own; tests/engine/test_endpoint_plugin.py has more of it."""
+    here = service if port == "the gateway's" else replace(service, url=service.vllm_url)
+    tool = {"name": "ask", "description": "d"}
+    answer: Any = here.openai.responses.create(
+        model=service.model, input=[{"role": "user", "content": "Which layer?"}], max_output_tokens=8, temperature=0,
+        tools=[{"type": "function", **tool, "parameters": {"type": "object"}, "strict": False}], stream=stream,
+        extra_body={"capture": {"codec": "raw"}, "ignore_eos": True})
+    answer = list(answer)[-1].response if stream else answer
+    manifest = here.check(answer.id)
+    assert manifest["id"] == answer.model_extra["capture"]["id"] and manifest["total_len"] == answer.usage.total_tokens
+    asked = httpx.post(f"{here.url}/v1/messages", timeout=30, json={
+        "model": service.model, "max_tokens": 8, "temperature": 0, "stream": stream, "messages": _chat("Which layer?"),
+        "tools": [{**tool, "input_schema": {"type": "object"}}], "capture": {"codec": "raw"}})
+    assert asked.status_code == 200, asked.text
+    last = asked.text.rstrip().rpartition("data: ")[2] if stream else asked.text
+    assert here.check(json.loads(last)["capture"]["id"])["status"] == "complete"
 
 
 def test_an_id_is_used_once(service: Service) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from engine_side import worker
-from engine_side.ring import Ring
-from schemas.frame import FLAG_DRAFT
+from engine_side.transport.ring import Ring
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
+from schemas.wire.row_table import FLAG_DRAFT
 from tests.engine.drafters import draft_model, eagle_head
 from tests.engine.engines import ALL_ROWS, ON_GPU, Captured, Engine, model, row_errors, start
 from tests.engine.reference import Reference

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.rows import NOT_APPLICABLE, ROWS
+from tests.faults.rows import NOT_APPLICABLE, NOT_SURVIVED, ROWS
+from tests.mutants.page import PAGE, kept
 from tests.store_helpers import ROOT
 
-PAGE = ROOT / "docs" / "faults.md"
 HEAD = """# Faults: what was done to the writer and its store, and what came of it
 
 Written by `make faults` ({when}, {machine}, {minutes:.0f} minutes, seed {seed}); `make faults ROWS="1 11" SEED=7` runs
@@ -26,9 +26,10 @@ some rows with another seed and leaves this page alone. A small part of every ca
 
 After every case the same is asserted: what was acknowledged is readable and bit-equal; nothing is called complete that
 is not; no row is made up (missing rows are missing, never zeros); every status is a known one and
-expected = captured + missing. The power is simulated: what was not synced is cut off, zeroed or turned to noise; names
-of files are not. Among the cases of row 1 is a state machine that does all of this in any order and compares a model in
-memory: `pytest tests/faults/test_state_machine.py --hypothesis-seed=7` plays the same again, `make soak` plays longer.
+expected = captured + missing. The power is simulated: bytes that were not synced are the old ones again, cut off, zeros
+or noise, in blocks too, and names that were not synced come back or are gone. Among the cases of row 1 is a state
+machine that does all of this in any order and compares a model in memory:
+`pytest tests/faults/test_state_machine.py --hypothesis-seed=7` plays the same again, `make soak` plays longer.
 
 | row | fault | cases | what was done | result |
 |---|---|---|---|---|
@@ -84,13 +85,15 @@ def page(report: Report, minutes: float, seed: str) -> str:
     """The page in Markdown."""
     machine = f"{os.cpu_count()} cores, {platform.system()}"
     head = HEAD.format(when=time.strftime("%Y-%m-%d"), machine=machine, minutes=minutes, seed=seed)
-    return head + "".join(line(number, report.rows[number]) for number in ROWS)
+    return head + "".join(line(number, report.rows[number]) for number in ROWS) + kept()
 
 
 def line(number: int, found: Found) -> str:
     """The table's line of a row."""
     done = "; ".join([*sorted(found.done), *sorted(set(found.skipped))]) or "–"
     result = NOT_APPLICABLE.get(number, found.result())
+    if result == "passed":  # the case shows what is lost
+        result = NOT_SURVIVED.get(number, result)
     return f"| {number} | {ROWS[number][0]} | {found.passed + found.failed} | {done} | {result} |\n"
 
 

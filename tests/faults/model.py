@@ -15,7 +15,7 @@ from typing import Protocol
 from schemas import limits
 from schemas.codecs import streams
 from schemas.errors import NotFoundError
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.store_helpers import SITE, expected_pieces
 
 beside_bytes_max = 4096  # of a capture's spec, tokens and tags, as the tests have them
@@ -136,7 +136,8 @@ class Capture:
                 missing.append((p, "aborted" if finish.reason == "abort" and p >= served else "dropped"))
             else:
                 missing.append((p, "engine_lost" if self.lost else "pending"))
-        status = ("incomplete" if missing else "complete") if finish else "incomplete" if self.lost else "running"
+        ended = "incomplete" if missing else "complete" if asked else "empty"
+        status = ended if finish else "incomplete" if self.lost else "running"
         stored = sum(event.stop - event.start for event in events if isinstance(event, Rows))
         return Answer(status, total, len(asked), tuple(rows), ranges(missing), stored)
 

@@ -17,7 +17,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faulty_writer import break_as_asked, note_syncs
+from tests.faulty_writer import break_as_asked
+from tests.power import Certain
 from tests.store_helpers import ROOT, socket_folder
 from writer_service.__main__ import main as writer
 
@@ -101,7 +102,8 @@ def child(argv: list[str], log: str, environment: dict[str, str]) -> None:
     if "FAULT" in environment:
         break_as_asked(environment["FAULT"])
     if "FAULT_SYNCED" in environment:
-        note_syncs(Path(environment["FAULT_SYNCED"]))
+        Certain(Path(argv[argv.index("--store") + 1]), Path(environment["FAULT_SYNCED"]),
+                environment.get("FAULT_LIES", "")).watch()
     if "CLOCK_S" in environment:  # of this process alone: the wall clock has no namespace
         now, now_ns, shift = time.time, time.time_ns, int(environment["CLOCK_S"])
         time.time, time.time_ns = lambda: now() + shift, lambda: now_ns() + shift * 10**9

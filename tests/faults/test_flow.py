@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from schemas.control import Finish, Open, encode
 from schemas.errors import NotFoundError, TapError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from schemas.spec import Resolved
+from schemas.wire.messages import Finish, Open, encode
 from tests.faults.conftest import times
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.traffic import Traffic
 from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
-from vllm_tap.loader import RowDataset
-from vllm_tap.loader import rows as training_rows
-from writer_service.fsck import fsck
+from vllm_tap.loader.dataset import RowDataset
+from vllm_tap.loader.dataset import rows as training_rows
+from writer_service.tools.fsck import fsck
 
 Record = Callable[[str, object], None]
 

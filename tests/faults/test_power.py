@@ -1,4 +1,4 @@
-"""Row 11: the power goes. Of every file only what was synced is certain; of the rest, any part may be there."""
+"""Rows 11 and 38: the power goes. What was synced is certain; of the rest, bytes and names, any part may be there."""
 
 from __future__ import annotations
 
@@ -8,44 +8,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from schemas.ids import new_ulid
+from schemas.read.reader import StoreReader
 from tests.faults.conftest import times
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.traffic import Traffic
-
-
-def lose(store: Path, synced: Path, rng: random.Random) -> int:
-    """Spoil what was not synced: cut off, zeroed or turned to noise, page by page; how many bytes that were."""
-    certain: dict[int, int] = {}
-    for line in synced.read_text().split("\n")[:-1]:
-        inode, size = map(int, line.split())
-        certain[inode] = max(certain.get(inode, 0), size)
-    spoiled = 0
-    for path in [*store.glob("writers/w0/journal/*"), *store.glob("catalog.sqlite-wal")]:
-        size, safe = path.stat().st_size, certain.get(path.stat().st_ino, 0)
-        if path.name.endswith("-wal"):
-            safe = rng.randrange(size + 1)  # the catalog is a cache: its log may lose any tail
-        if size <= safe:
-            continue
-        spoiled += size - safe
-        with open(path, "r+b") as file:
-            for at in range(safe, size, 4096):
-                file.seek(at)
-                kind, nbytes = rng.randrange(3), min(4096, size - at)
-                if kind:
-                    file.write(bytes(nbytes) if kind == 1 else rng.randbytes(nbytes))
-            if rng.random() < 0.5 or path.name.endswith("-wal"):
-                file.truncate(rng.randrange(safe, size + 1))
-    for path in store.glob("catalog.sqlite-shm"):
-        path.unlink()
-    return spoiled
+from tests.power import Certain
+from tests.store_helpers import SITE, Sender, assert_adds_up, until
+from writer_service.tools.fsck import fsck
 
 
 def test_row_11_power_loss(
     nursery: Nursery, store: Path, rng: random.Random, record_property: Callable[[str, object], None]
 ) -> None:
-    """Killed at random, then every byte that was not synced cut off, zeroed or turned to noise."""
+    """Killed at random; then what was not synced is what it was before, cut off, zeros or noise, and names too."""
     writer, losses, rows, spoiled = Forked(nursery, store), times(3, 100), 0, 0
-    synced = writer.folder / "synced"
+    synced = store.with_name("synced")
     writer.begin(FAULT_SYNCED=str(synced))
     assert writer.ready()
     traffic = Traffic(writer.endpoint, rng)
@@ -58,7 +38,7 @@ def test_row_11_power_loss(
         time.sleep(rng.random() * 0.004)
         writer.end(signal.SIGKILL)
         traffic.receive()
-        spoiled += lose(store, synced, rng)
+        spoiled += Certain(store, synced).lose(rng)
         writer.begin(FAULT_SYNCED=str(synced))
         assert writer.ready(), writer.log.read_text()
         rows += traffic.check(store, some=4)
@@ -68,3 +48,42 @@ def test_row_11_power_loss(
     writer.end(signal.SIGTERM)
     traffic.close()
     record_property("times", f"{losses} losses, {spoiled} unsynced bytes spoiled, {rows} rows compared")
+
+
+@pytest.mark.parametrize("catalog", ["kept", "lost"])
+def test_row_38_a_device_that_lies_about_a_sync(nursery: Nursery, store: Path, catalog: str,
+                                                record_property: Callable[[str, object], None]) -> None:
+    """Nothing can be promised on one: what was acknowledged is lost. That is said, and no row is made up."""
+    writer, capture, synced = Forked(nursery, store), new_ulid(), store.with_name("synced")
+    flags = ("--seal-idle-s", "60")
+    writer.begin(flags, FAULT_SYNCED=str(synced), FAULT_LIES=".open")
+    assert writer.ready()
+    with Sender(writer.endpoint) as engine:
+        engine.open(capture, prompt_len=9)
+        for start in (0, 3, 6):
+            engine.frame([(capture, 1, range(start, start + 3))])
+        engine.finish(capture, end=9)
+        engine.wait()
+        with StoreReader(store) as reader:
+            assert until(lambda: reader.capture(capture).status == "complete")
+        writer.end(signal.SIGKILL)
+        Certain(store, synced).lose()
+        if catalog == "lost":
+            for path in store.glob("catalog.sqlite*"):
+                path.unlink()
+        writer.begin(flags)
+        assert writer.ready(), writer.log.read_text()
+        engine.close()
+        engine.connect()
+        acknowledged = engine.durable
+        covered = engine.hello().durable
+        with StoreReader(store) as reader:
+            manifest = reader.manifest(capture)
+            assert_adds_up(manifest)
+            assert reader.slice(capture, SITE, [0, 1, 2, 3]).positions.tolist() == []
+        assert manifest.status == "incomplete" and {entry.captured for entry in manifest.rows} == {0}
+        # The engine is asked again only where the catalog, whose own syncs were true, is gone as well.
+        assert covered == (acknowledged if catalog == "kept" else 1)
+    writer.end(signal.SIGTERM)
+    assert fsck(store).bad == []
+    record_property("times", f"catalog {catalog}: 9 acknowledged rows lost, 9 said to be missing")

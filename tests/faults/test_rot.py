@@ -14,11 +14,16 @@ import msgspec
 
 from schemas.errors import TapError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
+from schemas.store.paths import journal_folder
 from tests.faults.conftest import times
 from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, until
-from writer_service import fs, recovery
-from writer_service.compaction import compact
+from writer_service import fs
+from writer_service.control_log import log_numbers, log_path
+from writer_service.recover import recovery
+from writer_service.tools.compaction import compact
+from writer_service.tools.fsck import fsck
+from writer_service.tools.rebuild import rebuild
 
 LAYERS, EACH, FRAME = [0, 1, 2, 3], 3, 8  # captures in each kind of place; rows of each, in two frames
 PLACES = ("cold block", "block", "open segment")
@@ -117,3 +122,32 @@ def flipped(store: Path, copy: Path, captures: list[str], kind: str, path: Path,
         outcomes.append("no answer changes" if not bad else "named")
     shutil.rmtree(copy)
     return outcomes
+
+
+def test_row_33_a_flipped_bit_in_the_head_of_a_control_log(tmp_path: Path) -> None:
+    """No hash covers the head, whose upper bits say which logs it stands for: none goes for what it says alone."""
+    store, captures = tmp_path / "store", [new_ulid() for _ in range(3)]
+    for number, capture in enumerate(captures):
+        with WriterProcess(store, "--keep-s", "600") as writer:
+            with Sender(writer.endpoint, role="api") as api:
+                api.hello()
+                api.own(capture, owner=f"owner {number}")
+                api.wait()
+            writer.stop()
+    logs = log_numbers(store / journal_folder())
+    assert logs == [1, 2, 3]
+    for bit in range(13 * 8, 16 * 8):
+        copy = tmp_path / f"bit{bit}"
+        shutil.copytree(store, copy)
+        head = log_path(copy / journal_folder(), 3)
+        data = bytearray(head.read_bytes())
+        data[bit // 8] ^= 1 << bit % 8
+        head.write_bytes(data)
+        found = [bad.file for bad in fsck(copy).bad if "head is damaged" in bad.what]
+        assert found == [f"{journal_folder()}/{head.name}"]
+        fs.close(recovery.recover(copy).lock)
+        assert log_numbers(copy / journal_folder()) == logs
+        fs.close(rebuild(copy).state.lock)
+        with StoreReader(copy) as reader:
+            assert [reader.capture(capture).owner for capture in captures] == [f"owner {n}" for n in range(3)]
+        shutil.rmtree(copy)

@@ -21,21 +21,22 @@ from hypothesis import HealthCheck, Phase, core, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from schemas.control import Hold
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
+from schemas.store.paths import journal_folder
+from schemas.wire.messages import Hold
 from tests.consistency import dump
 from tests.faults.conftest import times
 from tests.faults.model import Capture, Drop, Finish, Rows, read
 from tests.faults.nursery import Forked, Nursery
-from tests.faults.test_power import lose
-from tests.faulty_writer import note_syncs
+from tests.power import Certain
 from tests.store_helpers import SITE, Sender, until
 from writer_service import fs
-from writer_service.compaction import compact
-from writer_service.fsck import fsck
-from writer_service.rebuild import rebuild
-from writer_service.recovery import recover
+from writer_service.control_log import log_numbers
+from writer_service.recover.recovery import recover
+from writer_service.tools.compaction import compact
+from writer_service.tools.fsck import fsck
+from writer_service.tools.rebuild import rebuild
 
 LAZY = ("--segment-bytes", "60000", "--seal-idle-s", "600", "--keep-s", "600", "--engine-lost-s", "600")
 EAGER = ("--segment-bytes", "60000", "--seal-idle-s", "0.02", "--keep-s", "0.02", "--engine-lost-s", "600")
@@ -252,7 +253,7 @@ class Pipeline(RuleBasedStateMachine):
         self.engine.sync()  # an Ack of this very moment
         self.hear()
         self.writer.end(signal.SIGKILL)
-        lose(self.store, self.folder / "synced", rng)
+        Certain(self.store, self.folder / "synced").lose(rng)
         self.start(LAZY)
         self.connect()
         self.check(rng)
@@ -284,6 +285,7 @@ class Pipeline(RuleBasedStateMachine):
         self.settle()
         with StoreReader(self.store) as reader:
             assert until(lambda: not reader.erasing(), 30), "deleted rows stay"
+        assert until(lambda: len(log_numbers(self.store / journal_folder())) <= 8, 30), "logs stay"
         self.check(rng)
 
     def make_the_catalog_again(self, rng: random.Random) -> None:
@@ -423,12 +425,8 @@ class Pipeline(RuleBasedStateMachine):
     @contextmanager
     def noting_syncs(self) -> Iterator[None]:
         """What is synced here counts as well when the power goes."""
-        real = fs.datasync
-        note_syncs(self.folder / "synced")
-        try:
+        with Certain(self.store, self.folder / "synced").watching():
             yield
-        finally:
-            fs.datasync = real
 
     def rest(self, number: int) -> None:
         self.hear()

@@ -15,11 +15,11 @@ import pytest
 
 from schemas.errors import NotFoundError
 from schemas.ids import new_ulid
-from schemas.reader import StoreReader
+from schemas.read.reader import StoreReader
 from tests.store_helpers import SITE, Sender, assert_adds_up, assert_rows, until
 
 LAYERS = [0, 1, 2, 3]
-STATUSES = {"pending", "running", "complete", "incomplete", "failed"}
+STATUSES = {"pending", "running", "complete", "empty", "incomplete", "failed"}
 CODECS = ("int8b64", "raw")
 
 
@@ -139,8 +139,9 @@ class Traffic:
             assert_rows(got, capture.number, positions)
         assert capture.acknowledged(durable) <= set(positions), "acknowledged rows are gone"
         assert_adds_up(reader.manifest(capture.id))
-        if status == "complete":
-            assert capture.finish and positions == list(range(capture.total)), "called complete, and is not"
+        if status in ("complete", "empty"):
+            assert capture.finish and positions == list(range(capture.total)), f"called {status}, and is not"
+            assert bool(positions) == (status == "complete")
         elif capture.finish and capture.finish <= durable:
             raise AssertionError(f"finished and acknowledged, but {status}")
         return len(positions)

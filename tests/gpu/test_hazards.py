@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine_side.block import Burst
-from engine_side.device import Crossing, Scratch
-from engine_side.events import Run
-from engine_side.recorder import Recorder, Step
-from engine_side.ring import Ring, view
-from engine_side.staging import Staging
-from engine_side.ticket import Ticket
+from engine_side.front.ticket import Ticket
+from engine_side.step.block import Burst
+from engine_side.step.recorder import Recorder, Step
+from engine_side.tap.staging import Staging
+from engine_side.transport.device_copies import Crossing, Scratch
+from engine_side.transport.events import Run
+from engine_side.transport.ring import Ring, view
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve
 

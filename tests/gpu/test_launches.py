@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine_side import kernels
-from engine_side.cuda_calls import Function
+from engine_side.transport.cuda_calls import Function
 from schemas.codecs import streams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make bench-gpu on one")

@@ -13,8 +13,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from vllm_tap.child import Service
-from vllm_tap.supervisor import Supervisor
+from vllm_tap.serve.child import Service
+from vllm_tap.serve.supervisor import Supervisor
 
 PACE = 0.4
 HEAD = """

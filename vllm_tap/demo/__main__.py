@@ -20,7 +20,7 @@ from rich.table import Table
 
 from schemas.errors import TapError
 from schemas.manifest import Manifest
-from vllm_tap.client import Client
+from vllm_tap.client.client import Client
 from vllm_tap.demo.picture import heat_map
 from vllm_tap.demo.reference import F32, Reference
 from vllm_tap.demo.server import Server

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from schemas.manifest import Manifest
-from vllm_tap.client import Client
+from vllm_tap.client.client import Client
 from vllm_tap.tiny_model import tiny_model
 
 __all__ = ["heat_map"]

@@ -1,0 +1,229 @@
+"""What a generation request with a ``capture`` field means: the spec, how many captures, the body for upstream."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from api.errors import ApiError, BadParam
+from api.protocols import PROTOCOLS, RESPONSES, Protocol
+from api.service import is_alias
+from schemas import limits
+from schemas.bodies import check_values, may_name, named
+from schemas.catalog.tables import CAPTURE_BYTES
+from schemas.codecs import identified, streams
+from schemas.errors import LimitError, json_fault
+from schemas.ids import new_ulid, sample_id, split_capture_id
+from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
+from schemas.wire.messages import EngineInfo
+
+__all__ = ["Plan", "Wish", "check_owned", "parse_body", "plan", "salt", "wish"]
+
+_PREFIXES: Final = ("", *(protocol.id_prefix for protocol in PROTOCOLS.values()))
+_UNTAGGED: Final = re.compile(r"0\.[01]\b.*\.dev")  # as of 0.1.dev9837+g1a2b3c4d5
+_TEXT_TOKEN_BYTES: Final = 4  # of text in a token, where only the model server could tell
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One generation with captures: what the writer is told, what upstream is sent."""
+
+    ulid: str
+    count: int
+    response_id: str
+    aliases: list[str]
+    tags: dict[str, str]
+    body: bytes
+    protocol: Protocol
+    inline: bool = False  # whether the answer is to hold the rows too
+    probes: tuple[str, ...] = ()  # the names of those asked for
+    nbytes: int = 0  # that the captures will take, as far as that can be told
+
+    @property
+    def ids(self) -> list[str]:
+        """The capture ids, in the order of the response's choices."""
+        return [sample_id(self.ulid, i, self.count) for i in range(self.count)]
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+    """The JSON object of a request; BadParam otherwise, and where it carries a spec past the ``capture`` field, or in
+    a field whose name is not quite that one.
+
+    LimitError where it has so many values that parsing it would keep everybody else waiting.
+    """
+    check_values(data)
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, "malformed_json", f"the body is not JSON: {json_fault(error)}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "malformed_json", "the body must be a JSON object")
+    for param, value in named(body) if may_name(data) else ():
+        if param == "capture":
+            continue
+        if "." in param or "[" in param:  # it would reach the engine unchecked, with nobody's owner, or not at all
+            raise BadParam(param, value, 'reserved, nothing else would be captured; put the spec into the body\'s own '
+                           'field "capture"')
+        raise BadParam(param, value, 'unknown, and nothing would be captured; did you mean "capture"?')
+    return body
+
+
+def salt(body: dict[str, Any], owner: str, secret: bytes) -> bool:
+    """Gives a generation a prefix cache of its owner's own; whether that changed the body, as it does with keys alone.
+
+    Else how much of a prompt was cached, as manifest, usage and time tell it, tells what others have asked. A caller's
+    own ``cache_salt`` divides its cache further. ``secret`` keeps the salt from who can reach the model server.
+    """
+    if not owner:
+        return False
+    own = body.get("cache_salt")
+    if own is not None and not (isinstance(own, str) and own):
+        raise BadParam("cache_salt", own, "valid: a string, not empty")
+    body["cache_salt"] = hashlib.blake2b(json.dumps([owner, own]).encode(), key=secret, digest_size=32).hexdigest()
+    return True
+
+
+def check_owned(body: dict[str, Any], protocol: Protocol, owner: str, engine: EngineInfo | None) -> None:
+    """BadParam or ApiError for what would mix the requests of one key with those of another, captured or not."""
+    if not owner:
+        return
+    if body.get("previous_response_id") is not None:
+        raise BadParam("previous_response_id", body["previous_response_id"], "the model server keeps responses without "
+                       "their owners, so with keys none is continued; send the whole conversation as input")
+    if protocol.salted_from and _is_before(known := _known(engine), protocol.salted_from):
+        raise ApiError(400, "invalid_parameter", f"{protocol.path} of vLLM {known.vllm_version} cannot keep the "
+                       "prefix caches of keys apart; use /v1/chat/completions, or a newer vLLM")
+
+
+def _known(engine: EngineInfo | None) -> EngineInfo:
+    if engine is None:
+        raise ApiError(503, "no_engine", "no engine has connected to the writer yet, so it is not known what it "
+                       "can do; is vLLM running with the plugin and VLLM_TAP_ENDPOINT?", headers={"Retry-After": "2"})
+    return engine
+
+
+def _is_before(engine: EngineInfo, version: tuple[int, ...]) -> bool:
+    """Whether an engine's vLLM is older, as far as its name for itself tells: a build without tags has no number."""
+    if _UNTAGGED.match(engine.vllm_version):
+        return False
+    found = tuple(int(part) for part in re.findall(r"[0-9]+", engine.vllm_version)[:3])
+    return bool(found) and found < version
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request with a ``capture`` field, checked as far as that goes without knowing the engine."""
+
+    spec: CaptureSpec
+    count: int
+    protocol: Protocol
+    request_id: str | None
+    body: dict[str, Any]  # without the field
+
+
+def wish(body: dict[str, Any], protocol: Protocol, request_id: str | None) -> Wish:
+    """Checks a parsed body and takes the ``capture`` field out of it; SpecError, LimitError or ApiError."""
+    spec = parse_spec(body.pop("capture"))
+    if body.get("use_beam_search"):
+        raise BadParam("use_beam_search", body["use_beam_search"],
+                       "beam search cannot be captured: every beam step is a request of its own, without the spec")
+    if body.get("prompt_embeds") is not None:
+        raise BadParam("prompt_embeds", "…", "prompts given as embeddings cannot be captured; send text or token ids")
+    protocol.check(body)
+    count = protocol.count(body)
+    if count > limits.capture_samples_max:
+        raise LimitError("captures of one request (prompts × n)", count, limits.capture_samples_max,
+                         "send several requests")
+    if (lists := count * len(set(spec.probe))) > limits.score_lists_max:
+        raise LimitError("lists of scores of one request (captures × probes)", lists, limits.score_lists_max,
+                         "send several requests")
+    if request_id is not None and not is_alias(request_id):
+        raise BadParam("X-Request-Id", request_id, "with a capture it becomes a name of the capture: 1 to "
+                       f"{limits.alias_chars_max} of A-Z a-z 0-9 . _ : @ + = ~ -")
+    if request_id is not None and any(split_capture_id(request_id.removeprefix(prefix)) is not None
+                                      for prefix in _PREFIXES):
+        # Whoever asks for that capture would get the rows of this one.
+        raise BadParam("X-Request-Id", request_id, "this is the form of capture and response ids, which it could be "
+                       "taken for; send another, or a ULID of your own as capture.id")
+    if not isinstance(body.get("vllm_xargs") or {}, dict):
+        raise BadParam("vllm_xargs", body["vllm_xargs"], "must be an object")
+    return Wish(spec, count, protocol, request_id, body)
+
+
+def plan(asked: Wish, engine: EngineInfo | None) -> Plan:
+    """What to tell the writer and upstream; SpecError, NotArmedError or ApiError where the engine cannot do it."""
+    engine = _known(engine)
+    if _is_before(engine, asked.protocol.captured_from):
+        raise BadParam("capture", "…", f"requests of {asked.protocol.path} have no field for a spec in vLLM "
+                       f"{engine.vllm_version}; use /v1/chat/completions, or a newer vLLM")
+    resolved = resolve(asked.spec, engine.armed, engine.widths)
+    if asked.spec.return_ == "inline":
+        check_inline(asked, resolved, engine)
+    ulid = asked.spec.id or new_ulid()
+    response_id = f"{asked.protocol.id_prefix}{ulid}"
+    aliases = [response_id] if asked.request_id is None else [response_id, asked.request_id]
+    # How the rows come back is this service's business: the engine stores them either way.
+    spec = asked.spec.model_copy(update={"id": ulid, "return_": "reference"}).to_json()
+    if len(spec) > limits.spec_json_bytes_max:
+        raise LimitError("bytes of the capture spec", len(spec), limits.spec_json_bytes_max,
+                         "name fewer positions, sites or tags")
+    xargs: dict[str, Any] = {**(asked.body.get("vllm_xargs") or {}), "capture": spec}
+    if asked.count > 1:
+        xargs["capture_count"] = asked.count
+    named_after = {"request_id": response_id} if asked.protocol is RESPONSES else {}  # it heeds no header
+    body = json.dumps({**asked.body, **named_after, "vllm_xargs": xargs}).encode()
+    return Plan(ulid, asked.count, response_id, aliases, dict(asked.spec.tags), body, asked.protocol,
+                asked.spec.return_ == "inline", tuple(dict.fromkeys(asked.spec.probe)),
+                stored_bytes(asked, resolved, engine, len(spec)))
+
+
+def check_inline(asked: Wish, resolved: Resolved, engine: EngineInfo) -> None:
+    """LimitError where the rows are surely too many for the answer, as far as that is known before the tokens are."""
+    sizes = asked.protocol.texts(asked.body)
+    lengths = [each if isinstance(each, int) else 1 for each in sizes]  # of text at least one token
+    rows = _rows(resolved.positions, lengths) * (asked.count // len(lengths))
+    numbers = sum(len(layers) * identified(resolved.codec[site]).decoded_width(engine.widths[site])
+                  for site, layers in resolved.layers.items())
+    if rows * numbers * 4 > limits.inline_bytes_max:
+        raise LimitError("bytes of arrays in the answer (capture.return = inline)", rows * numbers * 4,
+                         limits.inline_bytes_max, 'ask for fewer layers or positions, or return: "reference"')
+
+
+def stored_bytes(asked: Wish, resolved: Resolved, engine: EngineInfo, spec_bytes: int) -> int:
+    """What the captures will take in the store: rows, token ids, tags and spec, as an owner's bytes are counted.
+
+    Of prompt and, where the caller bounds them, generated tokens. What is text counts as long as text mostly is.
+    """
+    longest = engine.max_model_len
+    lengths = [min(each if isinstance(each, int) else -(-len(each) // _TEXT_TOKEN_BYTES), longest)
+               for each in asked.protocol.texts(asked.body)]
+    bounds = [asked.body.get(name) for name in asked.protocol.bounds]
+    generated = next((bound for bound in bounds if type(bound) is int and bound > 0), 0)
+    row_bytes = sum(len(layers) * sum(stream.nbytes for stream in streams(
+        resolved.codec[site], engine.widths[site], engine.dtype_of(site))) for site, layers in resolved.layers.items())
+    # The last token that is generated is never put through the model.
+    rows = _rows(resolved.positions, lengths, max(generated - 1, 0), longest)
+    tokens = sum(min(length + generated, longest) for length in lengths)
+    beside = CAPTURE_BYTES + spec_bytes + len(json.dumps(asked.spec.tags))
+    return (rows * row_bytes + tokens * 4) * (asked.count // len(lengths)) + asked.count * beside
+
+
+def _rows(positions: str | list[tuple[int, int]], lengths: list[int], generated: int = 0,
+          longest: int = limits.position_max) -> int:
+    """How many rows prompts of so many tokens have, and what is generated after each of them.
+
+    A caller may send thousands of prompts, and thousands of ranges.
+    """
+    fixed = np.asarray(positions, np.int64).reshape(-1, 2) if isinstance(positions, list) else None
+    rows = 0
+    for length, prompts in Counter(lengths).items():
+        ranges = np.asarray(intervals(positions, length), np.int64) if fixed is None else fixed
+        ends = np.minimum(ranges[:, 1], min(length + generated, longest))
+        rows += prompts * int((ends - ranges[:, 0]).clip(0).sum())
+    return rows

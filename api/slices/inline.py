@@ -1,0 +1,65 @@
+"""Rows in the answer to a generation: for small requests, by callers who want nothing more than them."""
+
+from __future__ import annotations
+
+import base64
+import sqlite3
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from api.errors import ApiError, body, status_of
+from api.service import Service
+from api.slices.query import SliceQuery
+from api.slices.reading import Held, captured, read_slices, slice_bytes
+from schemas import limits
+from schemas.errors import LimitError, TapError
+from schemas.manifest import Manifest
+from schemas.read.reader import StoreReader
+
+__all__ = ["inline"]
+
+_ALL: Final = SliceQuery([], [])  # every site and layer, as safetensors of float32
+Chosen = list[tuple[Manifest, dict[str, list[int]]]]
+
+
+async def inline(service: Service, ids: Sequence[str], owner: str) -> dict[str, Any]:
+    """The field ``inline``: by capture id the rows of all its sites and layers, as safetensors in base64.
+
+    An ``error`` in their place where they cannot be had: the generation is answered all the same, and its captures can
+    be read as any other.
+    """
+    try:
+        chosen, numbers = await service.read(lambda reader: _choose(service, reader, ids, owner))
+        held = Held(service, owner, numbers)
+        try:
+            found = await service.read(lambda reader: {manifest.id: _read(reader, manifest, layers, owner)
+                                                       for manifest, layers in chosen})
+        finally:
+            held.release()
+    except ApiError as error:
+        return body(error.status, error.code, error.message, error.param)
+    except TapError as error:
+        return body(*status_of(error), str(error))
+    except sqlite3.Error as error:
+        return body(503, "store_unavailable", f"the catalog cannot be read now: {error}")
+    return {"format": _ALL.format, "dtype": _ALL.dtype, "captures": found}
+
+
+def _choose(service: Service, reader: StoreReader, ids: Sequence[str], owner: str) -> tuple[Chosen, int]:
+    """What is to be read of each capture, and the memory that takes; LimitError where it is too much for an answer."""
+    manifests = [reader.manifest(capture, owner) for capture in ids]
+    chosen = [(each, _ALL.choose(captured(each), each.engine)) for each in manifests]
+    nbytes = sum(info.decoded_width * 4 * row.captured
+                 for each in manifests for info in each.sites for row in each.rows if row.site == info.site)
+    if nbytes > limits.inline_bytes_max:
+        raise LimitError("bytes of arrays in the answer (capture.return = inline)", nbytes, limits.inline_bytes_max,
+                         "they are stored: read them as slices")
+    return chosen, sum(slice_bytes(service.config, each, layers, _ALL) for each, layers in chosen)
+
+
+def _read(reader: StoreReader, manifest: Manifest, layers: dict[str, list[int]], owner: str) -> dict[str, Any]:
+    answer = read_slices(reader, manifest, layers, _ALL, owner)
+    return {"rows": answer.rows, "start": answer.start, "stop": answer.stop, "missing": msgspec.to_builtins(
+        answer.missing), "data": base64.b64encode(b"".join(answer.buffers)).decode()}

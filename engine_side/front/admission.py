@@ -1,0 +1,226 @@
+"""What the front end does with a capture: check and resolve its spec, give it an id, report its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from engine_side.front.ticket import KEY, Ticket, decode, encode
+from schemas.bodies import is_meant
+from schemas.errors import LimitError, SpecError, TapError
+from schemas.ids import check_ulid, new_ulid
+from schemas.limits import capture_samples_max
+from schemas.spec import Armed, CaptureSpec, Resolved, parse_spec, resolve
+from schemas.wire.control_channel import ControlChannel
+from schemas.wire.messages import ClientFinish
+
+logger = logging.getLogger("vllm.tap")
+
+_SEEN_MAX: Final = 100_000
+_RETIRE_S: Final = 10.0
+_KNOWN_MAX: Final = 64
+_KEY_BYTES_MAX: Final = 2048
+_ANY: Final = "0" * 26  # stands for an id
+_LEAVES: Final = (str, int, bool, NoneType)
+_seen: OrderedDict[tuple[str, int], None] = OrderedDict()
+_lock = threading.Lock()
+_endpoint = ""
+_curve: Path | None = None
+_channel: ControlChannel | None = None
+_retired: set[str] = set()
+_untold = 0  # ends that the writer was not told of, since the last one that it was
+
+
+def retire(endpoint: str) -> None:
+    """The writer at ``endpoint`` is about to end for good: engines that send to it capture nothing more.
+
+    What clients saw of their captures' ends is in the store afterwards, unless the writer takes nothing any more.
+    """
+    global _endpoint, _channel
+    with _lock:
+        _retired.add(endpoint)
+        if endpoint != _endpoint:
+            return
+        _endpoint, old, _channel = "", _channel, None
+    if old is not None:
+        old.close(_RETIRE_S)
+
+
+def check_in_use(endpoint: str) -> None:
+    """SpecError where the writer at ``endpoint`` is no more."""
+    if endpoint in _retired:
+        raise SpecError("", "…", "the recording that this engine writes to has ended; generate inside it")
+
+
+def use(endpoint: str, curve: Path | None) -> None:
+    """The writer that ends are reported to from now on: that of the newest engine of this process."""
+    global _endpoint, _curve, _channel
+    with _lock:
+        if endpoint == _endpoint:
+            return
+        _endpoint, _curve, old, _channel = endpoint, curve, _channel, None
+    if old is not None:
+        old.close()
+
+
+class Wanted(NamedTuple):
+    """A caller's spec, held against the model; ``asked`` is its canonical JSON."""
+
+    id: str | None
+    asked: str
+    resolved: Resolved
+
+
+class _Known(NamedTuple):
+    """What specs have in common that differ by their id alone; ``around_id``: their JSON before and behind it."""
+
+    without_id: str
+    around_id: tuple[str, str]
+    resolved: Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a front end knows of its model; ``widths``: numbers in a row, of the armed sites where that is sure."""
+
+    armed: Armed
+    widths: dict[str, int]
+    known: OrderedDict[bytes, _Known] = field(init=False, default_factory=OrderedDict)
+
+
+def resolve_spec(value: object, shape: Shape) -> Wanted:
+    """What a caller's spec asks for; SpecError (a ValueError) where it cannot be had.
+
+    Most requests ask for what others did: what follows from a spec but for its id is kept of the last few. The time
+    that this takes is between a batch's requests, and decides how many of them the engine's first step takes up.
+    """
+    key, ulid = _shared(value)
+    if key and (found := shape.known.get(key)) is not None:
+        if ulid is None:
+            return Wanted(None, found.without_id, found.resolved)
+        before, after = found.around_id
+        return Wanted(ulid, before + check_ulid(ulid) + after, found.resolved)
+    if key:  # as it was then: its owner may change it meanwhile
+        value = {**msgspec.json.decode(key), "id": ulid}
+    try:
+        spec = parse_spec(value)
+    except LimitError as error:  # vLLM answers a ValueError with 400, anything else with 500
+        raise SpecError("", "…", str(error)) from None
+    layers = resolve(spec, shape.armed, shape.widths)
+    if key:
+        _keep(key, spec, layers, shape)
+    return Wanted(spec.id, spec.to_json(), layers)
+
+
+def _keep(key: bytes, spec: CaptureSpec, layers: Resolved, shape: Shape) -> None:
+    around = spec.model_copy(update={"id": _ANY}).to_json().split(_ANY)
+    if len(around) != 2:  # a tag reads like it
+        return
+    with _lock:
+        shape.known[key] = _Known(spec.model_copy(update={"id": None}).to_json(), (around[0], around[1]), layers)
+        if len(shape.known) > _KNOWN_MAX:
+            shape.known.popitem(last=False)
+
+
+def _shared(value: object) -> tuple[bytes, str | None]:
+    """What tells a spec from another but for its id, b"" where that is not to be had so, and the id."""
+    try:
+        if type(value) is str and len(value) <= _KEY_BYTES_MAX:  # as servers get it
+            value = json.loads(value)
+        if type(value) is not dict or type(ulid := value.get("id")) not in (str, NoneType):
+            return b"", None
+        rest = value.copy()
+        rest.pop("id", None)
+        key = msgspec.json.encode(rest) if _is_plain(rest) else b""
+    except (TypeError, ValueError, OverflowError, RecursionError, RuntimeError):  # the last: changed meanwhile
+        return b"", None
+    return key if len(key) <= _KEY_BYTES_MAX else b"", ulid
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether no other value has the same JSON: bytes, dates, keys that are numbers would have that of a text."""
+    kind = type(value)
+    if kind is dict:
+        return all(type(name) is str for name in value) and all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if kind in (list, tuple) else kind in _LEAVES
+
+
+def check_names(extra: Mapping[str, Any]) -> None:
+    """SpecError where extra arguments without a spec have one under a name that only reads like its own."""
+    for name, value in extra.items():
+        if isinstance(name, str) and is_meant(name, value):
+            raise SpecError("", "…", f'nothing would be captured: the spec stands in extra_args[{name!r}], and not in '
+                            f"extra_args[{KEY!r}]")
+
+
+def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Shape) -> str:
+    """The ticket's JSON of a caller's spec; SpecError (a ValueError) where it cannot be had.
+
+    ``count`` is how many captures the whole HTTP request makes, where a gateway knows it (a prompt list makes more
+    than its n samples); ``prompt_number`` is this prompt's place in such a list.
+    """
+    wanted = resolve_spec(value, shape)
+    if count is None:
+        count = n if prompt_number == 0 else (prompt_number + 1) * n
+    if not isinstance(count, int) or not 0 < count <= capture_samples_max:
+        raise SpecError("count", count, f"a request makes 1 to {capture_samples_max} captures")
+    ulid = wanted.id or new_ulid()
+    base = prompt_number * n
+    if base + n > count:
+        raise SpecError("count", count, f"prompt {prompt_number} with n={n} makes samples up to {base + n - 1}")
+    with _lock:
+        if (ulid, base) in _seen:
+            raise SpecError("id", ulid, "already used; give every request its own id, or none")
+        _seen[ulid, base] = None
+        if len(_seen) > _SEEN_MAX:
+            _seen.popitem(last=False)
+    return encode(Ticket(id=ulid, asked=wanted.asked, resolved=wanted.resolved, base=base, n=n, count=count))
+
+
+def with_adapter(text: str, adapter: str) -> str:
+    """A ticket's JSON that also names the LoRA adapter of its request."""
+    return encode(msgspec.structs.replace(decode(text), adapter=adapter))
+
+
+def forget(text: str) -> None:
+    """Free the id of a request that was refused after ``admit``."""
+    ticket = decode(text)
+    with _lock:
+        _seen.pop((ticket.id, ticket.base), None)
+
+
+def report_finish(capture: str, reason: str, stop_reason: str | int | None, output_token_ids: list[int]) -> None:
+    """Tell the writer how the client saw the end; never waits.
+
+    Where the writer is away for so long that no more may wait, the end is not told: logged once, and counted.
+    """
+    global _channel, _untold
+    with _lock:
+        if not _endpoint:
+            return
+        if _channel is None:
+            _channel = ControlChannel(_endpoint, "front_end", _curve)
+        channel = _channel
+    tokens = struct.pack(f"<{len(output_token_ids)}I", *output_token_ids)
+    try:
+        channel.post(lambda seq: ClientFinish(seq=seq, capture=capture, reason=reason, stop_reason=stop_reason,
+                                               output_token_ids=tokens))
+    except TapError as error:
+        if not _untold:
+            logger.warning("vllm-tap: how clients see the ends of captures is not told from %s on: %s", capture, error)
+        _untold += 1
+        return
+    if _untold:
+        logger.warning("vllm-tap: the ends of %d captures, as their clients saw them, were not told; it goes on with "
+                       "%s", _untold, capture)
+        _untold = 0

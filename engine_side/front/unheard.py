@@ -1,0 +1,91 @@
+"""The last word before vLLM's own routes: a body that still names a capture there would be answered without one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Container, MutableMapping
+from typing import Any, Final
+from urllib.parse import parse_qsl
+
+from engine_side.front.ticket import COUNT_KEY, KEY
+from schemas import limits
+from schemas.bodies import Named, again, aside, has_key, in_body, reads_like, whole
+from schemas.errors import LimitError
+
+logger = logging.getLogger("vllm.tap")
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_BODILESS: Final = ("GET", "HEAD", "OPTIONS", "DELETE")
+# By the field that holds them: where a spec does reach the engine, on routes whose requests have that field.
+_CARRIED: Final = {"vllm_xargs": (f"vllm_xargs.{KEY}", f"vllm_xargs.{COUNT_KEY}"),
+                   "sampling_params": (f"sampling_params.extra_args.{KEY}",
+                                       f"sampling_params.extra_args.{COUNT_KEY}")}
+_FIX: Final = ('nothing would be captured here; "capture" is a field of POST /v1/completions, /v1/chat/completions, '
+               "/v1/responses and /v1/messages where the service of captures is: on the port of vllm-tap serve, or on "
+               "vLLM's own with VLLM_PLUGINS=vllm_tap,vllm_tap_http")
+
+
+class Unheard:
+    """ASGI middleware: 400 for what names a capture that nobody would make, whatever the route.
+
+    ``fields`` says which fields the requests of a route have, as far as that is known, and None where there is no such
+    route: that answer is the application's, and no body is held for it. What a service of captures takes it has taken
+    out before, so this has no list of routes, and holds for those of later vLLMs.
+    """
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]],
+                 fields: Callable[[Scope], Container[str] | None]) -> None:
+        self.app, self.fields = app, fields
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in _BODILESS or (fields := self.fields(scope)) is None:
+            await self.app(scope, receive, send)
+            return
+        messages = await whole(receive, limits.request_body_bytes_max)
+        try:
+            fault = await aside(lambda messages: _fault(scope, fields, messages), messages)
+        except Exception:  # nobody's request fails because it could not be looked at
+            logger.exception("vllm-tap: a body was not looked at")
+            fault = None
+        if fault is None:
+            await self.app(scope, again(messages, receive), send)
+        else:
+            await _refuse(send, *fault)
+
+
+def _fault(scope: Scope, fields: Container[str], messages: deque[Message]
+           ) -> tuple[int, str, str, str | None] | None:
+    """What is answered instead, None where nothing names a capture: status, code, message and field."""
+    kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
+    data = b"".join(message.get("body", b"") for message in messages)
+    try:
+        found = in_body(data, kind)
+        if not found and messages[-1].get("more_body", False) and "multipart" not in kind and has_key(data):
+            raise LimitError("bytes of the body", len(data), limits.request_body_bytes_max)
+    except LimitError as error:
+        return 413, "too_large", f"{error}; a body that may name a capture is looked into as far as that", None
+    query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+    found += [Named(name, value) for name, value in query if reads_like(name)]
+    if not found:
+        return None
+    taken = {path for field, paths in _CARRIED.items() if field in fields for path in paths}
+    for param, value in found:
+        if param not in taken:
+            shown = repr(value[:120] if isinstance(value, str) else value)
+            shown = shown if len(shown) <= 120 else shown[:117] + "..."
+            return 400, "invalid_parameter", f"{param} = {shown}: {_FIX}", param
+    return None
+
+
+async def _refuse(send: Send, status: int, code: str, message: str, param: str | None) -> None:
+    content = json.dumps({"error": {"message": message, "type": "invalid_request_error", "param": param,
+                                    "code": code}}).encode()
+    await send({"type": "http.response.start", "status": status, "headers": [
+        (b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]})
+    await send({"type": "http.response.body", "body": content})

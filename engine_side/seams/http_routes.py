@@ -1,0 +1,36 @@
+"""vLLM's own HTTP routes: what names a capture there and would not be captured is refused, on any of them.
+
+The middleware stands next to the routes, so that keys are asked for before it and the service of captures, where there
+is one, has taken what is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Any
+
+from engine_side.front.unheard import Unheard
+from engine_side.seams.patching import wrap_when_imported
+
+
+def connect() -> None:
+    """Install the wrapper."""
+    wrap_when_imported("vllm.entrypoints.serve", {"register_vllm_serve_api_routers": _register})
+
+
+def _register(original: Callable[..., Any]) -> Callable[..., Any]:
+    def register(app: Any, *args: Any, **kwargs: Any) -> Any:
+        app.add_middleware(Unheard, fields=lambda scope: request_fields(app, scope))
+        return original(app, *args, **kwargs)
+
+    return register
+
+
+def request_fields(app: Any, scope: Any) -> Container[str] | None:
+    """The fields of the request class of a route; none where it has none, None where there is no such route."""
+    for route in app.routes:
+        matched, _ = route.matches(scope)
+        if matched.name == "FULL":
+            body = getattr(getattr(route, "body_field", None), "field_info", None)
+            return frozenset(getattr(getattr(body, "annotation", None), "model_fields", ()))
+    return None

@@ -1,0 +1,53 @@
+"""What vLLM finds in a tapped model is what it would find without taps, or the engine does not start.
+
+By the exact class of a layer and of its quantization method vLLM chooses how it gets adapters, is loaded anew, runs its
+experts. And what vLLM puts in a layer's place once there are taps would run the layer in ways that no tap sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from engine_side.tap.architectures import Point
+from schemas.errors import StartError
+
+Classes = Mapping[str, tuple[type, type]]
+Homes = Mapping[str, tuple[nn.Module, str]]
+
+
+def classes(model: nn.Module) -> Classes:
+    """By a module's path: its class, and that of its quantization method (NoneType where it has none)."""
+    return {path: (type(module), type(getattr(module, "quant_method", None))) for path, module in model.named_modules()}
+
+
+def check_classes(before: Classes, model: nn.Module) -> None:
+    """StartError where a module of ``model`` has another class than ``before`` its taps."""
+    after = classes(model)
+    for path in before.keys() | after.keys():
+        was, is_now = before.get(path), after.get(path)
+        if was != is_now:
+            raise StartError(f"vllm-tap: with taps {path} is {is_now}, without {was}: vLLM would serve adapters, "
+                             "quantize or load weights in another way than without vllm-tap")
+
+
+def homes(model: nn.Module, points: Iterable[Point]) -> Homes:
+    """By path in ``model``: what is tapped there, and for which ``site.layer``."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for point in points:
+        if (path := paths.get(id(point.module))) is not None:  # a router is no module
+            said = [found[path][1]] if path in found else []
+            found[path] = point.module, ", ".join([*said, f"{point.site}.{point.layer}"])
+    return found
+
+
+def check_homes(before: Homes, model: nn.Module) -> None:
+    """StartError where vLLM has put something else in the place of a module since it was tapped."""
+    now = dict(model.named_modules())
+    for path, (module, sites) in before.items():
+        if (other := now.get(path)) is not module:
+            raise StartError(f"vllm-tap: vLLM has put a {type(other).__name__} in the place of {path}, a "
+                             f"{type(module).__name__} with taps of {sites}: its rows would not be those of what the "
+                             "model runs; arm other sites, or start without what does so")

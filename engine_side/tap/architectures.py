@@ -1,0 +1,319 @@
+"""How a decoder block exposes its parts: one entry a family, found by structure and verified at start.
+
+A *place* is the path of a module inside the block (or the model) and the rule that makes rows of its call. Adding an
+architecture is one entry here and one in the parity tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from engine_side.tap.switches import turned
+from schemas.errors import StartError
+from schemas.sites import SITES
+
+if TYPE_CHECKING:  # commands look up what an architecture has, and have no seconds for torch
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """``path`` below the block ("" is the block itself); ``rule`` is a name in engine_side.tap.taps.RULES.
+
+    ``hidden`` is the place to take where this vLLM's kernel does the work of this one inside itself.
+    """
+
+    path: str
+    rule: str
+    meaning: str
+    hidden: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A kind of decoder: where its blocks are, and the place of every site that such a block has.
+
+    ``entry`` names the sites whose first rows are those of ``embedding``, bit for bit: not ``resid_pre`` where a model
+    scales its embeddings or adds positions to them. ``names``: what TransformerLens's names mean that are not the same
+    site everywhere (schemas.sites.BY_MODEL). ``refused``: why a model's configuration takes sites away.
+    ``sums``: the stream after a block is what entered it, ``attn_out`` and ``mlp_out`` added.
+    """
+
+    layers: str
+    block: Mapping[str, Place]
+    model: Mapping[str, Place] = field(default_factory=dict)
+    embedding: str = "model.embed_tokens"
+    entry: tuple[str, ...] = ("embed", "resid_pre")
+    names: Mapping[str, str] = field(default_factory=lambda: {
+        "attn.hook_out": "attn_out", "mlp.hook_out": "mlp_out", "hook_embed": "embed"})
+    refused: Mapping[str, str] = field(default_factory=dict)
+    sums: bool = True
+
+
+# Newer vLLM runs these by Transformers' classes, told to or not; of the others taps know vLLM's own code alone.
+BY_TRANSFORMERS: Final = frozenset({"GPTNeoXForCausalLM"})
+# Rows of these are a rank's share of the heads or of the MLP under tensor parallelism; the others are whole everywhere.
+SHARED_OUT: Final = ("mlp_post", "q", "k", "v", "q_rot", "k_rot", "z")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One place to tap in a loaded model."""
+
+    site: str
+    layer: int
+    module: Any
+    rule: str
+    width: int
+    meaning: str
+    ids: int = 0  # how many different ids a row may hold, where the site is one of ids
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Rows of one place that are the sum of those of others, each a site and a layer."""
+
+    total: tuple[str, int]
+    terms: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The embedding of a loaded model, and the armed sites whose first rows it makes."""
+
+    path: str
+    embedding: nn.Module
+    sites: tuple[str, ...]
+
+
+# Blocks that carry (hidden, residual) and add them in the next norm: the stream is their sum.
+_LLAMA_BLOCK: Final = {
+    "resid_pre": Place("", "stream_in", "hidden + residual as the block gets them, before any norm"),
+    "resid_mid": Place("post_attention_layernorm", "second", "residual stream after attention, before the MLP's norm"),
+    "resid_post": Place("", "stream_out", "hidden + residual as the block returns them, before any norm"),
+    "attn_out": Place("self_attn", "result", "attention output as added to the residual stream"),
+    "mlp_out": Place("mlp", "result", "MLP output as added to the residual stream"),
+    "mlp_post": Place("mlp.down_proj", "operand", "act(gate) · up, before the down projection"),
+    "q": Place("self_attn.qkv_proj", "q", "query projection, before a query norm and the rotary embedding"),
+    "k": Place("self_attn.qkv_proj", "k", "key projection, before a key norm and the rotary embedding"),
+    "v": Place("self_attn.qkv_proj", "v", "value projection"),
+    "q_rot": Place("self_attn.attn", "query", "queries as the attention kernel gets them"),
+    "k_rot": Place("self_attn.attn", "key", "keys as the attention kernel gets them"),
+    "z": Place("self_attn.o_proj", "operand", "attention result of all heads, before the output projection"),
+}
+_LLAMA_MODEL: Final = {
+    "embed": Place("model.embed_tokens", "result", "rows of the embedding table, before any scaling"),
+    "final_norm": Place("model.norm", "result", "output of the final norm, after its weight"),
+}
+_LLAMA: Final = Family("model.layers", _LLAMA_BLOCK, _LLAMA_MODEL)
+
+# Gemma norms what attention and the MLP return before it adds them.
+_GEMMA: Final = Family("model.layers", {
+    **_LLAMA_BLOCK,
+    "resid_mid": Place("pre_feedforward_layernorm", "second", "residual stream after attention, before the MLP's norm"),
+    "attn_out": Place("post_attention_layernorm", "result", "attention output after its norm, as added to the stream"),
+    "mlp_out": Place("post_feedforward_layernorm", "result", "MLP output after its norm, as added to the stream"),
+    "attn_out_raw": Place("self_attn", "result", "attention output before its norm"),
+    "mlp_out_raw": Place("mlp", "result", "MLP output before its norm"),
+}, _LLAMA_MODEL, entry=("embed",), names={"attn.hook_out": "attn_out_raw", "mlp.hook_out": "mlp_out_raw"})
+
+
+def _mixture(mlp: str) -> Family:
+    """Sparse blocks: no one activation before a down projection, but a router that softmaxes and takes the largest."""
+    return Family("model.layers", {
+        **_LLAMA_BLOCK,
+        "mlp_out": Place(mlp, "result", "sum of the chosen experts' outputs as added to the residual stream"),
+        "router_logits": Place(f"{mlp}.gate", "result", "router logits, before softmax and choice"),
+        "experts": Place(
+            f"{mlp}.experts.router", "choice", "ids of the experts that vLLM's router chose, heaviest first",
+            hidden=Place(f"{mlp}.gate", "largest",
+                         "ids of the largest router logits, largest first; the kernel chooses inside itself and may "
+                         "break ties differently")),
+    }, _LLAMA_MODEL)
+
+
+# Blocks that carry one tensor, norms before attention and MLP.
+_OPT: Final = Family("model.decoder.layers", {
+    "resid_pre": Place("", "argument", "residual stream as the block gets it, before any norm"),
+    "resid_mid": Place("final_layer_norm", "argument", "residual stream after attention, before the MLP's norm"),
+    "resid_post": Place("", "result", "residual stream as the block returns it"),
+    "attn_out": Place("self_attn", "result", "attention output as added to the residual stream"),
+    "mlp_out": Place("fc2", "result", "MLP output as added to the residual stream"),
+    "mlp_post": Place("fc2", "operand", "activation before the second linear layer"),
+    "q": Place("self_attn.qkv_proj", "q", "query projection"),
+    "k": Place("self_attn.qkv_proj", "k", "key projection"),
+    "v": Place("self_attn.qkv_proj", "v", "value projection"),
+    "z": Place("self_attn.out_proj", "operand", "attention result of all heads, before the output projection"),
+}, {
+    "embed": Place("model.decoder.embed_tokens", "result", "rows of the embedding table, without positions"),
+    "final_norm": Place("model.decoder.final_layer_norm", "result", "output of the final norm, after its weight"),
+}, embedding="model.decoder.embed_tokens", entry=("embed",))
+
+# Run by vLLM through the Hugging Face modules; a parallel block has no residual between attention and MLP (switches).
+_GPT_NEOX: Final = Family("model.layers", {
+    "resid_pre": Place("", "argument", "residual stream as the block gets it, before any norm"),
+    "resid_mid": Place("post_attention_layernorm", "argument",
+                       "residual stream after attention, before the MLP's norm"),
+    "resid_post": Place("", "result", "residual stream as the block returns it"),
+    "attn_out": Place("attention", "result", "attention output as added to the residual stream"),
+    "mlp_out": Place("mlp", "result", "MLP output as added to the residual stream"),
+    "mlp_post": Place("mlp.dense_4h_to_h", "operand", "activation before the second linear layer"),
+    "z": Place("attention.dense", "operand", "attention result of all heads, before the output projection"),
+}, {
+    "embed": Place("model.embed_in", "result", "rows of the embedding table"),
+    "final_norm": Place("model.final_layer_norm", "result", "output of the final norm, after its weight"),
+}, embedding="model.embed_in")
+
+ARCHITECTURES: Final[dict[str, Family]] = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "Phi3ForCausalLM": _LLAMA,
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+    "MixtralForCausalLM": _mixture("block_sparse_moe"),
+    "Qwen3MoeForCausalLM": _mixture("mlp"),
+    "OPTForCausalLM": _OPT,
+    "GPTNeoXForCausalLM": _GPT_NEOX,
+}
+
+
+def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: tuple[str, ...], n_layers: int,
+                hidden: int) -> Iterator[Point]:
+    """Every (site, layer) to tap; StartError names what was looked for and what was found."""
+    from torch import nn
+
+    blocks = _part(model, family.layers)
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) != n_layers:
+        found = f"{len(blocks)}" if isinstance(blocks, nn.ModuleList) else type(blocks).__name__
+        raise StartError(f"vllm-tap: looked for {n_layers} blocks at {family.layers}, found {found}")
+    for site in sites:
+        places = family.block if SITES[site].per_layer else family.model
+        roots = list(enumerate(blocks)) if SITES[site].per_layer else [(0, model)]
+        points = [] if (place := places.get(site)) is None else [
+            _point(site, layer, root, module, place, hidden)
+            for layer, root in roots if (module := _part(root, place.path)) is not None
+        ]
+        if not points:
+            why = f" ({family.refused[site]})" if site in family.refused else ""
+            raise StartError(f"vllm-tap: cannot arm {site} on {', '.join(names)}{why}; this model offers: "
+                             f"{', '.join(_offered(family, model, blocks))}")
+        yield from points
+
+
+def find_carried(model: nn.Module, family: Family, points: Iterable[Point]
+                 ) -> Iterator[tuple[tuple[nn.Module, nn.Module], Point]]:
+    """The norms of every block that carries (hidden, residual), with a point that has the stream as the block gets it.
+
+    The first of the two adds hidden to the residual, which makes the stream; the second is handed the stream. Not of
+    the first block, which gets no residual.
+    """
+    after = family.block.get("resid_mid")
+    if after is None or after.rule != "second":
+        return
+    streams = {point.layer + 1: point for point in points if point.site == "resid_post"} | {
+        point.layer: point for point in points if point.site == "resid_pre"}
+    for layer, block in enumerate(_part(model, family.layers)):
+        norms = getattr(block, "input_layernorm", None), _part(block, after.path)
+        if layer in streams and layer > 0 and norms[0] is not None and norms[1] is not None:
+            yield (norms[0], norms[1]), streams[layer]
+
+
+def find_sums(family: Family, layers: Mapping[str, Sequence[int]]) -> list[Sum]:
+    """The sums that the staged rows must fulfil, of the sites that have ``layers``."""
+    terms: dict[str, tuple[tuple[str, ...], ...]] = {
+        "resid_mid": (("resid_pre", "attn_out"),),
+        "resid_post": (("resid_mid", "mlp_out"), ("resid_pre", "attn_out", "mlp_out")),
+    } if family.sums else {}
+    found = [Sum((total, layer), tuple((site, layer) for site in sites))
+             for total, ways in terms.items() for sites in ways for layer in layers.get(total, ())
+             if all(layer in layers.get(site, ()) for site in sites)]
+    return found + [Sum(("resid_pre", layer), (("resid_post", layer - 1),)) for layer in layers.get("resid_pre", ())
+                    if layer - 1 in layers.get("resid_post", ())]
+
+
+def find_entry(model: nn.Module, family: Family, sites: tuple[str, ...]) -> Entry | None:
+    """What the self-test can hold the first rows of armed sites against; None where no armed site has such rows."""
+    from torch import nn
+
+    held = tuple(site for site in family.entry if site in sites)
+    if not held:
+        return None
+    embedding = _part(model, family.embedding)
+    if not isinstance(embedding, nn.Module):
+        raise StartError(f"vllm-tap: looked for the embedding table at {family.embedding}, not found")
+    return Entry(family.embedding, embedding, held)
+
+
+def family_of(names: Sequence[str], config: object) -> Family:
+    """Of the first known of a model's architectures, less what ``config`` takes away (vLLM's, or config.json's);
+    StartError where none is known, or where no site of the model would be what it is called.
+    """
+    family = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    if family is None:
+        raise StartError(f"vllm-tap: no tap is known for the architecture {', '.join(names)}; "
+                         f"known: {', '.join(ARCHITECTURES)}")
+    switches = turned(names, config)
+    if switches.model:
+        raise StartError(f"vllm-tap: {', '.join(names)} with {switches.model}: it cannot be tapped")
+    block, model = ({site: place for site, place in places.items() if site not in switches.sites}
+                    for places in (family.block, family.model))
+    return replace(family, block=block, model=model, refused=switches.sites, sums=switches.sums)
+
+
+def lens_names(names: Sequence[str]) -> Mapping[str, str]:
+    """``Family.names`` of a model's architectures; none where nothing is known of them."""
+    return next((ARCHITECTURES[name].names for name in names if name in ARCHITECTURES), {})
+
+
+def _offered(family: Family, model: nn.Module, blocks: nn.ModuleList) -> list[str]:
+    return [site for site, place in family.block.items() if any(_part(b, place.path) is not None for b in blocks)] + [
+        site for site, place in family.model.items() if _part(model, place.path) is not None]
+
+
+def _point(site: str, layer: int, root: nn.Module, module: Any, place: Place, hidden: int) -> Point:
+    width, ids = _width(module, place.rule, hidden), int(module.global_num_experts) if place.rule == "choice" else 0
+    if place.hidden is not None and _chooses_inside(root, place.path):
+        place = place.hidden
+        module = _part(root, place.path)
+        assert module is not None
+    return Point(site, layer, module, place.rule, width, place.meaning, ids)
+
+
+def _chooses_inside(root: nn.Module, router: str) -> bool:
+    """Whether the expert kernel gets router logits and chooses by itself, so that the router is never called."""
+    experts = _part(root, router.rpartition(".")[0])
+    return bool(experts.routed_experts.quant_method.is_monolithic)
+
+
+def _part(module: nn.Module, path: str) -> Any:
+    """What lies at a dotted path, None where this model has nothing there."""
+    found: Any = module
+    for name in path.split(".") if path else ():
+        found = getattr(found, name, None) or getattr(of_model(found), name, None)
+    return found
+
+
+def of_model(module: Any) -> Any:
+    """The model's own layer where ``module`` is what vLLM put around it for adapters, else ``module``."""
+    return getattr(module, "base_layer", module)
+
+
+def _width(module: Any, rule: str, hidden: int) -> int:
+    """Numbers in a row, from the module itself; vLLM's parallel layers know their own share."""
+    module = of_model(module)
+    if rule == "choice":
+        return int(module.top_k)
+    if rule in ("q", "query"):
+        return int(module.num_heads * module.head_size)
+    if rule in ("k", "v", "key"):
+        return int(module.num_kv_heads * module.head_size)
+    if rule in ("argument", "operand"):
+        return int(getattr(module, "input_size_per_partition", getattr(module, "in_features", hidden)))
+    if rule == "result":
+        own = (getattr(module, name, None) for name in ("embedding_dim", "output_size", "out_features"))
+        return int(next((width for width in own if width is not None), hidden))
+    return hidden

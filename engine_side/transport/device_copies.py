@@ -1,0 +1,186 @@
+"""The way of encoded rows from the device to the ring; where the model runs on the host they are there at once.
+
+Rows are encoded on the model's own stream, into scratch: so the next step's graph, which rewrites staging, comes after
+that by the order of the stream alone. Copies to the host have a stream of their own and are enqueued a step late,
+behind what the step before them had to fetch: a device copies in one direction one thing after the other, so the
+sampled tokens that the scheduler waits for would otherwise stand behind a whole prompt's rows.
+
+Two hazards are ordered. Scratch is a ring: the model's stream waits for the copy of what lay there before, by an event.
+Ring memory is read by the sender, which no event can tell in its own process: copies are numbered, and behind each the
+device writes its number beside the ring. A run carries the number of its copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Final
+
+import torch
+
+from engine_side.transport.cuda_calls import device_to_host
+from engine_side.transport.events import Event, Freed, Run
+from engine_side.transport.ring import Ring
+from engine_side.transport.shared_memory import COPIES, Outbox
+
+_AHEAD_BYTES: Final = 48 << 20  # of copies a step, beside what the step itself will make
+_COPIES_MAX: Final = 256  # events kept; older copies are waited for, which by then costs nothing
+
+
+class Scratch:
+    """Device memory between the encoders and the copies to the host: a byte ring in the order of the streams."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.capacity = nbytes
+        self.head = 0
+        self._tail = 0
+        self._copies: deque[tuple[int, Any]] = deque()
+
+    def take(self, nbytes: int, stream: Any) -> int | None:
+        """Offset of contiguous bytes, at most half of all; ``stream`` waits for the copy of what they held.
+
+        None where what they held is not even on its way.
+        """
+        start = self.head % self.capacity
+        skip = self.capacity - start if start + nbytes > self.capacity else 0
+        last = None
+        while self._copies and (
+            self.head + skip + nbytes - self._tail > self.capacity or len(self._copies) > _COPIES_MAX
+        ):
+            self._tail, last = self._copies.popleft()
+        if last is not None:  # copies end in order
+            stream.wait_event(last)
+        if self.head + skip + nbytes - self._tail > self.capacity:
+            return None
+        self.head += skip + nbytes
+        return (start + skip) % self.capacity
+
+    def copied(self, until: int, event: Any) -> None:
+        """``event`` comes after the copy of everything that was taken before ``head`` was ``until``."""
+        self._copies.append((until, event))
+
+    def give_back(self, nbytes: int) -> None:
+        """The end of what was taken last is not needed after all."""
+        self.head -= nbytes
+
+    def forget(self) -> None:
+        """What was taken is not needed any more: nothing of it waits for a copy."""
+        self._tail = self.head
+
+
+class Crossing:
+    """What leaves the step: events in their order, and bytes on their way to the ring."""
+
+    def __init__(self, device: torch.device, ring: Ring, scratch: Scratch | None = None,
+                 outbox: Outbox | deque[Event] | None = None) -> None:
+        self.outbox = deque[Event]() if outbox is None else outbox
+        self.ring = ring
+        self.scratch = scratch
+        self._device = device
+        if scratch is not None:
+            self._copying: Any = torch.cuda.Stream(device)
+            self._encoded = torch.cuda.Event()
+            self._over = [torch.cuda.Event() for _ in range(2 * _COPIES_MAX)]  # in turns: scratch keeps fewer
+            self.numbers = torch.arange(COPIES, dtype=torch.int64, device=device)
+            self._copy = device_to_host()
+        self.waiting: deque[tuple[Event, int, int, int, int]] = deque()  # event, from, to, bytes, scratch's head
+        self.left = self.outbox.left if isinstance(self.outbox, Outbox) else ()  # what the sender has no room for
+
+    def room(self, base: int, nbytes: int) -> tuple[torch.Tensor, int]:
+        """Where bytes are encoded that shall lie at ``base`` of the ring: memory (uint8) and an offset in it."""
+        scratch = self.scratch
+        if scratch is None:
+            return self.ring.memory, base
+        while (at := scratch.take(nbytes, torch.cuda.current_stream(self._device))) is None:
+            if self.waiting:
+                self.move(nbytes)
+            else:  # what was taken and never brought holds nothing
+                scratch.forget()
+        return scratch.memory, at
+
+    def give_back(self, nbytes: int) -> None:
+        """The end of the region taken last, of the ring and of the room before it, is not needed after all."""
+        self.ring.give_back(nbytes)
+        if self.scratch is not None:
+            self.scratch.give_back(nbytes)
+
+    def free(self) -> None:
+        """The region taken last, up to the ring's head, will hold no rows; what reads it now may finish."""
+        freed = Freed((self.ring.head, 0))
+        if self.scratch is None:
+            self.outbox.append(freed)
+        else:
+            self.waiting.append((freed, 0, 0, 0, 0))
+
+    def say(self, event: Event) -> None:
+        """An event without bytes, after everything before it."""
+        if self.waiting:
+            self.waiting.append((event, 0, 0, 0, 0))
+        else:
+            self.outbox.append(event)
+
+    def bring(self, runs: list[Run], at: int, base: int, nbytes: int) -> None:
+        """Runs whose ``nbytes`` lie at ``at`` of the room taken last and shall lie at ``base`` of the ring."""
+        if self.scratch is None:
+            self.outbox.extend(runs)
+            return
+        *others, last = runs  # the last one brings the bytes of all
+        for run in others:
+            self.waiting.append((run, 0, 0, 0, 0))
+        self.waiting.append((last, at, base, nbytes, self.scratch.head))
+
+    @property
+    def light(self) -> bool:
+        """Whether what waits takes the bus less than a millisecond."""
+        return sum(nbytes for _, _, _, nbytes, _ in self.waiting) <= _AHEAD_BYTES
+
+    def before_step(self, tokens: int, bytes_a_token: float) -> None:
+        """Send on what waits, as fast as the step of ``tokens`` will make more and a little faster; all where it is 0.
+
+        At the speed of the bus the part beyond takes a millisecond, a step of decode several.
+        """
+        if self.waiting:
+            self.move(_AHEAD_BYTES + 1.5 * tokens * bytes_a_token if tokens else float("inf"))
+        self.push()
+
+    def push(self) -> bool:
+        """Hand on what the sender had no room for when it was said; whether it has all."""
+        return not isinstance(self.outbox, Outbox) or self.outbox.push()
+
+    def move(self, budget: float) -> None:
+        """Enqueue copies of at most ``budget`` bytes, but one, behind everything on the model's stream so far."""
+        if self.scratch is None or not self.waiting:
+            return
+        self._encoded.record(torch.cuda.current_stream(self._device))
+        self._copying.wait_event(self._encoded)
+        number = self.ring.shared.made = self.ring.shared.made + 1  # before the device can say that it is over
+        moved: list[Event] = []
+        source = target = size = until = 0  # of a copy that may grow: what was encoded one after the other lies so
+        # Runs that share their bytes go together: those before the one that brings them are without any.
+        while self.waiting and (budget > 0 or not isinstance(self.waiting[0][0], Run)):
+            event, at, base, nbytes, head = self.waiting.popleft()
+            if nbytes:
+                if (source + size, target + size) != (at, base):
+                    self._to_ring(source, target, size)
+                    source, target, size = at, base, 0
+                size += nbytes
+                budget -= nbytes
+                until = head
+            if isinstance(event, Run | Freed):
+                event.copied = number
+            moved.append(event)
+        self._to_ring(source, target, size)
+        self._copy(self.ring.copied.data_ptr(), self.numbers.data_ptr() + 8 * (number % COPIES), 8,
+                   self._copying.cuda_stream)
+        if until:
+            over = self._over[number % len(self._over)]
+            over.record(self._copying)
+            self.scratch.copied(until, over)
+        self.outbox.extend(moved)
+
+    def _to_ring(self, source: int, target: int, nbytes: int) -> None:
+        """Bytes of scratch go to the ring."""
+        if nbytes:
+            assert self.scratch is not None
+            self._copy(self.ring.memory.data_ptr() + target, self.scratch.memory.data_ptr() + source, nbytes,
+                       self._copying.cuda_stream)

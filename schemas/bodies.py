@@ -1,0 +1,179 @@
+"""A request's body before it is anybody's: received, given once more, and searched for a capture that is named in it.
+
+Servers pass over fields that they do not know. So whoever takes a ``capture`` knows every place where it may stand by
+mistake, and whatever reaches a route that takes none is refused there, by the same rule on routes of any kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Final, NamedTuple, TypeVar
+from urllib.parse import parse_qsl
+
+from schemas import limits
+from schemas.errors import LimitError
+from schemas.spec import CaptureSpec
+
+__all__ = ["Message", "Named", "Receive", "again", "aside", "check_values", "has_key", "in_body", "is_meant",
+           "may_name", "named", "reads_like", "whole"]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+_T = TypeVar("_T")
+
+_LETTERS: Final = sorted("capture")
+_HOLDER: Final = re.compile(r"extra|xargs|sampling_params", re.IGNORECASE)  # what holds arguments beside a body's own
+_LETTERS_OFF: Final = 2
+_DEPTH: Final = 3  # of holders in holders, as in sampling_params.extra_args
+_FIELDS: Final = {field.alias or name for name, field in CaptureSpec.model_fields.items()}
+_SIGNS: Final = (b"captur", b"Captur", b"CAPTUR", b"\0")  # the last is UTF-16 or UTF-32
+_LIKE: Final = re.compile(rb'"[acepturACEPTUR]{7}"|\\u00[4-7]')  # the latter is an ASCII letter, and no accent
+_KEY: Final = re.compile(rb'(?<!\\)"(?:[^"\\]{0,40}captur[^"\\]{0,40}|([aceptur]{7})|'
+                         rb'[^"]{0,40}\\u00[4-7][^"]{0,100})"\s*:', re.IGNORECASE)
+_PART: Final = re.compile(rb'[\r\n](?i:content-disposition):[^\r\n]{0,1000}?[; ]name="?([^"\r\n;]{1,200})')
+_FORM_FIELDS: Final = 1000
+_ASIDE_BYTES: Final = 1 << 20
+
+
+class Named(NamedTuple):
+    """A capture that is named: the path of the field, and what it holds."""
+
+    param: str
+    value: Any
+
+
+async def whole(receive: Receive, bytes_max: float = float("inf")) -> deque[Message]:
+    """A request's body, or its beginning where it is longer; the last message is another where the client left."""
+    messages: deque[Message] = deque()
+    size = 0
+    while not messages or (messages[-1].get("more_body", False) and size < bytes_max):
+        messages.append(await receive())
+        size += len(messages[-1].get("body", b""))
+    return messages
+
+
+def again(messages: deque[Message], receive: Receive) -> Receive:
+    """The same request, to be received once more: each of its messages is let go of as it is."""
+
+    async def once_more() -> Message:
+        return messages.popleft() if messages else await receive()
+
+    return once_more
+
+
+async def aside(look: Callable[[deque[Message]], _T], messages: deque[Message]) -> _T:
+    """What ``look`` finds in a body: of a large one in a thread, so that nobody else waits for it."""
+    if sum(len(message.get("body", b"")) for message in messages) > _ASIDE_BYTES:
+        return await asyncio.to_thread(look, messages)
+    return look(messages)
+
+
+def reads_like(name: str) -> bool:
+    """Whether a field's name is ``capture``, or nearly so."""
+    like = name.lower()
+    return "captur" in like or sorted(like) == _LETTERS
+
+
+def named(body: Mapping[str, Any]) -> Iterator[Named]:
+    """Where a JSON object names a capture: in a field, in what holds extra arguments, in the objects of a list.
+
+    Elsewhere the word is content: of messages, of tools, of a schema. In a list only what is a spec is meant.
+    Among extra arguments, which may be others', only what nearly has the name, or is a spec.
+    """
+    for name, value in body.items():
+        if reads_like(name) and value is not None:
+            yield Named(name, value)
+        elif isinstance(value, Mapping) and _HOLDER.search(name):
+            yield from _held(name, value, _DEPTH)
+        elif isinstance(value, list):
+            yield from _listed(name, value, _DEPTH)
+
+
+def _held(path: str, holder: Mapping[str, Any], depth: int) -> Iterator[Named]:
+    for name, value in holder.items():
+        if is_meant(name, value):
+            yield Named(f"{path}.{name}", value)
+        elif isinstance(value, Mapping) and depth > 1:
+            yield from _held(f"{path}.{name}", value, depth - 1)
+
+
+def is_meant(name: str, value: Any) -> bool:
+    """Whether an argument among those of others is a capture: misspelt by a letter or two, or a spec by what it holds.
+
+    Theirs may be about captures as well, of a screen or of a time.
+    """
+    if value is None or not reads_like(name):
+        return False
+    if len(name) <= len(_LETTERS) + _LETTERS_OFF or name.lower() == "capture_count":
+        return True
+    if isinstance(value, str) and value.startswith("{") and len(value) <= limits.spec_json_bytes_max:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return _is_spec(value)
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, Mapping) and _FIELDS.issuperset(value)
+
+
+def _listed(path: str, items: list[Any], depth: int) -> Iterator[Named]:
+    if {dict, list}.isdisjoint(map(type, items)):  # millions of token ids, say
+        return
+    for number, item in enumerate(items):
+        if isinstance(item, dict):
+            for name, value in item.items():
+                if reads_like(name) and _is_spec(value):
+                    yield Named(f"{path}[{number}].{name}", value)
+                elif isinstance(value, Mapping) and _HOLDER.search(name):
+                    yield from _held(f"{path}[{number}].{name}", value, depth)
+        elif isinstance(item, list) and depth > 1:
+            yield from _listed(f"{path}[{number}]", item, depth - 1)
+
+
+def in_body(data: bytes, content_type: str) -> list[Named]:
+    """The same of a body as it was sent, JSON or a form; nothing of what is neither. LimitError where too much would
+    have to be parsed, and the text has a key that reads like it.
+    """
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        parts = {part.decode(errors="replace") for part in _PART.findall(data)}
+        return [Named(part, "…") for part in sorted(parts) if reads_like(part)]
+    if not may_name(data):
+        return []
+    if kind == "application/x-www-form-urlencoded":
+        pairs = parse_qsl(data.decode(errors="replace"), keep_blank_values=True, max_num_fields=_FORM_FIELDS)
+        return [Named(name, value) for name, value in pairs if reads_like(name)]
+    try:
+        check_values(data)
+    except LimitError:
+        if has_key(data):
+            raise
+        return []
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return []
+    return list(named(body)) if isinstance(body, dict) else []
+
+
+def may_name(data: bytes) -> bool:
+    """False where nothing in a body reads like it: most are parsed but once, where they are served."""
+    return any(sign in data for sign in _SIGNS) or _LIKE.search(data) is not None
+
+
+def has_key(data: bytes) -> bool:
+    """Whether the text of a body that is not parsed has a key that reads like it: of an object anywhere in it."""
+    text = data.replace(b"\0", b"")
+    return any(not found[1] or sorted(found[1].decode().lower()) == _LETTERS for found in _KEY.finditer(text))
+
+
+def check_values(data: bytes) -> None:
+    """LimitError where a body has so many values that parsing it would keep everybody else waiting."""
+    most = limits.request_values_max
+    if len(data) > most and (values := sum(data.count(mark) for mark in b"[{,")) > most:
+        raise LimitError("values in the body (its commas and opening brackets)", values, most)

@@ -1,0 +1,85 @@
+"""Finding captures by any of their names. NotFoundError says the same whether there is none or it is not theirs."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from typing import Final
+
+from schemas import limits
+from schemas.catalog.records import Capture, capture_of, find_capture
+from schemas.errors import NotFoundError
+from schemas.ids import split_capture_id
+
+__all__ = ["find", "no_capture", "of_one_owner", "samples", "under"]
+
+_INDEXED: Final = re.compile(r"(.+)\.(0|[1-9][0-9]{0,5})", re.ASCII)
+
+
+def no_capture(ref: str) -> NotFoundError:
+    """The same words whether there is none, it is deleted or it is another's."""
+    return NotFoundError(f"no capture {ref[:limits.alias_chars_max]!r}")
+
+
+def find(db: sqlite3.Connection, ref: str, owner: str | None) -> Capture:
+    """The capture of an id or an alias."""
+    capture_id = ref if split_capture_id(ref) is not None else _resolve_alias(db, ref, owner)
+    capture = find_capture(db, capture_id)
+    if capture is None:
+        ulid, index = split_capture_id(capture_id) or ("", None)
+        capture = find_capture(db, ulid) if index == 0 else None
+        if index is None:
+            found = under(db, ulid, owner)
+            if len(found) > 1:
+                raise NotFoundError(f"{ref} has {len(found)} samples; ask for {found[0].id} … {found[-1].id}")
+            capture = found[0]
+    if capture is None or capture.deleted or (owner is not None and capture.owner != owner):
+        raise no_capture(ref)
+    return capture
+
+
+def under(db: sqlite3.Connection, ulid: str, owner: str | None) -> list[Capture]:
+    """The captures of a request, in the order of their numbers."""
+    return [capture_of(row) for row in _under(db, ulid, owner, "*")]
+
+
+def _under(db: sqlite3.Connection, ulid: str, owner: str | None, columns: str) -> list[sqlite3.Row]:
+    """Their rows, the owner's column among them."""
+    rows = db.execute(f"SELECT {columns} FROM captures WHERE ulid = ? AND deleted = 0 ORDER BY sample", (ulid,))
+    found = [row for row in rows if owner is None or row["owner"] == owner]
+    if not found:
+        raise no_capture(ulid)
+    return found
+
+
+def samples(db: sqlite3.Connection, ref: str, owner: str | None) -> list[str]:
+    """The ids of the captures under a ULID or an alias, in the order of their numbers."""
+    if split_capture_id(ref) is None:
+        ref = _resolve_alias(db, ref, owner)
+    ulid, index = split_capture_id(ref) or ("", None)
+    if index is not None:
+        return [find(db, ref, owner).id]
+    return [str(row["id"]) for row in _under(db, ulid, owner, "id, owner")]
+
+
+def of_one_owner(db: sqlite3.Connection, alias: str) -> None:
+    """NotFoundError where several owners have captures of that name."""
+    match = _INDEXED.fullmatch(alias)
+    query = ("SELECT DISTINCT ulid, owner FROM aliases JOIN captures USING (ulid, owner) WHERE alias IN (?, ?) "
+             "AND deleted = 0 ORDER BY n")
+    found = db.execute(query, (alias, match[1] if match else alias)).fetchall()
+    if len({row["owner"] for row in found}) > 1:
+        ids = ", ".join(f"{row['ulid']} (of {row['owner'] or 'nobody'})" for row in found)
+        raise NotFoundError(f"{alias} names captures of several owners; ask for one by its id: {ids}")
+
+
+def _resolve_alias(db: sqlite3.Connection, alias: str, owner: str | None) -> str:
+    query = "SELECT ulid FROM aliases WHERE alias = ? AND (? IS NULL OR owner = ?) ORDER BY n DESC LIMIT 1"
+    row = db.execute(query, (alias, owner, owner)).fetchone()
+    if row is not None:
+        return str(row["ulid"])
+    if match := _INDEXED.fullmatch(alias):
+        row = db.execute(query, (match[1], owner, owner)).fetchone()
+        if row is not None:
+            return f"{row['ulid']}.{match[2]}"
+    raise no_capture(alias)

@@ -1,0 +1,93 @@
+"""The catalog as readers have it open: always the file that lies there now, and moments of it."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from schemas.catalog.records import ReadConnection, connect_read
+from schemas.errors import StoreError
+
+__all__ = ["CatalogView", "Moment"]
+
+
+class Moment(NamedTuple):
+    """The catalog as it is in one transaction; ``version`` is another once anything in it has changed."""
+
+    db: sqlite3.Connection
+    version: int
+
+
+class CatalogView:
+    """One connection for all threads; whoever uses it holds ``lock``."""
+
+    def __init__(self, store: Path) -> None:
+        self.lock = threading.RLock()
+        self._path = store / "catalog.sqlite"
+        self._connection, self._seen = self._open()
+        self._reopened = 0
+        self._closed = False
+
+    def _open(self) -> tuple[ReadConnection, tuple[int, ...]]:
+        """A connection, and what it stands for until that changes."""
+        # Before it is opened: what changes meanwhile is a change. Where there is none, opening says so.
+        seen = self._look(everything=True) if self._path.exists() else ()
+        connection = connect_read(self._path)
+        return connection, seen if connection.immutable else seen[:1]
+
+    def _look(self, everything: bool) -> tuple[int, ...]:
+        """What tells one catalog from another; with ``everything``, one that was written to from what it was."""
+        stat = self._path.stat()
+        if not everything:
+            return (stat.st_ino,)
+        log = self._path.with_name(f"{self._path.name}-wal")
+        try:
+            beside = log.stat()
+        except FileNotFoundError:
+            return (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        return (stat.st_ino, stat.st_mtime_ns, stat.st_size, beside.st_mtime_ns, beside.st_size)
+
+    @property
+    def db(self) -> sqlite3.Connection:
+        """The catalog as it lies there now: a writer that found it damaged has put another in its place, and one that
+        nobody wrote to, on media that are read-only from here, has a writer again."""
+        try:
+            seen = self._look(self._connection.immutable)
+        except FileNotFoundError:
+            return self._connection
+        if seen != self._seen and not self._connection.in_transaction:
+            (fresh, self._seen), stale = self._open(), self._connection
+            self._connection = fresh
+            stale.close()
+            self._reopened += 1
+        return self._connection
+
+    def version(self) -> int:
+        """A number that changes with the catalog."""
+        with self.moment() as now:
+            return now.version
+
+    @contextmanager
+    def moment(self) -> Iterator[Moment]:
+        """Everything that is read of it inside is of one moment; nobody else reads meanwhile."""
+        with self.lock:
+            if self._closed:
+                raise StoreError("read", self._path.parent, "this reader was closed", "open the store again: that of a "
+                                 "recording is open until its end")
+            db = self.db
+            db.execute("BEGIN")
+            try:
+                counted = int(db.execute("PRAGMA data_version").fetchone()[0])  # by this connection
+                yield Moment(db, self._reopened << 32 | counted)
+            finally:
+                db.execute("ROLLBACK")
+
+    def close(self) -> None:
+        """Release the file."""
+        with self.lock:
+            self._closed = True
+            self._connection.close()

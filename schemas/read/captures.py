@@ -1,0 +1,272 @@
+"""What a store says of its captures: who and what there is, by any of their names, in lists, and as manifests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from schemas import limits
+from schemas.catalog import aliases
+from schemas.catalog.filters import Sieve
+from schemas.catalog.records import Capture, Drop, capture_of, engine_json, find_capture, load_drops
+from schemas.catalog.view import CatalogView, Moment
+from schemas.errors import LimitError, NotFoundError, StoreError
+from schemas.ids import split_capture_id
+from schemas.manifest import Manifest
+from schemas.probes import Probe
+from schemas.read.coverage_cache import Coverings
+from schemas.read.manifests import aliases_of, manifest_of
+from schemas.sites import names_of
+from schemas.spec import Resolved
+from schemas.wire.messages import EngineInfo
+
+__all__ = ["CaptureRow", "CatalogReader", "Progress", "read_store_uuid"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRow:
+    """One line of a listing; lengths are in tokens."""
+
+    id: str
+    owner: str
+    status: str
+    created_ms: int
+    tags: dict[str, str]
+    aliases: list[str]
+    sites: list[str]
+    prompt_len: int
+    total_len: int
+    finish_reason: str | None
+    hold: bool = False
+    adapter: str = ""  # the LoRA adapter that the model ran with
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a capture is; rows are counted over all sites and layers, and are durable."""
+
+    id: str
+    status: str
+    expected: int
+    captured: int
+    missing: int
+    prompt_len: int
+    total_len: int
+    finish_reason: str | None
+
+
+def read_store_uuid(path: Path) -> bytes:
+    """The 16 bytes that name the store; StoreError where ``path`` is no store of a known version."""
+    file = path / "store.json"
+    try:
+        document = json.loads(file.read_text())
+        version, uuid = document["version"], bytes.fromhex(document["uuid"].replace("-", ""))
+    except FileNotFoundError:
+        what = "no store.json in it" if path.is_dir() else "no such folder"
+        raise StoreError("open store", path, what, "name the folder given to the writer") from None
+    except OSError as error:
+        raise StoreError("open store", path, error.strerror, "name the folder given to the writer") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError("open store", file, f"malformed: {error!r}") from None
+    if version != limits.STORE_VERSION or len(uuid) != 16:
+        raise StoreError("open store", file, f"version {version}, this program knows {limits.STORE_VERSION}")
+    return uuid
+
+
+class CatalogReader:
+    """A store's catalog opened read-only; safe to use from several threads.
+
+    A ``ref`` is a capture id, or an alias (a response id, an X-Request-Id). ``owner`` restricts to one owner's
+    captures, None means any. NotFoundError is raised for what is not there, is deleted or belongs to others.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.uuid = read_store_uuid(self.path)
+        self._catalog = CatalogView(self.path)
+        self._sifting: CatalogView | None = None
+        self._coverings = Coverings()
+
+    def close(self) -> None:
+        """Release files."""
+        with self._catalog.lock:
+            self._catalog.close()
+            if self._sifting is not None:
+                self._sifting.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def capture(self, ref: str, owner: str | None = None) -> CaptureRow:
+        """One capture's line."""
+        with self._catalog.moment() as now:
+            return _row(now, aliases.find(now.db, ref, owner))
+
+    def is_deleted(self, capture_id: str) -> bool:
+        """Whether there was such a capture and somebody deleted it."""
+        with self._catalog.moment() as now:
+            found = find_capture(now.db, capture_id)
+        return found is not None and found.deleted
+
+    def captures(
+        self, owner: str | None = None, status: str | None = None, limit: int = 100, before: str | None = None
+    ) -> list[CaptureRow]:
+        """Newest first; ``before`` is the id that the previous page ended with. Deleted ones only where asked for."""
+        return self.page(owner, status, limit, before)[0]
+
+    def page(
+        self, owner: str | None = None, status: str | None = None, limit: int = 100, before: str | None = None,
+        sieve: Sieve | None = None,
+    ) -> tuple[list[CaptureRow], str | None]:
+        """A page of ``captures`` that pass the sieve, and the ``before`` of the next one; None where this is the last.
+
+        At most ``limits.captures_scan_max`` are looked at: a page may hold few, or none, and yet not be the last.
+        """
+        if not 0 < limit <= limits.captures_page_max:
+            raise LimitError("captures in a page", limit, limits.captures_page_max)
+        where: list[str] = ["deleted = 0" if status != "deleted" else "1"]
+        args: list[str | int] = []
+        if owner is not None:
+            where.append("owner = ?")
+            args.append(owner)
+        if status is not None:
+            where.append("status = ?")
+            args.append("complete" if status == "empty" else status)
+        sifted, more = ("", []) if sieve is None else sieve.condition()
+        with (self._apart() if sifted else self._catalog).moment() as now:
+            if before is not None:
+                # It may have been deleted since that page: its tombstone still says where to go on.
+                last = find_capture(now.db, before)
+                if last is None or owner not in (None, last.owner):
+                    raise aliases.no_capture(before)
+                where.append("(created_ms, id) < (?, ?)")
+                args += [last.created_ms, last.id]
+            condition = " AND ".join(where)
+            query = f"SELECT * FROM captures WHERE {condition} ORDER BY created_ms DESC, id DESC"
+            scan = limits.captures_scan_max if sifted or status in ("complete", "empty") else limit
+            listed = now.db.execute(f"SELECT * FROM ({query} LIMIT {scan}) AS listed {sifted}", [*args, *more])
+            found = (capture for capture in map(capture_of, listed) if status in (None, capture.status))
+            rows = [_row(now, capture) for capture in islice(found, limit)]
+            listed.close()
+            if len(rows) == limit:
+                return rows, rows[-1].id
+            last_looked_at = now.db.execute(f"SELECT id FROM ({query} LIMIT 1 OFFSET {scan - 1})", args).fetchone()
+            return rows, None if last_looked_at is None else last_looked_at["id"]
+
+    def _apart(self) -> CatalogView:
+        """The catalog for what looks at thousands of captures: everybody else reads on meanwhile."""
+        with self._catalog.moment():  # refused where this reader was closed
+            if self._sifting is None:
+                self._sifting = CatalogView(self.path)
+            return self._sifting
+
+    def owner_bytes(self, owner: str) -> int:
+        """Bytes of an owner's captures, rows and what is beside them, as the catalog knows them; 0 of who has none."""
+        with self._catalog.moment() as now:
+            found = now.db.execute("SELECT bytes FROM owners WHERE owner = ?", (owner,)).fetchone()
+        return 0 if found is None else int(found["bytes"])
+
+    def request_bytes(self, owner: str, ulids: Sequence[str]) -> dict[str, int]:
+        """Of requests of an owner, by their ULIDs, how many of its bytes are their captures'."""
+        query = """SELECT total(beside + (SELECT total(bytes) FROM extents WHERE capture = id)) AS bytes
+                   FROM captures WHERE ulid = ? AND owner = ?"""
+        with self._catalog.moment() as now:
+            return {ulid: int(now.db.execute(query, (ulid, owner)).fetchone()["bytes"]) for ulid in ulids}
+
+    def samples(self, ref: str, owner: str | None = None) -> list[str]:
+        """The capture ids under a ULID or an alias, in the order of their numbers."""
+        with self._catalog.moment() as now:
+            return aliases.samples(now.db, ref, owner)
+
+    def target(self, ref: str, owner: str | None = None) -> tuple[str, str]:
+        """What a record calls ``ref``, be it one capture or all samples of a request, and the last of these.
+
+        Without an ``owner`` NotFoundError where several owners have captures of that name: the newest may be another's
+        than the one that is meant.
+        """
+        with self._catalog.moment() as now:
+            if owner is None:
+                aliases.of_one_owner(now.db, ref)
+            samples = aliases.samples(now.db, ref, owner)
+        if len(samples) == 1:
+            return samples[0], samples[0]
+        ulid, _ = split_capture_id(samples[0]) or ("", None)
+        return ulid, samples[-1]
+
+    def engine(self) -> EngineInfo | None:
+        """The newest engine that the store knows: the one that came last, whatever the clock of its host says."""
+        with self._catalog.moment() as now:
+            row = now.db.execute("SELECT info FROM engines ORDER BY rowid DESC LIMIT 1").fetchone()
+        return None if row is None else msgspec.json.decode(row["info"], type=EngineInfo)
+
+    def probes(self, ref: str, owner: str | None = None) -> dict[str, Probe]:
+        """The probes that the capture's own engine has registered; none while no engine has begun it."""
+        return msgspec.convert(self._info(ref, owner).get("armed", {}).get("probes", {}), dict[str, Probe])
+
+    def names(self, ref: str, owner: str | None = None) -> dict[str, str]:
+        """``Armed.names`` of the model that a capture is of; none while no engine has begun it."""
+        return names_of(self._info(ref, owner))
+
+    def _info(self, ref: str, owner: str | None) -> dict[str, Any]:
+        with self._catalog.moment() as now:
+            return engine_json(now.db, aliases.find(now.db, ref, owner).stream)
+
+    def drops(self, capture: str, site: str, after: int) -> list[Drop]:
+        """What was dropped of a capture at a site, of numbers above ``after``, in order."""
+        with self._catalog.moment() as now:
+            return [drop for drop in load_drops(now.db, capture) if drop.site == site and drop.seq > after]
+
+    def erasing(self) -> bool:
+        """Whether something of deleted captures is still to be erased."""
+        query = "SELECT EXISTS (SELECT 1 FROM doomed) OR EXISTS (SELECT 1 FROM scrub)"
+        with self._catalog.moment() as now:
+            return bool(now.db.execute(query).fetchone()[0])
+
+    def manifest(self, ref: str, owner: str | None = None) -> Manifest:
+        """The whole truth about one capture."""
+        with self._catalog.moment() as now:
+            return manifest_of(now.db, self._coverings.of(now, ref, owner))
+
+    def sole(self, ref: str, owner: str | None = None) -> Manifest | list[str]:
+        """The manifest of the one capture that a name stands for; the ids of all where a request made several."""
+        with self._catalog.moment() as now:
+            samples = aliases.samples(now.db, ref, owner)
+            return samples if len(samples) > 1 else manifest_of(now.db, self._coverings.of(now, samples[0], owner))
+
+    def progress(self, ref: str, owner: str | None = None) -> Progress:
+        """How far one capture is."""
+        with self._catalog.moment() as now:
+            covered = self._coverings.of(now, ref, owner)
+        capture, coverage = covered.capture, covered.coverage
+        groups = [group for groups in coverage.sites.values() for group in groups]
+        expected = sum(group.expected * len(group.layers) for group in groups)
+        captured = sum(len(group.rows.positions) * len(group.layers) for group in groups)
+        return Progress(capture.id, capture.status, expected, captured, expected - captured, capture.prompt_len,
+                        max(capture.total_len, coverage.end), capture.ended)
+
+    def version(self) -> int:
+        """A number that changes with the catalog."""
+        return self._catalog.version()
+
+
+def _row(now: Moment, capture: Capture) -> CaptureRow:
+    sites = list(resolved_of(capture).layers) if capture.resolved is not None else []
+    return CaptureRow(capture.id, capture.owner, capture.status, capture.created_ms, capture.tags,
+                      aliases_of(now.db, capture), sites, capture.prompt_len, capture.total_len,
+                      capture.ended, capture.hold, capture.adapter)
+
+
+def resolved_of(capture: Capture) -> Resolved:
+    if capture.resolved is None:
+        why = f"it failed: {capture.failed}" if capture.failed is not None else "no engine has started it yet"
+        raise NotFoundError(f"capture {capture.id} has no rows: {why}")
+    return msgspec.json.decode(capture.resolved, type=Resolved)

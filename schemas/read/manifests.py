@@ -1,0 +1,92 @@
+"""The manifest of a capture, out of what the catalog says."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any
+
+import numpy as np
+
+from schemas import codecs
+from schemas import manifest as manifests
+from schemas.catalog.records import Capture, engine_json
+from schemas.errors import SpecError
+from schemas.manifest import Manifest
+from schemas.read.coverage_cache import Covered
+from schemas.sites import is_probe, lens_name, names_of, site_named
+from schemas.store.paths import block_name, open_name
+
+__all__ = ["aliases_of", "manifest_of", "shape_of"]
+
+
+def manifest_of(db: sqlite3.Connection, covered: Covered) -> Manifest:
+    """All that is known of a capture that is covered at all its sites."""
+    capture, coverage = covered.capture, covered.coverage
+    resolved = json.loads(capture.resolved) if capture.resolved else {}
+    engine = engine_json(db, capture.stream)
+    sites, rows = [], []
+    for site, groups in coverage.sites.items():
+        codec = resolved["codec"][site]
+        dtype, width = shape_of(db, covered, site)
+        extents = []
+        for extent in coverage.extents[site]:
+            segment = covered.segments[extent.segment]
+            sealed = segment is not None and segment.sealed
+            block = block_name(extent.segment) if sealed else open_name(extent.segment)
+            positions = extent.rows[:, 0]
+            extents.append(manifests.Extent(block, extent.offset, len(positions), int(positions.min()),
+                                            int(positions.max())))
+        meaning = engine.get("meaning", {}).get(site) or site_named(site).meaning
+        known = codecs.identified(codec)
+        sites.append(manifests.SiteInfo(
+            site=site, width=width, decoded_width=known.decoded_width(width), codec=codec, family=known.family.name,
+            parameters=known.parameters, decoded=known.family.decoded, formula=known.family.formula, dtype=dtype,
+            streams=_declared(known, width, dtype), error_bound=known.family.error, meaning=meaning,
+            transformer_lens=lens_name(site, names_of(engine)), extents=extents,
+        ))
+        rows += [
+            manifests.SiteLayer(site, layer, codec, group.expected, len(group.rows.positions), group.missing,
+                                len(group.rejected.positions))
+            for group in groups for layer in group.layers
+        ]
+    order = {site: number for number, site in enumerate(coverage.sites)}
+    rows.sort(key=lambda entry: (order[entry.site], entry.layer))
+    return Manifest(
+        id=capture.id, aliases=aliases_of(db, capture), status=capture.status,
+        asked=json.loads(capture.asked) if capture.asked else {}, resolved=resolved, tags=capture.tags,
+        created_ms=capture.created_ms, engine=engine, adapter=capture.adapter,
+        prompt_len=capture.prompt_len, total_len=capture.total_len,
+        end=coverage.end if capture.end is None else capture.end,
+        prompt_token_ids=np.frombuffer(capture.prompt_tokens, "<u4").tolist(),
+        output_token_ids=np.frombuffer(capture.output_tokens, "<u4").tolist(),
+        finish_reason=capture.ended, client_finish_reason=capture.client_reason,
+        engine_finish_reason=capture.finish_reason, stop_reason=capture.stop_reason, cached=capture.cached,
+        recomputed=capture.recomputed, sites=sites, rows=rows, hold=capture.hold,
+    )
+
+
+def aliases_of(db: sqlite3.Connection, capture: Capture) -> list[str]:
+    """The names that a capture was given beside its id, oldest first."""
+    rows = db.execute("SELECT alias FROM aliases WHERE ulid = ? ORDER BY n", (capture.ulid,))
+    return [row["alias"] for row in rows]
+
+
+def shape_of(db: sqlite3.Connection, covered: Covered, site: str) -> tuple[str, int]:
+    """dtype and width of a site: what was stored, else what the engine said it would be."""
+    for extent in covered.coverage.extents.get(site, ()):
+        segment = covered.segments[extent.segment]
+        if segment is not None:
+            return segment.dtype, segment.width
+    engine = engine_json(db, covered.capture.stream)
+    dtype = "float32" if is_probe(site) else str(engine.get("model_dtype", "float32"))
+    return dtype, int(engine.get("widths", {}).get(site, 0))
+
+
+def _declared(codec: codecs.Codec, width: int, dtype: str) -> list[dict[str, Any]]:
+    """The streams as manifests show them; none where the codec does not fit the width, so that no row was stored."""
+    try:
+        streams = codec.streams(width, dtype) if width else ()
+    except SpecError:
+        return []
+    return [{"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "view": s.view, "fill": s.fill} for s in streams]

@@ -1,0 +1,291 @@
+"""Read a store from disk: captures, manifests and slices. Needs no server, and works while the writer is down.
+
+>>> store = StoreReader("captures")                                              # doctest: +SKIP
+>>> store.slice("01J...", "resid_post", [12], 0, 10).values().shape              # doctest: +SKIP
+(1, 10, 4096)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar, cast
+
+import numpy as np
+
+from schemas.catalog.records import Segment, load_segment
+from schemas.catalog.view import Moment
+from schemas.errors import ArgumentError, NotFoundError, StoreError
+from schemas.read.captures import CaptureRow, CatalogReader, Progress, read_store_uuid, resolved_of
+from schemas.read.coverage import LayerGroup
+from schemas.read.coverage_cache import Covered
+from schemas.read.journal_tail import FrameAt, JournalTail
+from schemas.read.live_rows import LiveRows, live_of
+from schemas.read.location_columns import I64
+from schemas.read.manifests import shape_of
+from schemas.read.row_locations import Located, UnsettledError, copy_rows, joined, locate
+from schemas.read.segment_maps import SegmentMaps
+from schemas.read.slices import Kind, Part, Places, RowsAt, Slice, Which, check_layers, common_rows, missing_of
+from schemas.sites import BY_MODEL, ask_site, parse_site, site_meant
+from schemas.store.paths import redo_name
+
+__all__ = ["CaptureRow", "LiveRows", "Places", "Progress", "RowsAt", "Slice", "StoreReader", "read_store_uuid"]
+
+T = TypeVar("T")
+settle_s_max: Final = 5.0  # a read waits at most so long for rows of others to be erased
+
+
+class StoreReader(CatalogReader):
+    """A store opened read-only: its captures, their rows, and what comes while they are made; safe for threads."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._maps = SegmentMaps(self.path, self.uuid)
+        self._tail = JournalTail(self.path, self.uuid, self._durable_end)
+
+    def close(self) -> None:
+        """Release files; slices taken before stay valid."""
+        with self._catalog.lock:
+            super().close()
+            self._maps.close()
+
+    def tidy(self) -> None:
+        """Let go of files that were removed since they were read, so that their bytes are free.
+
+        A reader does so by itself while it reads on; one that rests should be told now and then.
+        """
+        self._maps.tidy()
+
+    # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def slice(
+        self, ref: str, site: str, layers: Sequence[int], start: int = 0, stop: int | None = None,
+        owner: str | None = None, rejected: bool = False,
+    ) -> Slice:
+        """Rows at positions ``[start, stop)`` of some layers of a site, clipped to what the capture can have.
+
+        ``rejected``: instead of the sequence's own rows, those of drafts (speculative decoding) that were not accepted,
+        by position and, where one was guessed at more than once, oldest first; ``token_ids`` are the guesses.
+
+        LimitError over ``limits.slice_bytes_max`` of stored bytes; CorruptError where stored bytes do not match.
+        """
+        key, _ = ask_site(site, "site", ArgumentError)
+        site = site_meant(key, self.names(ref, owner) if key in BY_MODEL else {}, site, "site", ArgumentError)
+        return self._settled(lambda: self._slice(ref, site, layers, start, stop, owner, rejected))
+
+    def rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None = None
+                ) -> RowsAt:
+        """Any rows, each named by its capture and position, of some layers of a site.
+
+        NotFoundError names the first that is not there; SpecError where not all are stored in one way. LimitError and
+        CorruptError as ``slice``. Faster by far than a slice a row: rows of a segment are copied together.
+        """
+        site = parse_site(site, "site", ArgumentError)[0]
+        return self._settled(lambda: self._rows_at(rows, site, layers, owner))
+
+    def _settled(self, read: Callable[[], T]) -> T:
+        """What ``read`` gives, or its error once that is no passing one.
+
+        The writer may erase rows, and move or remove segments, at any moment of a read. A read that met it begins
+        anew: then it sees the store after it.
+        """
+        deadline, waits = time.monotonic() + settle_s_max, iter((0.002, 0.01, 0.05))
+        while True:
+            try:
+                return read()
+            except UnsettledError as error:
+                erasing = (self.path / redo_name(error.segment)).exists()
+                wait = 0.005 if erasing else next(waits, None)
+                if wait is None:
+                    raise error.cause from None
+                if time.monotonic() > deadline:
+                    raise StoreError("read slice", self.path, f"rows beside these in segment {error.segment} are being "
+                                     "erased", "a writer that was killed in the middle of it ends it at its next start"
+                                     ) from None
+                self._forget(error.segment)
+            time.sleep(wait)
+
+    def _forget(self, segment: int) -> None:
+        """Look at a segment anew: its rows are others, or elsewhere."""
+        with self._catalog.lock:
+            self._maps.forget(segment)
+            self._coverings.forget(segment)
+
+    def _slice(
+        self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None, owner: str | None,
+        rejected: bool,
+    ) -> Slice:
+        with self._catalog.moment() as now:
+            covered = self._coverings.of(now, ref, owner, site)
+            kind = _kind(now, covered, site, layers)
+        groups, end = covered.coverage.sites[site], covered.coverage.end
+        first = max(start, 0)
+        if rejected:  # guesses reach past the end
+            end = max((int(group.rejected.positions.max(initial=-1)) + 1 for group in groups), default=0)
+        last = max(end if stop is None else min(stop, end), first)
+        clipped = start < 0 or (stop is not None and stop > end)
+        positions, picks = common_rows(groups, layers, first, last, rejected)
+        kind.check_bytes(len(layers) * len(positions))
+        parts = []
+        for group, members, which in picks:
+            located = self._located(covered, site, kind, group, which, rejected)
+            copied = copy_rows(self._maps, covered.segments, located, kind.streams, [layers[i] for i in members])
+            parts.append(Part(members, None, copied))
+        missing = [] if rejected else missing_of(groups, layers, first, last)
+        return Slice(covered.capture.id, site, list(layers), kind.codec, kind.dtype, kind.width, first, last,
+                     positions.astype(np.uint32), located.token_ids, located.flags,
+                     kind.assembled(len(layers), len(positions), parts), missing, clipped)
+
+    def _rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None) -> RowsAt:
+        refs, position = [ref for ref, _ in rows], np.array([position for _, position in rows], np.int64)
+        number_of = {ref: number for number, ref in enumerate(dict.fromkeys(refs))}
+        of = np.fromiter(map(number_of.__getitem__, refs), np.int64, len(refs))
+        grouped = np.argsort(of, kind="stable")
+        bounds = np.searchsorted(of[grouped], np.arange(len(number_of) + 1)).tolist()
+        wanted = {ref: grouped[bounds[number]:bounds[number + 1]] for ref, number in number_of.items()}
+        found, kind = self._stored_alike(list(wanted), site, layers, owner, len(rows))
+        kind.check_bytes(len(layers) * len(rows))
+        alike: dict[tuple[int, ...], list[tuple[Located, I64]]] = {}  # by which of the layers they have
+        for ref, numbers in wanted.items():
+            covered, asked = found[ref], position[numbers]
+            groups = covered.coverage.sites[site]
+            there, picks = common_rows(groups, layers, 0, covered.coverage.end, False)
+            at = there.searchsorted(asked)
+            known = there.take(at, mode="clip") == asked if len(there) else at < 0
+            if not known.all():
+                raise _no_row(covered, site, layers, int(asked[~known][0]))
+            for group, members, which in picks:
+                chosen = at + which.start if isinstance(which, slice) else which[at]
+                alike.setdefault(tuple(members), []).append(
+                    (self._located(covered, site, kind, group, chosen, False), numbers))
+        segments = {number: segment for covered in found.values() for number, segment in covered.segments.items()}
+        token_ids, flags = np.empty((2, len(rows)), np.uint32)
+        parts = []
+        for together, places in alike.items():
+            order = np.concatenate([numbers for _, numbers in places])
+            located, at = joined([part for part, _ in places])[np.argsort(order)], np.sort(order)
+            token_ids[at], flags[at] = located.token_ids, located.flags
+            copied = copy_rows(self._maps, segments, located, kind.streams, [layers[i] for i in together])
+            parts.append(Part(list(together), None if len(at) == len(rows) else at, copied))
+        return RowsAt(site, list(layers), kind.codec, kind.dtype, kind.width, token_ids, flags,
+                      kind.assembled(len(layers), len(rows), parts))
+
+    def _stored_alike(self, refs: Sequence[str], site: str, layers: Sequence[int], owner: str | None, rows: int
+                      ) -> tuple[dict[str, Covered], Kind]:
+        """Captures by their refs, and the one way in which all of them store a site; ArgumentError where there is none.
+        """
+        with self._catalog.moment() as now:
+            found = {ref: self._coverings.of(now, ref, owner, site) for ref in refs}
+            kinds, checked = set[Kind](), set[str | None]()
+            for covered in found.values():
+                if covered.capture.resolved not in checked or covered.kind is None:  # most were asked for alike
+                    checked.add(covered.capture.resolved)
+                    _kind(now, covered, site, layers)
+                kinds.add(cast(Kind, covered.kind))
+        if len(kinds) != 1:
+            ways = "; ".join(sorted(f"{kind.codec}, {kind.dtype}, {kind.width}" for kind in kinds)) or "none at all"
+            raise ArgumentError("rows", rows, f"name rows that are stored in one way, not {ways}")
+        return found, kinds.pop()
+
+    def _located(self, covered: Covered, site: str, kind: Kind, group: LayerGroup, which: Which, rejected: bool
+                 ) -> Located:
+        """Where rows of a group of layers lie; of a capture that has ended that is found out once, for all of them."""
+        rows, extents = group.rejected if rejected else group.rows, covered.coverage.extents[site]
+        if (kept := covered.located.get(rows)) is None and covered.capture.finish_seq is not None:
+            try:
+                kept = covered.located[rows] = locate(self._maps, covered.segments, extents, rows, kind.streams)
+            except UnsettledError:
+                kept = None  # a frame is damaged, or being erased from: who asks for no row of it need not know
+        if kept is not None:
+            return kept[which]
+        return locate(self._maps, covered.segments, extents, rows[which], kind.streams)
+
+    def places(self, ref: str, site: str, layers: Sequence[int], owner: str | None = None) -> Places:
+        """Where the rows of a capture lie; NotFoundError where it has no such site or layer."""
+        site = parse_site(site, "site", ArgumentError)[0]
+        with self._catalog.moment() as now:
+            covered = self._coverings.of(now, ref, owner, site)
+            kind = _kind(now, covered, site, layers)
+        positions, picks = common_rows(covered.coverage.sites[site], layers, 0, covered.coverage.end, False)
+        extents = covered.coverage.extents[site]
+        segments = np.asarray([extent.segment for extent in extents], np.int64)
+        offsets = np.asarray([extent.offset for extent in extents], np.int64)
+        segment, offset, row = np.zeros((3, len(layers), len(positions)), np.int64)
+        if len(positions):
+            for group, members, which in picks:
+                rows = group.rows[which]
+                segment[members], offset[members], row[members] = segments[rows.extent], offsets[rows.extent], rows.row
+        return Places(covered.capture.id, kind.codec, kind.dtype, kind.width, positions.astype(np.uint32), segment,
+                      offset, row)
+
+    def segment(self, number: int) -> Segment:
+        """A segment as the catalog has it now."""
+        with self._catalog.moment() as now:
+            found = load_segment(now.db, number)
+        if found is None:
+            raise StoreError("read segment", self.path, f"segment {number} is not in the catalog",
+                             "start the writer once: it repairs the catalog")
+        return found
+
+    # ── while it is made ────────────────────────────────────────────────────────────────────────────────────────
+
+    def appended(self) -> set[str]:
+        """The captures that have got rows since this was last asked, be they durable or not yet."""
+        return self._tail.look()
+
+    def frames(self, capture: str, site: str, after: int) -> list[FrameAt]:
+        """The frames with rows of a capture at a site whose number is above ``after``, in order.
+
+        Those of them that are durable, and what ``appended`` has found beyond.
+        """
+        with self._catalog.moment() as now:
+            query = "SELECT seq, segment, offset FROM extents WHERE capture = ? AND site = ? AND seq > ?"
+            rows = now.db.execute(query, (capture, site, after)).fetchall()
+            segments = {number: load_segment(now.db, number) for number in {row["segment"] for row in rows}}
+        found = {row["seq"]: FrameAt(row["seq"], segment, row["offset"], True) for row in rows
+                 if (segment := segments[row["segment"]]) is not None}
+        for frame in self._tail.frames(capture, site):
+            if frame.seq > after:
+                found.setdefault(frame.seq, frame)
+        return [found[seq] for seq in sorted(found)]
+
+    def live_rows(self, frame: FrameAt, capture: str, layers: Sequence[int], first: int = 0) -> LiveRows | None:
+        """The rows of a capture in a frame, of those of ``layers`` that it has; None where there are none.
+
+        From the capture's row number ``first`` in it on, at most ``limits.live_event_bytes_max`` of them. CorruptError
+        where the frame is not whole: one that is not durable may be so in a moment, or come again.
+        """
+        return self._settled(lambda: self._live_rows(frame, capture, layers, first))
+
+    def _live_rows(self, frame: FrameAt, capture: str, layers: Sequence[int], first: int) -> LiveRows | None:
+        if not frame.durable:
+            # It may be cut off at this moment, so it is not mapped; and other bytes may take its place.
+            return live_of(frame, self._tail.read(frame), capture, layers, first, lambda *_: None)
+        try:
+            view = self._maps.frame(frame.segment, frame.offset)
+            return live_of(frame, view, capture, layers, first, partial(self._maps.verify, frame.segment, view))
+        except StoreError as error:
+            raise UnsettledError(frame.segment.number, error) from None
+
+    def _durable_end(self, segment: int) -> int:
+        """The offset up to which the catalog has the frames of a segment."""
+        query = "SELECT MAX(offset + bytes) FROM frames WHERE segment = ?"
+        with self._catalog.moment() as now:
+            return int(now.db.execute(query, (segment,)).fetchone()[0] or 0)
+
+
+def _kind(now: Moment, covered: Covered, site: str, layers: Sequence[int]) -> Kind:
+    """How a capture's rows at a site are stored; NotFoundError where it has no such site or layers."""
+    resolved = covered.resolved or resolved_of(covered.capture)
+    check_layers(covered.capture.id, resolved, site, layers)
+    if covered.kind is None:
+        covered.kind = Kind(resolved.codec[site], *shape_of(now.db, covered, site))
+    return covered.kind
+
+
+def _no_row(covered: Covered, site: str, layers: Sequence[int], position: int) -> NotFoundError:
+    gaps = missing_of(covered.coverage.sites[site], layers, position, position + 1)
+    why = gaps[0].reason if gaps else f"its positions end at {covered.coverage.end}, or it was not asked for"
+    return NotFoundError(f"capture {covered.capture.id} has no row of {site} at position {position}: {why}")

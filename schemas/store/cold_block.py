@@ -1,0 +1,233 @@
+"""Cold blocks: what compaction makes of sealed ones. Rows are sorted by capture; a layer's rows lie together.
+
+Every stream is a shard of chunks of CHUNK_ROWS rows of one layer, all of a layer before the next; a chunk that no row
+needs is not there. The rows of a capture that followed each other are one frame of one run, whose offset is its first
+row in the block: for readers a ``ColdFrame`` is what a ``FrameView`` is. A frame's ``frame_xxh3`` covers everything
+that the small arrays say of it, a row's ``checksum`` its bytes. Nothing in a cold block is ever changed: whatever takes
+rows out of it makes another that replaces it. Where the attribute ``compression`` says so, the chunks of its one stream
+are packed (schemas.store.compressed).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from schemas import codecs
+from schemas.codecs import Stream
+from schemas.errors import CorruptError, StoreError
+from schemas.store.compressed import Packed
+from schemas.store.map_file import map_file
+from schemas.store.paths import main_chunk
+from schemas.store.row_checksums import BlockChecksums, piece_digests
+from schemas.store.segment import FrameHeader
+from schemas.wire.messages import Frame
+from schemas.wire.row_table import RowTable
+
+__all__ = ["CHUNK_ROWS", "ColdBlock", "ColdFrame", "cold_attributes", "frame_digest"]
+
+CHUNK_ROWS: Final = 64
+FORMAT: Final = "vllm-tap cold block"
+_MISSING: Final = 2**64 - 1
+
+Index = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class ColdFrame:
+    """Rows ``[offset, offset + rows)`` of a cold block, all of one capture and in the same layers."""
+
+    block: ColdBlock
+    offset: int
+    rows: int
+    header: FrameHeader
+    table: RowTable
+    columns: Index  # of frame.layers among the block's
+
+    @property
+    def frame(self) -> Frame:
+        """The frame's message, as if an engine had sent these rows at once; its streams are not named."""
+        return self.header.frame
+
+    @property
+    def declared(self) -> tuple[Stream, ...]:
+        """The codec's streams."""
+        return self.block.declared
+
+    @property
+    def stale(self) -> bool:
+        """Whether another block has taken the place of this one: rows may have been deleted."""
+        return not self.block.folder.exists()
+
+    def pieces(self, layers: npt.ArrayLike, rows: npt.ArrayLike) -> Index:
+        """As FrameView.pieces."""
+        columns = self.columns[np.asarray(layers, np.int64)]
+        return self.block.pieces_at(np.asarray(rows, np.int64) + self.offset, columns)
+
+    def section(self, stream: int) -> Bytes | Packed:
+        """All pieces of a stream in the block, uint8 ``[pieces, piece bytes]``: a view of the file."""
+        return self.block.section(stream)
+
+    def verify(self) -> None:
+        """CorruptError where a row's bytes do not match its checksum."""
+        wrong = self.wrong()
+        if wrong.any():
+            layer, row = np.argwhere(wrong)[0].tolist()
+            raise CorruptError("read frame", f"{self.block.main} at row {self.offset + row}",
+                               f"layer {self.frame.layers[layer]} does not match its checksum",
+                               "vllm-tap fsck names all that do not")
+
+    def wrong(self) -> npt.NDArray[np.bool_]:
+        """``[layers, rows]``: where a row's bytes do not match its checksum."""
+        rows = np.arange(self.rows)
+        pieces = self.pieces(np.arange(len(self.columns)), rows)
+        expected = self.block.checksums.of(self.offset, self.frame.layers, rows)
+        found = np.empty(expected.shape, np.uint64)
+        sections = [section.lenient() if isinstance(section, Packed) else section
+                    for section in map(self.section, range(len(self.declared)))]
+        for number, at in enumerate(pieces):
+            main, *sides = (section[at] for section in sections)
+            found[number] = piece_digests(main, sides)
+        return np.asarray(found != expected)
+
+
+@dataclass(frozen=True, slots=True)
+class ColdBlock:
+    """A cold block, R rows × L layers in F frames; the arrays as docs/store.md names them."""
+
+    folder: Path
+    attributes: dict[str, Any]
+    declared: tuple[Stream, ...]
+    row: dict[str, npt.NDArray[np.uint32]]
+    present: npt.NDArray[np.bool_]
+    checksums: BlockChecksums
+    first: npt.NDArray[np.uint64]  # by frame: its first row
+    seq: npt.NDArray[np.uint64]
+    stream: npt.NDArray[np.uint64]  # index into the attribute streams
+    digest: npt.NDArray[np.uint64]
+    chunk: Index  # [chunks, L]: number of the chunk among those in the file, -1 where it is not there
+    packed: Packed | None
+    _sections: dict[int, Bytes] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path) -> ColdBlock:
+        """FileNotFoundError where there is none, StoreError where its files are not whole."""
+        try:
+            attributes = cold_attributes(folder)
+            if attributes is None:
+                raise StoreError("open cold block", folder, "it is none")
+            declared = codecs.streams(attributes["codec"]["name"], attributes["width"], attributes["model_dtype"])
+            row = {name: _column(folder, name, "<u4") for name in ("capture", "position", "token_id", "flags")}
+            rows, layers = len(row["position"]), list(attributes["layers"])
+            present = np.fromfile(folder / "present" / "c" / "0" / "0", bool).reshape(rows, len(layers))
+            checksum = np.fromfile(folder / "checksum" / "c" / "0" / "0", "<u8").reshape(rows, len(layers))
+            first, seq, stream, digest = (
+                _column(folder, name, "<u8") for name in ("frame_row", "frame_seq", "frame_stream", "frame_xxh3"))
+            chunks = -(-rows // CHUNK_ROWS) * len(layers)
+            data = map_file(folder / main_chunk(declared[0].name))
+            index = np.frombuffer(data, "<u8", 2 * chunks, len(data) - 16 * chunks - 4).reshape(-1, len(layers), 2)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError("open cold block", folder, repr(error), "vllm-tap fsck says what is lost") from None
+        packed, nbytes = None, CHUNK_ROWS * declared[0].nbytes
+        if attributes.get("compression") is None:
+            there = index[:, :, 1] == nbytes
+            chunk = np.where(there, index[:, :, 0].astype(np.int64) // nbytes, -1)
+        else:
+            there = index[:, :, 1] != _MISSING
+            order = np.argsort(index[there][:, 0], kind="stable")
+            chunk = np.full(there.shape, -1, np.int64)
+            chunk[there] = np.argsort(order)
+            starts, sizes = index[there][order].T
+            packed = Packed(folder / main_chunk(declared[0].name), data, starts, sizes, CHUNK_ROWS, declared[0].nbytes)
+        checksums = BlockChecksums(np.asarray(layers, np.int64), first, first, checksum)
+        return cls(folder, attributes, declared, row, present, checksums, first, seq, stream, digest, chunk, packed)
+
+    @property
+    def main(self) -> Path:
+        """The file of the main stream."""
+        return self.folder / main_chunk(self.declared[0].name)
+
+    def pieces(self, rows: Index, layers: Sequence[int]) -> Index:
+        """Index of the piece of each (layer, row of the block) in any of the streams: ``[len(layers), len(rows)]``."""
+        return self.pieces_at(rows, np.searchsorted(self.checksums.layers, layers))
+
+    def pieces_at(self, rows: Index, columns: Index) -> Index:
+        """The same for columns of the block's layers."""
+        found: Index = self.chunk[rows // CHUNK_ROWS, columns[:, None]] * CHUNK_ROWS + rows % CHUNK_ROWS
+        return found
+
+    def section(self, stream: int) -> Bytes | Packed:
+        """All pieces of a stream, uint8 ``[pieces, piece bytes]``: a view of the file, or what is indexed as one."""
+        if self.packed is not None:
+            return self.packed
+        if (known := self._sections.get(stream)) is not None:
+            return known
+        declared = self.declared[stream]
+        pieces = CHUNK_ROWS * (int(self.chunk.max(initial=-1)) + 1)
+        path = self.folder / main_chunk(declared.name)
+        data = map_file(path)
+        if len(data) < pieces * declared.nbytes:
+            raise CorruptError("read rows", path, f"{len(data)} bytes, its index needs {pieces * declared.nbytes}")
+        made = np.frombuffer(data, np.uint8, pieces * declared.nbytes).reshape(pieces, declared.nbytes)
+        return self._sections.setdefault(stream, made)
+
+    def frame(self, offset: int) -> ColdFrame:
+        """The frame whose first row is ``offset``; CorruptError where what is said of it does not match its hash."""
+        number = int(np.searchsorted(self.first, offset))
+        stop = int(self.first[number + 1]) if number + 1 < len(self.first) else len(self.present)
+        where = f"{self.folder} at row {offset}"
+        if number >= len(self.first) or self.first[number] != offset or not offset < stop <= len(self.present):
+            raise CorruptError("read frame", where, "no frame starts here")
+        rows = slice(offset, stop)
+        try:
+            capture = self.attributes["captures"][int(self.row["capture"][offset])]
+            stream = self.attributes["streams"][int(self.stream[number])]
+        except IndexError:
+            raise CorruptError("read frame", where, "it names no capture or stream of the block") from None
+        columns = np.flatnonzero(self.present[offset])
+        layers = [self.attributes["layers"][column] for column in columns.tolist()]
+        identity = self.attributes["codec"]["name"]
+        frame = Frame(int(self.seq[number]), self.attributes["site"], identity, self.attributes["model_dtype"],
+                      self.attributes["width"], layers, [capture], [stop - offset], 0, [],
+                      self.attributes["fingerprint"])
+        header = FrameHeader(stream["stream"], stream["epoch"], 0, frame)
+        table = RowTable(np.zeros(stop - offset, np.uint32),
+                         *(self.row[name][rows] for name in ("position", "token_id", "flags")))
+        whole = bool((self.present[rows] == self.present[offset]).all()) and not (self.chunk[
+            offset // CHUNK_ROWS : (stop - 1) // CHUNK_ROWS + 1, columns] < 0).any()
+        if not whole or frame_digest(header, table, self.checksums.checksum[rows][:, columns]) != self.digest[number]:
+            raise CorruptError("read frame", where, "what the block says of these rows does not match its checksum",
+                               "the rows of this frame are lost; others are not affected")
+        return ColdFrame(self, offset, stop - offset, header, table, columns)
+
+
+def _column(folder: Path, name: str, dtype: str) -> npt.NDArray[Any]:
+    return np.fromfile(folder / name / "c" / "0", dtype)
+
+
+def cold_attributes(folder: Path) -> dict[str, Any] | None:
+    """The attributes of a cold block, None of any other."""
+    attributes: dict[str, Any] = json.loads((folder / "zarr.json").read_text())["attributes"]
+    return attributes if attributes["format"] == FORMAT else None
+
+
+def frame_digest(header: FrameHeader, table: RowTable, checksum: npt.NDArray[np.uint64]) -> int:
+    """xxh3 of all that a cold block says of a frame; ``checksum`` is ``[rows, layers]`` of the frame's layers."""
+    frame = header.frame
+    said = [header.stream, header.epoch, frame.seq, frame.site, frame.codec, frame.dtype, frame.width, frame.layers,
+            frame.captures, frame.fingerprint]
+    hashed = xxhash.xxh3_64(json.dumps(said).encode())
+    for column in (table.position, table.token_id, table.flags):
+        hashed.update(column.astype("<u4").tobytes())
+    hashed.update(np.ascontiguousarray(checksum, "<u8").tobytes())
+    return int(hashed.intdigest())

@@ -1,0 +1,45 @@
+"""What tells a sender from a copy of it: a process that was cloned, or a snapshot of one that was resumed twice.
+
+Both have the same stream and numbers, and whatever was drawn before. So a number is drawn for each Hello, and a Hello
+tells those of late: the writer keeps the newest of the Hello that it took last, and takes another only where that is
+among what it tells. The sender itself knows what it drew; of its copies only one can be the first to come, and the
+others do not know what that one drew.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Final
+
+__all__ = ["NONCE", "Nonces"]
+
+NONCE: Final = 1 << 55  # the bit that every nonce has, and no process id
+told_max: Final = 256
+_kept: Final = 64  # of those before the last Welcome: which of them the writer has is not known
+
+
+class Nonces:
+    """Of one stream."""
+
+    def __init__(self) -> None:
+        self._drawn: list[int] = []
+        self._kept = 0
+
+    def draw(self) -> list[int]:
+        """One for a Hello that goes out now, behind those of before."""
+        # Not random bytes alone: a machine that is copied with its memory may draw the same ones for a moment.
+        self._drawn.append((int.from_bytes(os.urandom(7), "little") ^ time.time_ns()) & (NONCE - 1) | NONCE)
+        if len(self._drawn) > told_max:
+            # The writer that took one went away at once, or took many before: the first and the newest stay.
+            del self._drawn[(self._kept + told_max) // 2]
+        return list(self._drawn)
+
+    def withdraw(self) -> None:
+        """The Hello of the last one never went out."""
+        self._drawn.pop()
+
+    def welcomed(self) -> None:
+        """The writer took one of them: which it took before does not matter any more."""
+        del self._drawn[:-_kept]
+        self._kept = len(self._drawn)

@@ -1,0 +1,309 @@
+"""Every message on the wire, as msgspec structs: frames of rows, control records, and the writer's answers.
+
+A *stream* is one sender: an engine's worker rank, an API process, a front end. It numbers what it sends (``seq`` from
+1, frames and records in one sequence) and keeps each until the writer's Ack covers it; after a reconnect it sends
+again what was not covered, and the writer drops what it already has by (stream, epoch, seq).
+
+A message is a ZeroMQ multipart: part 0 is the msgpack struct; a Frame adds its row table and, where the payload does
+not lie in the shared ring, the payload parts. No part is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from schemas.limits import PROTOCOL_VERSION
+from schemas.sites import is_probe
+from schemas.spec import Armed, Resolved
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What an engine says of itself: enough to name every number it sends."""
+
+    model: str
+    model_dtype: str
+    fingerprint: str  # xxh3 of the model's configuration and of samples of its weights
+    revision: str
+    tokenizer: str
+    n_layers: int
+    armed: Armed
+    widths: dict[str, int]  # numbers in a row, by armed site and by probe
+    max_model_len: int
+    vllm_version: str
+    tap_version: str
+    runner: str  # module and class of what runs its steps
+    async_scheduling: bool = False
+    speculative: str = ""  # how drafts are made ("ngram, 3 tokens"), "" where none are
+    world_size: int = 1
+    meaning: dict[str, str] = {}  # by site: what exactly the value is on this model
+
+    def dtype_of(self, site: str) -> str:
+        """The dtype of a site's rows before their codec: the model's, and float32 of a probe's scores."""
+        return "float32" if is_probe(site) else self.model_dtype
+
+
+# ── from senders ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
+    """First message of a connection, and again after every reconnect."""
+
+    stream: str  # ULID, new for every process
+    role: str  # "engine", "front_end", "api", "cli"
+    epoch: int  # milliseconds at the stream's start; a smaller one than seen is refused
+    rank: int = 0
+    shard: int = 0
+    pid: int = 0
+    version: int = PROTOCOL_VERSION
+    engine: EngineInfo | None = None
+    ring_path: str | None = None
+    ring_bytes: int = 0
+
+
+class Connect(Hello, tag="hello", forbid_unknown_fields=True):
+    """A Hello as it travels: with what tells the sender from a copy of it (identity.py). Journaled without."""
+
+    nonces: list[int] = []  # drawn for the connections of late, the newest last; none: not told
+    sent: int = -1  # the last number that was given; -1: not told
+
+
+class TapCounters(msgspec.Struct):
+    """What an engine's tap did since its start; a row here is one of one layer.
+
+    Fields that a writer does not know are passed over, here and in the Ping that carries them: a heartbeat that is
+    refused would end the engine's captures.
+    """
+
+    steps: int = 0  # of the model, with rows taken
+    rows: int = 0
+    bytes: int = 0  # encoded
+    dropped: int = 0  # rows that found no room
+    failures: int = 0  # of ours, beside which generation went on
+    position_mismatches: int = 0  # frames whose positions were not those that the host expected
+    waits: int = 0  # steps that waited for room (on_full = wait)
+    captures_refused: int = 0  # not begun, because too much waits for a writer that is away
+
+
+class TapState(msgspec.Struct):
+    """How an engine's tap is."""
+
+    counters: TapCounters
+    ring_bytes: int
+    ring_used_bytes: int
+    waiting: int  # messages that no Ack covers yet
+
+
+class Ping(msgspec.Struct, tag="ping"):
+    """Sign of life; answered by an Ack."""
+
+    tap: TapState | None = None  # of an engine
+
+
+class Bye(msgspec.Struct, tag="bye", forbid_unknown_fields=True):
+    """The stream ends; ``seq`` is its last number. Captures still open are closed as engine_lost."""
+
+    seq: int
+
+
+class StreamPart(msgspec.Struct, frozen=True):
+    """One stream of a frame's payload: ``nbytes`` and xxh3 over its runs one after the other."""
+
+    name: str
+    nbytes: int
+    xxh3: int
+    extents: list[tuple[int, int]] = []  # (offset, bytes) in the ring, one a run; empty where parts are sent
+
+
+class Frame(msgspec.Struct, tag="frame", forbid_unknown_fields=True):
+    """Rows of one site in one codec.
+
+    Rows come in *runs*, one a step: run i holds ``runs[i]`` rows. In every stream the bytes of a run lie
+    ``[layer][row][piece]``; runs follow each other. The row table (part 1) is four little-endian uint32 arrays of
+    ``sum(runs)`` each: index into ``captures``, position, token id, flags.
+    """
+
+    seq: int
+    site: str
+    codec: str
+    dtype: str  # of the rows before their codec: the model's, float32 of a probe's scores
+    width: int
+    layers: list[int]
+    captures: list[str]
+    runs: list[int]
+    table_xxh3: int
+    streams: list[StreamPart]
+    fingerprint: str
+    rank: int = 0
+    shard: int = 0
+    time_ns: int = 0
+
+
+class Open(msgspec.Struct, tag="open", forbid_unknown_fields=True):
+    """Engine: a request with a capture was scheduled for the first time."""
+
+    seq: int
+    capture: str
+    request: str  # the engine's own request id
+    asked: str  # the spec as asked, JSON
+    resolved: Resolved
+    prompt_len: int
+    prompt_token_ids: bytes  # little-endian uint32
+    cached: int  # leading prompt positions that came from the prefix cache
+    created_ms: int
+    adapter: str = ""  # the LoRA adapter that the request runs with
+
+
+class Finish(msgspec.Struct, tag="finish", forbid_unknown_fields=True):
+    """Engine: a capture's request ended; every frame with its rows has a smaller seq.
+
+    Positions at or past ``end`` were computed for tokens that the final sequence does not have: stale.
+    """
+
+    seq: int
+    capture: str
+    reason: str  # stop, length, abort, error
+    stop_reason: str | int | None
+    output_token_ids: bytes  # little-endian uint32
+    end: int  # min(positions computed, prompt + output tokens)
+    recomputed: int = 0  # rows computed again after a preemption
+
+
+class Dropped(msgspec.Struct, tag="dropped", forbid_unknown_fields=True):
+    """Engine: rows that were selected but not kept; they supersede older rows at the same positions.
+
+    With the reason ``prefix_cached`` they were never computed, and supersede nothing. With ``fenced`` it may come from
+    a stream that did not open the capture: a copy of the one that did.
+    """
+
+    seq: int
+    capture: str
+    site: str
+    layers: list[int]
+    start: int
+    stop: int
+    reason: str = "dropped"
+
+
+class Own(msgspec.Struct, tag="own", forbid_unknown_fields=True):
+    """API or front end: a capture is about to be asked for. Refused ("conflict") where the id is taken."""
+
+    seq: int
+    capture: str  # the ULID; samples are ULID.0 … ULID.(count-1) where count > 1
+    count: int
+    owner: str  # "" on an open loopback service
+    aliases: list[str]
+    tags: dict[str, str]
+    created_ms: int
+
+
+class ClientFinish(msgspec.Struct, tag="client_finish", forbid_unknown_fields=True):
+    """Front end: the end as the client saw it (a stop string looks like an abort inside the engine)."""
+
+    seq: int
+    capture: str
+    reason: str
+    stop_reason: str | int | None
+    output_token_ids: bytes
+
+
+class Abandon(msgspec.Struct, tag="abandon", forbid_unknown_fields=True):
+    """API: an owned capture never reached the engine (refused or failed upstream); closes it as failed."""
+
+    seq: int
+    capture: str
+    reason: str
+
+
+class Delete(msgspec.Struct, tag="delete", forbid_unknown_fields=True):
+    """API: tombstone; readers hide the capture (and its samples) at once."""
+
+    seq: int
+    capture: str
+
+
+class Hold(msgspec.Struct, tag="hold", forbid_unknown_fields=True):
+    """API: a hold wins over delete and retention until lifted."""
+
+    seq: int
+    capture: str
+    on: bool
+
+
+# ── from the writer ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
+    """Answer to Hello: what the writer already holds of this stream, and whether it can read its ring."""
+
+    store: str
+    durable: int
+    ring: bool
+    version: int = PROTOCOL_VERSION
+
+
+class Ack(msgspec.Struct, tag="ack", forbid_unknown_fields=True):
+    """Everything of the stream up to ``durable`` survives power loss, up to ``visible`` a crash of the writer.
+
+    ``refused`` lists (seq, code, reason) of messages that were taken off the wire but not stored; codes: conflict,
+    malformed, stale, not_found, held. They count as covered.
+    """
+
+    durable: int
+    visible: int
+    refused: list[tuple[int, str, str]] = []
+
+
+class Refuse(msgspec.Struct, tag="refuse", forbid_unknown_fields=True, omit_defaults=True):
+    """The stream as a whole is refused (version, stale epoch, no Hello yet: code "hello").
+
+    "fenced": another process goes on with ``stream``; this one must begin a stream of its own.
+    """
+
+    code: str
+    reason: str
+    stream: str = ""  # where the code is "fenced"
+
+
+Record = Open | Finish | Dropped | Own | ClientFinish | Abandon | Delete | Hold
+FromSender = Connect | Ping | Bye | Frame | Record
+FromWriter = Welcome | Ack | Refuse
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_from_sender: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromSender)
+_from_writer: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromWriter)
+_record: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Record)
+
+
+def encode(message: Hello | FromSender | FromWriter) -> bytes:
+    """The msgpack bytes of part 0."""
+    return _encoder.encode(message)
+
+
+def unpack(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+    """What a decoder reads; any bytes that it cannot read are a msgspec.DecodeError (or its ValidationError).
+
+    msgspec itself lets UnicodeDecodeError and RecursionError through.
+    """
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
+def decode_from_sender(data: bytes | memoryview) -> FromSender:
+    """Raises msgspec.ValidationError or DecodeError on anything else."""
+    return unpack(_from_sender, data)  # type: ignore[no-any-return]
+
+
+def decode_from_writer(data: bytes | memoryview) -> FromWriter:
+    """Raises msgspec.ValidationError or DecodeError on anything else."""
+    return unpack(_from_writer, data)  # type: ignore[no-any-return]
+
+
+def decode_record(data: bytes | memoryview) -> Record:
+    """Raises msgspec.ValidationError or DecodeError on anything else."""
+    return unpack(_record, data)  # type: ignore[no-any-return]

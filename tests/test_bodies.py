@@ -1,0 +1,123 @@
+"""Bodies of requests: where a capture is named in them, and what looking for it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import pytest
+
+from api.embedded import Embedded
+from engine_side.front.unheard import Unheard
+from schemas import limits
+from schemas.bodies import Message, Receive, aside, has_key, in_body, named
+from schemas.errors import LimitError
+
+FORM = "multipart/form-data; boundary=x"
+
+
+def cost(look: Callable[[], object]) -> float:
+    took = []
+    for _ in range(3):
+        before = time.thread_time()
+        look()
+        took.append(time.thread_time() - before)
+    return min(took)
+
+
+@pytest.mark.parametrize("line", [b"ontent-Disposition:", b"\nContent-Disposition:", b"\ncontent-disposition:; name=",
+                                  b"\n\r", b"\rContent-Disposition: " + b"; " * 500])
+def test_a_form_is_looked_through_in_one_go(line: bytes) -> None:
+    """Its own cost in processor time, next to that of counting the bytes one by one."""
+    data = line * (500_000 // len(line))
+
+    assert in_body(data, FORM) == []
+    assert cost(lambda: in_body(data, FORM)) < 5 * cost(lambda: sum(1 for _ in data))
+
+
+def test_large_bodies_are_looked_at_beside_the_loop() -> None:
+    def thread(messages: deque[Message]) -> int:
+        return threading.get_ident()
+
+    async def look(size: int) -> bool:
+        return await aside(thread, deque([{"body": b" " * size}])) == threading.get_ident()
+
+    assert asyncio.run(look(1000)) and not asyncio.run(look(2 << 20))
+
+
+MANY = b'"list": [' + b"[]," * limits.request_values_max + b"1]"
+
+
+@pytest.mark.parametrize("rest", [
+    b'"prompt": "What is captured in this video?"', b'"prompt": "caf\\u00e9"', b'"prompt": "a \\u0041"',
+    b'"prompt": "{\\"capture\\": {}}"', b'"creates": 1, "trapper": 1', b'"x": ["capture", "captures"]'])
+def test_a_word_in_the_text_refuses_no_large_body(rest: bytes) -> None:
+    assert in_body(b"{" + rest + b", " + MANY + b"}", "application/json") == []
+
+
+@pytest.mark.parametrize("rest", [b'"capture": {}', b'"myCaptures" : 1', b'"\\u0063apture": {}', b'"cpature": {}'])
+def test_a_key_does(rest: bytes) -> None:
+    for text in (body := b"{" + rest + b", " + MANY + b"}", body.decode().encode("utf-16")):
+        with pytest.raises(LimitError):
+            in_body(text, "application/json")
+
+
+def test_looking_for_a_key_takes_one_go_as_well() -> None:
+    for part in (b'"', b'"captur', b'"capture" ', b'"' + b"capturx" * 5, b'"\\u0041', b'"aceptur":', b'" captur"   \n'):
+        data = part * (500_000 // len(part))
+        assert cost(lambda data=data: has_key(data)) < 10 * cost(lambda data=data: sum(1 for _ in data)), part
+
+
+@pytest.mark.parametrize("body", [
+    {"extra_args": {"captured_at": "2026-01-01"}}, {"vllm_xargs": {"screen_capture": 1, "capture_device": "x"}},
+    {"sampling_params": {"extra_args": {"plugin": {"screen_capture": {"x": 1}}}}},
+    {"requests": [{"extra_body": {"captured_at": 1}}]}, {"messages": [{"content": [{"input": {"capture": {}}}]}]},
+    {"messages": [{"role": "user", "capture": "of a screen"}]}])
+def test_arguments_of_others_go_by(body: dict[str, Any]) -> None:
+    assert list(named(body)) == []
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({"vllm_xargs": {"capturs": 1}}, "vllm_xargs.capturs"),
+    ({"vllm_xargs": {"capture_spec": '{"layers": [0]}'}}, "vllm_xargs.capture_spec"),
+    ({"extra_args": {"plugin": {"myOwnCapture": {"layers": [0]}}}}, "extra_args.plugin.myOwnCapture"),
+    ({"messages": [{"capture": {}}]}, "messages[0].capture"),
+    ({"requests": [[{"capture": {}}]]}, "requests[0][0].capture"),
+    ({"requests": [{"extra_body": {"capture": True}}]}, "requests[0].extra_body.capture"),
+    ({"requests": [{"sampling_params": {"extra_args": {"capture": "{}"}}}]},
+     "requests[0].sampling_params.extra_args.capture")])
+def test_a_capture_among_them_does_not(body: dict[str, Any], param: str) -> None:
+    assert [each.param for each in named(body)] == [param]
+
+
+class Part(dict[str, Any]):
+    """A message that can be seen to be gone."""
+
+
+def test_a_body_is_let_go_of_while_it_is_answered() -> None:
+    """A stream may last for minutes, and as many as there are would each keep their request."""
+    parts, kept = [Part(type="http.request", body=b"{}", more_body=number < 2) for number in range(3)], []
+
+    async def receive() -> Message:
+        kept.append(weakref.ref(part := parts.pop(0)))
+        return part
+
+    async def app(scope: MutableMapping[str, Any], receive: Receive, send: object) -> None:
+        while (await receive())["more_body"]:
+            pass
+        gc.collect()
+        assert [part() for part in kept] == [None] * 3
+
+    async def ask(served: Any) -> None:
+        await served({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, None)
+
+    asyncio.run(ask(Unheard(app, lambda scope: ())))
+    parts += [Part(type="http.request", body=b"{}", more_body=number < 2) for number in range(3)]
+    kept.clear()
+    asyncio.run(ask(Embedded(app)))

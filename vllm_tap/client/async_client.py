@@ -1,0 +1,235 @@
+"""The client for programs that run on asyncio: the same questions and answers, awaited.
+
+>>> async with AsyncClient() as client:                                           # doctest: +SKIP
+...     generation = await client.generate("Hello", capture={"sites": ["resid_post"]})
+...     rows = await generation.capture.slice("resid_post", 12)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from schemas import limits
+from schemas.manifest import FINAL, Manifest
+from schemas.read.reader import CaptureRow
+from schemas.sites import BY_MODEL, PROBE
+from vllm_tap.client import http
+from vllm_tap.client.captures import F32, Key, Layers, Rows, as_asked, meant, only_layer, place, whole
+from vllm_tap.client.client import Answer
+from vllm_tap.client.listing import Filters, Page
+from vllm_tap.errors import not_complete
+from vllm_tap.progress import Report, reporting
+
+__all__ = ["AsyncCapture", "AsyncClient", "AsyncGeneration"]
+
+
+class AsyncCapture:
+    """A capture by any of its names, as ``Capture`` but awaited; nothing is read before it is asked for."""
+
+    def __init__(self, client: AsyncClient, ref: str, wait_s: float = 30.0) -> None:
+        self.id, self.wait_s, self._client = ref, wait_s, client
+
+    def __repr__(self) -> str:
+        return f"AsyncCapture({self.id!r})"
+
+    async def manifest(self) -> Manifest:
+        """What was asked for, stored and missed; waits until the capture is final, at most ``wait_s`` seconds."""
+        return await self._client.manifest(self.id, self.wait_s)
+
+    async def status(self) -> str:
+        """pending, running, complete, empty, incomplete or failed, as of now."""
+        return (await self._client.manifest(self.id)).status
+
+    async def get(self, *key: Any) -> F32:
+        """``Capture.__getitem__``: all rows of a site and layer, float32 ``[rows, width]``."""
+        found: Key = key if len(key) > 1 else key[0]
+        name, layer = found if isinstance(found, tuple) else (found, None)
+        return as_asked((await self.slice(name, layer)).values, layer)
+
+    async def probe(self, name: str) -> F32:
+        """``Capture.probe``: all scores of a registered probe, float32 ``[rows, k]``."""
+        return await self.get(f"{PROBE}{name}")
+
+    async def slice(self, site: str, layer: Layers = None, start: int = 0, stop: int | None = None,
+                    allow_missing: bool = False) -> Rows:
+        """``Capture.slice``."""
+        name, (site, layers) = site, place(site, layer)
+        if site in BY_MODEL:
+            manifest = await self.manifest()
+            site = meant(site, name, lambda: manifest)
+        if layers is None:
+            layers = only_layer(site, await self.manifest())
+        rows = await self._client.rows(self.id, site, layers, start, stop, None if allow_missing else self.wait_s)
+        return whole(rows, allow_missing)
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncGeneration(Answer):
+    """An answer with its captures, one for each choice captured."""
+
+    captures: list[AsyncCapture] = field(default_factory=list)
+
+    @property
+    def capture(self) -> AsyncCapture:
+        """The one capture; TapError where there is none or there are several."""
+        return self._only(self.captures)
+
+
+class AsyncClient:
+    """A connection to the service; everything as in ``Client``, awaited."""
+
+    def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0, *,
+                 api_key: str | None = None, retries: int = 4) -> None:
+        self.base_url, self.wait_s = http.root(base_url), wait_s
+        self._http = httpx.AsyncClient(**http.settings(self.base_url, timeout_s, api_key))
+        self._retry = http.Retry(retries)
+        self._model: str | None = None
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def generate(self, prompt: str | Sequence[Any] | http.Messages, max_tokens: int = 16,
+                       capture: http.Spec | None = None, **fields: Any) -> AsyncGeneration:
+        """``Client.generate``."""
+        model = fields.pop("model", None) or await self.model()
+        response = http.read_generation(
+            await self._send(http.ask_generate(prompt, max_tokens, capture, model, fields)), capture is not None)
+        ids = Answer(response).capture_ids
+        return AsyncGeneration(response, [AsyncCapture(self, capture_id, self.wait_s) for capture_id in ids])
+
+    async def generate_all(self, prompts: Iterable[str | Sequence[Any] | http.Messages], max_tokens: int = 16,
+                           capture: http.Spec | None = None, *, at_once: int = 64, progress: Report = False,
+                           **fields: Any) -> list[AsyncGeneration]:
+        """``Client.generate_all``."""
+        http.check_all(prompts, at_once)
+        asked = list(prompts)
+        free, done = asyncio.Semaphore(at_once), 0
+        await self.model()
+        with reporting(progress, "generating") as tell:
+
+            async def one(number: int, prompt: str | Sequence[Any] | http.Messages) -> AsyncGeneration:
+                nonlocal done
+                async with free:
+                    try:
+                        generation = await self.generate(prompt, max_tokens, capture, **fields)
+                    except Exception as error:
+                        error.add_note(f"of prompts[{number}]")
+                        raise
+                done += 1
+                tell(done, len(asked))
+                return generation
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(number, prompt)) for number, prompt in enumerate(asked)]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def model(self) -> str:
+        """The name of the served model."""
+        http.check_open(self._http)
+        if self._model is None:
+            self._model = str((await self._json(http.Ask("GET", "/v1/models")))["data"][0]["id"])
+        return self._model
+
+    def capture(self, ref: str) -> AsyncCapture:
+        """A capture by its id, the response id or the X-Request-Id; looked up when it is read."""
+        return AsyncCapture(self, ref, self.wait_s)
+
+    def captures(self, status: str | None = None, *, tags: Mapping[str, str | None] | None = None,
+                 model: str | None = None, site: str | None = None, since: datetime | str | None = None,
+                 until: datetime | str | None = None, text: str | None = None, limit: int | None = None,
+                 before: str | None = None) -> AsyncIterator[CaptureRow]:
+        """``Client.captures``, for ``async for``."""
+
+        filters = Filters(status, tags or {}, model, site, since, until, text)
+
+        async def page(count: int, after: str | None) -> Page:
+            return http.read_captures(await self._send(http.ask_captures(filters, count, after)))
+
+        return filters.apages(page, limit, before)
+
+    async def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
+        """``Client.wait``."""
+        names, end_s = list(refs), time.monotonic() + timeout_s
+        found: list[Manifest] = []
+        with reporting(progress, "waiting") as tell:
+            for ref in names:
+                found.append(await self.final(ref, end_s - time.monotonic()))
+                tell(len(found), len(names))
+        return found
+
+    async def delete(self, ref: str) -> None:
+        """``Client.delete``."""
+        await self._send(http.Ask("DELETE", http.path(ref), again=False))
+
+    async def hold(self, ref: str) -> None:
+        """``Client.hold``."""
+        await self._send(http.Ask("PUT", http.path(ref) + "/hold"))
+
+    async def release(self, ref: str) -> None:
+        """``Client.release``."""
+        await self._send(http.Ask("DELETE", http.path(ref) + "/hold"))
+
+    async def capabilities(self) -> dict[str, Any]:
+        """What can be captured, the codecs, the formats, the limits."""
+        return await self._json(http.Ask("GET", "/v1/capabilities"))
+
+    # ── what an AsyncCapture reads from ─────────────────────────────────────────────────────────────────────────
+
+    async def manifest(self, ref: str, wait_s: float | None = None) -> Manifest:
+        """``Client.manifest``."""
+        end_s = time.monotonic() + (wait_s or 0.0)
+        while True:  # an answer is waited for so long at most
+            left_s = None if wait_s is None else max(end_s - time.monotonic(), 0.0)
+            found = http.read_manifest(ref, await self._send(http.ask_manifest(ref, left_s)))
+            if found.status in FINAL or time.monotonic() >= end_s:
+                return found
+
+    async def final(self, ref: str, wait_s: float) -> Manifest:
+        """``Client.final``."""
+        if (found := await self.manifest(ref, wait_s)).status in FINAL:
+            return found
+        raise not_complete(found, wait_s)
+
+    async def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
+                   wait_s: float | None, rejected: bool = False) -> Rows:
+        """``Client.rows``."""
+        if wait_s is not None and wait_s > limits.wait_timeout_s_max:
+            await self.final(ref, wait_s)
+        return http.read_rows(site, layers, await self._send(
+            http.ask_rows(ref, site, layers, start, stop, wait_s, rejected)))
+
+    async def _json(self, ask: http.Ask) -> dict[str, Any]:
+        return http.read_object(await self._send(ask))
+
+    async def _send(self, ask: http.Ask) -> httpx.Response:
+        http.check_open(self._http)
+        tries = http.Tries(self._retry, self.base_url, ask)
+        while True:
+            try:
+                answer = await self._http.request(ask.method, ask.path, params=ask.params, json=ask.body)
+            except httpx.HTTPError as error:
+                wait_s = tries.failed(error)
+            else:
+                if not answer.is_error:
+                    return answer
+                wait_s = tries.refused(answer)
+            await asyncio.sleep(wait_s)

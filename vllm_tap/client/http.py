@@ -1,0 +1,272 @@
+"""What goes over HTTP and what comes back, without any connection: shared by the client and the asynchronous one.
+
+An ``Ask`` is one request; the functions beside it read its answer. ``Tries`` says when to ask again.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import quote, urlsplit
+
+import httpx
+import msgspec
+import numpy as np
+from safetensors.numpy import load
+
+from schemas import limits
+from schemas.catalog.aliases import no_capture
+from schemas.errors import ArgumentError, TapError
+from schemas.manifest import Manifest
+from schemas.read.reader import CaptureRow
+from schemas.spec import CaptureSpec
+from vllm_tap.client.captures import Rows, missing_of
+from vllm_tap.client.listing import Filters, Page
+from vllm_tap.errors import NotComplete, Unavailable, service_error
+
+__all__ = ["API_KEY", "Ask", "Retry"]
+
+logger = logging.getLogger("vllm_tap")
+
+API_KEY: Final = "VLLM_TAP_API_KEY"
+Messages = Sequence[Mapping[str, Any]]
+Spec = Mapping[str, Any] | CaptureSpec
+_BUSY: Final = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request to the service; ``again`` says that asking twice does no harm."""
+
+    method: str
+    path: str
+    params: dict[str, Any] = field(default_factory=dict)
+    body: dict[str, Any] | None = None
+    again: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """At most ``times`` more tries, after 0.25 s, 0.5 s, … or what ``Retry-After`` asks for (at most ``most_s``)."""
+
+    times: int = 4
+    first_s: float = 0.25
+    most_s: float = 30.0
+
+    def after_answer(self, attempt: int, answer: httpx.Response) -> float | None:
+        """Seconds until the next try after an error answer; None where asking again would not help."""
+        if attempt >= self.times or answer.status_code not in _BUSY:
+            return None
+        asked = _retry_after_s(answer.headers.get("Retry-After"))
+        wait_s = self._backoff_s(attempt) if asked is None else asked
+        return wait_s if wait_s <= self.most_s else None
+
+    def after_failure(self, attempt: int, ask: Ask, error: httpx.HTTPError) -> float | None:
+        """The same where there was no answer: a request that may have arrived is sent again only if it may be."""
+        unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+        broken = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError) and ask.again
+        return self._backoff_s(attempt) if attempt < self.times and (unsent or broken) else None
+
+    def _backoff_s(self, attempt: int) -> float:
+        return min(self.first_s * 2.0**attempt, self.most_s)
+
+
+def _retry_after_s(text: str | None) -> float | None:
+    """Seconds of a Retry-After header: a number, or an HTTP date."""
+    if text is None:
+        return None
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def root(base_url: str) -> str:
+    """Where the service is, also where its URL is given as clients of OpenAI want it: with ``/v1``."""
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
+def check_open(http: httpx.Client | httpx.AsyncClient) -> None:
+    """TapError where the client was closed."""
+    if http.is_closed:
+        raise TapError("this client was closed")
+
+
+def check_all(prompts: object, at_once: int) -> None:
+    """SpecError where nothing would ever be sent, or every letter of a text for itself."""
+    if isinstance(prompts, str):
+        raise ArgumentError("prompts", prompts[:40], "valid: a list of prompts, not a text")
+    if at_once < 1:
+        raise ArgumentError("at_once", at_once, "at least 1")
+
+
+def settings(base_url: str, timeout_s: float, api_key: str | None) -> dict[str, Any]:
+    """What httpx's clients are made with; the key is that of the environment where none is given."""
+    key = os.environ.get(API_KEY) if api_key is None else api_key
+    if key and not (key.isascii() and key.isprintable()):
+        raise ValueError(f"api_key = {key[:4]!r}…: a key is made of printable ASCII characters")
+    # A proxy of the environment is for other machines; it would not find the service on this one.
+    url = urlsplit(base_url)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"base_url = {base_url!r}: valid: a URL such as http://127.0.0.1:8100")
+    here = url.hostname in ("localhost", "127.0.0.1", "::1")
+    return {"base_url": base_url, "timeout": httpx.Timeout(timeout_s, connect=10.0), "trust_env": not here,
+            "headers": {"Authorization": f"Bearer {key}"} if key else {}}
+
+
+# ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def path(ref: str) -> str:
+    """Where a capture lies, quoted; NotFoundError for what would reach another route even so, as no name does."""
+    if ref in ("", ".", "..") or "/" in ref:
+        raise no_capture(ref)
+    return "/v1/captures/" + quote(ref, safe=":@+=~")
+
+
+def ask_generate(prompt: str | Sequence[Any] | Messages, max_tokens: int, capture: Spec | None, model: str,
+                 fields: dict[str, Any]) -> Ask:
+    """A completion or, for messages, a chat."""
+    if fields.get("stream"):
+        raise ValueError("stream = True: generate() gives the whole answer; use the openai package to stream")
+    if not isinstance(prompt, str | Sequence):
+        raise ValueError(f"prompt = {prompt!r}: valid: text, token ids, a list of either, or chat messages")
+    chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, **fields,
+                            "messages" if chat else "prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    if capture is not None:
+        if not isinstance(capture, CaptureSpec | Mapping):
+            raise ArgumentError("capture", capture, 'a mapping such as {"sites": ["resid_post"]}; {}: everything')
+        body["capture"] = json.loads(capture.to_json()) if isinstance(capture, CaptureSpec) else dict(capture)
+    return Ask("POST", "/v1/chat/completions" if chat else "/v1/completions", body=body, again=False)
+
+
+def ask_captures(filters: Filters, limit: int, before: str | None) -> Ask:
+    """A page of the list."""
+    return Ask("GET", "/v1/captures", {**filters.params(), "limit": limit, **({"before": before} if before else {})})
+
+
+def ask_manifest(ref: str, wait_s: float | None) -> Ask:
+    """A manifest, waited for at most ``wait_s`` seconds."""
+    return Ask("GET", path(ref), _waiting(wait_s))
+
+
+def ask_rows(ref: str, site: str, layers: Sequence[int], start: int, stop: int | None, wait_s: float | None,
+             rejected: bool) -> Ask:
+    """A slice."""
+    params: dict[str, Any] = {"site": site, "layer": ",".join(map(str, layers)), "start": start,
+                              "format": "safetensors", **_waiting(wait_s)}
+    if stop is not None:
+        params["stop"] = stop
+    if rejected:
+        params["rows"] = "rejected"
+    return Ask("GET", f"{path(ref)}/activations", params)
+
+
+def _waiting(wait_s: float | None) -> dict[str, str]:
+    return {} if wait_s is None else {"wait": "complete", "timeout": f"{min(wait_s, limits.wait_timeout_s_max):g}"}
+
+
+# ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_object(answer: httpx.Response) -> dict[str, Any]:
+    """The JSON object of an answer."""
+    try:
+        body = answer.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise Unavailable(answer.status_code, None, f"{answer.url} answered something else than a JSON object")
+    return body
+
+
+def read_generation(answer: httpx.Response, captured: bool) -> dict[str, Any]:
+    """What a generation was answered with; TapError where it was to be ``captured``, and whoever answered cannot."""
+    body = read_object(answer)
+    if captured and "capture" not in body:
+        raise TapError(f"{answer.url} answered without a capture, though one was asked for: is it a model server "
+                       "without vllm-tap's service? (that of vllm-tap serve is on --port, 8100 where not named)")
+    return body
+
+
+def read_captures(answer: httpx.Response) -> Page:
+    """The lines of a page, and where the next begins."""
+    body = read_object(answer)
+    return [msgspec.convert(row, CaptureRow) for row in body["data"]], body.get("next")
+
+
+def read_manifest(ref: str, answer: httpx.Response) -> Manifest:
+    """The manifest; TapError where the name stands for several captures."""
+    body = read_object(answer)
+    if "captures" in body:
+        raise TapError(f"{ref} has several captures; ask for one: {', '.join(body['captures'][:8])}")
+    return msgspec.convert(body, Manifest)
+
+
+def read_rows(site: str, layers: Sequence[int], answer: httpx.Response) -> Rows:
+    """The rows of a slice."""
+    arrays, headers = load(answer.content), answer.headers
+    missing = missing_of(json.loads(headers["X-Tap-Missing"]))
+    values = np.stack([arrays[f"{site}.{layer}"] for layer in layers])
+    return Rows(headers["X-Tap-Capture"], site, list(layers), int(headers["X-Tap-Start"]), int(headers["X-Tap-Stop"]),
+                arrays["positions"], arrays["token_ids"], values, missing, headers["X-Tap-Clipped"] == "true")
+
+
+def error_of(answer: httpx.Response) -> TapError:
+    """The exception that an error answer stands for."""
+    try:
+        error = answer.json()["error"]
+        message = str(error["message"])
+        if answer.status_code == 401:
+            message += f" (here: api_key=…, or {API_KEY} in the environment)"
+        return service_error(answer.status_code, str(error.get("code")), message, error.get("param"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return service_error(answer.status_code, None, f"{answer.status_code}: {answer.text[:500]}", None)
+
+
+def failure_of(base_url: str, ask: Ask, error: httpx.HTTPError) -> TapError:
+    """The exception for a request without an answer."""
+    what = f"{ask.method} {base_url}{ask.path}"
+    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+        return NotComplete(f"{what}: no answer in time ({type(error).__name__})")
+    return Unavailable(0, None, f"{what}: {error or type(error).__name__}; is the service running?")
+
+
+# ── again ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Tries:
+    """The tries of one request: seconds until the next one, or the error where there is none."""
+
+    def __init__(self, retry: Retry, base_url: str, ask: Ask) -> None:
+        self._retry, self._base_url, self._ask, self._failed = retry, base_url, ask, 0
+
+    def failed(self, error: httpx.HTTPError) -> float:
+        """There was no answer."""
+        wait_s = self._retry.after_failure(self._failed, self._ask, error)
+        if wait_s is None:
+            raise failure_of(self._base_url, self._ask, error) from None
+        return self._again(type(error).__name__, wait_s)
+
+    def refused(self, answer: httpx.Response) -> float:
+        """The answer is an error."""
+        wait_s = self._retry.after_answer(self._failed, answer)
+        if wait_s is None:
+            raise error_of(answer)
+        return self._again(answer.status_code, wait_s)
+
+    def _again(self, why: object, wait_s: float) -> float:
+        self._failed += 1
+        logger.info("%s %s: %s; trying again in %.2f s", self._ask.method, self._ask.path, why, wait_s)
+        return wait_s

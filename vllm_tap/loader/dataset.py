@@ -1,0 +1,327 @@
+"""Rows of a store for training: shuffled, in batches, from any number of workers and ranks, resumable.
+
+>>> data = rows("captures", "resid_post", 12, batch=4096, dtype=torch.bfloat16)   # doctest: +SKIP
+>>> for batch in DataLoader(data, batch_size=None, num_workers=4):                # doctest: +SKIP
+...     step(batch["resid_post.12"])                                              # [4096, width]
+
+How rows are mixed: blocks of 128 neighbours on the disk are permuted over all that was chosen, dealt out to the
+workers, and filled into a window of at least 65,536 rows (``window``), out of which rows come in random order. So two
+rows that follow each other come from the same block with a chance of 128 / window, 1 in 512; across windows the mixing
+is that of the blocks. What is smaller than a window is shuffled perfectly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from schemas.errors import ArgumentError, CorruptError, StoreError
+from vllm_tap.client.captures import Layers
+from vllm_tap.client.listing import Where
+from vllm_tap.loader.row_files import RowFiles
+from vllm_tap.loader.row_index import BLOCK_ROWS, RowIndex, build_index, found_again, keys_of, name_of
+from vllm_tap.loader.row_window import Batch, Window, WindowMemory
+from vllm_tap.progress import Report
+from vllm_tap.store import Store
+
+__all__ = ["Activations", "RowDataset", "activations", "rows"]
+
+WINDOW_ROWS: Final = 1 << 16
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+I64 = npt.NDArray[np.int64]
+
+
+def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = None, *,
+         where: Where = None, codec: str | None = None, batch: int = 4096, dtype: torch.dtype = torch.float32,
+         seed: int = 0, shuffle: bool = True, window: int = WINDOW_ROWS, rank: int | None = None,
+         world: int | None = None, verify: bool = False, progress: Report = False) -> RowDataset:
+    """The rows of a site and layer over all captures that ended, as batches of one epoch.
+
+    Several sites or layers (``["resid_mid.3", "mlp_out.3"]``, or one site and a list of layers) come aligned: row i of
+    each is of the same token. ``where``: tags that a capture must have, or a function of its ``CaptureRow``; ``codec``
+    chooses among captures that are stored in different ways. ``rank`` and ``world`` are those of torch.distributed
+    where it is running. ``verify`` holds every row against its checksum (in a segment that is not sealed yet:
+    every frame, which reads all its layers); without it only heads of frames are.
+
+    A batch is a dict: ``site.layer`` [batch, width] of ``dtype`` for each, ``position``, ``token_id`` and ``capture``
+    (a number in ``captures``), int64 [batch]. The last batch of a shard may be smaller. Iterating raises NotFoundError
+    where a capture was deleted since: its rows are never handed out as the zeros that replace them.
+    """
+    path = store.path if isinstance(store, Store) else Path(store)
+    if dtype not in _DTYPES:
+        raise ArgumentError("dtype", dtype, f"valid: {', '.join(map(str, _DTYPES))}")
+    for name, value in (("batch", batch), ("window", window)):
+        if not isinstance(value, int) or value < 1:
+            raise ArgumentError(name, value, "a number of rows, at least 1")
+    if where is not None and not callable(where) and not (
+            isinstance(where, Mapping) and all(isinstance(value, str) for value in where.values())):
+        raise ArgumentError("where", where, "valid: tags and their values, both strings, or a function of a CaptureRow")
+    if (rank is None) != (world is None):
+        raise ArgumentError("rank", rank, f"rank and world are given together, and world = {world}")
+    if rank is None or world is None:
+        rank, world = _process()
+    if not isinstance(seed, int) or seed < 0:
+        raise ArgumentError("seed", seed, "a whole number, 0 or more")
+    if not 0 <= rank < world:
+        raise ArgumentError("rank", rank, f"valid: 0 to {world - 1}, as world = {world}")
+    index = build_index(path, keys_of(site, layer), where, codec, progress)
+    return RowDataset(index, batch=batch, dtype=dtype, seed=seed, shuffle=shuffle, window=window, rank=rank,
+                      world=world, verify=verify)
+
+
+def _process() -> tuple[int, int]:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not looked into
+    """What ``rows`` gives: one epoch an iteration, batches already made (``DataLoader(…, batch_size=None)``).
+
+    ``set_epoch`` chooses another order of the same rows. ``state_dict`` says how far an iteration has come and
+    ``load_state_dict`` lets the next one go on there; the order is the same again for the same seed, epoch, batch,
+    window, ranks and workers. With a DataLoader of several workers ask ``state_after(batches, workers)``.
+    """
+
+    def __init__(self, index: RowIndex, *, batch: int, dtype: torch.dtype, seed: int, shuffle: bool, window: int,
+                 rank: int, world: int, verify: bool) -> None:
+        self.index, self.batch, self.dtype, self.seed, self.shuffle = index, batch, dtype, seed, shuffle
+        self.window = -(-max(window, batch) // batch) * batch  # whole batches: no batch reaches into the next window
+        self.rank, self.world, self.verify, self.epoch = rank, world, verify, 0
+        self._memory = WindowMemory()
+        self._done = 0  # batches of this process that are behind
+        self._resume: dict[str, Any] | None = None
+
+    @property
+    def captures(self) -> list[str]:
+        """The ids of the captures that the batches' ``capture`` counts in."""
+        return self.index.captures
+
+    @property
+    def names(self) -> list[str]:
+        """``site.layer`` of what is in a batch."""
+        return [name_of(key) for key in self.index.keys]
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch, over all workers and ranks."""
+        return self.index.rows
+
+    def batches(self, workers: int = 0) -> int:
+        """Batches of an epoch of this rank, with so many workers."""
+        return sum(self._batches_of(worker, max(workers, 1)) for worker in range(max(workers, 1)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch, from its beginning."""
+        self.epoch, self._resume, self._done = epoch, None, 0
+
+    # ── going on where it was left ──────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this process has come in the iteration that is under way; it may be kept as JSON."""
+        worker, workers = _worker()
+        return self._state(workers, {worker: self._done})
+
+    def state_after(self, batches: int, workers: int) -> dict[str, Any]:
+        """The state when ``batches`` batches of the epoch have come out of a DataLoader with ``workers`` workers.
+
+        A DataLoader takes them from its workers in turn, leaving out those that have none left; a new one begins with
+        its first worker, which therefore goes on where it was another's turn.
+        """
+        if workers < 1:
+            return self._state(1, {0: batches})
+        ends = np.asarray([self._batches_of(worker, workers) for worker in range(workers)])
+        if batches > ends.sum():
+            raise ArgumentError("batches", batches, f"an epoch has {ends.sum()}")
+        rounds = np.searchsorted([int(np.minimum(ends, turn).sum()) for turn in range(int(ends.max()) + 1)], batches,
+                                 side="right") - 1
+        done = np.minimum(ends, rounds)
+        turns = np.flatnonzero(ends > rounds)
+        taken = batches - int(done.sum())
+        done[turns[:taken]] += 1
+        return self._state(workers, dict(enumerate(done.tolist())), int(turns[taken]) if taken < len(turns) else 0)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; SpecError where it is of other rows or of another order.
+
+        Rows come in the order in which they lie on the disk. Compacting the store, and erasing from a compacted block,
+        make it another one: a state of before is refused by a dataset that was made after.
+        """
+        for name, mine in self._order().items():
+            if state.get(name) != mine:
+                why = f"this dataset has {name} = {mine}"
+                if name == "order":
+                    why += ("; the same rows lie in another order since, as the store was compacted or something was "
+                            "erased beside them, and going on would repeat some and leave out others: begin the epoch "
+                            "again, or the next one, with set_epoch")
+                raise ArgumentError("state", {name: state.get(name)}, why)
+        self.epoch, self._resume = int(state["epoch"]), dict(state)
+
+    def _order(self) -> dict[str, Any]:
+        """What the order of the rows follows from, beside the epoch and the workers."""
+        return {"rows": self.rows, "names": self.names, "seed": self.seed, "shuffle": self.shuffle, "batch": self.batch,
+                "window": self.window, "rank": self.rank, "world": self.world, "order": self.index.order}
+
+    def _state(self, workers: int, done: dict[int, int], turn: int = 0) -> dict[str, Any]:
+        return {**self._order(), "epoch": self.epoch, "workers": workers, "done": done, "turn": turn}
+
+    # ── one epoch of one worker ─────────────────────────────────────────────────────────────────────────────────
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker, workers = _worker()
+        skip, self._resume, state = 0, None, self._resume
+        if state is not None:
+            if state["workers"] != workers:
+                raise ArgumentError("state", {"workers": state["workers"]}, f"this DataLoader has {workers}; the order "
+                                                                        "depends on it")
+            worker = (worker + state["turn"]) % workers
+            done = {int(number): taken for number, taken in state["done"].items()}  # JSON has made them strings
+            if worker not in done:
+                raise ArgumentError("state", {"done": state["done"]}, f"says nothing of worker {worker}")
+            skip = int(done[worker])
+        self._done = skip
+        blocks = self._blocks(worker, workers, self.epoch)
+        firsts = blocks * BLOCK_ROWS
+        ends = np.cumsum(np.minimum(firsts + BLOCK_ROWS, self.rows) - firsts)  # of the blocks, in this order
+        total = int(ends[-1]) if len(ends) else 0
+        files = RowFiles(self.index, self.verify)
+        try:
+            for number in range(skip * self.batch // self.window, -(-total // self.window)):
+                begin, end = number * self.window, min((number + 1) * self.window, total)
+                chosen = _between(firsts, ends, begin, end)
+                slots = self._slots(len(chosen), worker, workers, number)
+                filled = self._filled(files, chosen, slots, min(self.window, total))
+                try:
+                    for at in range(max(0, skip * self.batch - begin), len(chosen), self.batch):
+                        self._done += 1
+                        # Another process would be sent the whole window with the first view of it, and the last batch
+                        # is still looked at when the next window is filled.
+                        copied = get_worker_info() is not None or at + self.batch >= len(chosen)
+                        yield filled.batch(at, min(at + self.batch, len(chosen)), copied)
+                finally:
+                    filled.close()
+        finally:
+            files.close()
+
+    def _filled(self, files: RowFiles, chosen: I64, slots: I64, most: int) -> Window:
+        try:
+            return Window(files, chosen, slots, self._memory, most, self.dtype)
+        except CorruptError:
+            raise
+        except StoreError:
+            moved = found_again(self.index)
+            if np.array_equal(moved.frames, self.index.frames):
+                raise
+            self.index = files.index = moved
+            return Window(files, chosen, slots, self._memory, most, self.dtype)
+
+    def _blocks(self, worker: int, workers: int, epoch: int) -> I64:
+        """The blocks of a worker, in the order in which they are read."""
+        count = -(-self.rows // BLOCK_ROWS)
+        order = np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else np.arange(count)
+        found: I64 = order[self.rank * workers + worker::self.world * workers].astype(np.int64)
+        return found
+
+    def rows_of(self, epoch: int) -> int:
+        """Rows of an epoch of this rank."""
+        return self._size(self._blocks(0, 1, epoch))
+
+    def _size(self, blocks: I64) -> int:
+        firsts = blocks * BLOCK_ROWS
+        return int((np.minimum(firsts + BLOCK_ROWS, self.rows) - firsts).sum())
+
+    def _batches_of(self, worker: int, workers: int) -> int:
+        return -(-self._size(self._blocks(worker, workers, self.epoch)) // self.batch)
+
+    def _slots(self, count: int, worker: int, workers: int, number: int) -> I64:
+        """Where in its window each row goes."""
+        if not self.shuffle:
+            return np.arange(count)
+        seed = [self.seed, self.epoch, self.rank * workers + worker, number]
+        return np.random.default_rng(seed).permutation(count)
+
+
+def _worker() -> tuple[int, int]:
+    """This process among the DataLoader's workers."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+def _between(firsts: I64, ends: I64, begin: int, end: int) -> I64:
+    """The rows that are number ``begin`` … ``end`` - 1 where blocks that start at ``firsts`` follow each other."""
+    a, b = np.searchsorted(ends, (begin, end - 1), side="right")
+    starts = np.concatenate(([0], ends[:-1]))
+    sizes = ends[a:b + 1] - starts[a:b + 1]
+    every = np.repeat(firsts[a:b + 1] - starts[a:b + 1], sizes) + np.arange(starts[a], ends[b])
+    return every[begin - starts[a]:end - starts[a]]
+
+
+class Activations(Iterator[torch.Tensor]):
+    """What ``activations`` gives: ``[batch, d_in]``, without end, in another order every epoch."""
+
+    def __init__(self, data: RowDataset) -> None:
+        worker, workers = _worker()
+        if not len(data._blocks(worker, workers, 0)):  # every epoch would be empty, and a batch never full
+            raise ArgumentError("rank", data.rank, f"has no rows: {-(-data.rows // BLOCK_ROWS)} blocks of {BLOCK_ROWS} "
+                                                   f"are shared by world x workers = {data.world} x {workers}")
+        if data.batch > (most := max(data.rows, WINDOW_ROWS)):  # it would be put together in memory, epoch after epoch
+            raise ArgumentError("batch", data.batch, f"at most {most} rows; the store has {data.rows}")
+        self.data, self._name, self._taken = data, data.names[0], 0
+        self._batches, self._rest = iter(data), torch.empty(0)
+
+    @property
+    def d_in(self) -> int:
+        """Numbers in a row."""
+        return self.data.index.kinds[0].decoded_width
+
+    def __next__(self) -> torch.Tensor:
+        parts = [self._rest] if len(self._rest) else []
+        while sum(map(len, parts)) < self.data.batch:  # the rest of an epoch goes before the next
+            parts.append(self._more())
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._rest = joined[self.data.batch:]
+        self._taken += 1
+        return joined[:self.data.batch]
+
+    def _more(self) -> torch.Tensor:
+        while (found := next(self._batches, None)) is None:
+            self.data.set_epoch(self.data.epoch + 1)
+            self._batches = iter(self.data)
+        return found[self._name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many batches were taken, and of what order."""
+        return {**self.data.state_after(0, 0), "epoch": 0, "taken": self._taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; SpecError where it is of other rows or of another order."""
+        if not isinstance(state.get("taken"), int):
+            raise ArgumentError("state", dict(state), "valid: what state_dict gave")
+        epoch, left = 0, int(state["taken"]) * self.data.batch
+        while left >= (size := self.data.rows_of(epoch)):
+            epoch, left = epoch + 1, left - size
+        self.data.load_state_dict({**state, "epoch": epoch, "done": {0: left // self.data.batch}})
+        self._batches, self._rest, self._taken = iter(self.data), torch.empty(0), int(state["taken"])
+        if begun := left % self.data.batch:
+            self._rest = self._more()[begun:]
+
+
+def activations(store: str | Path | Store, hook_name: str, batch: int = 4096, **options: Any) -> Activations:
+    """Rows of one hook as an endless iterator of ``[batch, d_in]``: what SAE trainers call a data provider.
+
+    ``hook_name`` is TransformerLens's (``blocks.12.hook_resid_post``) or ``resid_post.12``; ``options`` are those of
+    ``rows``; SpecError where that rank has no rows. Every batch has ``batch`` rows. ``state_dict`` and
+    ``load_state_dict`` let another process go on.
+
+    >>> for x in itertools.islice(activations("captures", "blocks.12.hook_resid_post"), 10_000):  # doctest: +SKIP
+    ...     loss = train(x)                                                       # float32 [4096, d_in]
+    """
+    data = rows(store, hook_name, batch=batch, **options)
+    return Activations(data)

@@ -1,0 +1,222 @@
+"""Which rows of a store a training run reads, and where each lies: arrays alone, so that workers share them.
+
+Rows are numbered in the order in which they lie on the disk (segment, frame, row); that order is cut into blocks of
+``BLOCK_ROWS`` neighbours, which are read together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from schemas.catalog.records import Segment
+from schemas.errors import ArgumentError, NotFoundError
+from schemas.read.reader import CaptureRow, Places, StoreReader, read_store_uuid
+from schemas.read.slices import Kind
+from schemas.sites import parse_site, site_named
+from vllm_tap.client.captures import Layers, layers_of
+from vllm_tap.client.listing import Filters, Where, wanted
+from vllm_tap.progress import Report, reporting
+
+__all__ = ["BLOCK_ROWS", "RowIndex", "build_index", "found_again", "name_of"]
+
+BLOCK_ROWS: Final = 128
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+Key = tuple[str, int]  # (site, layer)
+
+
+@dataclass(frozen=True, slots=True)
+class RowIndex:
+    """``rows`` rows, every one of which has all ``keys``.
+
+    ``order`` is a digest of which row has which number: of ids, ``capture`` and ``position``.
+
+    ``frames`` int64 ``[frames, 2]``: segment and byte offset. By key, int32 ``[rows]``: ``frame`` (a row of ``frames``)
+    and ``row`` (of that frame). ``capture`` int32 ``[rows]`` counts in ``captures``; ``position`` uint32 ``[rows]``.
+    """
+
+    store: Path
+    uuid: bytes
+    keys: tuple[Key, ...]
+    kinds: tuple[Kind, ...]
+    captures: list[str]
+    segments: dict[int, Segment]
+    frames: I64
+    frame: tuple[I32, ...]
+    row: tuple[I32, ...]
+    capture: I32
+    position: npt.NDArray[np.uint32]
+    order: str
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return len(self.position)
+
+
+def name_of(key: Key) -> str:
+    """``site.layer``, as arrays are named everywhere."""
+    return f"{key[0]}.{key[1]}"
+
+
+def keys_of(site: str | Sequence[str], layer: Layers) -> tuple[Key, ...]:
+    """Sites × layers; a name that fixes a layer stands for itself. SpecError where a layer is not named."""
+    names = [site] if isinstance(site, str) else list(site)
+    layers = layers_of(layer)
+    keys: list[Key] = []
+    for name in names:
+        parsed, fixed = parse_site(name, "site", ArgumentError)
+        if not site_named(parsed).per_layer:
+            fixed = 0
+        if fixed is None and not layers:
+            raise ArgumentError("layer", layer,
+                                f"name a layer of {name}: rows(store, {name!r}, 12), or blocks.12.hook_…")
+        keys += [(parsed, number) for number in ([fixed] if fixed is not None else layers or ())]
+    if not keys or len(set(keys)) != len(keys):
+        raise ArgumentError("site", site, "name at least one site and layer, each once")
+    return tuple(keys)
+
+
+def build_index(store: str | Path, keys: tuple[Key, ...], where: Where = None, codec: str | None = None,
+                progress: Report = False) -> RowIndex:
+    """The rows of all captures that have ended, that ``where`` chooses and that have every key.
+
+    ``codec`` leaves out captures whose rows are stored otherwise. NotFoundError where nothing is left, SpecError where
+    what is left is stored in more than one way.
+    """
+    by_site: dict[str, list[int]] = {}
+    for site, layer in keys:
+        by_site.setdefault(site, []).append(layer)
+    with StoreReader(store) as reader:
+        listed = [row for row in Filters().of(reader)
+                  if row.status in ("complete", "incomplete") and set(by_site) <= set(row.sites) and wanted(where, row)]
+        listed.sort(key=lambda row: (row.created_ms, row.id))
+        found: list[tuple[str, dict[str, Places]]] = []
+        with reporting(progress, "indexing") as tell:
+            for done, row in enumerate(listed, 1):
+                if (places := _places(reader, row, by_site, codec)) is not None:
+                    found.append((row.id, places))
+                tell(done, len(listed))
+        if not found:
+            chosen = "" if where is None else f" that where = {where!r} chooses"
+            raise NotFoundError(f"no rows of {', '.join(map(name_of, keys))} in {store}: " + (
+                f"of {len(listed)} captures with these sites{chosen} none has the layers" if listed else
+                f"no capture that has ended{chosen} has these sites") + (f" as {codec}" if codec else "")
+                + "; look at vllm-tap ls")
+        kinds = tuple(_kind(found, site) for site, _ in keys)
+        segments = sorted({int(number) for _, places in found for part in places.values()
+                           for number in np.unique(part.segment)})
+        return _joined(Path(store), keys, kinds, found, {number: reader.segment(number) for number in segments})
+
+
+def _places(reader: StoreReader, row: CaptureRow, by_site: dict[str, list[int]], codec: str | None
+            ) -> dict[str, Places] | None:
+    """By site, the places of the positions that all sites have; None where there are none."""
+    try:
+        places = {site: reader.places(row.id, site, layers) for site, layers in by_site.items()}
+    except NotFoundError:
+        return None  # deleted meanwhile, or captured in other layers
+    if codec is not None and any(part.codec != codec for part in places.values()):
+        return None
+    common = next(iter(places.values())).positions
+    for part in places.values():
+        common = np.intersect1d(common, part.positions, assume_unique=True)
+    if not len(common):
+        return None
+    return {site: _only(part, common) for site, part in places.items()}
+
+
+def _only(part: Places, common: npt.NDArray[np.uint32]) -> Places:
+    kept = np.isin(part.positions, common)
+    if kept.all():
+        return part
+    return Places(part.capture, part.codec, part.dtype, part.width, common, part.segment[:, kept],
+                  part.offset[:, kept], part.row[:, kept])
+
+
+def _kind(found: list[tuple[str, dict[str, Places]]], site: str) -> Kind:
+    kinds = {Kind(places[site].codec, places[site].dtype, places[site].width) for _, places in found}
+    if len(kinds) > 1:
+        shown = "; ".join(sorted(f"{kind.codec}, {kind.dtype}, width {kind.width}" for kind in kinds))
+        raise ArgumentError("codec", None,
+                            f"{site} is stored in several ways ({shown}): choose with codec=… or where=…")
+    return kinds.pop()
+
+
+def _joined(store: Path, keys: tuple[Key, ...], kinds: tuple[Kind, ...],
+            found: list[tuple[str, dict[str, Places]]], segments: dict[int, Segment]) -> RowIndex:
+    """Everything in one, in the order of the disk."""
+    sites = [site for site, _ in keys]
+    member = [sites[:number].count(site) for number, site in enumerate(sites)]  # which of its site's layers a key is
+    where = [np.concatenate([_address(places[site], at) for _, places in found])
+             for site, at in zip(sites, member, strict=True)]
+    first = next(iter(found[0][1]))
+    lengths = [len(places[first].positions) for _, places in found]
+    capture = np.repeat(np.arange(len(found), dtype=np.int32), lengths)
+    position = np.concatenate([places[first].positions for _, places in found])
+    order = np.lexsort((where[0][:, 2], where[0][:, 1], where[0][:, 0]))
+    frames, frame, row = _by_frame([part[order] for part in where])
+    names, capture, position = [name for name, _ in found], capture[order], position[order]
+    return RowIndex(store, read_store_uuid(store), keys, kinds, names, segments, frames, frame, row, capture, position,
+                    _digest(names, capture, position))
+
+
+def _digest(names: list[str], capture: I32, position: npt.NDArray[np.uint32]) -> str:
+    hashed = xxhash.xxh3_64("\n".join(names).encode())
+    hashed.update(capture.astype("<i4", copy=False).data)
+    hashed.update(position.astype("<u4", copy=False).data)
+    return str(hashed.hexdigest())
+
+
+def _by_frame(where: list[I64]) -> tuple[I64, tuple[I32, ...], tuple[I32, ...]]:
+    """The frames of addresses ``[rows, 3]`` by key; and of each key the rows' frames among them and rows in these."""
+    frames, numbers = np.unique(np.concatenate([part[:, :2] for part in where]), axis=0, return_inverse=True)
+    frame = list(numbers.reshape(len(where), -1).astype(np.int32))
+    row = [part[:, 2].astype(np.int32) for part in where]
+    for number in range(len(where)):
+        for before in range(number):  # layers of a site nearly always lie in the same rows
+            if np.array_equal(frame[before], frame[number]) and np.array_equal(row[before], row[number]):
+                frame[number], row[number] = frame[before], row[before]
+                break
+    return frames, tuple(frame), tuple(row)
+
+
+def found_again(index: RowIndex) -> RowIndex:
+    """The same rows, in the same order, where they lie by now: compaction moves them, and erasing beside them may.
+
+    NotFoundError where one is not there any more, since its capture was deleted.
+    """
+    layers: dict[str, list[int]] = {}
+    for site, layer in index.keys:
+        layers.setdefault(site, []).append(layer)
+    where = [np.empty((index.rows, 3), np.int64) for _ in index.keys]
+    order = np.argsort(index.capture, kind="stable")
+    with StoreReader(index.store) as reader:
+        for begin, end in pairwise(np.searchsorted(index.capture[order], np.arange(len(index.captures) + 1)).tolist()):
+            rows = order[begin:end]
+            if not len(rows):
+                continue
+            capture = index.captures[int(index.capture[rows[0]])]
+            places = {site: reader.places(capture, site, members) for site, members in layers.items()}
+            for number, (site, layer) in enumerate(index.keys):
+                part, wanted = places[site], index.position[rows]
+                at = np.searchsorted(part.positions, wanted)
+                last = len(part.positions) - 1
+                if last < 0 or not np.array_equal(part.positions[np.minimum(at, last)], wanted):
+                    raise NotFoundError(f"rows of {name_of((site, layer))} of capture {capture} are not there any more")
+                where[number][rows] = _address(part, layers[site].index(layer))[at]
+        segments = {int(number): reader.segment(int(number)) for part in where for number in np.unique(part[:, 0])}
+    frames, frame, row = _by_frame(where)
+    return replace(index, segments=segments, frames=frames, frame=frame, row=row)
+
+
+def _address(part: Places, layer: int) -> I64:
+    return np.stack([part.segment[layer], part.offset[layer], part.row[layer]], axis=1)

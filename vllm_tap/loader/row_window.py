@@ -1,0 +1,120 @@
+"""A window of the training loader: rows are copied into it as they lie on the disk, and leave it mixed."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_tap.loader.row_decode import decode, fresh, is_as_stored
+from vllm_tap.loader.row_files import RowFiles, Stored
+from vllm_tap.loader.row_index import RowIndex, name_of
+
+__all__ = ["Batch", "Window", "WindowMemory"]
+
+Bytes = npt.NDArray[np.uint8]
+I64 = npt.NDArray[np.int64]
+Batch = dict[str, torch.Tensor]
+
+
+class WindowMemory:
+    """What windows are kept in, one after the other, and what is decoded from them: memory that is got from the system
+    anew takes longer than to fill it. It is used again when nobody looks at it. Pickled it is empty.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Stored] | None = None
+        self._lent: list[weakref.ref[Bytes]] = []
+        self._decoded: list[tuple[Bytes, weakref.ref[Bytes]]] = []
+
+    def __reduce__(self) -> tuple[type[WindowMemory], tuple[()]]:
+        return WindowMemory, ()
+
+    def take(self, index: RowIndex, rows: int) -> list[Stored]:
+        """By key and stream uint8 [at least rows, piece bytes]: what was given back, unless someone looks at it still
+        or it is too small; then fresh memory.
+        """
+        free, self._free = self._free, None
+        if free is not None and len(next(iter(free[0].values()))) >= rows and not any(ref() is not None
+                                                                                      for ref in self._lent):
+            return free
+        return [{stream.name: fresh(rows, stream.nbytes) for stream in kind.streams} for kind in index.kinds]
+
+    def give(self, stored: list[Stored], lent: list[weakref.ref[Bytes]]) -> None:
+        """Back what was taken; ``lent`` are arrays that may be looked at still."""
+        self._free, self._lent = stored, lent
+
+    def lend(self, kept: int, rows: int, nbytes: int) -> Bytes:
+        """Uint8 [rows, nbytes] to decode to, until nobody looks at it; the last ``kept`` are used again."""
+        at = next((number for number, (array, lent) in enumerate(self._decoded)
+                   if lent() is None and array.shape == (rows, nbytes)), None)
+        array = fresh(rows, nbytes) if at is None else self._decoded.pop(at)[0]
+        given = array[:]
+        self._decoded = [*self._decoded, (array, weakref.ref(given))][-kept:]
+        return given
+
+
+class Window:
+    """The stored bytes of some rows, each at its slot; decoded a batch at a time."""
+
+    def __init__(self, files: RowFiles, chosen: I64, slots: I64, memory: WindowMemory, most: int, dtype: torch.dtype
+                 ) -> None:
+        """``most`` rows are in the largest window that ``memory`` is for."""
+        self._index, self._memory, self._dtype = files.index, memory, dtype
+        self._stored = memory.take(files.index, most)
+        self._lent: list[weakref.ref[Bytes]] = []  # the arrays that batches are views of
+        self._token_id = np.empty(len(chosen), np.int64)
+        self._row = np.empty(len(chosen), np.int64)
+        self._row[slots] = chosen
+        for keys in self._alike():
+            self._fill(keys, files, chosen, slots)
+
+    def _alike(self) -> list[list[int]]:
+        """Keys whose rows lie in the same rows of the same frames, which are looked up once for all of them."""
+        groups: list[list[int]] = []
+        for key in range(len(self._index.keys)):
+            for group in groups:
+                if self._index.frame[group[0]] is self._index.frame[key]:
+                    group.append(key)
+                    break
+            else:
+                groups.append([key])
+        return groups
+
+    def _fill(self, keys: list[int], files: RowFiles, chosen: I64, slots: I64) -> None:
+        frame, row = self._index.frame[keys[0]][chosen], self._index.row[keys[0]][chosen]
+        order = np.lexsort((row, frame))
+        chosen, slots = chosen[order], slots[order]
+        bounds = np.flatnonzero(np.diff(frame[order], prepend=-1, append=-1))
+        for begin, end in pairwise(bounds.tolist()):
+            where = slots[begin:end]
+            token_id = files.copy(keys, chosen[begin:end], self._stored, where)
+            if keys[0] == 0:
+                self._token_id[where] = token_id
+
+    def batch(self, begin: int, end: int, copied: bool) -> Batch:
+        """Rows at the slots ``[begin, end)``; what is stored as wanted is a view of the window unless ``copied``."""
+        taken = self._row[begin:end]
+        lend = partial(self._memory.lend, 2 * len(self._stored))  # a batch, and the one before it
+        made: Batch = {}
+        for key, kind, stored in zip(self._index.keys, self._index.kinds, self._stored, strict=True):
+            part = {name: array[begin:end] for name, array in stored.items()}
+            values = decode(kind, part, self._dtype, lend)
+            if is_as_stored(kind, self._dtype):
+                if copied:
+                    values = values.clone()
+                else:
+                    self._lent += map(weakref.ref, part.values())
+            made[name_of(key)] = values
+        made["position"] = torch.from_numpy(self._index.position[taken].astype(np.int64))
+        made["token_id"] = torch.from_numpy(self._token_id[begin:end].copy())
+        made["capture"] = torch.from_numpy(self._index.capture[taken].astype(np.int64))
+        return made
+
+    def close(self) -> None:
+        """Give back the memory; batches stay as they are."""
+        self._memory.give(self._stored, self._lent)

@@ -1,0 +1,121 @@
+"""What ``vllm-tap capture`` is asked for, checked before anything is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from schemas.checks import parse_arm
+from schemas.errors import ArgumentError, SpecError, TapError
+from schemas.probes import Registered, load_probe
+from schemas.sites import SITES, parse_site
+from schemas.spec import CaptureSpec, parse_spec
+from vllm_tap.offline.prompt_source import PromptSource
+from vllm_tap.serve.model_config import check_arguments, read_config
+from vllm_tap.serve.services import check_model, check_store, check_writable
+
+__all__ = ["CaptureJob"]
+
+_EVERYWHERE: Final = ("hidden", "q_heads", "kv_heads")  # sites of such rows are in every block of a model
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureJob:
+    """What ``vllm-tap capture`` was asked for; TapError where it cannot be."""
+
+    prompts: PromptSource
+    model: str
+    store: Path
+    sites: str | None = None
+    layers: str = "all"
+    positions: str = "all"
+    codec: str = "int8b64"
+    max_tokens: int = 16
+    temperature: float = 0.0
+    arm: str | None = None
+    output: Path | None = None
+    durability: str = "fsync"
+    engine_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    probes: tuple[Registered, ...] = ()  # whose scores every prompt gets; without ``sites`` nothing else
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        check_arguments(self.model, self.engine_args)
+        check_store(self.store)
+        spec = self.spec()
+        for probe in self.probes:
+            load_probe(probe)
+        flag, places = ("--sites", self.sites_asked) if self.arm is None else ("--arm", parse_arm("--arm", self.arm))
+        if (config := read_config(self.model, self.engine_args)) is not None:
+            config.check_taps(flag, places, self.probes)
+            config.check_spec(spec, places, self.probes)
+        if self.arm is None:
+            parse_arm("--layers", self.armed)
+        if self.output is not None:
+            if self.output.is_dir():
+                raise TapError(f"--output = {str(self.output)!r}: is a folder; name a file")
+            check_writable(self.output.absolute().parent, f"--output = {str(self.output)!r}")
+
+    @property
+    def armed(self) -> str:
+        """What to tap: ``arm``, else the sites asked for; where layers are listed, in no others, as nobody else asks
+        this engine. What only some blocks of some models have is tapped wherever it is.
+        """
+        if self.arm is not None:
+            return self.arm
+        layers = _numbers("--layers", self.layers)
+        numbers = layers if isinstance(layers, list) and layers else [None]
+        places = [(site, number if fixed is None and SITES[site].per_layer and SITES[site].width in _EVERYWHERE
+                   else fixed) for site, fixed in self._named() for number in numbers]
+        return ",".join(dict.fromkeys(site if layer is None else f"{site}.{layer}" for site, layer in places))
+
+    @property
+    def own_tokenizer(self) -> bool:
+        """Whether vLLM is told of the tokenizer, or how to load it: only an engine knows it then."""
+        return any(word in flag for flag in self.engine_args for word in ("tokenizer", "revision", "trust"))
+
+    @property
+    def sites_asked(self) -> tuple[str, ...]:
+        """The sites asked for, in canonical names; resid_post where none is named."""
+        return tuple(dict.fromkeys(site for site, _ in self._named()))
+
+    def _named(self) -> list[tuple[str, int | None]]:
+        names = ["resid_post"] if self.sites is None else self.sites.split(",")
+        return [parse_site(name.strip(), "--sites", ArgumentError) for name in names]
+
+    def settings(self) -> dict[str, Any]:
+        """What makes one run another than the next, beside the prompts themselves."""
+        known = {probe.name: load_probe(probe).about.fingerprint for probe in self.probes}
+        return {"source": self.prompts.name, "model": self.model,
+                "armed": ",".join(self.sites_asked) if self.arm is None else self.arm,
+                "spec": self.spec().to_json(), "max_tokens": self.max_tokens, "temperature": self.temperature,
+                **({"probes": known} if known else {})}
+
+    def spec(self) -> CaptureSpec:
+        """The spec that every prompt gets; ArgumentError that names the flag where it is malformed."""
+        asked: dict[str, Any] = {"codec": self.codec, "layers": _numbers("--layers", self.layers),
+                                 "positions": _numbers("--positions", self.positions)}
+        if self.sites is not None:
+            asked["sites"] = [name.strip() for name in self.sites.split(",")]
+        if self.probes:
+            asked["probe"] = [probe.name for probe in self.probes]
+        try:
+            return parse_spec(asked)
+        except SpecError as error:
+            raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
+
+
+def _numbers(flag: str, text: str) -> object:
+    """``[0, 5]`` of "0,5", the value of JSON text, else the text itself (a name or a slice)."""
+    if text.strip().startswith("["):
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ArgumentError(flag, text, "malformed list; as in [[0, 8], [12, 16]]") from None
+    if all(part.strip().isdecimal() for part in text.split(",")):
+        return [int(part) for part in text.split(",")]
+    return text.strip()

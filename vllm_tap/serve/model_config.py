@@ -1,0 +1,147 @@
+"""What a model's own configuration says, held against what is asked: known at once, where an engine takes a minute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from schemas.errors import ArgumentError, SpecError, StartError
+from schemas.probes import Registered, load_probe
+from schemas.sites import SITES, layers_by_site
+from schemas.spec import CaptureSpec, armed_at, resolve
+
+__all__ = ["ModelConfig", "check_arguments", "read_config"]
+
+_CHANGE_IT: Final = ("--config", "--hf", "--model")  # how the names of vLLM's arguments begin that do
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What of a configuration decides about captures; numbers that it does not say are 0.
+
+    They are not guessed from others: a model's class has defaults of its own.
+    """
+
+    architectures: tuple[str, ...]
+    n_layers: int
+    hidden: int
+    head: int  # columns of one
+    heads: int
+    kv_heads: int
+    said: Mapping[str, Any] = field(default_factory=dict)  # all that it says of the language model
+
+    def check_sites(self, flag: str, sites: Sequence[str]) -> None:
+        """StartError where the model has none of a site, or is of an architecture or a configuration without taps.
+
+        A site that only some models of an architecture have is refused once the engine has loaded its own.
+        """
+        from engine_side.tap.architectures import family_of
+
+        family = family_of(self.architectures, self.said)
+        offered = [*family.block, *family.model]
+        for site in sites:
+            if site in family.refused:
+                raise StartError(f"{flag} = {site!r}: {family.refused[site]}; valid: {', '.join(offered)}")
+            if site not in offered:
+                raise StartError(f"{flag} = {site!r}: the architecture {', '.join(self.architectures)} has no such "
+                                 f"site; valid: {', '.join(offered)}")
+
+    def check_taps(self, flag: str, places: Sequence[str], probes: Sequence[Registered]) -> None:
+        """StartError where the model cannot have what ``flag`` arms, or what a probe reads."""
+        asked = layers_by_site(places)
+        self.check_sites(flag, list(asked))
+        for site, layers in asked.items():
+            if self.n_layers and layers and layers[-1] >= self.n_layers:
+                raise StartError(f"{flag} = {site}.{layers[-1]}: this model has layers 0 to {self.n_layers - 1}")
+        for probe in probes:
+            self.check_probe(probe)
+
+    def check_probe(self, probe: Registered) -> None:
+        """StartError where the model has no such layer, or rows of another width there."""
+        loaded = load_probe(probe)
+        site, layer, width = loaded.about.site, loaded.about.layer, loaded.directions.shape[1]
+        self.check_sites("--probe", [site])
+        if self.n_layers and layer >= self.n_layers:
+            raise StartError(f"--probe = {str(probe)!r}: layer = {layer}: this model has layers 0 to "
+                             f"{self.n_layers - 1}")
+        if width != (known := self.widths.get(site, width)):
+            raise StartError(f"--probe = {str(probe)!r}: directions have {width} numbers, rows of {site} have {known} "
+                             "in this model")
+
+    def check_spec(self, spec: CaptureSpec, armed: Sequence[str], probes: Sequence[Registered]) -> None:
+        """ArgumentError that names the flag of what an engine with these taps would refuse."""
+        from engine_side.tap.architectures import lens_names
+
+        if not self.n_layers:
+            return
+        known = armed_at(armed, self.n_layers, self.head,
+                         {probe.name: load_probe(probe).about for probe in probes}, lens_names(self.architectures))
+        try:
+            resolve(spec, known, self.widths)
+        except SpecError as error:
+            raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Numbers in a row, by site, as far as they are known."""
+        by_rule = {"hidden": self.hidden, "q_heads": self.heads * self.head, "kv_heads": self.kv_heads * self.head}
+        known = {name: width for name, site in SITES.items() if (width := by_rule.get(site.width, 0))}
+        return known | ({"embed": own} if (own := _number(self.said, "word_embed_proj_dim")) else {})
+
+
+def read_config(model: str, engine_args: Sequence[str]) -> ModelConfig | None:
+    """Of a folder, or of a name on the hub that was fetched before; None where it is not known before vLLM has asked
+    for it, or may become another.
+    """
+    own = Path(model) / "config.json"
+    try:
+        path = own if own.is_file() else _fetched(model, engine_args)
+        if path is None or any(map(_may_change_it, engine_args)):
+            return None
+        whole = json.loads(path.read_text())
+        text = whole.get("text_config", whole)
+        n_layers, hidden, head, heads, kv_heads = (_number(text, name) for name in (
+            "num_hidden_layers", "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads"))
+        return ModelConfig(tuple(map(str, whole["architectures"])), n_layers, hidden, head, heads, kv_heads, text)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # vLLM says what is wrong with it
+
+
+def _fetched(model: str, engine_args: Sequence[str]) -> Path | None:
+    """Where the configuration of a name on the hub lies, if this machine has it and vLLM will take that one."""
+    if Path(model).exists() or any("revision" in flag or "download" in flag for flag in engine_args):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json")
+    return Path(found) if isinstance(found, str) else None
+
+
+def check_arguments(model: str, engine_args: Sequence[str]) -> None:
+    """StartError where vLLM is told to run a model by another library's code, which taps do not know."""
+    from engine_side.tap.architectures import BY_TRANSFORMERS
+
+    known = read_config(model, ())
+    if known is None or BY_TRANSFORMERS & set(known.architectures):
+        return
+    words = [word for argument in engine_args for word in argument.split("=", 1)]
+    for flag, value in pairwise(words):
+        short = flag.replace("_", "-")  # vLLM takes it cut short too
+        if len(short) > len("--model-") and "--model-impl".startswith(short) and value == "transformers":
+            raise StartError(f"--model-impl = {value!r} after --: taps know vLLM's own code of "
+                             f"{', '.join(known.architectures)}; leave it out")
+
+
+def _may_change_it(argument: str) -> bool:
+    """vLLM takes names of arguments with underscores, cut short, or with a key after a dot too."""
+    flag = argument.partition("=")[0].replace("_", "-")
+    return flag.startswith("--") and any(flag.startswith(name) or name.startswith(flag) for name in _CHANGE_IT)
+
+
+def _number(config: Mapping[str, Any], name: str) -> int:
+    found = config.get(name)
+    return found if isinstance(found, int) else 0

@@ -1,0 +1,84 @@
+"""What happens to a store, as the catalog must hear of it: journal entries, and these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from schemas.wire.messages import Frame
+from schemas.wire.row_table import RowTable
+from writer_service.control_log import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """A frame that lies whole in a segment, as the catalog needs it."""
+
+    stream: str
+    epoch: int
+    covered: int
+    segment: int
+    offset: int
+    nbytes: int
+    frame: Frame
+    table: RowTable
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMade:
+    """A segment that the catalog must know before its first frame."""
+
+    number: int
+    site: str
+    codec: str
+    dtype: str
+    width: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSealed:
+    """A segment that is now a block."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentGone:
+    """A segment that ended without a frame, or a block that was taken away."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogBegun:
+    """The entries that follow lie in this control log."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """Nothing of deleted captures is left in a block."""
+
+    segment: int
+    captures: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """A control log tells nothing of deleted captures any more."""
+
+    log: int
+    captures: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """A cold block that has taken over the rows of other blocks; these still lie there, and are taken away next."""
+
+    made: SegmentMade
+    replaces: list[int]
+    frames: list[Indexed]
+
+
+Change = Entry | Indexed | SegmentMade | SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed | Compacted

@@ -1,0 +1,144 @@
+"""The open segments: journal files for each (site, codec, width, dtype, fingerprint) in use.
+
+One file takes one write at a time, however many threads there are. So when frames come faster than a thread writes
+them, a key has several files side by side, its lanes; at a low rate it has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from schemas.store.paths import open_name
+from schemas.store.segment import FrameHeader, align, encode_head
+from schemas.wire.messages import Frame
+from writer_service import fs
+from writer_service.catalog.changes import SegmentMade
+
+open_max: Final = 64
+lane_bytes: Final = 4 * 1024 * 1024  # what is written at once goes to another lane when this one has so much of it
+Key = tuple[str, str, int, str, str]
+
+
+@dataclass(slots=True, eq=False)
+class OpenSegment:
+    """A journal file; frames are appended at ``tail``, everything below ``good`` is on the disk."""
+
+    made: SegmentMade
+    path: Path
+    fd: int
+    tail: int = 0
+    good: int = 0
+    last_append: float = 0.0
+    poisoned: bool = False
+
+    @property
+    def number(self) -> int:
+        """The segment's number."""
+        return self.made.number
+
+    @property
+    def key(self) -> Key:
+        """What its frames have in common."""
+        made = self.made
+        return made.site, made.codec, made.width, made.dtype, made.fingerprint
+
+    def append(self, store: bytes, header: FrameHeader, table: bytes, streams: Sequence[Sequence[memoryview]]) -> int:
+        """Append a frame from wherever its bytes lie; its offset. OSError leaves ``tail`` where it was."""
+        head, layout = encode_head(store, self.number, header, table)
+        buffers: list[bytes | memoryview] = [head]
+        for side in streams[1:]:
+            buffers += side
+        buffers.append(bytes(align(layout.side_end) - layout.side_end))
+        buffers += streams[0]
+        buffers.append(bytes(layout.total - layout.parts[0] - header.frame.streams[0].nbytes))
+        offset = self.tail
+        self.tail = fs.write_at(self.fd, buffers, offset)
+        return offset
+
+    def cut(self, tail: int) -> None:
+        """Take back what was appended from ``tail`` on. What cannot be cut off is overwritten by the next frame."""
+        self.tail = tail
+        with contextlib.suppress(OSError):
+            fs.truncate(self.fd, tail)
+
+
+class SegmentSet:
+    """The segments that frames go to now, and those that wait to be sealed."""
+
+    def __init__(self, store: Path, next_number: int, segment_bytes: int, lanes: int) -> None:
+        self._store, self._segment_bytes, self._lanes = store, segment_bytes, lanes
+        self._numbers = itertools.count(next_number)
+        self._open: list[OpenSegment] = []
+        self.retired: list[OpenSegment] = []
+
+    def all(self) -> list[OpenSegment]:
+        """Every segment that still has a descriptor here."""
+        return [*self._open, *self.retired]
+
+    def take_number(self) -> int:
+        """A number that nothing else gets, also where the file then fails; any thread may ask."""
+        return next(self._numbers)
+
+    def for_frame(self, frame: Frame, load: Mapping[int, int]) -> tuple[OpenSegment, bool]:
+        """The segment of a frame and whether it was just made. OSError where none can be made.
+
+        ``load`` is how many bytes are about to be written to segments, by number.
+        """
+        key = (frame.site, frame.codec, frame.width, frame.dtype, frame.fingerprint)
+        lanes = [segment for segment in self._open if segment.key == key]
+        if lanes:
+            least = min(lanes, key=lambda lane: load.get(lane.number, 0))
+            spread = len(lanes) < self._lanes and len(self._open) < open_max // 2
+            if not spread or load.get(least.number, 0) < lane_bytes:
+                return least, False
+        if len(self._open) >= open_max:
+            oldest = min(self._open, key=lambda segment: segment.last_append)
+            self._open.remove(oldest)
+            self.retired.append(oldest)
+        made = SegmentMade(self.take_number(), frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
+        path = self._store / open_name(made.number)
+        fd = fs.open_new(path)
+        try:
+            fs.sync_dir(path.parent)
+        except OSError:
+            fs.close(fd)
+            raise
+        segment = OpenSegment(made, path, fd, last_append=time.monotonic())
+        self._open.append(segment)
+        return segment, True
+
+    def retire(self, now: float, idle_s: float) -> None:
+        """Take no more frames into segments that are full, idle or poisoned."""
+        for segment in list(self._open):
+            if segment.poisoned or segment.tail >= self._segment_bytes or now - segment.last_append >= idle_s:
+                self._open.remove(segment)
+                self.retired.append(segment)
+
+    def retire_numbers(self, numbers: Collection[int]) -> None:
+        """Take no more frames into these segments."""
+        self.retired += [segment for segment in self._open if segment.number in numbers]
+        self._open = [segment for segment in self._open if segment.number not in numbers]
+
+    def take_sealable(self) -> list[int]:
+        """The numbers of retired segments that are wholly on the disk. They are closed; the caller seals them."""
+        ready = [segment for segment in self.retired if segment.good == segment.tail and not segment.poisoned]
+        self.retired = [segment for segment in self.retired if segment not in ready]
+        for segment in ready:
+            fs.close(segment.fd)
+        return [segment.number for segment in ready]
+
+    def drop_poisoned(self) -> list[OpenSegment]:
+        """Close segments whose sync failed; what was good before stays readable, and can be sealed where the rest could
+        be cut off (``tail`` is ``good``), else at the next start.
+        """
+        bad = [segment for segment in self.retired if segment.poisoned]
+        self.retired = [segment for segment in self.retired if not segment.poisoned]
+        for segment in bad:
+            fs.close(segment.fd)
+        return bad

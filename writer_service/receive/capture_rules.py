@@ -1,0 +1,291 @@
+"""Who may do what to which capture: the rules that every record is held against before it is journaled."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from schemas import codecs, limits
+from schemas.ids import is_ulid, sample_id, split_capture_id
+from schemas.manifest import REASONS
+from schemas.sites import is_site
+from schemas.spec import NAMED_POSITIONS
+from schemas.wire.messages import Abandon, ClientFinish, Delete, Dropped, Finish, Hold, Open, Own, Record
+
+remembered_max = 20_000
+aliases_max = 16
+number_max = 2**63 - 1  # what SQLite can hold
+
+
+class RefusedError(Exception):
+    """The record is not stored; ``code`` is one of conflict, malformed, stale, not_found, held."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason
+
+
+@dataclass(slots=True)
+class Standing:
+    """What the rules need to know of one capture."""
+
+    own: tuple[str, int] | None = None  # stream and number of its Own
+    opener: tuple[str, int, str] | None = None  # stream, epoch, request
+    open_seq: int = 0
+    finish_seq: int | None = None
+    failed: bool = False
+    deleted: bool = False
+    hold: bool = False
+    quota: bool = False  # its rows are not taken
+    batch: int = 0  # the commit that its last change belongs to
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will come."""
+        return self.deleted or self.failed or self.finish_seq is not None
+
+
+Effect = Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
+
+
+class Ledger:
+    """Standings of the captures in use, the rest looked up in the catalog, which may lag by a few commits."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._known: OrderedDict[str, Standing] = OrderedDict()
+        self._ulids: dict[str, set[str]] = {}
+        self.batch = 1  # the commit now being filled
+        self.applied = 0  # the last commit that the catalog has
+
+    def get(self, capture: str) -> Standing | None:
+        """The standing of exactly this id."""
+        if capture in self._known:
+            return self._known[capture]
+        row = self._db.execute("SELECT * FROM captures WHERE id = ?", (capture,)).fetchone()
+        if row is None:
+            return None
+        own = (row["own_stream"], row["own_seq"]) if row["own_stream"] else None
+        opener = (row["stream"], row["epoch"], row["request"]) if row["stream"] else None
+        standing = Standing(own, opener, row["open_seq"] or 0, row["finish_seq"], row["failed"] is not None,
+                            bool(row["deleted"]), bool(row["hold"]), bool(row["quota"]))
+        return self._remember(capture, standing)
+
+    def under(self, ref: str) -> list[str]:
+        """The captures that a record names: the exact one, or all samples of a ULID."""
+        if self.get(ref) is not None:
+            return [ref]
+        if not is_ulid(ref):
+            return []
+        rows = self._db.execute("SELECT id FROM captures WHERE ulid = ?", (ref,))
+        return sorted({row["id"] for row in rows} | self._ulids.get(ref, set()))
+
+    def accept(self, stream: str, epoch: int, record: Record) -> Effect:
+        """Hold a record against the rules; RefusedError if it may not be stored.
+
+        The answer is called once the record lies in the log: until then nothing has changed.
+        """
+        match record:
+            case Own():
+                return self._own(stream, record)
+            case Open():
+                return self._open(stream, epoch, record)
+            case Finish() | Dropped():
+                return self._of_opener(stream, record)
+            case ClientFinish():
+                return self._client_finish(record)
+            case Abandon():
+                pending = [s for s in self._named(record.capture) if s.opener is None]
+                if not pending:
+                    raise RefusedError("conflict", f"capture {record.capture} was already started by an engine")
+                return self._set(pending, failed=True)
+            case Delete():
+                named = self._named(record.capture)
+                if any(standing.hold for standing in named):
+                    raise RefusedError("held", f"capture {record.capture} is on hold; lift the hold first")
+                return self._set(named, deleted=True)
+            case Hold():
+                return self._set(self._named(record.capture), hold=record.on)
+
+    def _set(self, standings: list[Standing], **values: bool) -> Effect:
+        def effect() -> None:
+            for standing in standings:
+                standing.batch = self.batch
+                for name, value in values.items():
+                    setattr(standing, name, value)
+
+        return effect
+
+    def rows_count(self, stream: str, epoch: int, seq: int, capture: str) -> bool:
+        """Whether rows of a capture in a frame will be served (the catalog applies the same rule)."""
+        standing = self.get(capture)
+        return (standing is not None and standing.opener is not None and standing.opener[:2] == (stream, epoch)
+                and not (standing.deleted or standing.quota) and standing.open_seq < seq
+                and (standing.finish_seq is None or seq < standing.finish_seq))
+
+    def refuse_rows(self, capture: str) -> None:
+        """The store is over its quota: nothing of the capture is taken."""
+        if (standing := self.get(capture)) is not None:
+            standing.quota, standing.batch = True, self.batch
+
+    def unwanted(self, captures: Sequence[str]) -> bool:
+        """Whether rows of none of these captures are taken."""
+        return all((standing := self.get(capture)) is not None and standing.quota for capture in captures)
+
+    def forget(self) -> None:
+        """Drop what is remembered, after a commit that failed: the catalog has what counts."""
+        self._known.clear()
+        self._ulids.clear()
+
+    def open_captures(self) -> Iterator[tuple[str, str]]:
+        """(stream, capture) of everything that an engine has opened and not finished, from the catalog."""
+        query = ("SELECT stream, id FROM captures WHERE stream IS NOT NULL AND finish_seq IS NULL AND lost = 0 "
+                 "AND deleted = 0")
+        for row in self._db.execute(query):
+            yield row["stream"], row["id"]
+
+    def _own(self, stream: str, own: Own) -> Effect:
+        _need(is_ulid(own.capture), "capture", "a ULID")
+        _need(0 < own.count <= limits.capture_samples_max, "count", f"1 to {limits.capture_samples_max}")
+        _need(len(own.owner) <= limits.alias_chars_max, "owner", f"at most {limits.alias_chars_max} characters")
+        _need(len(own.aliases) <= aliases_max, "aliases", f"at most {aliases_max}")
+        _need(all(0 < len(a) <= limits.alias_chars_max and split_capture_id(a) is None for a in own.aliases),
+              "aliases", f"1 to {limits.alias_chars_max} characters, and no capture id")
+        _need(0 <= own.created_ms <= number_max, "created_ms", f"0 to {number_max}")
+        _need(len(own.tags) <= limits.spec_tags_max, "tags", f"at most {limits.spec_tags_max}")
+        _need(all(len(k) <= limits.tag_key_chars_max and len(v) <= limits.tag_value_chars_max
+                  for k, v in own.tags.items()), "tags", "keys and values within the limits")
+        for taken in self.under(own.capture):
+            standing = self.get(taken)
+            if standing is not None and standing.own != (stream, own.seq):
+                raise RefusedError("conflict", f"capture id {own.capture} is already taken")
+
+        def effect() -> None:
+            for index in range(own.count):
+                capture = sample_id(own.capture, index, own.count)
+                if self.get(capture) is None:
+                    self._remember(capture, Standing(own=(stream, own.seq), batch=self.batch))
+
+        return effect
+
+    def _open(self, stream: str, epoch: int, opened: Open) -> Effect:
+        _check_open(opened)
+        opener = (stream, epoch, opened.request)
+        standing = self.get(opened.capture)
+        if standing is not None:
+            if standing.opener is not None and (standing.opener != opener or standing.open_seq != opened.seq):
+                raise RefusedError("conflict", f"capture {opened.capture} was already opened by another request")
+            if standing.deleted or standing.failed:
+                what = "deleted" if standing.deleted else "closed as failed"
+                raise RefusedError("conflict", f"capture {opened.capture} was {what}")
+
+        def effect() -> None:
+            known = standing or self._remember(opened.capture, Standing())
+            known.opener, known.open_seq, known.batch = opener, opened.seq, self.batch
+
+        return effect
+
+    def _of_opener(self, stream: str, record: Finish | Dropped) -> Effect:
+        standing = self.get(record.capture)
+        if standing is None or standing.opener is None:
+            raise RefusedError("not_found", f"no open capture {record.capture[:40]!r}")
+        fenced = isinstance(record, Dropped) and record.reason == "fenced"  # it supersedes nothing
+        if standing.opener[0] != stream and not fenced:
+            raise RefusedError("conflict", f"capture {record.capture} was opened by another engine")
+        if standing.deleted:
+            raise RefusedError("not_found", f"capture {record.capture} was deleted")
+        if standing.finish_seq is not None and standing.finish_seq != record.seq and not fenced:
+            raise RefusedError("stale", f"capture {record.capture} is already finished")
+        if isinstance(record, Dropped):
+            _need(is_site(record.site), "site", "a known site")
+            _need(_layers(record.layers), "layers", "ascending layers")
+            _need(0 <= record.start < record.stop <= limits.position_max + 1, "start", "a range [start, stop)")
+            _need(record.reason in REASONS, "reason", f"one of {', '.join(REASONS)}")
+            return _nothing
+        _need(0 <= record.end <= limits.position_max, "end", f"0 to {limits.position_max}")
+        _need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
+        _need(0 <= record.recomputed <= number_max, "recomputed", f"0 to {number_max}")
+
+        def effect() -> None:
+            standing.finish_seq, standing.batch = record.seq, self.batch
+
+        return effect
+
+    def _client_finish(self, record: ClientFinish) -> Effect:
+        # The front end is a stream of its own: after a short request its word can be here before the engine's Open.
+        _need(split_capture_id(record.capture) is not None, "capture", "a capture id")
+        _need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
+
+        def effect() -> None:
+            if self.get(record.capture) is None:
+                self._remember(record.capture, Standing(batch=self.batch))
+
+        return effect
+
+    def _named(self, ref: str) -> list[Standing]:
+        found = [standing for capture in self.under(ref) if (standing := self.get(capture)) and not standing.deleted]
+        if not found:
+            raise RefusedError("not_found", f"no capture {ref[:40]!r}")
+        return found
+
+    def _remember(self, capture: str, standing: Standing) -> Standing:
+        self._known[capture] = standing
+        ulid = capture[:26]
+        self._ulids.setdefault(ulid, set()).add(capture)
+        if len(self._known) > remembered_max:
+            self._evict()
+        return standing
+
+    def _evict(self) -> None:
+        """Forget the oldest that the catalog knows as well: it answers for them from now on."""
+        safe = [c for c, s in self._known.items() if s.batch <= self.applied][: remembered_max // 4]
+        for capture in safe:
+            del self._known[capture]
+            names = self._ulids[capture[:26]]
+            names.discard(capture)
+            if not names:
+                del self._ulids[capture[:26]]
+
+
+def _need(condition: bool, field: str, valid: str) -> None:
+    if not condition:
+        raise RefusedError("malformed", f"{field}: must be {valid}")
+
+
+def _layers(layers: list[int]) -> bool:
+    return (0 < len(layers) <= limits.layers_max and all(0 <= layer < limits.layers_max for layer in layers)
+            and all(a < b for a, b in pairwise(layers)))
+
+
+def _check_open(opened: Open) -> None:
+    resolved = opened.resolved
+    _need(split_capture_id(opened.capture) is not None, "capture", "a capture id")
+    _need(len(opened.request) <= limits.alias_chars_max, "request", f"at most {limits.alias_chars_max} characters")
+    _need(len(opened.asked) <= limits.spec_json_bytes_max, "asked", f"at most {limits.spec_json_bytes_max} characters")
+    _need(all(map(is_site, resolved.layers)), "resolved.layers", "known sites")
+    _need(all(not layers or _layers(layers) for layers in resolved.layers.values()), "resolved.layers", "ascending")
+    _need(set(resolved.codec) == set(resolved.layers) and all(map(codecs.is_identity, resolved.codec.values())),
+          "resolved.codec", "a known codec for every site")
+    positions = resolved.positions
+    if isinstance(positions, str):
+        _need(positions in NAMED_POSITIONS, "resolved.positions", "a known name or ranges")
+    else:
+        flat = [edge for pair in positions for edge in pair]
+        _need(len(positions) <= limits.spec_intervals_max and flat == sorted(set(flat)) and all(e >= 0 for e in flat),
+              "resolved.positions", "sorted, disjoint ranges")
+    _need(0 <= opened.prompt_len <= limits.position_max, "prompt_len", f"0 to {limits.position_max}")
+    _need(len(opened.prompt_token_ids) in (0, 4 * opened.prompt_len), "prompt_token_ids", "4 bytes a prompt token")
+    _need(0 <= opened.created_ms <= number_max, "created_ms", f"0 to {number_max}")
+    _need(0 <= opened.cached <= opened.prompt_len, "cached", "0 to prompt_len")
+    try:
+        _need(isinstance(json.loads(opened.asked), dict), "asked", "a JSON object")
+    except (ValueError, RecursionError):
+        raise RefusedError("malformed", "asked: must be a JSON object") from None

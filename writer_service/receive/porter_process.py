@@ -1,0 +1,127 @@
+"""The writer's side of the porter: its listening sockets, its share of the descriptors, its life."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from schemas import limits
+from schemas.errors import StartError
+from writer_service import log
+from writer_service.receive import porter
+from writer_service.receive.porter import COUNTS
+
+__all__ = ["CURVE_GREETING", "NULL_GREETING", "PorterProcess", "Shares", "Threshold", "shares_of"]
+
+NULL_GREETING: Final = 64
+CURVE_GREETING: Final = NULL_GREETING + 170  # with the WELCOME
+_AGAIN_S: Final = 1.0
+_PEER_MIN: Final = 8  # connections that one address may have, however little room there is
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How many connections each socket may hold, and how many rings may be mapped."""
+
+    local: int
+    remote: int
+    rings: int
+
+    @property
+    def remote_peer(self) -> int:
+        """Of the remote ones, those of one address."""
+        return min(limits.connections_peer_max, max(_PEER_MIN, self.remote // 4))
+
+
+def shares_of(descriptors: int) -> Shares:
+    """What is left beside the reserve for files: a connection takes one, a ring two.
+
+    StartError where it is too little to begin with.
+    """
+    room = descriptors - limits.descriptors_reserved
+    if room < limits.descriptors_reserved:
+        raise StartError(f"this process may have {descriptors} files open (RLIMIT_NOFILE): at least "
+                         f"{2 * limits.descriptors_reserved} are needed; raise it with `ulimit -n`")
+    local = min(limits.connections_local_max, room // 4)
+    return Shares(local, min(limits.connections_remote_max, room // 4), local)
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """A listening socket of ours and the writer's socket behind it."""
+
+    listener: socket.socket
+    inner: Path
+    greeting: int
+    most: int
+    peer_most: int  # of them, of one peer that has shown its key
+
+
+class PorterProcess:
+    """Started anew where it ends; connections are lost then, and made again by who had them."""
+
+    def __init__(self, thresholds: Sequence[Threshold]) -> None:
+        self._thresholds = thresholds
+        self._counts_fd = os.memfd_create("porter")
+        os.ftruncate(self._counts_fd, 8 * len(COUNTS))
+        self._counts = mmap.mmap(self._counts_fd, 8 * len(COUNTS))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: int | None = None
+        self._looked = 0.0
+        self._start()
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Connections that were refused, by reason."""
+        return dict(zip(COUNTS, struct.unpack_from(f"<{len(COUNTS)}Q", self._counts), strict=True))
+
+    def look(self, now: float) -> None:
+        """Start it again where it has ended."""
+        if now - self._looked < _AGAIN_S:
+            return
+        self._looked = now
+        if self._process is None or self._process.poll() is not None:
+            log.warn("porter_ended", "the process that accepts connections has ended; it is started again")
+            with contextlib.suppress(OSError):
+                self._start()
+
+    def close(self) -> None:
+        """What it still has to send it sends; it ends by itself, a moment later at most."""
+        self._let_go()
+        for threshold in self._thresholds:
+            threshold.listener.close()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(2.0)
+        os.close(self._counts_fd)
+
+    def _start(self) -> None:
+        self._let_go()
+        theirs, self._control = os.pipe()
+        doors = [(one.listener.fileno(), str(one.inner), one.greeting, one.most,
+                  min(limits.handshakes_max, one.most // 2), min(limits.handshakes_peer_max, one.most // 4),
+                  one.peer_most)
+                 for one in self._thresholds]
+        task = {"doors": doors, "control": theirs, "counts": self._counts_fd,
+                "handshake_s": limits.handshake_ms / 1000}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", porter.__file__, json.dumps(task)], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, pass_fds=[theirs, self._counts_fd, *(door[0] for door in doors)])
+        finally:
+            os.close(theirs)
+
+    def _let_go(self) -> None:
+        if self._control is not None:
+            os.close(self._control)
+            self._control = None

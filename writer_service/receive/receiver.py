@@ -1,0 +1,295 @@
+"""What senders say: taken in order, checked, and written to the journal. Greetings, records, frames, and the end."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import msgspec
+import numpy as np
+import xxhash
+import zmq
+
+from schemas import limits
+from schemas.errors import ProtocolError
+from schemas.wire.messages import (
+    Bye,
+    ClientFinish,
+    Connect,
+    Delete,
+    Dropped,
+    Finish,
+    Frame,
+    Open,
+    Ping,
+    Record,
+    Refuse,
+    Welcome,
+    decode_from_sender,
+    unpack,
+)
+from schemas.wire.row_table import RowTable, check_frame, check_table
+from writer_service.control_log import Message, OverQuota, Refused
+from writer_service.journal.journal import Journal
+from writer_service.journal.parallel_append import Arrival
+from writer_service.journal.payload import find_payload
+from writer_service.receive.acks import Answers
+from writer_service.receive.capture_rules import Ledger, RefusedError
+from writer_service.receive.quota import Quota
+from writer_service.receive.senders import Senders
+from writer_service.receive.sockets import Doors, receive_at_once
+from writer_service.sender_state import SenderState
+
+burst_bytes: Final = 2 * limits.frame_bytes_target  # so much waiting at once is a burst, which is not over for …
+burst_s: Final = 0.2
+
+
+class _Seq(msgspec.Struct):
+    """What can be read of a message that is otherwise malformed."""
+
+    seq: int
+
+
+class _Greeting(msgspec.Struct, tag="hello"):
+    """What can be read of a Hello in another version's words."""
+
+    version: int = limits.PROTOCOL_VERSION
+
+
+_seq = msgspec.msgpack.Decoder(_Seq)
+_greeting = msgspec.msgpack.Decoder(_Greeting)
+
+
+class Reception:
+    """Takes what arrives at the doors. ``heard`` counts messages; until ``burst_until`` (monotonic) a burst goes on."""
+
+    def __init__(self, doors: Doors, answers: Answers, journal: Journal, ledger: Ledger, senders: Senders, quota: Quota,
+                 uuid: bytes, commit_bytes: int) -> None:
+        self.heard = 0
+        self.burst_until = 0.0
+        self._doors, self._answers, self._journal, self._ledger = doors, answers, journal, ledger
+        self._senders, self._quota, self._uuid, self._commit_bytes = senders, quota, uuid, commit_bytes
+        self._counters = journal.counters
+        self._waiting: list[Arrival] = []
+        self._waiting_bytes = 0
+        self._written_bytes = 0  # since ``receive`` was called
+
+    def receive(self) -> bool:
+        """Take what is waiting, up to a bound; whether nothing was left.
+
+        After as much as a commit takes it ends: syncing that goes on beside the next reception.
+        """
+        self._written_bytes = 0
+        for _ in range(receive_at_once):
+            if self._written_bytes + self._waiting_bytes >= self._commit_bytes:
+                break
+            arrived = self._doors.receive()
+            if arrived is None:
+                self._write_waiting()
+                return True
+            self.heard += 1
+            address, parts = arrived
+            if parts:
+                self._take(address, parts)
+        self._write_waiting()
+        return False
+
+    def _take(self, address: bytes, parts: list[zmq.Frame]) -> None:
+        try:
+            message = decode_from_sender(parts[0].buffer)
+        except msgspec.MsgspecError as error:
+            self._write_waiting()
+            self._take_malformed(address, parts[0], str(error))
+            return
+        if not isinstance(message, Frame):
+            self._write_waiting()
+        if isinstance(message, Connect):
+            self._greet(address, message)
+            return
+        state = self._senders.at(address)
+        if state is None:
+            self._answers.send(address, Refuse("hello", "say Hello first"))
+            return
+        state.last_seen = time.monotonic()
+        if isinstance(message, Ping) and state.must_greet:
+            self._answers.start_over(address)  # the first may have been lost
+        elif isinstance(message, Ping):
+            state.tap = message.tap
+            self._answers.ack(state)
+        elif state.must_greet:
+            return  # it was told so; what it sends until its Hello comes again after it
+        elif isinstance(message, Bye):
+            self._take_bye(state, message)
+        elif self._in_order(state, message.seq):
+            if isinstance(message, Frame):
+                self._take_frame(state, message, parts)
+            else:
+                self._take_record(state, message)
+
+    def _take_malformed(self, address: bytes, part: zmq.Frame, why: str) -> None:
+        self._counters.malformed += 1
+        try:  # to greet again would not help it
+            greeting = unpack(_greeting, part.buffer)
+        except msgspec.MsgspecError:
+            pass
+        else:
+            code = "malformed" if greeting.version == limits.PROTOCOL_VERSION else "version"
+            self._answers.send(address, Refuse(code, f"Hello of protocol version {greeting.version}: {why[:1000]}"))
+            return
+        state = self._senders.at(address)
+        if state is None:
+            self._answers.send(address, Refuse("hello", "say Hello first"))
+            return
+        try:
+            seq = unpack(_seq, part.buffer).seq
+        except msgspec.MsgspecError:
+            return
+        # It has a number: take it, or the sender would send it for ever.
+        if not state.must_greet and self._in_order(state, seq):
+            self._refuse(state, seq, "malformed", why)
+
+    def _in_order(self, state: SenderState, seq: int) -> bool:
+        """Whether this is the next message; anything else is answered with what is covered."""
+        if seq == state.received + state.waiting + 1 and seq not in state.ahead:
+            return True
+        self._write_waiting()
+        self._answers.ack(state)
+        if seq > state.received + 1:
+            self._counters.gaps += 1
+            return False
+        self._counters.duplicates += 1
+        if seq == state.received + 1 and seq in state.ahead:  # it lies in the store already, from before a power loss
+            state.ahead.discard(seq)
+            state.received = seq
+            self._journal.note(state)
+        return False
+
+    def _greet(self, address: bytes, hello: Connect) -> None:
+        state = self._senders.greet(address, hello)
+        if isinstance(state, Refuse):
+            self._counters.refused += 1
+            self._answers.send(address, state)
+            return
+        # What was taken but is not on the disk yet comes again, and is dropped as a duplicate if it gets there.
+        covered = state.covered(self._answers.os_is_enough)
+        self._answers.send(address, Welcome(self._uuid.hex(), covered, state.ring is not None))
+        self._answers.ack(state)
+
+    def _take_frame(self, state: SenderState, frame: Frame, parts: list[zmq.Frame]) -> None:
+        try:
+            rows = check_frame(frame)
+            if len(parts) < 2:
+                raise ProtocolError(f"frame {frame.seq}: no row table")
+            table_bytes = parts[1].bytes
+            table = RowTable.from_bytes(table_bytes, rows)
+            check_table(frame, table)
+            if xxhash.xxh3_64_intdigest(table_bytes) != frame.table_xxh3:
+                raise ProtocolError(f"frame {frame.seq}: the row table does not match its checksum")
+            payload = find_payload(frame, state.ring, [part.buffer for part in parts[2:]])
+        except ProtocolError as error:
+            self._write_waiting()
+            if frame.seq == state.received + 1:
+                self._refuse_frame(state, frame.seq, error)
+            return  # else those before it could not be written: all come again
+        if self._quota.limit is not None and self._ledger.unwanted(frame.captures):
+            self._write_waiting()
+            if frame.seq == state.received + 1 and self._append(state, Refused(frame.seq, "quota")):
+                self._took(state, frame.seq)
+                self._counters.rows_over_quota += rows
+            return
+        state.waiting += 1
+        self._waiting.append(Arrival(state, frame, table_bytes, table, payload))
+        self._waiting_bytes += self._waiting[-1].nbytes
+        if self._waiting_bytes >= limits.commit_bytes_target:
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Write the frames that were received one after the other, several at once."""
+        if self._waiting_bytes >= burst_bytes:
+            self.burst_until = time.monotonic() + burst_s
+        arrivals, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if not arrivals:
+            return
+        self._written_bytes += sum(arrival.nbytes for arrival in arrivals)
+        try:
+            faults: list[ProtocolError | None] = self._journal.append_frames(arrivals)
+        except OSError as error:
+            self._journal.disk_error("append", self._journal.folder, error)
+            for arrival in arrivals:  # they do not progress: the senders try again
+                arrival.state.waiting = 0
+                self._answers.ack(arrival.state)
+            return
+        for arrival, fault in zip(arrivals, faults, strict=True):
+            arrival.state.waiting -= 1
+            if arrival.frame.seq != arrival.state.received + 1:
+                continue  # the refusal of one before it could not be written: both come again
+            if fault is not None:
+                self._refuse_frame(arrival.state, arrival.frame.seq, fault)
+            else:
+                self._took_frame(arrival.state, arrival.frame, arrival.table)
+
+    def _took_frame(self, state: SenderState, frame: Frame, table: RowTable) -> None:
+        self._took(state, frame.seq)
+        self._quota.appended(sum(part.nbytes for part in frame.streams))
+        if self._answers.os_is_enough:
+            self._answers.ack(state)
+        counts = np.bincount(table.capture, minlength=len(frame.captures)).tolist()
+        for count, capture in zip(counts, frame.captures, strict=True):
+            if not self._ledger.rows_count(state.stream, state.epoch, frame.seq, capture):
+                self._counters.rows_not_indexed += count
+
+    def _refuse_frame(self, state: SenderState, seq: int, error: ProtocolError) -> None:
+        self._counters.malformed += 1
+        self._refuse(state, seq, "malformed", str(error))
+
+    def _take_record(self, state: SenderState, record: Record) -> None:
+        try:
+            if state.remote and not isinstance(record, Open | Finish | Dropped | ClientFinish):
+                raise RefusedError("forbidden", f"{type(record).__name__} comes from this host alone")
+            effect = self._ledger.accept(state.stream, state.epoch, record)
+        except RefusedError as error:
+            self._counters.refused += 1
+            self._refuse(state, record.seq, error.code, error.reason)
+            return
+        if not self._append(state, record):
+            return
+        effect()
+        self._took(state, record.seq)
+        self._counters.records += 1
+        if isinstance(record, Open):
+            state.open_captures.add(record.capture)
+            if self._quota.over and self._append(state, OverQuota(record.capture)):
+                self._ledger.refuse_rows(record.capture)
+        elif isinstance(record, Dropped) and record.reason != "fenced":  # whose range has no end
+            lost = (record.stop - record.start) * len(record.layers)
+            self._counters.dropped[record.reason] = self._counters.dropped.get(record.reason, 0) + lost
+        elif isinstance(record, Finish):
+            state.open_captures.discard(record.capture)
+        elif isinstance(record, Delete):
+            deleted = set(self._ledger.under(record.capture))
+            for other in self._senders:
+                other.open_captures -= deleted
+
+    def _refuse(self, state: SenderState, seq: int, code: str, reason: str) -> None:
+        if self._append(state, Refused(seq, code)):
+            state.refused.append((seq, code, reason[:1000]))
+            self._took(state, seq)
+
+    def _take_bye(self, state: SenderState, bye: Bye) -> None:
+        self._answers.ack(state)
+        if bye.seq > state.received or state.ended:
+            return  # something before it is missing, and will come again with it
+        self._senders.close_captures(state, "the engine ended")
+        state.ended = self._append(state, bye)
+        if state.ended:
+            state.close_ring()
+
+    def _append(self, state: SenderState, message: Message) -> bool:
+        done = self._journal.try_append(state, message)
+        if not done:
+            self._answers.ack(state)
+        return done
+
+    def _took(self, state: SenderState, seq: int) -> None:
+        state.received = seq
+        self._journal.note(state)

@@ -1,0 +1,210 @@
+"""The senders that are known: greeting, finding by connection, closing what a vanished one left open."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from schemas.catalog.records import engine_json, nonce_of
+from schemas.ids import is_ulid
+from schemas.limits import PROTOCOL_VERSION
+from schemas.wire.identity import told_max
+from schemas.wire.messages import Connect, EngineInfo, Hello, Refuse
+from writer_service.control_log import Lost
+from writer_service.journal.journal import Journal
+from writer_service.receive.capture_rules import number_max
+from writer_service.receive.sockets import is_remote
+from writer_service.recover.recovery import Sequence
+from writer_service.sender_state import SenderState, map_ring
+
+streams_max: Final = 4096
+remote_streams_max: Final = 1024  # of them: who holds a key of another host cannot keep this one's senders out
+
+
+class Senders:
+    """Streams by name and by connection."""
+
+    def __init__(self, db: sqlite3.Connection, journal: Journal, lost_after_s: float) -> None:
+        self._db, self._journal, self._lost_after_s = db, journal, lost_after_s
+        self._streams: dict[str, SenderState] = {}
+        self._by_address: dict[bytes, SenderState] = {}
+        self.rings_max = streams_max  # mapped at a time: each takes descriptors
+
+    def restore(self, sequences: dict[str, Sequence], captures: Iterable[tuple[str, str]]) -> None:
+        """The streams with something open, as (stream, capture), or stored past a gap; each has a while to come back.
+        """
+        captures = list(captures)
+        now = time.monotonic()
+        opened = {stream for stream, _ in captures}
+        for name, sequence in sequences.items():
+            if name not in opened and not sequence.seqs:
+                continue  # looked up in the catalog should it come again
+            covered = sequence.covered
+            self._streams[name] = SenderState(
+                name, sequence.epoch, sequence.role, received=covered, durable=covered, settled=covered,
+                ahead=set(sequence.seqs), last_seen=now, ended=sequence.bye, nonce=nonce_of(self._db, name))
+        self.own_captures(captures)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[SenderState]:
+        return iter(list(self._streams.values()))
+
+    def named(self, stream: str, epoch: int) -> SenderState | None:
+        """The stream in this incarnation."""
+        state = self._streams.get(stream)
+        return state if state is not None and state.epoch == epoch else None
+
+    def at(self, address: bytes) -> SenderState | None:
+        """Who greeted on a connection."""
+        return self._by_address.get(address)
+
+    def greet(self, address: bytes, hello: Connect) -> SenderState | Refuse:
+        """The state of the sender that greets, or why it is refused."""
+        if refusal := self._check(hello, is_remote(address)):
+            return refusal
+        if is_remote(address) and hello.role not in ("engine", "front_end"):
+            return Refuse("forbidden", f"a sender of role {hello.role[:32]!r} must be on the writer's own host")
+        known = self._streams.get(hello.stream)
+        if known is not None and hello.epoch > known.epoch:
+            self.close_captures(known, "the stream began again")
+            if known.open_captures:
+                return Refuse("disk", "what the stream left open cannot be closed now; try again")
+            self._forget(known)
+            known = None
+        state = known or self._remembered(hello) or SenderState(hello.stream, hello.epoch, hello.role)
+        if _is_copy(state, hello):
+            return Refuse("fenced", "another process goes on with this stream", hello.stream)
+        new = known is None or known.must_greet or (
+            hello.engine is not None and not engine_json(self._db, hello.stream))
+        if new or hello.nonces:
+            try:
+                self._journal.append_entry(state, _journaled(hello, hello.engine if new else None))
+            except OSError as error:
+                self._journal.disk_error("append", self._journal.folder, error)
+                return Refuse("disk", f"{error.strerror}; try again")
+        state.role, state.rank, state.shard = hello.role, hello.rank, hello.shard
+        state.nonce = hello.nonces[-1] if hello.nonces else 0
+        state.remote = is_remote(address)
+        self._connect(state, address)
+        state.close_ring()
+        # A path that another host names is of that host: it is never opened here.
+        mapped = sum(other.ring is not None for other in self._streams.values())
+        state.ring = None if state.remote or mapped >= self.rings_max else map_ring(hello.ring_path, hello.ring_bytes)
+        state.last_seen, state.ended = time.monotonic(), False
+        state.greet()
+        return state
+
+    def own_captures(self, opened: Iterable[tuple[str, str]]) -> None:
+        """Set which captures each stream has open: (stream, capture)."""
+        for state in self._streams.values():
+            state.open_captures.clear()
+        for stream, capture in opened:
+            if stream in self._streams:
+                self._streams[stream].open_captures.add(capture)
+
+    def find_lost(self, now: float) -> None:
+        """Close the captures of senders that have been silent for too long, and let go of their memory."""
+        for state in self:
+            if now - state.last_seen <= self._lost_after_s:
+                continue
+            self.close_captures(state, f"no sign of life for {self._lost_after_s:g} s")
+            if state.ring is not None:
+                # A dead engine's ring would stay in memory for ever. One that lives is told to greet again.
+                self._disconnect(state)
+
+    def close_captures(self, state: SenderState, reason: str) -> None:
+        """Journal that a sender's open captures will not be finished by it."""
+        if not state.open_captures:
+            return
+        if self._journal.try_append(state, Lost(sorted(state.open_captures), reason)):  # else at the next look
+            state.open_captures.clear()
+
+    def forgive(self, seconds: float) -> None:
+        """This process stood still for so long: nobody else was silent."""
+        for state in self._streams.values():
+            state.last_seen += seconds
+
+    def _check(self, hello: Connect, remote: bool) -> Refuse | None:
+        if hello.version != PROTOCOL_VERSION:
+            return Refuse("version", f"protocol version {hello.version}; this writer speaks {PROTOCOL_VERSION}")
+        if not is_ulid(hello.stream) or hello.epoch <= 0:
+            return Refuse("malformed", "stream must be a ULID and epoch positive")
+        if len(hello.nonces) > told_max:
+            return Refuse("malformed", f"at most {told_max} nonces")
+        if max(hello.epoch, abs(hello.rank), abs(hello.shard)) > number_max:
+            return Refuse("malformed", f"epoch, rank and shard must be at most {number_max}")
+        known = self._streams.get(hello.stream)
+        seen = known.epoch if known is not None else self._epoch_of(hello.stream)
+        if hello.epoch < seen:
+            return Refuse("stale", f"epoch {hello.epoch}; this stream was seen with {seen}")
+        if known is None and self._full(remote):
+            self._drop_silent()
+            if self._full(remote):
+                return Refuse("limit", f"{remote_streams_max if remote else streams_max} streams are connected; come "
+                              "again later")
+        return None
+
+    def _full(self, remote: bool) -> bool:
+        far = sum(state.remote for state in self._streams.values())
+        return far >= remote_streams_max if remote else len(self._streams) - far >= streams_max - remote_streams_max
+
+    def _connect(self, state: SenderState, address: bytes) -> None:
+        if state.address is not None and state.address != address:
+            self._by_address.pop(state.address, None)
+        previous = self._by_address.get(address)
+        if previous is not None and previous is not state:
+            previous.address = None
+        state.address = address
+        self._streams[state.stream] = self._by_address[address] = state
+
+    def _epoch_of(self, stream: str) -> int:
+        """The epoch of a stream that was dropped from memory, 0 where it is new."""
+        row = self._db.execute("SELECT epoch FROM streams WHERE stream = ?", (stream,)).fetchone()
+        return 0 if row is None else int(row["epoch"])
+
+    def _remembered(self, hello: Hello) -> SenderState | None:
+        """A stream that was dropped from memory; the catalog knows how far it had come."""
+        query = "SELECT covered FROM streams WHERE stream = ? AND epoch = ?"
+        row = self._db.execute(query, (hello.stream, hello.epoch)).fetchone()
+        if row is None:
+            return None
+        covered = row["covered"]
+        return SenderState(hello.stream, hello.epoch, hello.role, received=covered, durable=covered, settled=covered,
+                           nonce=nonce_of(self._db, hello.stream))
+
+    def _drop_silent(self) -> None:
+        """Forget streams that nothing is expected from; they are looked up should they come again."""
+        oldest = time.monotonic() - 2 * self._lost_after_s
+        for state in self:
+            gone = state.ended or state.last_seen < oldest
+            if gone and not state.open_captures and state.settled == state.received \
+                    and not self._journal.names(state.stream):
+                self._forget(state)
+
+    def _forget(self, state: SenderState) -> None:
+        self._disconnect(state)
+        self._streams.pop(state.stream, None)
+
+    def _disconnect(self, state: SenderState) -> None:
+        """Whatever comes from it next is answered with a Refuse("hello")."""
+        if state.address is not None:
+            self._by_address.pop(state.address, None)
+            state.address = None
+        state.close_ring()
+
+
+def _is_copy(state: SenderState, hello: Connect) -> bool:
+    """Whether another process took the stream on since this one knew how it stood."""
+    if 0 <= hello.sent < state.received:
+        return True
+    return bool(state.nonce and hello.nonces) and state.nonce not in hello.nonces
+
+
+def _journaled(hello: Connect, engine: EngineInfo | None) -> Hello:
+    """In words that the logs always had: the nonce lies where the process id does."""
+    words = {name: getattr(hello, name) for name in Hello.__struct_fields__}
+    return Hello(**{**words, "engine": engine, "pid": hello.nonces[-1] if hello.nonces else hello.pid})

@@ -1,0 +1,63 @@
+"""How much of the disk a store takes, and how much of it a capture does."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from schemas.store.paths import WRITER, journal_folder
+
+BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
+
+
+def disk_bytes(path: Path | os.DirEntry[str]) -> int:
+    """What a file or folder takes: erased pages do not count. Files that vanish meanwhile count nothing."""
+    try:
+        info = path.stat()
+        if not stat.S_ISDIR(info.st_mode):
+            return info.st_blocks * BLOCK_BYTES
+        with os.scandir(path) as entries:
+            return sum(map(disk_bytes, entries))
+    except FileNotFoundError:
+        return 0
+
+
+class Usage:
+    """The bytes of a store's rows; a sealed block is measured once, until something is erased in it.
+
+    Control logs do not count: they are kept, so that no deletion gives them back.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self._blocks: dict[str, int] = {}
+
+    def forget(self, number: int) -> None:
+        """A block has become smaller."""
+        self._blocks.pop(f"{WRITER}-{number:08d}.zarr", None)
+
+    def measure(self) -> int:
+        """Bytes of all blocks and of the open segments."""
+        there = {path.name: path for path in (self._store / "blocks").glob(f"{WRITER}-*.zarr")}
+        self._blocks = {name: self._blocks[name] if name in self._blocks else disk_bytes(path)
+                        for name, path in there.items()}
+        unnamed = sum(disk_bytes(path) for path in (self._store / "blocks").glob(".*"))  # being sealed, or taken away
+        unsealed = sum(disk_bytes(path) for path in (self._store / journal_folder()).glob("[0-9]*.open"))
+        return sum(self._blocks.values()) + unnamed + unsealed
+
+
+def oldest(db: sqlite3.Connection, before_ms: int) -> Iterator[str]:
+    """Captures made before a time that may expire, oldest first: held ones and those that still run may not."""
+    query = ("SELECT id FROM captures WHERE deleted = 0 AND hold = 0 AND created_ms < ? AND status <> 'running' "
+             "ORDER BY created_ms")
+    for row in db.execute(query, (before_ms,)):
+        yield row["id"]
+
+
+def capture_bytes(db: sqlite3.Connection, capture: str) -> int:
+    """About how much erasing a capture gives back."""
+    found = db.execute("SELECT total(bytes) FROM extents WHERE capture = ?", (capture,)).fetchone()
+    return int(found[0])
