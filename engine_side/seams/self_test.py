@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -37,7 +38,7 @@ def self_test(runner: Any, current: Worker) -> None:
     check_homes(current.checks.homes, current.model)
     for _ in range(2):
         current.staging.poison()
-        with torch.inference_mode():
+        with torch.inference_mode(), _noisy_attention(current.model):
             runner._dummy_run(_ROWS)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
@@ -51,6 +52,33 @@ def self_test(runner: Any, current: Worker) -> None:
             check_sums(current.staging, current.checks.sums, _ROWS, where)
     logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
                 current.info.model)
+
+
+@contextmanager
+def _noisy_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Attention outputs on a CPU begin as noise: a dummy step has nothing to attend to, and there vLLM hands on the
+    memory as it finds it, often no numbers at all, which would leave the sums nothing to be held against. (On a GPU
+    it hands on zeros.) The noise has a generator of its own: what vLLM samples by chance stays what it was.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def beginning_as_noise(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def attend(*args: Any, output: torch.Tensor | None = None, **options: Any) -> Any:
+            if output is not None and output.device.type == "cpu":
+                output.copy_(torch.randn(output.shape, generator=generator))
+            return forward(*args, output=output, **options)
+
+        return attend
+
+    kernels = {id(impl): impl for module in model.modules()
+               if callable(getattr(impl := getattr(module, "impl", None), "forward", None))}.values()
+    for kernel in kernels:
+        kernel.forward = beginning_as_noise(kernel.forward)
+    try:
+        yield
+    finally:
+        for kernel in kernels:
+            del kernel.forward
 
 
 def check_model(tapped: torch.nn.Module, running: torch.nn.Module, where: str) -> None:
@@ -73,8 +101,8 @@ def _check_entry(staging: Staging, entry: Entry, ids: torch.Tensor, where: str) 
 
 
 def check_sums(staging: Staging, sums: Sequence[Sum], rows: int, where: str) -> None:
-    """StartError where rows are not the sum that they must be. A dummy step's attention may leave anything in memory:
-    rows that are no numbers show nothing, and where it leaves zeros only what the MLP adds is held to account.
+    """StartError where rows are not the sum that they must be. Where a dummy step's attention leaves zeros (on a GPU)
+    only what the MLP adds is held to account; rows that are no numbers (weights of chance in float16) show nothing.
     """
     def staged(place: tuple[str, int]) -> torch.Tensor:
         site, layer = place

@@ -75,6 +75,14 @@ def _scaled_mlp() -> dict[str, Any]:
     return {**_tiny(), "enforce_eager": True}
 
 
+def _scaled_mlp_in_stale_memory() -> dict[str, Any]:
+    """The same, where whatever a dummy step leaves unwritten reads as no number."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    return _scaled_mlp()
+
+
 def _unknown_architecture() -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps({
@@ -95,6 +103,7 @@ def _sharded() -> dict[str, Any]:
 
 
 CASES = {"sharded": _sharded, "bypassed": _bypassed_attention, "changed": _changed_embeddings, "scaled": _scaled_mlp,
+         "stale": _scaled_mlp_in_stale_memory,
          "unknown": _unknown_architecture, "tiny": _tiny}
 
 if __name__ == "__main__":
