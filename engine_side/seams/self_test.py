@@ -70,8 +70,8 @@ def _noisy_attention(model: torch.nn.Module) -> Iterator[None]:
 
         return attend
 
-    kernels = {id(impl): impl for module in model.modules()
-               if callable(getattr(impl := getattr(module, "impl", None), "forward", None))}.values()
+    found = (getattr(module, "impl", None) for module in model.modules())
+    kernels: list[Any] = list({id(kernel): kernel for kernel in found if hasattr(kernel, "forward")}.values())
     for kernel in kernels:
         kernel.forward = beginning_as_noise(kernel.forward)
     try:
