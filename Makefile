@@ -34,7 +34,7 @@ setup: $(STAMP)  ## make .venv with what requirements/cpu.lock names (ENGINE=gpu
 
 fix: $(STAMP)  ## repair what ruff can repair, and write the pages that come from the code
 	$(VENV)/bin/ruff check --fix .
-	$(PY) -m tests.reference_pages
+	$(PY) -m tests.support.pages.reference_pages
 
 check: $(STAMP)  ## lint, types, spelling
 	$(VENV)/bin/ruff check .
@@ -47,13 +47,13 @@ test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest, W
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(if $(K),-k "$(K)") $(ARGS)
 
 page-test: $(STAMP) $(VENV)/.installed-page  ## the page at / in a real browser (needs Chromium: apt-get install chromium, or TAP_CHROMIUM=…)
-	$(PY) -m pytest tests/test_page.py $(if $(K),-k "$(K)") $(ARGS)
+	$(PY) -m pytest tests/api/page/test_page.py $(if $(K),-k "$(K)") $(ARGS)
 
 compose-test: $(STAMP)  ## docker/compose.yml for real: Docker, or root with podman buildah runc netavark aardvark-dns iptables debootstrap
 	@command -v podman-compose >/dev/null || docker info >/dev/null 2>&1 || \
 	    $(uv) pip install --quiet --python $(PY) podman-compose
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" UV_FIND_LINKS='$(find_links)' $(PY) -m tests.compose
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" TAP_COMPOSE=1 $(PY) -m pytest tests/test_compose.py -o timeout=900 $(ARGS)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" UV_FIND_LINKS='$(find_links)' $(PY) -m tests.support.compose
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" TAP_COMPOSE=1 $(PY) -m pytest tests/repository/test_compose.py -o timeout=900 $(ARGS)
 
 soak: $(STAMP)  ## the long tests: random requests on random engines (SEEDS=17 or SEEDS=20:40 chooses) and the rest (K="schema" chooses)
 	$(if $(SEEDS),TAP_SOAK_SEEDS=$(SEEDS)) $(PY) -m pytest -m soak -s $(if $(K),-k "$(K)") $(ARGS)
@@ -74,13 +74,13 @@ lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by it
 	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/parity.json $(PY) -m pytest tests/engine/test_lens.py
 
 versions: $(V:%=.versions/%/.installed)  ## a fast part of the engine tests on other vLLM versions (V="0.28.0 0.31.0" chooses)
-	@.versions/$(lastword $(V))/bin/python -m tests.versions $(V)
+	@.versions/$(lastword $(V))/bin/python -m tests.support.versions $(V)
 
 bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, writer GB/s
 	$(PY) -m bench
 
 bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, and the whole table (make ENGINE=gpu …)
-	$(PY) -m pytest tests/gpu tests/test_kernels.py tests/engine/test_coded_rows.py tests/engine/test_arming.py
+	$(PY) -m pytest tests/gpu tests/engine_side/kernels/test_kernels.py tests/engine/test_coded_rows.py tests/engine/test_arming.py
 	$(PY) -m bench.kernels
 	$(PY) -m bench.interference
 	$(PY) -m bench --shape 3b --configuration 'fp8 by token' --engines base,tap,sites --rounds 1 --iterations 10 \

@@ -16,9 +16,9 @@ import torch
 
 from schemas.read.reader import StoreReader
 from schemas.wire.curve import make_sender
-from tests.engine.engines import model
-from tests.engine.reference import Reference
-from tests.processes import free_port
+from tests.support.engines.engines import model
+from tests.support.models.reference import Reference
+from tests.support.processes import free_port
 from vllm_tap.tiny_model import cache_dir
 
 ENVIRONMENT = {

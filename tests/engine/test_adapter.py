@@ -15,11 +15,11 @@ import torch
 from engine_side.plugin import register
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
-from tests.engine.adapters import RANK, make
-from tests.engine.engines import DTYPE, ON_GPU, Engine, in_this_process, prompt
-from tests.engine.families import family_model
-from tests.engine.reference import Reference
 from tests.engine.test_architectures import SITES, TOLERANCE, site_errors
+from tests.support.engines.engines import DTYPE, ON_GPU, Engine, in_this_process, prompt
+from tests.support.models.adapters import RANK, make
+from tests.support.models.families import family_model
+from tests.support.models.reference import Reference
 from vllm_tap.client.listing import Filters
 
 pytestmark = pytest.mark.timeout(600)

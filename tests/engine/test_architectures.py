@@ -19,12 +19,12 @@ import pytest
 
 from engine_side.tap.architectures import ARCHITECTURES
 from schemas.read.reader import StoreReader
-from tests.engine import parity_page
-from tests.engine.engines import DTYPE, ON_GPU, Captured, Engine, in_this_process
-from tests.engine.families import CONFIGURATIONS, FAMILIES, family_model
-from tests.engine.features import FEATURES, GROUPS, Feature, not_run, options
-from tests.engine.heads import check_heads
-from tests.engine.reference import Reference
+from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, in_this_process
+from tests.support.models.families import CONFIGURATIONS, FAMILIES, family_model
+from tests.support.models.features import FEATURES, GROUPS, Feature, not_run, options
+from tests.support.models.heads import check_heads
+from tests.support.models.reference import Reference
+from tests.support.pages import parity_page
 
 pytestmark = pytest.mark.timeout(600)
 

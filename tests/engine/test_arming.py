@@ -13,10 +13,10 @@ from engine_side import worker
 from engine_side.seams import runner
 from schemas.errors import SpecError, StartError
 from schemas.read.reader import StoreReader
-from tests.engine.engines import DTYPE, ON_GPU, SHARED, Engine, in_this_process
-from tests.engine.families import family_model
-from tests.engine.features import RAW, tokens
-from tests.engine.reference import Reference
+from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Engine, in_this_process
+from tests.support.models.families import family_model
+from tests.support.models.features import RAW, tokens
+from tests.support.models.reference import Reference
 
 ARM = "resid_post.2, blocks.0.hook_out, mlp_out, mlp_out.1, attn_out.1, q.1, k.1, v.1, q.2"
 ARMED = {"resid_post": [0, 2], "mlp_out": [0, 1, 2], "attn_out": [1], "q": [1, 2], "k": [1], "v": [1]}

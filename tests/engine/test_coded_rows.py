@@ -17,11 +17,11 @@ import pytest
 
 from schemas.manifest import Manifest, Missing
 from schemas.read.reader import Slice, StoreReader
-from tests.engine.accounts import Request, check, tell
-from tests.engine.coded_model import LAYERS, greedy, text, words
 from tests.engine.conftest import Store
-from tests.engine.draws import SITES, Setting, mix
-from tests.engine.play import Played, counted, engine, prove
+from tests.support.engines.accounts import Request, check, tell
+from tests.support.engines.draws import SITES, Setting, mix
+from tests.support.engines.play import Played, counted, engine, prove
+from tests.support.models.coded_model import LAYERS, greedy, text, words
 
 pytestmark = pytest.mark.timeout(600)
 

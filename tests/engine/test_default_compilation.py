@@ -17,9 +17,9 @@ import pytest
 
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
-from tests.engine.engines import ALL_ROWS, Captured, Engine
-from tests.engine.reference import Reference
-from tests.store_helpers import until
+from tests.support.engines.engines import ALL_ROWS, Captured, Engine
+from tests.support.models.reference import Reference
+from tests.support.store_helpers import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,7 +29,8 @@ def test_rows_of_a_default_engine_in_the_callers_process(
 ) -> None:
     *ids, aborted = [new_ulid() for _ in range(5)]
     environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_CI_ENV"}
-    run = subprocess.run([sys.executable, "-m", "tests.engine.in_process", *ids, aborted], env=environment, text=True,
+    command = [sys.executable, "-m", "tests.support.engines.in_process", *ids, aborted]
+    run = subprocess.run(command, env=environment, text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
     said = [line for line in run.stdout.splitlines() if line.startswith("GENERATED ")]
     assert run.returncode == 0 and said, run.stdout[-4000:]

@@ -14,12 +14,12 @@ import pytest
 from schemas.errors import SpecError
 from schemas.read.reader import StoreReader
 from schemas.sites import BY_MODEL, SITES, ask_site, names_of
-from tests.engine import parity_page
-from tests.engine.engines import Engine, in_this_process
-from tests.engine.families import FAMILIES, family_model
-from tests.engine.features import RAW, tokens
 from tests.engine.test_architectures import SITES as SITES_OF
-from tests.store_helpers import ROOT
+from tests.support.engines.engines import Engine, in_this_process
+from tests.support.models.families import FAMILIES, family_model
+from tests.support.models.features import RAW, tokens
+from tests.support.pages import parity_page
+from tests.support.store_helpers import ROOT
 
 PYTHON = os.environ.get("TAP_LENS_PYTHON")
 pytestmark = [

@@ -15,8 +15,8 @@ from schemas import codecs
 from schemas.errors import SpecError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
-from tests.engine.engines import ALL_ROWS, DTYPE, ON_GPU, SITES, Engine, prompt, start
-from tests.engine.reference import Reference
+from tests.support.engines.engines import ALL_ROWS, DTYPE, ON_GPU, SITES, Engine, prompt, start
+from tests.support.models.reference import Reference
 from vllm_tap.tiny_model import LAYERS
 
 pytestmark = pytest.mark.timeout(600)

@@ -12,8 +12,8 @@ import pytest
 
 from schemas.read.reader import StoreReader
 from tests.engine.conftest import Store
-from tests.engine.engines import ALL_ROWS, Engine, prompt, start
-from tests.engine.reference import Reference
+from tests.support.engines.engines import ALL_ROWS, Engine, prompt, start
+from tests.support.models.reference import Reference
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from schemas.errors import SpecError, StartError
 from schemas.read.reader import StoreReader
-from tests.engine.engines import ON_GPU, Captured, Engine, prompt, start
-from tests.engine.reference import Reference
+from tests.support.engines.engines import ON_GPU, Captured, Engine, prompt, start
+from tests.support.models.reference import Reference
 from vllm_tap import rows
 from vllm_tap.tiny_model import HIDDEN
 

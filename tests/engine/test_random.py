@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from schemas.read.reader import StoreReader
-from tests.engine.accounts import F32, I64, Rows, tell
 from tests.engine.conftest import Store
-from tests.engine.draws import mix, setting
-from tests.engine.engines import row_errors
-from tests.engine.play import counted, engine, prove
-from tests.engine.reference import Reference
+from tests.support.engines.accounts import F32, I64, Rows, tell
+from tests.support.engines.draws import mix, setting
+from tests.support.engines.engines import row_errors
+from tests.support.engines.play import counted, engine, prove
+from tests.support.models.reference import Reference
 
 DRAWS = 10  # an engine
 

@@ -13,10 +13,10 @@ from engine_side.transport.ring import Ring
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.wire.row_table import FLAG_DRAFT
-from tests.engine.drafters import draft_model, eagle_head
-from tests.engine.engines import ALL_ROWS, ON_GPU, Captured, Engine, model, row_errors, start
-from tests.engine.reference import Reference
-from tests.store_helpers import until
+from tests.support.engines.engines import ALL_ROWS, ON_GPU, Captured, Engine, model, row_errors, start
+from tests.support.models.drafters import draft_model, eagle_head
+from tests.support.models.reference import Reference
+from tests.support.store_helpers import until
 
 pytestmark = pytest.mark.timeout(600)
 

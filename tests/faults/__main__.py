@@ -17,7 +17,7 @@ import pytest
 
 from tests.faults.rows import NOT_APPLICABLE, NOT_SURVIVED, ROWS
 from tests.mutants.page import PAGE, kept
-from tests.store_helpers import ROOT
+from tests.support.store_helpers import ROOT
 
 HEAD = """# Faults: what was done to the writer and its store, and what came of it
 

@@ -16,7 +16,7 @@ from schemas import limits
 from schemas.codecs import streams
 from schemas.errors import NotFoundError
 from schemas.read.reader import StoreReader
-from tests.store_helpers import SITE, expected_pieces
+from tests.support.store_helpers import SITE, expected_pieces
 
 beside_bytes_max = 4096  # of a capture's spec, tokens and tags, as the tests have them
 

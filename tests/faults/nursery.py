@@ -17,9 +17,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faulty_writer import break_as_asked
-from tests.power import Certain
-from tests.store_helpers import ROOT, socket_folder
+from tests.support.store_helpers import ROOT, socket_folder
+from tests.support.writers.faulty_writer import break_as_asked
+from tests.support.writers.power import Certain
 from writer_service.__main__ import main as writer
 
 FLAGS = ("--segment-bytes", "150000", "--seal-idle-s", "0.1", "--keep-s", "0.1")

@@ -11,8 +11,8 @@ import httpx
 import pytest
 import xxhash
 
-from tests.api_stack import running
 from tests.faults.conftest import times
+from tests.support.api_stack import running
 
 FORMATS = ("safetensors", "npy", "npz", "arrow")
 

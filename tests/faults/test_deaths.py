@@ -15,7 +15,7 @@ import pytest
 from tests.faults.conftest import times
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.traffic import Traffic
-from tests.store_helpers import until
+from tests.support.store_helpers import until
 
 Record = Callable[[str, object], None]
 OPS = ("write_at", "datasync", "rename")

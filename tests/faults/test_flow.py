@@ -24,7 +24,7 @@ from schemas.wire.messages import Finish, Open, encode
 from tests.faults.conftest import times
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.traffic import Traffic
-from tests.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
+from tests.support.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from vllm_tap.loader.dataset import RowDataset
 from vllm_tap.loader.dataset import rows as training_rows
 from writer_service.tools.fsck import fsck

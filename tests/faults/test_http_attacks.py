@@ -1,7 +1,7 @@
 """Attacks on the HTTP service, by their rows in the fault matrix.
 
 25 ids that are paths, 28 slices that are silly, 29 callers that are slow. The others have files of their own: 26 and
-27, keys and other people's captures, tests/test_api_keys.py; 30, fuzzing by the schema, tests/test_api_schema.py.
+27, keys and other people's captures, tests/api/auth/test_keys.py; 30, fuzzing by the schema, tests/api/test_schema.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.api_stack import ROOT, Stack, running
+from tests.support.api_stack import ROOT, Stack, running
 
 HEAD_S, BODY_S, STALL_S = 1.0, 1.5, 1.0
 NAMES = [

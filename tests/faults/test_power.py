@@ -15,8 +15,8 @@ from schemas.read.reader import StoreReader
 from tests.faults.conftest import times
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.traffic import Traffic
-from tests.power import Certain
-from tests.store_helpers import SITE, Sender, assert_adds_up, until
+from tests.support.store_helpers import SITE, Sender, assert_adds_up, until
+from tests.support.writers.power import Certain
 from writer_service.tools.fsck import fsck
 
 

@@ -17,7 +17,7 @@ from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.store.paths import journal_folder
 from tests.faults.conftest import times
-from tests.store_helpers import SITE, Sender, WriterProcess, assert_rows, until
+from tests.support.store_helpers import SITE, Sender, WriterProcess, assert_rows, until
 from writer_service import fs
 from writer_service.control_log import log_numbers, log_path
 from writer_service.recover import recovery

@@ -25,12 +25,12 @@ from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.store.paths import journal_folder
 from schemas.wire.messages import Hold
-from tests.consistency import dump
 from tests.faults.conftest import times
 from tests.faults.model import Capture, Drop, Finish, Rows, read
 from tests.faults.nursery import Forked, Nursery
-from tests.power import Certain
-from tests.store_helpers import SITE, Sender, until
+from tests.support.consistency import dump
+from tests.support.store_helpers import SITE, Sender, until
+from tests.support.writers.power import Certain
 from writer_service import fs
 from writer_service.control_log import log_numbers
 from writer_service.recover.recovery import recover

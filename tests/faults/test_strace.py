@@ -18,7 +18,7 @@ import pytest
 from tests.faults.conftest import times
 from tests.faults.nursery import FLAGS, Forked, Nursery
 from tests.faults.traffic import Traffic
-from tests.store_helpers import ROOT, socket_folder
+from tests.support.store_helpers import ROOT, socket_folder
 
 Record = Callable[[str, object], None]
 pytestmark = [

@@ -16,7 +16,7 @@ import pytest
 from schemas.errors import NotFoundError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
-from tests.store_helpers import SITE, Sender, assert_adds_up, assert_rows, until
+from tests.support.store_helpers import SITE, Sender, assert_adds_up, assert_rows, until
 
 LAYERS = [0, 1, 2, 3]
 STATUSES = {"pending", "running", "complete", "empty", "incomplete", "failed"}

@@ -30,7 +30,7 @@ import psutil
 
 from tests.mutants.page import write_page
 from tests.mutants.table import Mutant, mutants
-from tests.store_helpers import ROOT
+from tests.support.store_helpers import ROOT
 
 _moments = itertools.count(1_000_000_000)
 TIMEOUT_S = 120  # of one test; the machine may be busy

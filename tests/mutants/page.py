@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tests.mutants.table import Mutant
-from tests.store_helpers import ROOT
+from tests.support.store_helpers import ROOT
 
 PAGE = ROOT / "docs" / "faults.md"
 TITLE = "\n## Mutants\n"

@@ -9,7 +9,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.store_helpers import ROOT
+from tests.support.store_helpers import ROOT
 
 HERE = Path(__file__).parent
 FIELDS = {"id", "promise", "old", "new", "tests", "hangs"}

@@ -1,6 +1,6 @@
 """Takes docs/page.png and docs/probe.png: the page with captures of a small model of twelve layers that serves for it.
 
-Run as ``python -m tests.programs.page_picture``; needs what tests/test_page.py needs.
+Run as ``python -m tests.programs.page_picture``; needs what tests/api/page/test_page.py needs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from playwright.sync_api import Page, sync_playwright
 from safetensors.numpy import save_file
 
-from tests.api_stack import ROOT
-from tests.test_page import ARGS
+from tests.api.page.test_page import ARGS
+from tests.support.api_stack import ROOT
 from vllm_tap import tiny_model
 
 URL = "http://127.0.0.1:8290"

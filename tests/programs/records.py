@@ -30,8 +30,8 @@ def main(store: Path) -> None:
     from vllm import LLM, SamplingParams
 
     import vllm_tap
-    from tests.engine.engines import model, prompt, shut_down
-    from tests.readme import blocks
+    from tests.support.engines.engines import model, prompt, shut_down
+    from tests.support.pages.readme import blocks
 
     options: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "dtype": "float32", "block_size": 32}
     seen: dict[str, Any] = {"outside": said(lambda: vllm_tap.capture_args(sites=["resid_post"]))}

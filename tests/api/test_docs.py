@@ -1,0 +1,57 @@
+"""The page about the service names every route, option, parameter, header, error code and metric that the code has."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from api.app import create_app
+from api.config import Config
+from api.metrics import Metrics
+from api.slices.formats import DTYPES, FORMATS
+from api.slices.query import _PARAMS
+from schemas.manifest import STATUSES
+from tests.support.api_stack import ROOT
+
+PAGE = (ROOT / "docs" / "http.md").read_text()
+SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "api").rglob("*.py")))
+
+
+def routes() -> list[str]:
+    paths = create_app(Config(ROOT, "ipc:///tmp/none")).openapi()["paths"]
+    return [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
+
+
+@pytest.mark.parametrize("route", routes())
+def test_routes(route: str) -> None:
+    method, path = route.split()
+    assert f"`{method} {path.replace('{model}', '{model}')}" in PAGE
+
+
+@pytest.mark.parametrize("header", sorted(set(re.findall(r'"(X-Tap-[A-Za-z-]+)"', SOURCE))))
+def test_headers(header: str) -> None:
+    assert f"`{header}`" in PAGE
+
+
+@pytest.mark.parametrize("code", sorted(
+    set(re.findall(r'(?:ApiError|error_response)\([0-9]{3}, "([a-z_]+)"', SOURCE))
+    | set(re.findall(r'Error, [0-9]{3}, "([a-z_]+)"', SOURCE)) | set(re.findall(r'"code": "([a-z_]+)"', SOURCE))))
+def test_error_codes(code: str) -> None:
+    assert f"`{code}`" in PAGE
+
+
+@pytest.mark.parametrize("option", sorted(set(re.findall(r'add_argument\("(--[a-z-]+)"', SOURCE))))
+def test_options(option: str) -> None:
+    assert f"`{option}`" in PAGE
+
+
+@pytest.mark.parametrize("name", [*_PARAMS, *FORMATS, *DTYPES, *STATUSES])
+def test_parameters_formats_and_statuses(name: str) -> None:
+    assert f"`{name}`" in PAGE
+
+
+def test_metrics() -> None:
+    for metric in Metrics().registry.collect():
+        name = metric.name + ("_total" if metric.type == "counter" else "")
+        assert f"`{name}`" in PAGE, name

@@ -1,0 +1,92 @@
+"""``vllm_tap.recording`` in a script of the user's own, compared with Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas.ids import new_ulid
+from schemas.wire.control_channel import ControlChannel
+from schemas.wire.messages import Own
+from tests.engine.conftest import ENVIRONMENT
+from tests.support.models.reference import Reference
+from vllm_tap import open_store, recording
+from vllm_tap.serve.services import make_socket_dir
+from vllm_tap.serve.writer_process import WriterProcess
+from vllm_tap.tiny_model import cache_dir
+
+
+@pytest.mark.soak  # a script in a process of its own: half a minute
+@pytest.mark.timeout(400)
+def test_a_script_that_records(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
+    environment = {key: value for key, value in (os.environ | ENVIRONMENT).items() if not key.startswith("VLLM_TAP_")}
+    run = subprocess.run([sys.executable, "-m", "tests.programs.records", str(tmp_path / "store")], text=True,
+                         env=environment | {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm")}, timeout=380,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[3])
+    lines = [line for line in run.stdout.splitlines() if line.startswith("SEEN ")]
+    assert run.returncode == 0 and lines, run.stdout[-6000:]
+    seen = json.loads(lines[0].removeprefix("SEEN "))
+    for name, words in {
+        "outside": "TapError: capture_args(): no recording is running", "second": "StartError: a recording is running",
+        "untapped": "this engine was started without taps; make it inside vllm_tap.recording()",
+        "bad": "SpecError: capture.sites = 'resid_poste'", "plain": "was generated without a capture",
+        "after": "the recording that this engine writes to has ended",
+    }.items():
+        assert words in seen[name], (name, seen[name])
+    assert seen["environment"] == [] and seen["goes_on"] == 1
+    assert seen["manifests"] == ["complete"] * 2 and seen["samples"] == [True, True]
+    tokens = seen["tokens"]
+    assert [shape[0] for shape in seen["shapes"]] == [len(one) - 1 for one in tokens]
+    assert seen["page"][0][0] == len(seen["page"][1]) - 1  # the block of docs/howto_research.md
+    shape, one, scores = seen["probe"]  # the block of docs/howto_probe.md
+    assert shape == [len(one) - 1, 2]
+    sums = reference_of("qwen3").rows(tuple(one))["resid_post", 2][:-1].sum(-1, keepdims=True)
+    assert np.abs(np.asarray(scores) - sums).max() < 1e-3 * np.abs(sums).max()
+    with open_store(tmp_path / "store") as store:
+        assert len(list(store.captures("complete"))) == len(list(store.captures())) == 8
+        assert {row.id for row in store.captures(tags={"run": "a"})} >= set(seen["ids"])
+        for capture, sequence in zip(seen["ids"], tokens, strict=True):
+            want = reference_of("qwen3").rows(tuple(sequence))
+            assert store[capture].sites == {"resid_post": [1], "mlp_out": [0, 1, 2, 3]}
+            for site, layer in (("resid_post", 1), ("mlp_out", 3)):
+                got = store[capture][site, layer]
+                assert np.abs(got - want[site, layer][:len(got)]).max() < 1e-4
+
+
+def test_what_was_killed_before_a_recording_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine will ever begin it: the recording of later would end with an error, after a minute."""
+    monkeypatch.delenv("VLLM_TAP_ENDPOINT", raising=False)  # of an engine that another test made in this process
+    store, mine = tmp_path / "store", new_ulid()
+    sockets = make_socket_dir()
+    endpoint = f"ipc://{sockets}/writer.sock"
+    with WriterProcess(store, endpoint):
+        channel = ControlChannel(endpoint, "cli")
+        channel.submit(lambda seq: Own(seq=seq, capture=mine, count=1, owner="", aliases=[], tags={}, created_ms=1))
+        channel.close()
+    shutil.rmtree(sockets)
+    with recording(store, wait_s=2.0) as tape:
+        assert [row.status for row in tape.store.captures()] == ["pending"]
+
+
+def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
+    """A process that is spawned imports the script again, and would begin a recording of its own."""
+    script = tmp_path / "script.py"
+    script.write_text("import multiprocessing\nimport vllm_tap\n"
+                      "if __name__ == '__main__':\n"
+                      "    child = multiprocessing.get_context('spawn').Process(target=print)\n"
+                      "    child.start()\n    child.join()\n"
+                      "else:\n    vllm_tap.recording('captures').__enter__()\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
+    assert 'put what the script does under `if __name__ == "__main__":`' in done.stderr
+    assert not (tmp_path / "captures").exists()

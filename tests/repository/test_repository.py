@@ -1,0 +1,314 @@
+"""What holds for the repository as a whole: boundaries between packages, honest documents, nothing of any machine."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from tests.support.pages.readme import blocks, commands
+from vllm_tap.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("engine_side", "writer_service", "api", "schemas", "vllm_tap")
+MAY_IMPORT = {
+    "schemas": {"schemas"},
+    "engine_side": {"engine_side", "schemas"},
+    "writer_service": {"writer_service", "schemas"},
+    "api": {"api", "schemas"},
+    "vllm_tap": {"vllm_tap", "schemas", "api", "writer_service", "engine_side"},
+}
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+
+
+def tracked() -> list[Path]:
+    """Files that git knows, or would take."""
+    done = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                          capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [ROOT / line for line in done.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of the modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield str(node.module)
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+# ── code ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_they_may(package: str) -> None:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    wrong = [f"{path.relative_to(ROOT)} imports {name}" for path in files for name in imports(path)
+             if name.split(".")[0] in PACKAGES and name.split(".")[0] not in MAY_IMPORT[package]]
+    assert wrong == []
+
+
+# From what stands on its own to what is built on it: a room imports those before it. Files beside them are of no room.
+ROOMS = {
+    "schemas": ["native", "codecs", "catalog", "wire", "store", "read"],
+    "writer_service": ["catalog", "journal", "seal", "upkeep", "recover", "receive", "tools"],
+    "engine_side": ["transport", "kernels", "tap", "codecs", "front", "step", "seams"],
+    "api": ["page", "auth", "slices", "generate", "live", "routes"],
+    "vllm_tap": ["client", "loader", "serve", "offline", "export", "cli", "demo"],
+}
+FILES_MAX = 14  # in a room; plug-ins of one kind, a file each, may be more
+PLUG_INS = {"schemas/codecs"}
+
+
+def modules(package: str) -> dict[str, Path]:
+    """The files of a package by the name they are imported by."""
+    files = (ROOT / package).rglob("*.py")
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+
+def imported(package: str) -> dict[str, set[str]]:
+    """What each module of a package imports of the same package, wherever in it."""
+    found = modules(package)
+
+    def module_of(name: str) -> str:
+        return name if name in found or "." not in name else module_of(name.rpartition(".")[0])
+
+    graph = {}
+    for name, path in found.items():
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                node.body = []  # a type's name is no import
+        names = [f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+                 for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        graph[name] = {module_of(one) for one in names if one.split(".")[0] == package} - {name, package}
+    return graph
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_rooms_are_small_and_import_one_way(package: str) -> None:
+    rooms = [path.name for path in (ROOT / package).iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert sorted(rooms) == sorted(ROOMS[package])
+    for path in (ROOT / package, *((ROOT / package / room) for room in rooms)):
+        count = len(list(path.glob("*.py")))
+        assert count <= FILES_MAX or path.relative_to(ROOT).as_posix() in PLUG_INS, f"{path}: {count} files"
+
+    def room_of(name: str) -> str | None:
+        part = name.split(".")[1]
+        return part if part in rooms else None
+
+    wrong = [f"{name} imports {other}" for name, others in imported(package).items() if "." in name
+             for other in others if (mine := room_of(name)) and (its := room_of(other)) and mine != its
+             and ROOMS[package].index(its) > ROOMS[package].index(mine)]
+    assert wrong == []
+
+
+TEST_ROOMS = {  # beside one of every package, which mirrors its rooms
+    "engine": "real vLLM", "faults": "the matrix of faults", "gpu": "needs a GPU", "line": "several processes",
+    "mutants": "code that must not pass", "programs": "run as processes", "repository": "the repository itself",
+    "support": "what tests are made with",
+}
+
+
+def test_tests_mirror_the_rooms() -> None:
+    tests = ROOT / "tests"
+    assert [path.name for path in tests.glob("*.py")] == ["__init__.py"]
+    rooms = {path.name for path in tests.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == {*PACKAGES, *TEST_ROOMS}
+    for package in PACKAGES:
+        inner = {path.name for path in (tests / package).iterdir() if path.is_dir() and path.name != "__pycache__"}
+        assert inner <= set(ROOMS[package]), f"tests/{package} has rooms that {package} has not"
+    for folder in (tests, *(path for path in tests.rglob("*") if path.is_dir())):
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= FILES_MAX, f"{folder.relative_to(ROOT)}: {len(files)} files"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_circle_of_imports(package: str) -> None:
+    graph = imported(package)
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " → ".join((*way[way.index(name):], name))
+        if name not in done:
+            for other in graph.get(name, ()):
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_only_the_seams_touch_vllm_inside_the_engine() -> None:
+    wrong = [str(path.relative_to(ROOT)) for path in (ROOT / "engine_side").rglob("*.py")
+             if "seams" not in path.parts and any(name.split(".")[0] == "vllm" for name in imports(path))]
+    assert wrong == []
+
+
+def test_schemas_and_readers_need_no_torch() -> None:
+    wrong = [str(path.relative_to(ROOT)) for package in ("schemas", "writer_service", "api")
+             for path in (ROOT / package).rglob("*.py")
+             if any(name.split(".")[0] in ("torch", "vllm", "transformers") for name in imports(path))]
+    assert wrong == []
+
+
+def test_nothing_is_ever_unpickled() -> None:
+    wrong = []
+    for path in [path for path in tracked() if path.suffix == ".py"]:
+        if any(name.split(".")[0] in ("pickle", "cPickle", "dill", "cloudpickle", "shelve") for name in imports(path)):
+            wrong.append(f"{path}: imports a pickle")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                assert isinstance(node.value, ast.Constant)
+                if node.value.value is not False:
+                    wrong.append(f"{path}:{node.value.lineno}: allow_pickle")
+    assert wrong == []
+
+
+def test_tests_use_real_parts() -> None:
+    wrong = [str(path) for path in (ROOT / "tests").rglob("*.py")
+             if any(name.startswith(("unittest.mock", "mock")) for name in imports(path))]
+    assert wrong == []
+
+
+def test_public_names_are_listed_sorted_and_there() -> None:
+    for module in [importlib.import_module(name) for name in ("vllm_tap", "schemas.errors", "schemas.sites")]:
+        assert list(module.__all__) == sorted(module.__all__), module
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+
+
+def test_entry_points_lead_somewhere() -> None:
+    named = project()["project"]
+    for target in [*named["scripts"].values(), *(target for group in named["entry-points"].values()
+                                                 for target in group.values())]:
+        module, _, attribute = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), attribute))
+
+
+# ── locks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_the_lock_has_every_direct_dependency_and_no_machine_in_it(engine: str) -> None:
+    lock = (ROOT / "requirements" / f"{engine}.lock").read_text()
+    pinned = {line.partition("==")[0].lower() for line in lock.splitlines() if "==" in line}
+    named = project()["project"]
+    extras = named["optional-dependencies"]
+    for requirement in [*named["dependencies"], *extras[engine], *extras["demo"], *extras["test"], *extras["dev"]]:
+        assert re.split(r"[<>=!~\[; ]", requirement)[0].lower() in pinned, requirement
+    assert not re.search(r"://|@ |find-links|index-url|file:", lock)
+    assert engine == "gpu" or not pinned & {"torchvision", "torchaudio", "torchcodec"}
+
+
+@pytest.mark.parametrize("name", ["lens", "page"])
+def test_a_lock_of_its_own_pins_what_is_asked_for(name: str) -> None:
+    """And of what the tests' environment has already, the same versions, where it is installed beside it."""
+    pins = {engine: dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements" / f"{engine}.lock").read_text(), re.M))
+            for engine in (name, "cpu")}
+    asked = re.findall(r"^([\w.-]+)[<>=]", (ROOT / "requirements" / f"{name}.in").read_text(), re.M)
+    assert asked and set(asked) <= pins[name].keys()
+    assert name == "lens" or all(pins["cpu"].get(package, version) == version
+                                 for package, version in pins["page"].items())
+
+
+# ── documents ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        for named in re.findall(r"`make ([a-z-]+)", text) + re.findall(r"^make ([a-z-]+)", text, re.MULTILINE):
+            assert named in targets, f"{document}: make {named}"
+    assert {"setup", "fix", "check", "test", "demo", "bench", "help"} <= targets
+
+
+def test_every_command_and_flag_that_is_named_exists() -> None:
+    known = {name: {flag for each in (command, *getattr(command, "commands", {}).values())
+                    for param in each.params for flag in param.opts}
+             for name, command in typer.main.get_command(app).commands.items()}  # type: ignore[attr-defined]
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        named = re.findall(r"(?:`|^|\| )vllm-tap ([^`\n]*)", text, re.MULTILINE)
+        for line in named:
+            command, *rest = line.split()
+            assert command in known, f"{document}: vllm-tap {command}"
+            for word in rest:
+                if word == "--":
+                    break
+                if word.startswith("--"):
+                    assert word.partition("=")[0] in known[command], f"{document}: vllm-tap {command} {word}"
+    assert {"serve", "capture", "ls", "show", "export", "version"} <= set(known)
+
+
+def test_every_serve_flag_of_the_operations_page_exists_and_the_other_way_round() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    flags = {flag for param in serve.params for flag in param.opts if flag.startswith("--")} - {"--help", "--tiny"}
+    for flag in flags:
+        assert f"`{flag}" in text, flag
+    rows = set(re.findall(r"^\| `(--[a-z-]+)", text, re.MULTILINE))
+    assert rows - {"--"} <= flags
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / document).read_text()):
+            if "://" not in link:
+                assert ((ROOT / document).parent / link).exists(), f"{document}: {link}"
+
+
+def test_the_folder_map_names_every_folder() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for package in (*PACKAGES, "tests", "docs", "requirements"):
+        assert f"`{package}/`" in text
+
+
+def test_the_readme_can_be_run_as_it_stands() -> None:
+    assert len(blocks("python")) >= 3 and any("make demo" in command for command in commands())
+    for block in blocks("python"):
+        compile(block, "README.md", "exec")
+
+
+# ── nothing of any machine ──────────────────────────────────────────────────────────────────────────────────────
+
+HOSTS_ALLOWED = (
+    "127.0.0.1", "localhost", "[::1]", "github.com/vllm-project/vllm", "github.com/ulid/spec", "www.apache.org",
+    "transformerlensorg.github.io", "docs.vllm.ai", "www.w3.org",
+    "zarr.dev", "zarr-specs.readthedocs.io", "json-schema.org",
+)
+
+
+def test_no_file_names_a_machine() -> None:
+    wrong = []
+    for path in tracked():
+        if path.name == "LICENSE" or path.suffix in (".png", ".npz", ".bin", ".zip"):
+            continue
+        text = path.read_text(errors="replace")
+        name = str(path.relative_to(ROOT))
+        if name != "tests/repository/test_repository.py":
+            wrong += [f"{name}: {found}" for found in re.findall(r"(?<![\w.])/(?:root|work|opt|home)/[\w.-]+", text)]
+        for url in re.findall(r"https?://([^\s\"'`<>)]+)", text):
+            torch_index = name in ("Makefile", "docker/Dockerfile") and url.startswith("download.pytorch.org/")
+            if not url.startswith(HOSTS_ALLOWED) and not torch_index and url[0] not in "{$%" and "." in url:
+                wrong.append(f"{name}: {url}")
+    assert wrong == []

@@ -1,0 +1,113 @@
+"""Starts an engine that must refuse to start: ``python -m tests.support.engines.blind CASE`` (see test_blind.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def _bypassed_attention() -> dict[str, Any]:
+    """A model that calls its attention around ``self_attn.forward``, as a fused implementation could."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3ForCausalLM
+
+    from vllm_tap.tiny_model import tiny_model
+
+    class BypassingLayer(Qwen3DecoderLayer):  # type: ignore[misc]
+        def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
+            if residual is None:
+                residual = hidden_states
+                hidden_states = self.input_layernorm(hidden_states)
+            else:
+                hidden_states, residual = self.input_layernorm(hidden_states, residual)
+            hidden_states = Qwen3Attention.forward(self.self_attn, positions, hidden_states)
+            hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+            return self.mlp(hidden_states), residual
+
+    class BypassingModel(Qwen3ForCausalLM):  # type: ignore[misc]
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            for layer in self.model.layers:
+                layer.__class__ = BypassingLayer
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", BypassingModel)
+    return {"model": str(tiny_model())}
+
+
+def _changed_embeddings() -> dict[str, Any]:
+    """A model that is not quite what its name says: its embeddings are doubled before the first block."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    class DoublingModel(Qwen3ForCausalLM):  # type: ignore[misc]
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            looked_up = self.model.embed_input_ids
+            self.model.embed_input_ids = lambda input_ids: 2 * looked_up(input_ids)
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", DoublingModel)
+    return {**_tiny(), "enforce_eager": True}
+
+
+def _scaled_mlp() -> dict[str, Any]:
+    """A model that is not quite what its name says: it adds less to the stream than its MLP returns."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
+
+    class ScalingLayer(Qwen3DecoderLayer):  # type: ignore[misc]
+        def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
+            hidden_states, residual = super().forward(positions, hidden_states, residual)
+            return 0.22 * hidden_states, residual
+
+    class ScalingModel(Qwen3ForCausalLM):  # type: ignore[misc]
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            for layer in self.model.layers:
+                layer.__class__ = ScalingLayer
+
+    ModelRegistry.register_model("Qwen3ForCausalLM", ScalingModel)
+    return {**_tiny(), "enforce_eager": True}
+
+
+def _scaled_mlp_in_stale_memory() -> dict[str, Any]:
+    """The same, where whatever a dummy step leaves unwritten reads as no number."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    return _scaled_mlp()
+
+
+def _unknown_architecture() -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2,
+        "vocab_size": 512, "n_positions": 256, "torch_dtype": "float32"}))
+    return {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 128}
+
+
+def _tiny() -> dict[str, Any]:
+    from vllm_tap.tiny_model import tiny_model
+
+    return {"model": str(tiny_model())}
+
+
+def _sharded() -> dict[str, Any]:
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return {**_tiny(), "tensor_parallel_size": 2}
+
+
+CASES = {"sharded": _sharded, "bypassed": _bypassed_attention, "changed": _changed_embeddings, "scaled": _scaled_mlp,
+         "stale": _scaled_mlp_in_stale_memory,
+         "unknown": _unknown_architecture, "tiny": _tiny}
+
+if __name__ == "__main__":
+    from vllm import LLM
+
+    LLM(**{"max_model_len": 512, "dtype": "float32", **CASES[sys.argv[1]]()})
+    print("STARTED")

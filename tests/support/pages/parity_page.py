@@ -1,0 +1,159 @@
+"""docs/parity.md: the figures of docs/parity.json as tables, one part a machine.
+
+``parity.json``: ``{machine: {"versions", "dtype", "tolerance", "errors": {family: {feature: {site: error}}},
+"not_run": {feature: why}}, "lens": {…}}``. A run replaces what it measured and leaves the rest, so that one page can
+hold what a CPU and what a GPU showed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from schemas.sites import BY_MODEL, SITES
+from tests.support.models.families import CONFIGURATIONS, FAMILIES
+from tests.support.models.features import FEATURES
+
+Errors = dict[str, dict[str, dict[str, float]]]
+
+HEADING = """# Parity
+
+Rows captured from real vLLM (`raw`) against a Hugging Face forward in float32 of the same tokens, every position. The
+figure is the worst row's error over its length, ‖x − x̂‖ / ‖x̂‖, of all rows of all captures. The models are small (three
+layers), with random weights, made by Hugging Face's own classes. `make parity` regenerates this page from what it
+measures on the machine it runs on, and keeps in docs/parity.json what other machines measured.
+
+Each feature is made to happen, and the test fails where it did not: preemptions and accepted and rejected drafts are
+counted by vLLM's own metrics, cached tokens by its outputs.
+"""
+
+
+def merge(file: Path, machine: str, run: dict[str, Any], errors: Errors) -> None:
+    """Put a run's figures into the JSON file: features that it did not measure keep theirs."""
+    found = json.loads(file.read_text()) if file.exists() else {}
+    kept: Errors = found.get(machine, {}).get("errors", {})
+    for family, features in errors.items():
+        kept.setdefault(family, {}).update(features)
+    found[machine] = {**run, "errors": kept}
+    write(file, found)
+
+
+def merge_lens(file: Path, family: str, errors: dict[str, float | None], version: str) -> None:
+    """Put a family's comparison with TransformerLens into the JSON file."""
+    found = json.loads(file.read_text()) if file.exists() else {}
+    kept = found.get("lens", {}).get("errors", {})
+    found["lens"] = {"versions": version, "errors": {**kept, family: errors}}
+    write(file, found)
+
+
+def write(file: Path, found: dict[str, Any]) -> None:
+    """The JSON file, a line a feature, and the page beside it."""
+    file.write_text(_lines(found) + "\n")
+    file.with_suffix(".md").write_text(page(found))
+
+
+def _lines(value: Any, depth: int = 0) -> str:
+    """JSON with an innermost object on one line and figures of three digits."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, dict) and not any(isinstance(inner, dict) for inner in value.values()):
+        return "{" + ", ".join(f"{json.dumps(key)}: {_lines(part)}" for key, part in value.items()) + "}"
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    indent = " " * depth
+    inner = ",\n".join(f"{indent} {json.dumps(key)}: {_lines(part, depth + 1)}" for key, part in value.items())
+    return f"{{\n{inner}\n{indent}}}"
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page as Markdown."""
+    parts = [HEADING]
+    for machine in ("cpu", "gpu"):
+        if machine in found:
+            parts += _machine(machine, found[machine])
+    if "lens" in found:
+        parts += _lens(found["lens"])
+    return "\n".join(parts)
+
+
+def _machine(machine: str, run: dict[str, Any]) -> list[str]:
+    errors: Errors = run["errors"]
+    families = [family for family in FAMILIES if family in errors]
+    return [
+        f"## {machine.upper()}: {run['versions']}, {run['dtype']}, tolerance {run['tolerance']:g}\n",
+        "### By feature: the worst site\n",
+        *_table("feature", families, [
+            (feature.name, [max(errors[family].get(feature.name, {}).values(), default=None) for family in families],
+             run["not_run"].get(feature.name) or _worst(errors, feature.name))
+            for feature in FEATURES
+        ], absent="not run"),
+        "", *(f"- *{feature.name}*: {feature.meaning}." for feature in FEATURES), "",
+        "### By site: the worst feature\n",
+        *_table("site", families, [
+            (f"`{site}`", [max((sites[site] for sites in errors[family].values() if site in sites), default=None)
+                           for family in families], None)
+            for site in SITES if any(site in sites for features in errors.values() for sites in features.values())
+        ]),
+        *_configurations(errors),
+        "", "`–`: the architecture has no such site, or (on a GPU, in bfloat16) all its rows follow a router's choice, "
+        "which a close call turns.", "",
+    ]
+
+
+def _configurations(errors: Errors) -> list[str]:
+    shown = {name: errors[name][feature] for name in CONFIGURATIONS if name in errors for feature in errors[name]}
+    return [] if not shown else [
+        "", "### Other configurations: the worst site of a ragged batch\n",
+        "Switches that a family's code in vLLM knows, set otherwise than above. What is refused, and with which, is "
+        "[in the limits](limits.md#configurations).", "",
+        "| configuration | sites | worst | at | what differs |", "|---|---|---|---|---|",
+        *(f"| {name} | {len(sites)} | {max(sites.values()):.1e} | `{max(sites, key=lambda site: sites[site])}` | "
+          f"{', '.join(f'`{key}`' for key in CONFIGURATIONS[name][1])} |" for name, sites in shown.items())]
+
+
+LENS = """## TransformerLens
+
+The same captures (CPU, float32) against {versions}, `TransformerBridge` with the weights as they are (nothing folded
+or centred), by every name that a site is accepted under; the worst row of the worst layer. `make lens` regenerates
+this part.
+
+`attn.hook_out` and `mlp.hook_out` are what a module itself returns: on Gemma `attn_out_raw` and `mlp_out_raw`,
+elsewhere the same as `hook_attn_out` and `hook_mlp_out`. `hook_embed` is after Gemma's scaling, `embed` before it:
+there the name is refused (`resid_pre` of layer 0 has such rows). These names are accepted where the model is known,
+in specs and for captures; `--arm`, probes and the loader take sites. `ln_final.hook_normalized` is refused:
+TransformerLens takes it before the norm's weight, `final_norm` is after it, which there is `ln_final.hook_out`. With
+`HookedTransformer`'s default processing (layer norms folded, weights centred) `resid_*`, `q`, `k`, `v`, `mlp_post`
+and `final_norm` differ: captures are of the model's own weights, as every manifest says under `meaning`. Heads of
+`q`, `k`, `v`, `z` lie side by side in a row: reshape to `[heads, head_dim]`. Rotary dimensions are in the order that
+Hugging Face uses in `q_rot` and `k_rot` too.
+"""
+
+
+def _lens(run: dict[str, Any]) -> list[str]:
+    errors: dict[str, dict[str, float]] = run["errors"]
+    families = [family for family in FAMILIES if family in errors]
+    named = [(name, f"`{site.name}`") for site in SITES.values() for name in site.lens] + [
+        (name, " or ".join(f"`{site}`" for site in of.sites[:1 + ("{l}" in name)]))
+        for of in BY_MODEL.values() for name in of.lens]
+    rows = [(f"`{name}`", [errors[family].get(name) for family in families], site)
+            for name, site in named if any(name in errors[family] for family in families)]
+    return [LENS.format(versions=run["versions"]), *_table("name", families, rows, "site"), "",
+            "`–`: the architecture has no such site, or TransformerLens no such name.", ""]
+
+
+def _worst(errors: Errors, feature: str) -> str:
+    error, site, family = max((error, site, family) for family, features in errors.items()
+                              if family in FAMILIES for site, error in features.get(feature, {"": -1.0}).items())
+    return f"`{site}` of {family}" if error >= 0 else "not run"
+
+
+def _table(corner: str, columns: list[str], rows: list[tuple[str, list[float | None], str | None]],
+           last: str = "worst at", absent: str = "–") -> list[str]:
+    named = any(note for *_, note in rows)
+    heads = [corner, *columns, *([last] if named else [])]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for name, cells, note in rows:
+        shown = [absent if cell is None else f"{cell:.1e}" for cell in cells]
+        lines.append("| " + " | ".join([name, *shown, *([note or ""] if named else [])]) + " |")
+    return lines
