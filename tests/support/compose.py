@@ -1,7 +1,8 @@
 """The compose file run for real: by Docker where an engine runs, else by podman with an image made on the spot.
 
 `python -m tests.support.compose` builds the images. Podman works as root without systemd and without a registry: its
-settings and images live in build/compose, Debian's base comes from debootstrap, and somebody has to run the health checks.
+settings and images live in build/compose, Debian's base comes from debootstrap, and somebody has to run the health
+checks.
 """
 
 from __future__ import annotations
