@@ -580,36 +580,42 @@ def test_delete_hides_at_once(service: Service) -> None:
 
 def test_a_stop_with_requests_in_flight(service: Service) -> None:
     """Their captures are closed with their reason, and everything is gone in time. Ends the service: the last here."""
-    first: list[str] = []
+    started: list[str] = []
+    stopping = threading.Event()
 
-    def ask(ulid: str) -> None:
-        with contextlib.suppress(httpx.HTTPError), httpx.stream(
-            "POST", f"{service.url}/v1/completions", timeout=60, json={
-                "model": service.model, "prompt": "The sea", "max_tokens": 900, "temperature": 0, "ignore_eos": True,
-                "stream": True, "capture": {"id": ulid}}) as answer:
-            for number, _ in enumerate(answer.iter_lines()):
-                if number == 2:
-                    first.append(ulid)
+    def ask() -> None:  # one after the other: however fast the machine is, something is in flight
+        while not stopping.is_set():
+            ulid = new_ulid()
+            with contextlib.suppress(httpx.HTTPError), httpx.stream(
+                "POST", f"{service.url}/v1/completions", timeout=60, json={
+                    "model": service.model, "prompt": "The sea", "max_tokens": 900, "temperature": 0,
+                    "ignore_eos": True, "stream": True, "capture": {"id": ulid}}) as answer:
+                for number, _ in enumerate(answer.iter_lines()):
+                    if number == 2:
+                        started.append(ulid)
+            stopping.wait(0.05)
 
-    ids = [new_ulid() for _ in range(3)]
-    threads = [threading.Thread(target=ask, args=(ulid,)) for ulid in ids]
+    threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
         thread.start()
-    assert until(lambda: len(first) == 3, 30)
+    assert until(lambda: len(started) >= 3, 30)
     everything = descendants(service.process.pid)
     assert len(everything) >= 6  # guard, writer, API, vLLM's server, its core and its worker
     began = time.monotonic()
     service.process.send_signal(signal.SIGTERM)
     assert service.process.wait(20) == 0, "\n".join(service.lines[-40:])
+    stopping.set()
     assert time.monotonic() - began < 15, "\n".join(service.lines[-40:])
     assert not [pid for pid in everything if runs(pid)]
     for thread in threads:
         thread.join(10)
     with StoreReader(service.store) as reader:
         assert reader.captures(status="running") == []
-        for ulid in ids:
+        ends = []
+        for ulid in started:  # what was refused, or aborted before its first tokens, is not looked at
             found = reader.manifest(ulid)
-            assert found.finish_reason == "abort"
+            ends.append(found.finish_reason)
             assert found.status in ("complete", "incomplete")
             assert found.expected == found.captured + sum(gap.rows for row in found.rows for gap in row.missing)
             assert found.captured > 0
+        assert "abort" in ends and set(ends) <= {"abort", "length"}
