@@ -31,7 +31,7 @@ _RECORD: Final = struct.Struct("<IIQ")
 log_end: Final = _HEAD.size  # of a log without a record
 
 
-class Lost(msgspec.Struct, tag="lost", forbid_unknown_fields=True):
+class CapturesLost(msgspec.Struct, tag="lost", forbid_unknown_fields=True):
     """The writer closed captures whose engine vanished; a Finish that still comes wins over it."""
 
     captures: list[str]
@@ -45,17 +45,17 @@ class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
     code: str
 
 
-class OverQuota(msgspec.Struct, tag="over_quota", forbid_unknown_fields=True):
+class RowsOverQuota(msgspec.Struct, tag="over_quota", forbid_unknown_fields=True):
     """The writer takes no rows of a capture: the store was over its quota when it was opened."""
 
     capture: str
 
 
-Message = (Open | Finish | Dropped | Own | ClientFinish | Abandon | Delete | Hold | Hello | Bye | Lost | Refused
-           | OverQuota)
+Message = (Open | Finish | Dropped | Own | ClientFinish | Abandon | Delete | Hold | Hello | Bye | CapturesLost | Refused
+           | RowsOverQuota)
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One record with the stream that it came from; ``covered`` as in FrameHeader."""
 
     stream: str
@@ -67,11 +67,11 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def seq(self) -> int:
         """The number that the entry takes in its stream, 0 where it takes none."""
-        return 0 if isinstance(self.message, Hello | Lost | Bye | OverQuota) else self.message.seq
+        return 0 if isinstance(self.message, Hello | CapturesLost | Bye | RowsOverQuota) else self.message.seq
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Entry)
+_decoder = msgspec.msgpack.Decoder(LogEntry)
 
 
 def log_path(journal: Path, number: int) -> Path:
@@ -110,7 +110,7 @@ class ControlLog:
             raise
         return cls(number, path, fd, _HEAD.size, _HEAD.size)
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: LogEntry) -> None:
         """Write a record. OSError leaves ``tail`` where it was, and nothing behind it: this may be the log's end."""
         try:
             self.tail = fs.write_at(self.fd, [_record(entry)], self.tail)
@@ -120,7 +120,7 @@ class ControlLog:
             raise
 
 
-def _record(entry: Entry) -> bytes:
+def _record(entry: LogEntry) -> bytes:
     body = _encoder.encode(entry)
     size = struct.pack("<II", len(body), 0)
     return size + struct.pack("<Q", xxhash.xxh3_64_intdigest(size + body)) + body
@@ -131,7 +131,7 @@ def log_head(store: bytes, span: int) -> bytes:
     return _HEAD.pack(MAGIC, LOG_VERSION, FLAG_SCRUBBED | span << 8, store)
 
 
-def scrubbed_log(store: bytes, entries: Iterable[Entry], span: int) -> bytes:
+def scrubbed_log(store: bytes, entries: Iterable[LogEntry], span: int) -> bytes:
     """A whole log, to take the place of one with the same records that told more."""
     return b"".join([log_head(store, span), *map(_record, entries)])
 
@@ -143,7 +143,7 @@ def span_of(path: Path) -> int:
     return int(_HEAD.unpack(head)[2]) >> 8 if len(head) == _HEAD.size and head.startswith(MAGIC) else 0
 
 
-def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, Entry]]:
+def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, LogEntry]]:
     """``(offset after it, entry)`` of the longest valid prefix from byte ``start`` on.
 
     A scrubbed log is read from its beginning: an offset in it may be of before, where power was lost before the catalog
@@ -173,7 +173,7 @@ def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, En
         offset = end
 
 
-def content_of(entry: Entry) -> str | None:
+def content_of(entry: LogEntry) -> str | None:
     """The capture (or ULID, of an Own) that a record says something of that a deletion must take away; None: nothing.
     """
     match entry.message:

@@ -22,7 +22,7 @@ def warn(event: str, text: str, **fields: Any) -> None:
     _write("warning", event, text, fields)
 
 
-def note(event: str, text: str, **fields: Any) -> None:
+def info(event: str, text: str, **fields: Any) -> None:
     """Something was done; people are told by numbers and files, programs by JSON."""
     if _as_json:
         _write("info", event, text, fields)

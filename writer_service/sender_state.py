@@ -86,13 +86,13 @@ class SenderState:
     ended: bool = False
     open_captures: set[str] = field(default_factory=set)
     refused: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=refusals_kept_max))
-    told: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=refusals_kept_max))
+    reported: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=refusals_kept_max))
 
     def greet(self) -> None:
         """A Hello came: go on from what is on the disk, and say again what was refused lately."""
         self.must_greet = False
-        self.refused = deque([*self.told, *self.refused], maxlen=refusals_kept_max)
-        self.told.clear()
+        self.refused = deque([*self.reported, *self.refused], maxlen=refusals_kept_max)
+        self.reported.clear()
 
     def close_ring(self) -> None:
         """Let go of the sender's memory; its next Hello may name it again."""
@@ -104,7 +104,7 @@ class SenderState:
         """Forget what was taken but did not reach the disk; its Hello may be among it."""
         self.received = self.durable
         self.must_greet = True
-        for kept in (self.refused, self.told):  # what comes again may be taken then
+        for kept in (self.refused, self.reported):  # what comes again may be taken then
             while kept and kept[-1][0] > self.durable:
                 kept.pop()
 
@@ -119,5 +119,5 @@ class SenderState:
         durable = self.covered(visible_is_enough)
         answer = Ack(durable, self.received, list(self.refused))
         while self.refused and self.refused[0][0] <= durable:
-            self.told.append(self.refused.popleft())
+            self.reported.append(self.refused.popleft())
         return answer

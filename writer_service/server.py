@@ -17,17 +17,17 @@ from writer_service.journal.group_commit import Batch, Waker
 from writer_service.journal.journal import Journal
 from writer_service.journal.open_segments import open_max
 from writer_service.metrics import serve_metrics
-from writer_service.receive.acks import Answers
-from writer_service.receive.capture_rules import Ledger, RefusedError
+from writer_service.receive.acks import Acks
+from writer_service.receive.capture_rules import CaptureRules, RefusedError
 from writer_service.receive.quota import Quota
-from writer_service.receive.receiver import Reception
+from writer_service.receive.receiver import Receiver
 from writer_service.receive.senders import Senders
-from writer_service.receive.sockets import Doors, check_doors
+from writer_service.receive.sockets import Sockets, check_sockets
 from writer_service.recover.recovery import recover
 from writer_service.seal.sealer import Sealer, backlog_max
 from writer_service.sender_state import SenderState
 from writer_service.upkeep.cold_blocks import need_library
-from writer_service.upkeep.upkeep import Keeper
+from writer_service.upkeep.upkeep import Upkeep
 from writer_service.upkeep.usage import disk_bytes
 
 idle_poll_ms: Final = 200
@@ -41,11 +41,11 @@ class Writer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.stop = False
-        check_doors(config)
+        check_sockets(config)
         began = time.monotonic()
         state = recover(config.store)
         self.recovery_s, self.recovery_cut_bytes = time.monotonic() - began, state.cut_bytes
-        log.note("recovered", "journal and catalog are whole", seconds=round(self.recovery_s, 3),
+        log.info("recovered", "journal and catalog are whole", seconds=round(self.recovery_s, 3),
                   cut_bytes=state.cut_bytes, rebuilt=state.rebuilt, streams=len(state.streams))
         self._uuid, self._lock_fd = state.uuid, state.lock
         self._waker = Waker()
@@ -53,11 +53,11 @@ class Writer:
         self.counters = self._journal.counters
         self.counters.erasures_failed = len(state.not_erased)
         self._db = connect_read(config.store / "catalog.sqlite")
-        self._ledger = Ledger(self._db)
-        self._sealer = Sealer(config.store, state.uuid, state.epoch, self._db, self._waker, self._journal.kept)
+        self._rules = CaptureRules(self._db)
+        self._sealer = Sealer(config.store, state.uuid, state.epoch, self._db, self._waker, self._journal.checksums)
         self._senders = Senders(self._db, self._journal, config.engine_lost_s)
-        self._senders.restore(state.streams, self._ledger.open_captures())
-        self._keeper = Keeper(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
+        self._senders.restore(state.streams, self._rules.open_captures())
+        self._upkeep = Upkeep(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
                               config.retain_bytes, self._journal.segments.take_number)
         self._quota = Quota(config.quota_bytes, disk_bytes(config.store / "blocks"))
         for number in state.to_seal:
@@ -90,10 +90,10 @@ class Writer:
     def run(self) -> None:
         """Receive until ``stop``; then commit, seal and close. StoreError where the catalog cannot be written."""
         context: zmq.Context[Any] = zmq.Context()
-        self._doors = Doors(context, self.config)
-        self._senders.rings_max = self._doors.shares.rings
-        self._answers = Answers(self._doors, self.counters, self.config.durability == "os")
-        self._reception = Reception(self._doors, self._answers, self._journal, self._ledger, self._senders, self._quota,
+        self._sockets = Sockets(context, self.config)
+        self._senders.rings_max = self._sockets.shares.rings
+        self._acks = Acks(self._sockets, self.counters, self.config.durability == "os")
+        self._receiver = Receiver(self._sockets, self._acks, self._journal, self._rules, self._senders, self._quota,
                                     self._uuid, self.config.commit_bytes)
         poller = zmq.Poller()
         poller.register(self._waker.read_fd, zmq.POLLIN)
@@ -102,7 +102,7 @@ class Writer:
         try:
             while not self.stop:
                 behind = self._behind()
-                self._doors.poll_on(poller, listening=not behind)
+                self._sockets.poll_on(poller, listening=not behind)
                 wait = self._journal.wait_s(time.monotonic())
                 poller.poll(idle_poll_ms if wait is None else min(int(wait * 1000) + (wait > 0), idle_poll_ms))
                 self._waker.drain()
@@ -110,12 +110,12 @@ class Writer:
                 if now - last > 1.0:  # this process stood still: the senders are not to blame for their silence
                     self._senders.forgive(now - last)
                 last = now
-                self._step(now, quiet=not behind and self._reception.receive())
+                self._step(now, quiet=not behind and self._receiver.receive())
             self._finish()
         finally:
-            self._doors.close()
+            self._sockets.close()
             context.term()
-            self._doors.leave()
+            self._sockets.leave()
             fs.close(self._lock_fd)
 
     def _say_ready(self) -> None:
@@ -136,37 +136,37 @@ class Writer:
 
     def _step(self, now: float, quiet: bool) -> None:
         """Everything that is due between two receptions."""
-        self._doors.look(now)
-        self.counters.connections_refused = self._doors.refused
+        self._sockets.look(now)
+        self.counters.connections_refused = self._sockets.refused
         self._end_commit()
         self._take_catalog()
         self._take_sealed(now)
-        self._hear_keeper(now)
-        if self._keeper.step(now, self._ledger.applied):
+        self._take_upkeep(now)
+        if self._upkeep.step(now, self._rules.applied):
             self._quota.measuring()
         # They take turns: whoever has something waiting was heard.
-        if quiet or self._reception.heard > 2 * len(self._senders):
-            self._reception.heard = 0
+        if quiet or self._receiver.heard > 2 * len(self._senders):
+            self._receiver.heard = 0
             self._senders.find_lost(now)
         self._journal.segments.retire(now, self.config.seal_idle_s)
         for number in self._journal.segments.take_sealable():
             self._sealer.submit(number)
         for bad in self._journal.segments.drop_poisoned():
-            self._journal.kept.forget(bad.number)
+            self._journal.checksums.forget(bad.number)
             if bad.tail == bad.good:
                 self._sealer.submit(bad.number)
             log.warn("segment_poisoned", f"segment {bad.number} takes no more frames after a failed sync",
                       segment=bad.number)
         self._journal.commit_if_due(now)
-        self._ledger.batch = self._journal.batch_number
-        self._answers.flush()
+        self._rules.batch = self._journal.batch_number
+        self._acks.flush()
         if self._journal.catalog.failed is not None:
             raise StoreError("write catalog", self.config.store / "catalog.sqlite", self._journal.catalog.failed,
                              "start again: a damaged catalog is rebuilt")
 
-    def _hear_keeper(self, now: float) -> None:
-        """What the keeper did goes into the journal; what it needs of us is done."""
-        done = self._keeper.take(now, self._journal.batch_number)
+    def _take_upkeep(self, now: float) -> None:
+        """What the upkeep did goes into the journal; what it needs of us is done."""
+        done = self._upkeep.take(now, self._journal.batch_number)
         if done is not None:
             for change in done.changes:
                 self._journal.change(change)
@@ -179,7 +179,7 @@ class Writer:
             self.counters.erasures_failed += done.failures
             self.counters.blocks_removed += done.removed_blocks
             if done.changes or done.expired:
-                log.note("upkeep", "rows of deleted captures erased", rows=done.erased_rows,
+                log.info("upkeep", "rows of deleted captures erased", rows=done.erased_rows,
                           blocks_removed=done.removed_blocks, expired=len(done.expired), failures=done.failures)
             for capture in done.expired:
                 self._expire(capture)
@@ -188,7 +188,7 @@ class Writer:
         """Delete a capture as if somebody had asked for it."""
         record = Delete(0, capture)
         try:
-            effect = self._ledger.accept("", 0, record)
+            effect = self._rules.accept("", 0, record)
         except RefusedError:
             return  # deleted or held meanwhile
         if self._journal.try_append(SenderState("", 0, "writer"), record):
@@ -196,11 +196,11 @@ class Writer:
             self.counters.expired += 1
 
     def _take_sealed(self, now: float) -> None:
-        change = self._sealer.take(now, busy=now < self._reception.burst_until)
+        change = self._sealer.take(now, busy=now < self._receiver.burst_until)
         if change is not None:
             self._journal.change(change)
             self.counters.sealed += 1
-            log.note("sealed", "a segment became a block", segment=change.number)
+            log.info("sealed", "a segment became a block", segment=change.number)
 
     # ── answer ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,45 +215,45 @@ class Writer:
         for state, seq in self._covered_by(batch):
             state.durable = max(state.durable, seq)
             if state.role == "engine":
-                self._answers.ack(state)
+                self._acks.ack(state)
 
     def _take_catalog(self) -> None:
         while self._journal.catalog.done:
             batch = self._journal.catalog.done.popleft()
-            self._ledger.applied = batch.number
+            self._rules.applied = batch.number
             for state, seq in self._covered_by(batch):
                 state.settled = max(state.settled, seq)
                 if state.role != "engine":  # to those who ask questions next, an Ack means that readers see it
-                    self._answers.ack(state)
+                    self._acks.ack(state)
 
     def _covered_by(self, batch: Batch) -> list[tuple[SenderState, int]]:
-        found = [(self._senders.named(name, epoch), seq) for name, (epoch, _, seq) in batch.covered.items()]
+        found = [(self._senders.get(name, epoch), seq) for name, (epoch, _, seq) in batch.covered.items()]
         return [(state, seq) for state, seq in found if state is not None]
 
     def _start_over(self) -> None:
         """A commit failed: every sender goes back to what is on the disk, and so do the rules."""
         self._take_catalog()
-        self._ledger.forget()
-        self._senders.own_captures(self._ledger.open_captures())
+        self._rules.forget()
+        self._senders.own_captures(self._rules.open_captures())
         for state in self._senders:
             state.rewind()
             if state.address is not None:
-                self._answers.start_over(state.address)
+                self._acks.start_over(state.address)
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self) -> None:
         """Drain what has arrived, commit, seal, and leave a clean catalog."""
         deadline = time.monotonic() + drain_s
-        while not self._reception.receive() and time.monotonic() < deadline:
+        while not self._receiver.receive() and time.monotonic() < deadline:
             self._step(time.monotonic(), quiet=False)
-        self._keeper.close()
-        self._hear_keeper(time.monotonic())
+        self._upkeep.close()
+        self._take_upkeep(time.monotonic())
         self._settle()
         self._journal.segments.retire(float("inf"), 0.0)
         for number in self._journal.segments.take_sealable():
             self._sealer.submit(number)
-        self._reception.burst_until = 0.0
+        self._receiver.burst_until = 0.0
         while self._sealer.backlog:
             self._take_sealed(0.0)
             time.sleep(0.005)
@@ -269,7 +269,7 @@ class Writer:
             self._journal.start_commit()
             self._end_commit()
             self._take_catalog()
-            self._answers.flush()
+            self._acks.flush()
             if self._journal.idle:
                 return
             time.sleep(0.002)

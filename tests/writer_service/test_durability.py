@@ -33,11 +33,11 @@ from writer_service import fs
 from writer_service.catalog import catalog
 from writer_service.catalog.changes import Indexed, SegmentMade, SegmentSealed
 from writer_service.catalog.entries import note_streams
-from writer_service.control_log import ControlLog, Entry, log_numbers, log_path, read_log
+from writer_service.control_log import ControlLog, LogEntry, log_numbers, log_path, read_log
 from writer_service.journal import group_commit
 from writer_service.journal.group_commit import Batch
 from writer_service.journal.open_segments import OpenSegment, SegmentSet
-from writer_service.journal.parallel_append import Arrival, Lanes, Placed
+from writer_service.journal.parallel_append import ParallelAppend, PendingAppend, ReceivedFrame
 from writer_service.recover import recovery
 from writer_service.seal import sealing
 from writer_service.sender_state import SenderState, map_ring
@@ -185,7 +185,8 @@ def killed_after_the_rename(source: Path, target: Path) -> None:
 def test_a_bit_in_a_record_ends_the_log_there(tmp_path: Path) -> None:
     """Also one that leaves a record which can be read: it would say what nobody said."""
     log = ControlLog.create(tmp_path, 1, UUID)
-    entries = [Entry(STREAM, 5, 0, 1, Own(seq, new_ulid(), 1, "owner", [], {"said": "secret"}, 7)) for seq in (1, 2, 3)]
+    entries = [LogEntry(STREAM, 5, 0, 1, Own(seq, new_ulid(), 1, "owner", [], {"said": "secret"}, 7))
+               for seq in (1, 2, 3)]
     ends = []
     for entry in entries:
         log.append(entry)
@@ -307,7 +308,7 @@ def test_a_block_that_is_gone_is_still_known_of(tmp_path: Path) -> None:
 def test_a_commit_is_in_the_catalog_whole_or_not_at_all(tmp_path: Path) -> None:
     """How far the log was read goes with what was read there."""
     fs.close(recovery.recover(tmp_path).lock)
-    own = Entry(STREAM, 5, 0, 1, Own(1, new_ulid(), 1, "", [], {}, 7))
+    own = LogEntry(STREAM, 5, 0, 1, Own(1, new_ulid(), 1, "", [], {}, 7))
     frame, table, _, _ = build(3, [3], [0, 1])
     odd = msgspec.structs.replace(frame, codec="nothing")  # as where SQLite has no room in the midst of it
     batch = Batch(1, [own, Indexed(STREAM, 5, 1, 1, 0, 100, odd, RowTable.from_bytes(table, 3))], log_position=(1, 99))
@@ -484,12 +485,12 @@ def test_a_burst_of_which_a_part_finds_no_room_leaves_nothing(tmp_path: Path) ->
         made = SegmentMade(number, frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
         path = tmp_path / str(number)
         segment = OpenSegment(made, path, os.open(path, flags, 0o600))
-        arrival = Arrival(SenderState(STREAM, 5, "engine"), frame, table, RowTable.from_bytes(table, 3), buffers)
-        placed.append(Placed(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False))
-    lanes = Lanes(UUID, 2)
+        arrival = ReceivedFrame(SenderState(STREAM, 5, "engine"), frame, table, RowTable.from_bytes(table, 3), buffers)
+        placed.append(PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False))
+    appender = ParallelAppend(UUID, 2)
     with pytest.raises(OSError):
-        lanes.write(placed)
-    lanes.close()
+        appender.write(placed)
+    appender.close()
     assert [(item.segment.tail, item.segment.path.stat().st_size) for item in placed] == [(0, 0), (0, 0)]
     for item in placed:
         fs.close(item.segment.fd)

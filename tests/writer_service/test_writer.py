@@ -47,7 +47,7 @@ from tests.support.store_helpers import (
 )
 from writer_service.catalog import catalog
 from writer_service.catalog.changes import Indexed
-from writer_service.control_log import Entry
+from writer_service.control_log import LogEntry
 
 
 @pytest.fixture
@@ -759,7 +759,7 @@ def test_a_running_capture_costs_the_same_with_every_commit(tmp_path: Path) -> N
     catalog.create(db, "00" * 16)
     capture, stream = new_ulid(), new_ulid()
     resolved = Resolved({SITE: [0]}, {SITE: "raw"}, "all", "allow")
-    opened = Entry(stream, 1, 0, 0, Open(1, capture, "r", "{}", resolved, 2, b"", 0, 1))
+    opened = LogEntry(stream, 1, 0, 0, Open(1, capture, "r", "{}", resolved, 2, b"", 0, 1))
     said: list[str] = []
     with catalog.transaction(db):
         catalog.refresh(db, catalog.apply(db, [opened]))

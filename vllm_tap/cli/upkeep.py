@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from writer_service import fs
 from writer_service.tools.compaction import compact
-from writer_service.tools.findings import Bad, ranges
+from writer_service.tools.findings import Finding, ranges
 from writer_service.tools.fsck import Report, fsck
 from writer_service.tools.rebuild import rebuild
 
@@ -70,7 +70,7 @@ def _bar(what: str) -> Progress:
                     console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
-def _line(bad: Bad) -> str:
+def _line(bad: Finding) -> str:
     at = "" if bad.offset is None else f" at byte {bad.offset}"
     rows = ""
     if bad.capture:

@@ -28,7 +28,7 @@ from writer_service.catalog.changes import (
     SegmentSealed,
 )
 from writer_service.catalog.entries import apply_entry, note_log
-from writer_service.control_log import Entry
+from writer_service.control_log import LogEntry
 
 _ELEVEN = ", ".join("?" * 11)  # an extent
 
@@ -72,7 +72,7 @@ def apply(db: sqlite3.Connection, changes: Iterable[Change], log: int | None = N
     log = int((get_meta(db, "log") or "0").partition(":")[0]) if log is None else log
     for change in changes:
         match change:
-            case Entry():
+            case LogEntry():
                 touched |= apply_entry(db, change)
                 note_log(db, change, log)
             case LogBegun():

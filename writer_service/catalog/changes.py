@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from schemas.wire.messages import Frame
 from schemas.wire.row_table import RowTable
-from writer_service.control_log import Entry
+from writer_service.control_log import LogEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,4 +81,4 @@ class Compacted:
     frames: list[Indexed]
 
 
-Change = Entry | Indexed | SegmentMade | SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed | Compacted
+Change = LogEntry | Indexed | SegmentMade | SegmentSealed | SegmentGone | LogBegun | Erased | Scrubbed | Compacted

@@ -17,12 +17,12 @@ from schemas.ids import sample_id, split_capture_id, ulid_ms
 from schemas.spec import parse_spec
 from schemas.wire.identity import NONCE
 from schemas.wire.messages import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Hello, Hold, Open, Own
-from writer_service.control_log import Entry, Lost, OverQuota, content_of
+from writer_service.control_log import CapturesLost, LogEntry, RowsOverQuota, content_of
 
 after_all_seqs: Final = 2**62  # a drop of this number supersedes every row
 
 
-def apply_entry(db: sqlite3.Connection, entry: Entry) -> set[str]:
+def apply_entry(db: sqlite3.Connection, entry: LogEntry) -> set[str]:
     """Apply one; the captures whose status may have changed."""
     message = entry.message
     match message:
@@ -56,9 +56,9 @@ def apply_entry(db: sqlite3.Connection, entry: Entry) -> set[str]:
             ids = _ids(db, message.capture)
             db.executemany("UPDATE captures SET hold = ? WHERE id = ?", [(int(message.on), capture) for capture in ids])
             return set()
-        case OverQuota():
+        case RowsOverQuota():
             return _over_quota(db, message)
-        case Lost():
+        case CapturesLost():
             db.executemany("UPDATE captures SET lost = 1 WHERE id = ? AND finish_seq IS NULL",
                            [(capture,) for capture in message.captures])
             return set(message.captures)
@@ -100,7 +100,7 @@ def _ids(db: sqlite3.Connection, capture: str) -> list[str]:
     return [capture] if capture in ids else ids
 
 
-def _own(db: sqlite3.Connection, entry: Entry, own: Own) -> set[str]:
+def _own(db: sqlite3.Connection, entry: LogEntry, own: Own) -> set[str]:
     tags = json.dumps(own.tags)
     made = set()
     for index in range(own.count):
@@ -118,7 +118,7 @@ def _own(db: sqlite3.Connection, entry: Entry, own: Own) -> set[str]:
     return made
 
 
-def _open(db: sqlite3.Connection, entry: Entry, opened: Open) -> set[str]:
+def _open(db: sqlite3.Connection, entry: LogEntry, opened: Open) -> set[str]:
     _insert(db, opened.capture, "running", opened.created_ms)
     db.execute("UPDATE captures SET tags = ? WHERE id = ? AND own_seq IS NULL AND tags = '{}' AND deleted = 0",
                (_asked_tags(opened.asked), opened.capture))
@@ -139,7 +139,7 @@ def _asked_tags(asked: str) -> str:
         return "{}"
 
 
-def _finish(db: sqlite3.Connection, entry: Entry, finish: Finish) -> set[str]:
+def _finish(db: sqlite3.Connection, entry: LogEntry, finish: Finish) -> set[str]:
     db.execute(
         'UPDATE captures SET finish_seq = ?, finish_reason = ?, stop_reason = ?, output_tokens = ?, "end" = ?, '
         "recomputed = ?, lost = 0 WHERE id = ? AND stream = ? AND deleted = 0",
@@ -166,7 +166,7 @@ def _client_finish(db: sqlite3.Connection, finish: ClientFinish) -> set[str]:
     return {finish.capture}
 
 
-def _over_quota(db: sqlite3.Connection, over: OverQuota) -> set[str]:
+def _over_quota(db: sqlite3.Connection, over: RowsOverQuota) -> set[str]:
     db.execute("UPDATE captures SET quota = 1 WHERE id = ?", (over.capture,))
     known = find_capture(db, over.capture)
     resolved = json.loads(known.resolved)["layers"] if known is not None and known.resolved else {}
@@ -201,7 +201,7 @@ def forget(db: sqlite3.Connection, capture: str) -> None:
         db.execute(f"DELETE FROM {table} WHERE capture = ?", (capture,))
 
 
-def note_log(db: sqlite3.Connection, entry: Entry, log: int) -> None:
+def note_log(db: sqlite3.Connection, entry: LogEntry, log: int) -> None:
     """Remember which log tells something of a capture, to be scrubbed once the capture is deleted."""
     named = content_of(entry)
     if named is None:

@@ -82,7 +82,7 @@ class Syncer:
         self.batch: Batch | None = None
 
     def start(self, batch: Batch, files: list[OpenSegment | ControlLog]) -> None:
-        """Begin to sync; ``finished`` answers when it is over."""
+        """Begin to sync; ``finished`` tells when it is over."""
         self.batch = batch
         self._running = [self._pool.submit(_sync, file, file.tail) for file in files]
         for future in self._running:

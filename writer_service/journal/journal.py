@@ -26,12 +26,12 @@ from writer_service.catalog.changes import (
     SegmentSealed,
 )
 from writer_service.config import Config
-from writer_service.control_log import ControlLog, Entry, Message
+from writer_service.control_log import ControlLog, LogEntry, Message
 from writer_service.counters import Counters
-from writer_service.journal.checksum_cache import KeptChecksums
+from writer_service.journal.checksum_cache import ChecksumCache
 from writer_service.journal.group_commit import Batch, CatalogThread, Syncer, SyncResult, Waker
 from writer_service.journal.open_segments import OpenSegment, SegmentSet
-from writer_service.journal.parallel_append import Arrival, Lanes, Placed
+from writer_service.journal.parallel_append import ParallelAppend, PendingAppend, ReceivedFrame
 from writer_service.sender_state import SenderState
 
 SYNC_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -48,8 +48,8 @@ class Journal:
         self._next_log = next_log
         self._log = self._new_log()
         self.segments = SegmentSet(config.store, next_segment, config.segment_bytes, config.lanes)
-        self._lanes = Lanes(uuid, config.lanes)
-        self.kept = KeptChecksums()
+        self._appender = ParallelAppend(uuid, config.lanes)
+        self.checksums = ChecksumCache()
         self._syncer = Syncer(waker)
         self.sync_seconds = Histogram("vllm_tap_writer_sync_seconds", "Time of one file's sync.", registry=None,
                                       buckets=SYNC_BUCKETS_S)
@@ -72,45 +72,45 @@ class Journal:
         began = [batch.started for batch in (self._batch, syncing) if batch is not None and batch.started]
         return max(0.0, now - min(began)) if began else 0.0
 
-    def names(self, stream: str) -> bool:
+    def pending_for(self, stream: str) -> bool:
         """Whether the commit now being filled has something of a stream."""
         return stream in self._batch.covered
 
     # ── append ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def append_frames(self, arrivals: Sequence[Arrival]) -> list[ProtocolError | None]:
+    def append_frames(self, frames: Sequence[ReceivedFrame]) -> list[ProtocolError | None]:
         """Frames from wherever their bytes lie: of each why it was not stored, None where it was.
 
         OSError: nothing happened, all of them can come again.
         """
         load: dict[int, int] = {}
-        placed = []
-        for arrival in arrivals:
-            segment, made = self.segments.for_frame(arrival.frame, load)
+        appends = []
+        for received in frames:
+            segment, made = self.segments.for_frame(received.frame, load)
             if made:
                 self.change(segment.made)
-            load[segment.number] = load.get(segment.number, 0) + arrival.nbytes
-            state, frame = arrival.state, arrival.frame
+            load[segment.number] = load.get(segment.number, 0) + received.nbytes
+            state, frame = received.state, received.frame
             header = FrameHeader(state.stream, state.epoch, state.durable, frame)
-            placed.append(Placed(arrival, segment, header, keep=not self.kept.full))
-        self._lanes.write(placed)
-        for item in placed:
+            appends.append(PendingAppend(received, segment, header, keep=not self.checksums.full))
+        self._appender.write(appends)
+        for item in appends:
             if item.fault is None:
                 self._index(item)
-        return [item.fault for item in placed]
+        return [item.fault for item in appends]
 
-    def _index(self, item: Placed) -> None:
-        header, arrival = item.header, item.arrival
-        bare = msgspec.structs.replace(arrival.frame, streams=[])  # where it lay in the ring is nobody's business now
+    def _index(self, item: PendingAppend) -> None:
+        header, received = item.header, item.received
+        bare = msgspec.structs.replace(received.frame, streams=[])  # where it lay in the ring is nobody's business now
         self.change(Indexed(header.stream, header.epoch, header.covered, item.segment.number, item.offset, item.nbytes,
-                            bare, arrival.table))
+                            bare, received.table))
         if item.checksums is not None:
-            kept = self.kept.keep(item.segment.number, item.offset, arrival.frame, item.checksums)
+            kept = self.checksums.put(item.segment.number, item.offset, received.frame, item.checksums)
             self.counters.frames_checksummed += kept
         self._batch.nbytes += item.nbytes
         self.counters.frames += 1
-        self.counters.rows += len(arrival.table.position)
-        self.counters.payload_bytes += arrival.nbytes
+        self.counters.rows += len(received.table.position)
+        self.counters.payload_bytes += received.nbytes
 
     def append_entry(self, state: SenderState, message: Message) -> None:
         """A record to the control log. OSError: nothing happened, it can come again."""
@@ -118,7 +118,7 @@ class Journal:
         # A full log is left only when all of it is on the disk: the next commit syncs the new one alone.
         if log.poisoned or (log.tail >= log_bytes_max and log.tail == log.good):
             self._turn_log()
-        entry = Entry(state.stream, state.epoch, state.durable, time.time_ns() // 1_000_000, message)
+        entry = LogEntry(state.stream, state.epoch, state.durable, time.time_ns() // 1_000_000, message)
         before = self._log.tail
         self._log.append(entry)
         self.change(entry)
@@ -249,7 +249,7 @@ class Journal:
 
     def close(self) -> None:
         """End the threads; the catalog is left clean."""
-        self._lanes.close()
+        self._appender.close()
         self._syncer.close()
         self.catalog.close()
         for segment in self.segments.all():

@@ -20,7 +20,7 @@ from writer_service.sender_state import SenderState
 
 
 @dataclass(slots=True)
-class Arrival:
+class ReceivedFrame:
     """A frame whose header and table are good, and where its bytes lie: buffers by stream."""
 
     state: SenderState
@@ -36,10 +36,10 @@ class Arrival:
 
 
 @dataclass(slots=True)
-class Placed:
-    """An arrival and the segment that it goes to; afterwards where it lies, or why it was not stored."""
+class PendingAppend:
+    """A received frame and the segment that it goes to; afterwards where it lies, or why it was not stored."""
 
-    arrival: Arrival
+    received: ReceivedFrame
     segment: OpenSegment
     header: FrameHeader
     keep: bool  # whether there is room for the rows' checksums
@@ -51,26 +51,26 @@ class Placed:
     def write(self, store: bytes) -> None:
         """Check the payload and append the frame; OSError where the disk does not take it."""
         try:
-            self.checksums = check_payload(self.arrival.frame, self.arrival.payload, self.keep)
+            self.checksums = check_payload(self.received.frame, self.received.payload, self.keep)
         except ProtocolError as error:
             self.fault = error
             return
-        self.offset = self.segment.append(store, self.header, self.arrival.table_bytes, self.arrival.payload)
+        self.offset = self.segment.append(store, self.header, self.received.table_bytes, self.received.payload)
         self.nbytes = self.segment.tail - self.offset
         self.segment.last_append = time.monotonic()
 
 
-class Lanes:
+class ParallelAppend:
     """Writes to several segments at once. Hashing and writing leave the interpreter to others."""
 
     def __init__(self, store: bytes, threads: int) -> None:
         self._store = store
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="lane")
 
-    def write(self, placed: Sequence[Placed]) -> None:
+    def write(self, appends: Sequence[PendingAppend]) -> None:
         """All of them, in order within a segment. OSError: nothing was appended to any segment."""
-        lanes: dict[int, list[Placed]] = {}
-        for item in placed:
+        lanes: dict[int, list[PendingAppend]] = {}
+        for item in appends:
             lanes.setdefault(item.segment.number, []).append(item)
         first, *others = lanes.values()
         tails = [(lane[0].segment, lane[0].segment.tail) for lane in lanes.values()]
@@ -82,7 +82,7 @@ class Lanes:
                     segment.cut(tail)
                 raise error
 
-    def _lane(self, lane: list[Placed]) -> OSError | None:
+    def _lane(self, lane: list[PendingAppend]) -> OSError | None:
         try:
             for item in lane:
                 item.write(self._store)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from schemas.wire.messages import FromWriter, Refuse, encode
 from writer_service.counters import Counters
-from writer_service.receive.sockets import Doors
+from writer_service.receive.sockets import Sockets
 from writer_service.sender_state import SenderState
 
 
-class Answers:
+class Acks:
     """The way back, and who waits for an Ack. ``os_is_enough``: rows count as safe once the system has them."""
 
-    def __init__(self, doors: Doors, counters: Counters, os_is_enough: bool) -> None:
+    def __init__(self, sockets: Sockets, counters: Counters, os_is_enough: bool) -> None:
         self.os_is_enough = os_is_enough
-        self._doors, self._counters = doors, counters
+        self._sockets, self._counters = sockets, counters
         self._want_ack: dict[str, SenderState] = {}
 
     def send(self, address: bytes, message: FromWriter) -> None:
         """An answer now."""
-        self._doors.send(address, encode(message))
+        self._sockets.send(address, encode(message))
 
     def start_over(self, address: bytes) -> None:
         """What was sent after the last Ack is lost to us."""

@@ -30,7 +30,7 @@ class RefusedError(Exception):
 
 
 @dataclass(slots=True)
-class Standing:
+class CaptureState:
     """What the rules need to know of one capture."""
 
     own: tuple[str, int] | None = None  # stream and number of its Own
@@ -56,18 +56,18 @@ def _nothing() -> None:
     pass
 
 
-class Ledger:
+class CaptureRules:
     """Standings of the captures in use, the rest looked up in the catalog, which may lag by a few commits."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        self._known: OrderedDict[str, Standing] = OrderedDict()
+        self._known: OrderedDict[str, CaptureState] = OrderedDict()
         self._ulids: dict[str, set[str]] = {}
         self.batch = 1  # the commit now being filled
         self.applied = 0  # the last commit that the catalog has
 
-    def get(self, capture: str) -> Standing | None:
-        """The standing of exactly this id."""
+    def get(self, capture: str) -> CaptureState | None:
+        """The state of exactly this id."""
         if capture in self._known:
             return self._known[capture]
         row = self._db.execute("SELECT * FROM captures WHERE id = ?", (capture,)).fetchone()
@@ -75,11 +75,11 @@ class Ledger:
             return None
         own = (row["own_stream"], row["own_seq"]) if row["own_stream"] else None
         opener = (row["stream"], row["epoch"], row["request"]) if row["stream"] else None
-        standing = Standing(own, opener, row["open_seq"] or 0, row["finish_seq"], row["failed"] is not None,
+        state = CaptureState(own, opener, row["open_seq"] or 0, row["finish_seq"], row["failed"] is not None,
                             bool(row["deleted"]), bool(row["hold"]), bool(row["quota"]))
-        return self._remember(capture, standing)
+        return self._remember(capture, state)
 
-    def under(self, ref: str) -> list[str]:
+    def resolve(self, ref: str) -> list[str]:
         """The captures that a record names: the exact one, or all samples of a ULID."""
         if self.get(ref) is not None:
             return [ref]
@@ -109,36 +109,36 @@ class Ledger:
                 return self._set(pending, failed=True)
             case Delete():
                 named = self._named(record.capture)
-                if any(standing.hold for standing in named):
+                if any(state.hold for state in named):
                     raise RefusedError("held", f"capture {record.capture} is on hold; lift the hold first")
                 return self._set(named, deleted=True)
             case Hold():
                 return self._set(self._named(record.capture), hold=record.on)
 
-    def _set(self, standings: list[Standing], **values: bool) -> Effect:
+    def _set(self, states: list[CaptureState], **values: bool) -> Effect:
         def effect() -> None:
-            for standing in standings:
-                standing.batch = self.batch
+            for state in states:
+                state.batch = self.batch
                 for name, value in values.items():
-                    setattr(standing, name, value)
+                    setattr(state, name, value)
 
         return effect
 
     def rows_count(self, stream: str, epoch: int, seq: int, capture: str) -> bool:
         """Whether rows of a capture in a frame will be served (the catalog applies the same rule)."""
-        standing = self.get(capture)
-        return (standing is not None and standing.opener is not None and standing.opener[:2] == (stream, epoch)
-                and not (standing.deleted or standing.quota) and standing.open_seq < seq
-                and (standing.finish_seq is None or seq < standing.finish_seq))
+        state = self.get(capture)
+        return (state is not None and state.opener is not None and state.opener[:2] == (stream, epoch)
+                and not (state.deleted or state.quota) and state.open_seq < seq
+                and (state.finish_seq is None or seq < state.finish_seq))
 
     def refuse_rows(self, capture: str) -> None:
         """The store is over its quota: nothing of the capture is taken."""
-        if (standing := self.get(capture)) is not None:
-            standing.quota, standing.batch = True, self.batch
+        if (state := self.get(capture)) is not None:
+            state.quota, state.batch = True, self.batch
 
-    def unwanted(self, captures: Sequence[str]) -> bool:
+    def over_quota(self, captures: Sequence[str]) -> bool:
         """Whether rows of none of these captures are taken."""
-        return all((standing := self.get(capture)) is not None and standing.quota for capture in captures)
+        return all((state := self.get(capture)) is not None and state.quota for capture in captures)
 
     def forget(self) -> None:
         """Drop what is remembered, after a commit that failed: the catalog has what counts."""
@@ -163,46 +163,46 @@ class Ledger:
         _need(len(own.tags) <= limits.spec_tags_max, "tags", f"at most {limits.spec_tags_max}")
         _need(all(len(k) <= limits.tag_key_chars_max and len(v) <= limits.tag_value_chars_max
                   for k, v in own.tags.items()), "tags", "keys and values within the limits")
-        for taken in self.under(own.capture):
-            standing = self.get(taken)
-            if standing is not None and standing.own != (stream, own.seq):
+        for taken in self.resolve(own.capture):
+            state = self.get(taken)
+            if state is not None and state.own != (stream, own.seq):
                 raise RefusedError("conflict", f"capture id {own.capture} is already taken")
 
         def effect() -> None:
             for index in range(own.count):
                 capture = sample_id(own.capture, index, own.count)
                 if self.get(capture) is None:
-                    self._remember(capture, Standing(own=(stream, own.seq), batch=self.batch))
+                    self._remember(capture, CaptureState(own=(stream, own.seq), batch=self.batch))
 
         return effect
 
     def _open(self, stream: str, epoch: int, opened: Open) -> Effect:
         _check_open(opened)
         opener = (stream, epoch, opened.request)
-        standing = self.get(opened.capture)
-        if standing is not None:
-            if standing.opener is not None and (standing.opener != opener or standing.open_seq != opened.seq):
+        state = self.get(opened.capture)
+        if state is not None:
+            if state.opener is not None and (state.opener != opener or state.open_seq != opened.seq):
                 raise RefusedError("conflict", f"capture {opened.capture} was already opened by another request")
-            if standing.deleted or standing.failed:
-                what = "deleted" if standing.deleted else "closed as failed"
+            if state.deleted or state.failed:
+                what = "deleted" if state.deleted else "closed as failed"
                 raise RefusedError("conflict", f"capture {opened.capture} was {what}")
 
         def effect() -> None:
-            known = standing or self._remember(opened.capture, Standing())
+            known = state or self._remember(opened.capture, CaptureState())
             known.opener, known.open_seq, known.batch = opener, opened.seq, self.batch
 
         return effect
 
     def _of_opener(self, stream: str, record: Finish | Dropped) -> Effect:
-        standing = self.get(record.capture)
-        if standing is None or standing.opener is None:
+        state = self.get(record.capture)
+        if state is None or state.opener is None:
             raise RefusedError("not_found", f"no open capture {record.capture[:40]!r}")
         fenced = isinstance(record, Dropped) and record.reason == "fenced"  # it supersedes nothing
-        if standing.opener[0] != stream and not fenced:
+        if state.opener[0] != stream and not fenced:
             raise RefusedError("conflict", f"capture {record.capture} was opened by another engine")
-        if standing.deleted:
+        if state.deleted:
             raise RefusedError("not_found", f"capture {record.capture} was deleted")
-        if standing.finish_seq is not None and standing.finish_seq != record.seq and not fenced:
+        if state.finish_seq is not None and state.finish_seq != record.seq and not fenced:
             raise RefusedError("stale", f"capture {record.capture} is already finished")
         if isinstance(record, Dropped):
             _need(is_site(record.site), "site", "a known site")
@@ -215,7 +215,7 @@ class Ledger:
         _need(0 <= record.recomputed <= number_max, "recomputed", f"0 to {number_max}")
 
         def effect() -> None:
-            standing.finish_seq, standing.batch = record.seq, self.batch
+            state.finish_seq, state.batch = record.seq, self.batch
 
         return effect
 
@@ -226,23 +226,23 @@ class Ledger:
 
         def effect() -> None:
             if self.get(record.capture) is None:
-                self._remember(record.capture, Standing(batch=self.batch))
+                self._remember(record.capture, CaptureState(batch=self.batch))
 
         return effect
 
-    def _named(self, ref: str) -> list[Standing]:
-        found = [standing for capture in self.under(ref) if (standing := self.get(capture)) and not standing.deleted]
+    def _named(self, ref: str) -> list[CaptureState]:
+        found = [state for capture in self.resolve(ref) if (state := self.get(capture)) and not state.deleted]
         if not found:
             raise RefusedError("not_found", f"no capture {ref[:40]!r}")
         return found
 
-    def _remember(self, capture: str, standing: Standing) -> Standing:
-        self._known[capture] = standing
+    def _remember(self, capture: str, state: CaptureState) -> CaptureState:
+        self._known[capture] = state
         ulid = capture[:26]
         self._ulids.setdefault(ulid, set()).add(capture)
         if len(self._known) > remembered_max:
             self._evict()
-        return standing
+        return state
 
     def _evict(self) -> None:
         """Forget the oldest that the catalog knows as well: it answers for them from now on."""

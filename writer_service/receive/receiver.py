@@ -29,15 +29,15 @@ from schemas.wire.messages import (
     unpack,
 )
 from schemas.wire.row_table import RowTable, check_frame, check_table
-from writer_service.control_log import Message, OverQuota, Refused
+from writer_service.control_log import Message, Refused, RowsOverQuota
 from writer_service.journal.journal import Journal
-from writer_service.journal.parallel_append import Arrival
+from writer_service.journal.parallel_append import ReceivedFrame
 from writer_service.journal.payload import find_payload
-from writer_service.receive.acks import Answers
-from writer_service.receive.capture_rules import Ledger, RefusedError
+from writer_service.receive.acks import Acks
+from writer_service.receive.capture_rules import CaptureRules, RefusedError
 from writer_service.receive.quota import Quota
 from writer_service.receive.senders import Senders
-from writer_service.receive.sockets import Doors, receive_at_once
+from writer_service.receive.sockets import Sockets, receive_at_once
 from writer_service.sender_state import SenderState
 
 burst_bytes: Final = 2 * limits.frame_bytes_target  # so much waiting at once is a burst, which is not over for …
@@ -60,17 +60,17 @@ _seq = msgspec.msgpack.Decoder(_Seq)
 _greeting = msgspec.msgpack.Decoder(_Greeting)
 
 
-class Reception:
-    """Takes what arrives at the doors. ``heard`` counts messages; until ``burst_until`` (monotonic) a burst goes on."""
+class Receiver:
+    """Takes messages off the sockets, ``heard`` of them so far; a burst goes on until ``burst_until`` (monotonic)."""
 
-    def __init__(self, doors: Doors, answers: Answers, journal: Journal, ledger: Ledger, senders: Senders, quota: Quota,
-                 uuid: bytes, commit_bytes: int) -> None:
+    def __init__(self, sockets: Sockets, acks: Acks, journal: Journal, rules: CaptureRules, senders: Senders,
+                 quota: Quota, uuid: bytes, commit_bytes: int) -> None:
         self.heard = 0
         self.burst_until = 0.0
-        self._doors, self._answers, self._journal, self._ledger = doors, answers, journal, ledger
+        self._sockets, self._acks, self._journal, self._rules = sockets, acks, journal, rules
         self._senders, self._quota, self._uuid, self._commit_bytes = senders, quota, uuid, commit_bytes
         self._counters = journal.counters
-        self._waiting: list[Arrival] = []
+        self._waiting: list[ReceivedFrame] = []
         self._waiting_bytes = 0
         self._written_bytes = 0  # since ``receive`` was called
 
@@ -83,7 +83,7 @@ class Reception:
         for _ in range(receive_at_once):
             if self._written_bytes + self._waiting_bytes >= self._commit_bytes:
                 break
-            arrived = self._doors.receive()
+            arrived = self._sockets.receive()
             if arrived is None:
                 self._write_waiting()
                 return True
@@ -106,16 +106,16 @@ class Reception:
         if isinstance(message, Connect):
             self._greet(address, message)
             return
-        state = self._senders.at(address)
+        state = self._senders.by_connection(address)
         if state is None:
-            self._answers.send(address, Refuse("hello", "say Hello first"))
+            self._acks.send(address, Refuse("hello", "say Hello first"))
             return
         state.last_seen = time.monotonic()
         if isinstance(message, Ping) and state.must_greet:
-            self._answers.start_over(address)  # the first may have been lost
+            self._acks.start_over(address)  # the first may have been lost
         elif isinstance(message, Ping):
             state.tap = message.tap
-            self._answers.ack(state)
+            self._acks.ack(state)
         elif state.must_greet:
             return  # it was told so; what it sends until its Hello comes again after it
         elif isinstance(message, Bye):
@@ -134,11 +134,11 @@ class Reception:
             pass
         else:
             code = "malformed" if greeting.version == limits.PROTOCOL_VERSION else "version"
-            self._answers.send(address, Refuse(code, f"Hello of protocol version {greeting.version}: {why[:1000]}"))
+            self._acks.send(address, Refuse(code, f"Hello of protocol version {greeting.version}: {why[:1000]}"))
             return
-        state = self._senders.at(address)
+        state = self._senders.by_connection(address)
         if state is None:
-            self._answers.send(address, Refuse("hello", "say Hello first"))
+            self._acks.send(address, Refuse("hello", "say Hello first"))
             return
         try:
             seq = unpack(_seq, part.buffer).seq
@@ -153,7 +153,7 @@ class Reception:
         if seq == state.received + state.waiting + 1 and seq not in state.ahead:
             return True
         self._write_waiting()
-        self._answers.ack(state)
+        self._acks.ack(state)
         if seq > state.received + 1:
             self._counters.gaps += 1
             return False
@@ -168,12 +168,12 @@ class Reception:
         state = self._senders.greet(address, hello)
         if isinstance(state, Refuse):
             self._counters.refused += 1
-            self._answers.send(address, state)
+            self._acks.send(address, state)
             return
         # What was taken but is not on the disk yet comes again, and is dropped as a duplicate if it gets there.
-        covered = state.covered(self._answers.os_is_enough)
-        self._answers.send(address, Welcome(self._uuid.hex(), covered, state.ring is not None))
-        self._answers.ack(state)
+        covered = state.covered(self._acks.os_is_enough)
+        self._acks.send(address, Welcome(self._uuid.hex(), covered, state.ring is not None))
+        self._acks.ack(state)
 
     def _take_frame(self, state: SenderState, frame: Frame, parts: list[zmq.Frame]) -> None:
         try:
@@ -191,14 +191,14 @@ class Reception:
             if frame.seq == state.received + 1:
                 self._refuse_frame(state, frame.seq, error)
             return  # else those before it could not be written: all come again
-        if self._quota.limit is not None and self._ledger.unwanted(frame.captures):
+        if self._quota.limit is not None and self._rules.over_quota(frame.captures):
             self._write_waiting()
             if frame.seq == state.received + 1 and self._append(state, Refused(frame.seq, "quota")):
                 self._took(state, frame.seq)
                 self._counters.rows_over_quota += rows
             return
         state.waiting += 1
-        self._waiting.append(Arrival(state, frame, table_bytes, table, payload))
+        self._waiting.append(ReceivedFrame(state, frame, table_bytes, table, payload))
         self._waiting_bytes += self._waiting[-1].nbytes
         if self._waiting_bytes >= limits.commit_bytes_target:
             self._write_waiting()
@@ -207,35 +207,35 @@ class Reception:
         """Write the frames that were received one after the other, several at once."""
         if self._waiting_bytes >= burst_bytes:
             self.burst_until = time.monotonic() + burst_s
-        arrivals, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        if not arrivals:
+        frames, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if not frames:
             return
-        self._written_bytes += sum(arrival.nbytes for arrival in arrivals)
+        self._written_bytes += sum(received.nbytes for received in frames)
         try:
-            faults: list[ProtocolError | None] = self._journal.append_frames(arrivals)
+            faults: list[ProtocolError | None] = self._journal.append_frames(frames)
         except OSError as error:
             self._journal.disk_error("append", self._journal.folder, error)
-            for arrival in arrivals:  # they do not progress: the senders try again
-                arrival.state.waiting = 0
-                self._answers.ack(arrival.state)
+            for received in frames:  # they do not progress: the senders try again
+                received.state.waiting = 0
+                self._acks.ack(received.state)
             return
-        for arrival, fault in zip(arrivals, faults, strict=True):
-            arrival.state.waiting -= 1
-            if arrival.frame.seq != arrival.state.received + 1:
+        for received, fault in zip(frames, faults, strict=True):
+            received.state.waiting -= 1
+            if received.frame.seq != received.state.received + 1:
                 continue  # the refusal of one before it could not be written: both come again
             if fault is not None:
-                self._refuse_frame(arrival.state, arrival.frame.seq, fault)
+                self._refuse_frame(received.state, received.frame.seq, fault)
             else:
-                self._took_frame(arrival.state, arrival.frame, arrival.table)
+                self._took_frame(received.state, received.frame, received.table)
 
     def _took_frame(self, state: SenderState, frame: Frame, table: RowTable) -> None:
         self._took(state, frame.seq)
         self._quota.appended(sum(part.nbytes for part in frame.streams))
-        if self._answers.os_is_enough:
-            self._answers.ack(state)
+        if self._acks.os_is_enough:
+            self._acks.ack(state)
         counts = np.bincount(table.capture, minlength=len(frame.captures)).tolist()
         for count, capture in zip(counts, frame.captures, strict=True):
-            if not self._ledger.rows_count(state.stream, state.epoch, frame.seq, capture):
+            if not self._rules.rows_count(state.stream, state.epoch, frame.seq, capture):
                 self._counters.rows_not_indexed += count
 
     def _refuse_frame(self, state: SenderState, seq: int, error: ProtocolError) -> None:
@@ -246,7 +246,7 @@ class Reception:
         try:
             if state.remote and not isinstance(record, Open | Finish | Dropped | ClientFinish):
                 raise RefusedError("forbidden", f"{type(record).__name__} comes from this host alone")
-            effect = self._ledger.accept(state.stream, state.epoch, record)
+            effect = self._rules.accept(state.stream, state.epoch, record)
         except RefusedError as error:
             self._counters.refused += 1
             self._refuse(state, record.seq, error.code, error.reason)
@@ -258,15 +258,15 @@ class Reception:
         self._counters.records += 1
         if isinstance(record, Open):
             state.open_captures.add(record.capture)
-            if self._quota.over and self._append(state, OverQuota(record.capture)):
-                self._ledger.refuse_rows(record.capture)
+            if self._quota.over and self._append(state, RowsOverQuota(record.capture)):
+                self._rules.refuse_rows(record.capture)
         elif isinstance(record, Dropped) and record.reason != "fenced":  # whose range has no end
             lost = (record.stop - record.start) * len(record.layers)
             self._counters.dropped[record.reason] = self._counters.dropped.get(record.reason, 0) + lost
         elif isinstance(record, Finish):
             state.open_captures.discard(record.capture)
         elif isinstance(record, Delete):
-            deleted = set(self._ledger.under(record.capture))
+            deleted = set(self._rules.resolve(record.capture))
             for other in self._senders:
                 other.open_captures -= deleted
 
@@ -276,7 +276,7 @@ class Reception:
             self._took(state, seq)
 
     def _take_bye(self, state: SenderState, bye: Bye) -> None:
-        self._answers.ack(state)
+        self._acks.ack(state)
         if bye.seq > state.received or state.ended:
             return  # something before it is missing, and will come again with it
         self._senders.close_captures(state, "the engine ended")
@@ -287,7 +287,7 @@ class Reception:
     def _append(self, state: SenderState, message: Message) -> bool:
         done = self._journal.try_append(state, message)
         if not done:
-            self._answers.ack(state)
+            self._acks.ack(state)
         return done
 
     def _took(self, state: SenderState, seq: int) -> None:

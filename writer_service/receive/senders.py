@@ -12,7 +12,7 @@ from schemas.ids import is_ulid
 from schemas.limits import PROTOCOL_VERSION
 from schemas.wire.identity import told_max
 from schemas.wire.messages import Connect, EngineInfo, Hello, Refuse
-from writer_service.control_log import Lost
+from writer_service.control_log import CapturesLost
 from writer_service.journal.journal import Journal
 from writer_service.receive.capture_rules import number_max
 from writer_service.receive.sockets import is_remote
@@ -53,12 +53,12 @@ class Senders:
     def __iter__(self) -> Iterator[SenderState]:
         return iter(list(self._streams.values()))
 
-    def named(self, stream: str, epoch: int) -> SenderState | None:
+    def get(self, stream: str, epoch: int) -> SenderState | None:
         """The stream in this incarnation."""
         state = self._streams.get(stream)
         return state if state is not None and state.epoch == epoch else None
 
-    def at(self, address: bytes) -> SenderState | None:
+    def by_connection(self, address: bytes) -> SenderState | None:
         """Who greeted on a connection."""
         return self._by_address.get(address)
 
@@ -120,7 +120,7 @@ class Senders:
         """Journal that a sender's open captures will not be finished by it."""
         if not state.open_captures:
             return
-        if self._journal.try_append(state, Lost(sorted(state.open_captures), reason)):  # else at the next look
+        if self._journal.try_append(state, CapturesLost(sorted(state.open_captures), reason)):  # else at the next look
             state.open_captures.clear()
 
     def forgive(self, seconds: float) -> None:
@@ -182,7 +182,7 @@ class Senders:
         for state in self:
             gone = state.ended or state.last_seen < oldest
             if gone and not state.open_captures and state.settled == state.received \
-                    and not self._journal.names(state.stream):
+                    and not self._journal.pending_for(state.stream):
                 self._forget(state)
 
     def _forget(self, state: SenderState) -> None:

@@ -28,7 +28,7 @@ from writer_service.receive.porter_process import (
     shares_of,
 )
 
-__all__ = ["Doors", "check_doors", "is_remote"]
+__all__ = ["Sockets", "check_sockets", "is_remote"]
 
 receive_at_once: Final = 64
 parts_max: Final = 2 + limits.frame_bytes_max // 4096
@@ -44,7 +44,7 @@ def is_remote(address: bytes) -> bool:
     return address.startswith(_REMOTE)
 
 
-def check_doors(config: Config) -> None:
+def check_sockets(config: Config) -> None:
     """StartError where the sockets could not be opened, before anything is touched: makes and keeps nothing."""
     if (path := _path(config.endpoint)).parent.exists():
         _check_place(path)
@@ -78,7 +78,7 @@ def _numeric(listen: str) -> tuple[str, int] | None:
         return None
 
 
-class Doors:
+class Sockets:
     """Messages in and answers out; a sender's address is its connection's name behind a letter for its socket."""
 
     def __init__(self, context: zmq.Context[Any], config: Config) -> None:
@@ -132,14 +132,14 @@ class Doors:
 
     def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
         """A message that is waiting, with its sender's address; from each socket in turn."""
-        for door in self._turn:
-            socket = self._sockets[door]
+        for letter in self._turn:
+            socket = self._sockets[letter]
             try:
                 name = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 continue
-            self._turn.remove(door)
-            self._turn.append(door)
+            self._turn.remove(letter)
+            self._turn.append(letter)
             parts: list[zmq.Frame] = []
             size, more = 0, bool(socket.getsockopt(zmq.RCVMORE))
             while more:
@@ -147,7 +147,7 @@ class Doors:
                 size, more = size + len(part), part.more
                 if len(parts) < parts_max and size <= _message_bytes_max:
                     parts.append(part)
-            return door + name, parts
+            return letter + name, parts
         return None
 
     def send(self, address: bytes, data: bytes) -> None:
@@ -180,9 +180,9 @@ def _router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     return socket
 
 
-def _inner(path: Path, door: bytes) -> Path:
+def _inner(path: Path, letter: bytes) -> Path:
     """Where the writer's own socket lies, behind the one that others know."""
-    return path.with_name(f"{path.name}~{door.decode()}")
+    return path.with_name(f"{path.name}~{letter.decode()}")
 
 
 def _local(context: zmq.Context[Any], path: Path, flag: str, endpoint: str) -> zmq.Socket[bytes]:
@@ -217,8 +217,8 @@ def _remote(context: zmq.Context[Any], path: Path, curve: Path, authenticator: T
     return _bound(socket, path, _REMOTE, "--listen", "")
 
 
-def _bound(socket: zmq.Socket[bytes], path: Path, door: bytes, flag: str, endpoint: str) -> zmq.Socket[bytes]:
-    inner = _inner(path, door)
+def _bound(socket: zmq.Socket[bytes], path: Path, letter: bytes, flag: str, endpoint: str) -> zmq.Socket[bytes]:
+    inner = _inner(path, letter)
     inner.unlink(missing_ok=True)
     try:
         socket.bind(f"ipc://{inner}")

@@ -18,7 +18,7 @@ from schemas.catalog.records import load_frames
 from schemas.store.paths import open_name
 from writer_service import fs, log
 from writer_service.catalog.changes import SegmentGone, SegmentSealed
-from writer_service.journal.checksum_cache import Kept, KeptChecksums
+from writer_service.journal.checksum_cache import ChecksumCache, FrameChecksums
 from writer_service.journal.group_commit import Waker
 from writer_service.seal.sealing import finish_cut, seal
 
@@ -34,9 +34,9 @@ class Sealer:
     """``submit`` names a segment that is wholly on the disk; ``take`` tells what has become of it."""
 
     def __init__(self, store: Path, uuid: bytes, epoch: int, db: sqlite3.Connection, waker: Waker,
-                 kept: KeptChecksums) -> None:
+                 checksums: ChecksumCache) -> None:
         self._store, self._uuid, self._epoch, self._db, self._waker = store, uuid, epoch, db, waker
-        self._kept = kept
+        self._checksums = checksums
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._waiting: deque[int] = deque()
         self._running: tuple[Future[bool], int] | None = None
@@ -66,7 +66,7 @@ class Sealer:
                 log.warn("seal_failed", f"sealing segment {number}: {error}", segment=number, error=str(error))
             else:
                 self._delay.pop(number, None)
-                self._kept.forget(number)
+                self._checksums.forget(number)
                 change = SegmentSealed(number) if future.result() else SegmentGone(number)
         for number in [number for number, due in self._again.items() if due <= now]:
             del self._again[number]
@@ -74,7 +74,8 @@ class Sealer:
         if self._running is None and self._waiting and (not busy or len(self._waiting) > patience_max):
             number = self._waiting.popleft()
             known = load_frames(self._db, number)
-            self._running = self._pool.submit(self._seal, number, self._engines(), known, self._kept.of(number)), number
+            cached = self._checksums.get(number)
+            self._running = self._pool.submit(self._seal, number, self._engines(), known, cached), number
             self._running[0].add_done_callback(lambda _: self._waker.wake())
         return change
 
@@ -84,13 +85,13 @@ class Sealer:
 
     def _seal(
         self, number: int, engines: Mapping[str, Mapping[str, Any]], known: Sequence[tuple[int, int]],
-        kept: Mapping[int, Kept],
+        cached: Mapping[int, FrameChecksums],
     ) -> bool:
         if finish_cut(self._store, number):
             return True
         fd = fs.open_existing(self._store / open_name(number))
         try:
-            return seal(self._store, self._uuid, number, fd, self._epoch, engines, known, kept)
+            return seal(self._store, self._uuid, number, fd, self._epoch, engines, known, cached)
         finally:
             fs.close(fd)
 

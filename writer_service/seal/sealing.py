@@ -29,7 +29,7 @@ from schemas.store.paths import WRITER, array_metadata, block_name, building_nam
 from schemas.store.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, frames_end, whole_frames
 from schemas.wire.row_table import FLAG_ERASED
 from writer_service import fs, log
-from writer_service.journal.checksum_cache import Kept
+from writer_service.journal.checksum_cache import FrameChecksums
 from writer_service.seal.crc32c import crc32c
 
 MISSING: Final = np.uint64(2**64 - 1)
@@ -41,7 +41,7 @@ U64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What is gathered of a segment's frames; R rows, L layers (sorted union)."""
+    """Arrays of a segment's frames; R rows, L layers (sorted union)."""
 
     layers: list[int]
     captures: list[str]
@@ -118,22 +118,22 @@ def gather(
 
 def seal(
     store: Path, uuid: bytes, number: int, fd: int, epoch: int, engines: Mapping[str, Mapping[str, Any]],
-    known: Sequence[tuple[int, int]] = (), kept: Mapping[int, Kept] = MappingProxyType({}),
+    known: Sequence[tuple[int, int]] = (), cached: Mapping[int, FrameChecksums] = MappingProxyType({}),
 ) -> bool:
     """Make a block of journal file ``number``, open as ``fd`` and wholly on the disk; False where it has no frame.
 
     ``epoch`` is the writer's; ``engines`` maps streams to what is known of them; ``known``: (offset, bytes) of frames
-    that the catalog has; ``kept``: by offset, checksums that were made when frames came. Of other frames every byte is
-    read. A damaged one is left out of the arrays and stays in the file. OSError leaves the journal file
-    readable; sealing can be tried again. StoreError where no frame is whole: nothing is touched.
+    that the catalog has; ``cached``: checksums by offset, made when frames came. Of other frames every byte is read. A
+    damaged one is left out of the arrays and stays in the file. OSError leaves the journal file readable;
+    sealing can be tried again. StoreError where no frame is whole: nothing is touched.
     """
     path = store / open_name(number)
     data = map_file(path)
     frames, checksums = list[FrameView](), list[U64]()
 
     def prove(view: FrameView, path: object) -> None:
-        mine = kept.get(view.offset)
-        checksums.append(mine.prove(view, path) if mine and mine.is_of(view.frame) else prove_frame(view, path))
+        mine = cached.get(view.offset)
+        checksums.append(mine.prove(view, path) if mine and mine.matches(view.frame) else prove_frame(view, path))
 
     for found in whole_frames(data, uuid, number, path, known, prove):
         if isinstance(found, FrameView):

@@ -1,6 +1,6 @@
 """Compaction: the rows of sealed blocks that still count become one cold block (schemas/store/cold_block.py).
 
- 1. rows are gathered into blocks/.compacting-…, synced, and read back against the checksums that they came with
+ 1. rows are copied into blocks/.compacting-…, synced, and read back against the checksums that they came with
                                                                       (a crash: the folder is thrown away)
  2. the folder is renamed to its name: the commit point. Its attribute ``replaces`` names the blocks that it stands for
                                                                       (a crash: the next start goes on with 3)
@@ -31,8 +31,8 @@ from writer_service.catalog import catalog
 from writer_service.catalog.changes import Compacted
 from writer_service.recover.recovery import recover
 from writer_service.upkeep import block_removal
-from writer_service.upkeep.cold_block_writer import can_pack
-from writer_service.upkeep.cold_blocks import build, take_away
+from writer_service.upkeep.cold_block_writer import is_compressible
+from writer_service.upkeep.cold_blocks import build, remove_replaced
 
 block_bytes_target: Final = limits.segment_bytes_target  # of rows: erasing from a cold block makes it anew
 
@@ -105,7 +105,7 @@ def groups(store: Path, db: sqlite3.Connection, older_days: float | None, packed
     found: list[tuple[list[int], int]] = []
     last: dict[tuple[Any, ...], int] = {}  # by what blocks must have in common: the group that is being filled
     for row in db.execute("SELECT * FROM segments WHERE sealed = 1 ORDER BY number").fetchall():
-        if row["cold"] and not (packed and _can_be_packed(store, row)):
+        if row["cold"] and not (packed and _is_compressible(store, row)):
             continue
         query = ("SELECT max(created_ms) FROM captures WHERE id IN (SELECT capture FROM extents WHERE segment = ?)")
         youngest_ms = db.execute(query, (row["number"],)).fetchone()[0]
@@ -124,14 +124,14 @@ def groups(store: Path, db: sqlite3.Connection, older_days: float | None, packed
     return found
 
 
-def _can_be_packed(store: Path, row: sqlite3.Row) -> bool:
+def _is_compressible(store: Path, row: sqlite3.Row) -> bool:
     """Whether a cold block would be smaller, and is not compressed yet."""
     try:
         attributes = cold_attributes(store / block_name(row["number"]))
     except (OSError, ValueError, KeyError):
         return False  # fsck says what is lost
     unpacked = attributes is not None and attributes.get("compression") is None
-    return unpacked and can_pack(codecs.streams(row["codec"], row["width"], row["dtype"]))
+    return unpacked and is_compressible(codecs.streams(row["codec"], row["width"], row["dtype"]))
 
 
 def replace(store: Path, db: sqlite3.Connection, change: Compacted) -> None:
@@ -139,4 +139,4 @@ def replace(store: Path, db: sqlite3.Connection, change: Compacted) -> None:
     block_removal.remember_streams(store, db)
     with catalog.transaction(db):
         catalog.refresh(db, catalog.apply(db, [change]))
-    take_away(store, db, change.replaces)
+    remove_replaced(store, db, change.replaces)

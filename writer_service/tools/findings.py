@@ -21,7 +21,7 @@ View = FrameView | ColdFrame
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class Finding:
     """One finding; rows are those of ``capture`` at ``positions`` in all of ``layers``. ``file`` is below the store."""
 
     what: str
@@ -35,47 +35,48 @@ class Bad:
 
 def lost_extents(
     db: sqlite3.Connection, segment: Segment, file: str, start: int = 0, stop: int = 2**63 - 1
-) -> Iterator[Bad]:
+) -> Iterator[Finding]:
     """What the catalog has at bytes ``[start, stop)`` of a segment where no frame can be read."""
     query = "SELECT * FROM extents WHERE segment = ? AND offset >= ? AND offset < ? ORDER BY offset"
-    yield from extents_bad("the rows are not there", db.execute(query, (segment.number, start, stop)), segment, file)
+    lost = db.execute(query, (segment.number, start, stop))
+    yield from extent_findings("the rows are not there", lost, segment, file)
 
 
-def extents_bad(what: str, extents: Iterable[sqlite3.Row], segment: Segment, file: str) -> Iterator[Bad]:
+def extent_findings(what: str, extents: Iterable[sqlite3.Row], segment: Segment, file: str) -> Iterator[Finding]:
     """Rows of the catalog's ``extents``, all of them."""
     for row in extents:
         positions = np.frombuffer(row["rows"], "<u4").reshape(-1, 4)[:, 0]
-        yield Bad(what, file, row["offset"], segment.site, row["capture"], unpack_layers(row["layers"]),
+        yield Finding(what, file, row["offset"], segment.site, row["capture"], unpack_layers(row["layers"]),
                   tuple(positions.tolist()))
 
 
-def rows_bad(what: str, file: str, view: View, wrong: npt.NDArray[np.bool_]) -> Iterator[Bad]:
+def row_findings(what: str, file: str, view: View, wrong: npt.NDArray[np.bool_]) -> Iterator[Finding]:
     """Of a frame's rows those that are ``wrong`` [rows, layers]."""
     names = [view.frame.captures[index] for index in view.table.capture.tolist()]
     yield from _named(what, file, view.offset, view.frame.site, names, view.table.position, view.frame.layers, wrong)
 
 
-def block_rows_bad(
+def block_row_findings(
     what: str, file: str, offset: int | None, block: Block, rows: I64, wrong: npt.NDArray[np.bool_]
-) -> Iterator[Bad]:
+) -> Iterator[Finding]:
     """Of the ``rows`` of a block those that are ``wrong`` [rows, layers]; the place alone where none is."""
     names = [block.captures[index] if index < len(block.captures) else "?"
              for index in block.row["capture"][rows].tolist()]
     found = list(_named(what, file, offset, block.site, names, block.row["position"][rows], block.layers, wrong))
-    yield from found or [Bad(what, file, offset, block.site)]
+    yield from found or [Finding(what, file, offset, block.site)]
 
 
 def _named(
     what: str, file: str, offset: int | None, site: str, names: Sequence[str], positions: npt.NDArray[np.uint32],
     layers: Sequence[int], wrong: npt.NDArray[np.bool_],
-) -> Iterator[Bad]:
+) -> Iterator[Finding]:
     """Wrong (row, layer) pairs as findings: rows of a capture that are wrong in the same layers together."""
     groups: dict[tuple[str, bytes], list[int]] = {}
     for row in np.flatnonzero(wrong.any(1)).tolist():
         groups.setdefault((names[row], wrong[row].tobytes()), []).append(row)
     for (capture, _), rows in groups.items():
         which = tuple(layer for layer, bad in zip(layers, wrong[rows[0]].tolist(), strict=True) if bad)
-        yield Bad(what, file, offset, site, capture, which, tuple(positions[rows].tolist()))
+        yield Finding(what, file, offset, site, capture, which, tuple(positions[rows].tolist()))
 
 
 def ranges(positions: Iterable[int]) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from schemas.read.reader import read_store_uuid
 from schemas.store.paths import WRITER, block_name, building_name, journal_folder, open_name
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.recover.store_lock import is_free
-from writer_service.tools.findings import Bad, View, below, lost_extents
+from writer_service.tools.findings import Finding, View, below, lost_extents
 from writer_service.tools.fsck_segments import check_block, check_cold, check_open
 from writer_service.upkeep.block_removal import COVERED, read_covered, removable
 from writer_service.upkeep.cold_blocks import need_library
@@ -38,7 +38,7 @@ recheck_s: Final = 0.5  # a writer may be moving or erasing what is being read
 class Report:
     """What was looked at, and what of it is bad."""
 
-    bad: list[Bad]
+    bad: list[Finding]
     segments: int = 0
     frames: int = 0
     rows: int = 0
@@ -60,7 +60,7 @@ def fsck(store: Path, progress: Progress = lambda done, total: None) -> Report:
     db = connect_read(store / "catalog.sqlite")
     try:
         if (answer := db.execute("PRAGMA integrity_check(1)").fetchone()[0]) != "ok":
-            report.bad.append(Bad(f"the catalog is damaged ({answer}); rebuild it", "catalog.sqlite"))
+            report.bad.append(Finding(f"the catalog is damaged ({answer}); rebuild it", "catalog.sqlite"))
             return report
         report.captures = db.execute("SELECT count(*) FROM captures WHERE deleted = 0").fetchone()[0]
         numbers = sorted(_numbers_on_disk(store) | {row["number"] for row in db.execute("SELECT number FROM segments")})
@@ -81,7 +81,7 @@ def fsck(store: Path, progress: Progress = lambda done, total: None) -> Report:
     return report
 
 
-def _check_logs(store: Path, uuid: bytes) -> Iterator[Bad]:
+def _check_logs(store: Path, uuid: bytes) -> Iterator[Finding]:
     journal = store / "writers" / WRITER / "journal"
     numbers = log_numbers(journal)
     for number in numbers:
@@ -92,42 +92,43 @@ def _check_logs(store: Path, uuid: bytes) -> Iterator[Bad]:
         except FileNotFoundError:
             continue  # merged with a later one at this moment
         except (StoreError, OSError) as error:
-            yield Bad(str(error), below(store, path))
+            yield Finding(str(error), below(store, path))
             continue
         if end < size and not (number == numbers[-1] and not is_free(store)):
-            yield Bad("a damaged record; it and all after it in this log are lost" if number != numbers[-1]
+            yield Finding("a damaged record; it and all after it in this log are lost" if number != numbers[-1]
                       else "the last record is not whole; the next start cuts it off", below(store, path), end)
 
 
-def _check_merges(store: Path, uuid: bytes) -> Iterator[Bad]:
+def _check_merges(store: Path, uuid: bytes) -> Iterator[Finding]:
     """A log that another stands for goes at the next start; of a writer that runs, at this moment."""
     if is_free(store):
         journal = store / journal_folder()
         for path in superseded(journal, uuid):
-            yield Bad("a later log has its records too; the next start of the writer removes it", below(store, path))
+            yield Finding("a later log has its records too; the next start of the writer removes it",
+                          below(store, path))
         for path in damaged_heads(journal, uuid):
-            yield Bad("its head is damaged: it names logs whose records it has not; nothing is removed for that",
+            yield Finding("its head is damaged: it names logs whose records it has not; nothing is removed for that",
                       below(store, path), 0)
 
 
-def _check_erasures(store: Path) -> Iterator[Bad]:
+def _check_erasures(store: Path) -> Iterator[Finding]:
     """What erasing and removing leave beside the logs. A writer that runs has a redo record for a moment, and none is
     left where it stopped."""
     try:
         read_covered(store)
     except (OSError, StoreError) as error:
-        yield Bad(str(error), f"{journal_folder()}/{COVERED}")
+        yield Finding(str(error), f"{journal_folder()}/{COVERED}")
     for path in redo_paths(store):
         try:
             read_redo(path)
             if not is_free(store) and time.time() - path.stat().st_mtime < erasing_s:
                 continue
-            yield Bad("rows of deleted captures are half erased; the next start of the writer ends it",
+            yield Finding("rows of deleted captures are half erased; the next start of the writer ends it",
                       below(store, path))
         except FileNotFoundError:
             continue  # it is done
         except (OSError, StoreError, msgspec.DecodeError) as error:
-            yield Bad(f"rows of deleted captures are half erased, and cannot be: {error}", below(store, path))
+            yield Finding(f"rows of deleted captures are half erased, and cannot be: {error}", below(store, path))
 
 
 def _numbers_on_disk(store: Path) -> set[int]:
@@ -154,16 +155,16 @@ def _size(store: Path, number: int) -> int:
         return 0
 
 
-def _check_segment(store: Path, uuid: bytes, db: sqlite3.Connection, number: int, report: Report) -> Iterator[Bad]:
+def _check_segment(store: Path, uuid: bytes, db: sqlite3.Connection, number: int, report: Report) -> Iterator[Finding]:
     segment = load_segment(db, number)
     place = _place(store, number)
     if segment is None:
-        yield Bad("not in the catalog; rebuild it", below(store, place) if place else block_name(number))
+        yield Finding("not in the catalog; rebuild it", below(store, place) if place else block_name(number))
         return
     if place is None and removable(db, number):
         return  # taken away, and the catalog has not heard of it yet
     if place is None:
-        yield Bad("the segment is not there", block_name(number), None, segment.site)
+        yield Finding("the segment is not there", block_name(number), None, segment.site)
         yield from lost_extents(db, segment, block_name(number))
         return
     report.segments += 1
@@ -176,7 +177,7 @@ def _check_segment(store: Path, uuid: bytes, db: sqlite3.Connection, number: int
         else:
             yield from check_open(store, uuid, place, segment, db, good)
     except (OSError, StoreError, ValueError, KeyError, TypeError) as error:
-        yield Bad(f"cannot be read: {error!r}", below(store, place), None, segment.site)
+        yield Finding(f"cannot be read: {error!r}", below(store, place), None, segment.site)
         yield from lost_extents(db, segment, below(store, place))
         return
     report.frames += len(good)
@@ -184,7 +185,7 @@ def _check_segment(store: Path, uuid: bytes, db: sqlite3.Connection, number: int
     yield from _check_extents(db, segment, good, below(store, place))
 
 
-def _check_extents(db: sqlite3.Connection, segment: Segment, good: Mapping[int, View], file: str) -> Iterator[Bad]:
+def _check_extents(db: sqlite3.Connection, segment: Segment, good: Mapping[int, View], file: str) -> Iterator[Finding]:
     """The catalog's rows against the frames that are whole."""
     for row in db.execute("SELECT * FROM extents WHERE segment = ? ORDER BY offset", (segment.number,)):
         view = good.get(row["offset"])
@@ -199,5 +200,5 @@ def _check_extents(db: sqlite3.Connection, segment: Segment, good: Mapping[int, 
                         and (table.capture[at] == view.frame.captures.index(row["capture"])).all()
                         and unpack_layers(row["layers"]) == tuple(view.frame.layers))
         if not fits:
-            yield Bad("the catalog does not match the frame; rebuild it", file, row["offset"], segment.site,
+            yield Finding("the catalog does not match the frame; rebuild it", file, row["offset"], segment.site,
                       row["capture"], unpack_layers(row["layers"]), tuple(columns[:, 0].tolist()))

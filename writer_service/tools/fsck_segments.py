@@ -23,14 +23,23 @@ from schemas.store.segment import FLAG_REDACTED, FrameView, check_streams, parse
 from writer_service.seal.block import Block, open_block
 from writer_service.seal.crc32c import crc32c
 from writer_service.seal.sealing import MISSING, ROW_COLUMNS, gather
-from writer_service.tools.findings import I64, Bad, View, below, block_rows_bad, extents_bad, lost_extents, rows_bad
+from writer_service.tools.findings import (
+    I64,
+    Finding,
+    View,
+    below,
+    block_row_findings,
+    extent_findings,
+    lost_extents,
+    row_findings,
+)
 
 Index = npt.NDArray[np.uint64]
 
 
 def check_open(
     store: Path, uuid: bytes, path: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, View]
-) -> Iterator[Bad]:
+) -> Iterator[Finding]:
     """A journal file: frames that the catalog has, and those that follow up to the first that is not whole."""
     known = {offset: offset + nbytes for offset, nbytes in load_frames(db, segment.number)}
     data, offset = map_file(path), 0  # after the catalog was asked: it may grow meanwhile
@@ -41,7 +50,7 @@ def check_open(
         except CorruptError as error:
             following = min((at for at in known if at > offset), default=None)
             if offset in known:
-                yield Bad(f"{error.reason}; its rows are lost", file, offset, segment.site)
+                yield Finding(f"{error.reason}; its rows are lost", file, offset, segment.site)
                 yield from lost_extents(db, segment, file, offset, known[offset])
             if following is None:
                 return
@@ -51,13 +60,13 @@ def check_open(
             verify_payload(view, path)
             good[offset] = view
         except CorruptError as error:
-            yield from rows_bad(str(error.reason), file, view, np.ones((view.rows, len(view.frame.layers)), bool))
+            yield from row_findings(str(error.reason), file, view, np.ones((view.rows, len(view.frame.layers)), bool))
         offset = view.end
 
 
 def check_block(
     store: Path, uuid: bytes, folder: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, View]
-) -> Iterator[Bad]:
+) -> Iterator[Finding]:
     """A sealed block: its frames, what is left of those that are damaged, and its arrays."""
     block, whole = open_block(folder), list[tuple[FrameView, int, Index]]()
     path = folder / main_chunk(block.declared[0].name)
@@ -67,14 +76,14 @@ def check_block(
         index = block.index()
     except StoreError as error:
         index = None
-        yield Bad(str(error.reason), file, None, segment.site)
+        yield Finding(str(error.reason), file, None, segment.site)
     row = 0
     for offset in block.frames.tolist():
         try:
             view = parse_frame(data, offset, uuid, segment.number, path)
         except CorruptError as error:
             rows = _rows_between(block, index, offset)
-            yield from block_rows_bad(str(error.reason), file, offset, block, rows, block.present[rows])
+            yield from block_row_findings(str(error.reason), file, offset, block, rows, block.present[rows])
             row = int(rows[-1]) + 1 if len(rows) else row
             continue
         rows = np.arange(row, row + view.rows)
@@ -89,14 +98,14 @@ def check_block(
             if view.flags & FLAG_REDACTED and wrong.any():  # when others went, it was hashed anew as it then was
                 raise CorruptError("read rows", f"{path} at byte {offset}", "a row does not match its checksum")
         except CorruptError as error:
-            yield from block_rows_bad(str(error.reason), file, offset, block, rows, wrong)
+            yield from block_row_findings(str(error.reason), file, offset, block, rows, wrong)
         else:
             good[offset] = view
             whole.append((view, int(rows[0]), checksums))
     there = set(block.frames.tolist())
     for offset, nbytes in load_frames(db, segment.number):
         if offset not in there:  # left out when the segment was sealed
-            yield Bad("the frame was damaged before its segment was sealed", file, offset, segment.site)
+            yield Finding("the frame was damaged before its segment was sealed", file, offset, segment.site)
             yield from lost_extents(db, segment, file, offset, offset + nbytes)
     yield from _check_arrays(store, block, index, whole)
 
@@ -112,21 +121,21 @@ def _rows_between(block: Block, index: Index | None, offset: int) -> I64:
 
 def _check_arrays(
     store: Path, block: Block, index: Index | None, frames: Sequence[tuple[FrameView, int, Index]]
-) -> Iterator[Bad]:
+) -> Iterator[Finding]:
     """The block's arrays against what they are made of: frames, the first row and the rows' checksums of each."""
     if not frames:
         return
     columns = gather([view for view, _, _ in frames], [found for _, _, found in frames], block.declared, block.layers)
     rows = np.concatenate([np.arange(start, start + view.rows) for view, start, _ in frames])
 
-    def differ(name: str, found: npt.NDArray[Any], made: npt.NDArray[Any]) -> Iterator[Bad]:
+    def differ(name: str, found: npt.NDArray[Any], made: npt.NDArray[Any]) -> Iterator[Finding]:
         """``found`` and ``made`` are ``[rows, …]`` or ``[rows, layers, …]``."""
         wrong = (found.reshape(len(rows), -1) != made.reshape(len(rows), -1))
         if wrong.any():
             layered = wrong.reshape(len(rows), len(block.layers), -1).any(-1) if found.ndim > 1 else \
                 np.broadcast_to(wrong, (len(rows), len(block.layers)))
             file = below(store, block.folder / name)
-            yield from block_rows_bad("the array does not match the frames", file, None, block, rows, layered)
+            yield from block_row_findings("the array does not match the frames", file, None, block, rows, layered)
 
     names = np.asarray(block.captures, object)[np.minimum(block.row["capture"][rows], len(block.captures) - 1)]
     yield from differ("capture", names, np.asarray(columns.captures, object)[columns.row["capture"]])
@@ -148,7 +157,7 @@ def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 def check_cold(
     store: Path, folder: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, View]
-) -> Iterator[Bad]:
+) -> Iterator[Finding]:
     """A cold block: its arrays by frame, its rows by their checksums, its shard indexes against each other."""
     block = ColdBlock.open(folder)
     for stream in block.declared:
@@ -164,7 +173,7 @@ def check_cold(
             index[there] == np.stack([starts[rank], sizes[rank]], axis=1)).all() and (
             path.stat().st_size == int(starts[-1]) + len(footer))
         if crc32c(footer[:-4]) != int.from_bytes(footer[-4:], "little") or not fits:
-            yield Bad("the shard index does not match its checksum or the main stream's", below(store, path), None,
+            yield Finding("the shard index does not match its checksum or the main stream's", below(store, path), None,
                       segment.site)
     file = below(store, block.main)
     for offset in block.first.tolist():
@@ -173,12 +182,12 @@ def check_cold(
         except CorruptError as error:
             query = "SELECT * FROM extents WHERE segment = ? AND offset = ?"
             lost = db.execute(query, (segment.number, offset)).fetchall()
-            yield from extents_bad(str(error.reason), lost, segment, below(store, folder))
+            yield from extent_findings(str(error.reason), lost, segment, below(store, folder))
             if not lost:
-                yield Bad(str(error.reason), below(store, folder), offset, segment.site)
+                yield Finding(str(error.reason), below(store, folder), offset, segment.site)
             continue
         wrong = view.wrong()
         if wrong.any():
-            yield from rows_bad("the row does not match its checksum", file, view, wrong.T)
+            yield from row_findings("the row does not match its checksum", file, view, wrong.T)
         else:
             good[offset] = view

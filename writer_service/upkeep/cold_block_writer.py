@@ -1,5 +1,5 @@
 """The rows of other blocks as they go into a cold one (schemas/store/cold_block.py):
-gathered by capture and layer, and written."""
+writer by capture and layer, and written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ gather_bytes: Final = 32 * 1024 * 1024  # of a stream in memory at once
 I64 = npt.NDArray[np.int64]
 
 
-def can_pack(declared: Sequence[Stream]) -> bool:
+def is_compressible(declared: Sequence[Stream]) -> bool:
     """Whether compressing is worth it: rows as they are, in one stream."""
     return len(declared) == 1
 
@@ -85,7 +85,7 @@ class _Span:
         return self.start + len(self.source.rows)
 
 
-class Gathered:
+class ColdBlockWriter:
     """What goes into a cold block, and the writing of it."""
 
     def __init__(self, store: Path, maps: SegmentMaps, db: sqlite3.Connection, segment: Segment,
@@ -94,7 +94,7 @@ class Gathered:
         self.declared = codecs.streams(segment.codec, segment.width, segment.dtype)
         self.olds = [json.loads((store / block_name(old) / "zarr.json").read_text())["attributes"] for old in replaces]
         self.compressor = None
-        if can_pack(self.declared) and (packed or any(old.get("compression") for old in self.olds)):
+        if is_compressible(self.declared) and (packed or any(old.get("compression") for old in self.olds)):
             self.compressor = compressor(self.declared[0])
         self.damaged = False
         self.parts = self._plan(maps, db, strict)
@@ -235,8 +235,8 @@ class Gathered:
         fd, at, sizes = fs.open_new(path), 0, list[int]()
         try:
             for layer, begin, end in self._windows(chunk_bytes):
-                gathered = self._gather(index, stream, layer, begin, end)
-                whole = [gathered[start:start + chunk_bytes] for start in range(0, len(gathered), chunk_bytes)]
+                writer = self._gather(index, stream, layer, begin, end)
+                whole = [writer[start:start + chunk_bytes] for start in range(0, len(writer), chunk_bytes)]
                 written = whole if self.compressor is None else [pack(chunk, stream, folder) for chunk in whole]
                 sizes += map(len, written)
                 at = fs.write_at(fd, written, at)
@@ -254,7 +254,7 @@ class Gathered:
             ("row", "layer", "dim"), (chunks * CHUNK_ROWS, layers, *stream.shape), self.compressor))
 
     def _windows(self, chunk_bytes: int) -> Iterator[tuple[slice, int, int]]:
-        """Layers × chunks ``[begin, end)`` that are gathered at once, in the order of the file."""
+        """Layers × chunks ``[begin, end)`` that are writer at once, in the order of the file."""
         chunks, layers = self.needed.shape[1], len(self.layers)
         most = max(1, gather_bytes // chunk_bytes)
         if chunks <= most:

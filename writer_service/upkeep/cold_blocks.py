@@ -17,7 +17,7 @@ from writer_service.catalog import catalog
 from writer_service.catalog.changes import Compacted, Indexed, SegmentGone, SegmentMade
 from writer_service.seal.sealing import sync_tree
 from writer_service.upkeep import block_removal
-from writer_service.upkeep.cold_block_writer import Gathered
+from writer_service.upkeep.cold_block_writer import ColdBlockWriter
 
 
 def need_library(store: Path) -> None:
@@ -56,12 +56,12 @@ def build(store: Path, uuid: bytes, db: sqlite3.Connection, number: int, replace
         fs.remove_tree(folder)
     maps = SegmentMaps(store, uuid)
     try:
-        gathered = Gathered(store, maps, db, segment, replaces, strict, packed)
+        writer = ColdBlockWriter(store, maps, db, segment, replaces, strict, packed)
         fs.make_dirs(folder)
-        gathered.write(folder, uuid, number)
+        writer.write(folder, uuid, number)
         block = ColdBlock.open(folder)
         for offset in block.first.tolist():
-            if strict or not gathered.damaged:
+            if strict or not writer.damaged:
                 block.frame(offset).verify()
         change = compacted(block, number)
         del block
@@ -79,7 +79,7 @@ def build(store: Path, uuid: bytes, db: sqlite3.Connection, number: int, replace
 # ── what was cut short, and what is replaced ────────────────────────────────────────────────────────────────────────
 
 
-def take_away(store: Path, db: sqlite3.Connection, numbers: Sequence[int]) -> None:
+def remove_replaced(store: Path, db: sqlite3.Connection, numbers: Sequence[int]) -> None:
     """Remove blocks that a cold one stands for."""
     for number in numbers:
         block_removal.remove_block(store, number)
@@ -98,7 +98,7 @@ def finish_replacing(store: Path, db: sqlite3.Connection) -> None:
         left += [old for old in attributes["replaces"] if (store / block_name(old)).exists() or load_segment(db, old)]
     if left:
         block_removal.remember_streams(store, db)
-        take_away(store, db, left)
+        remove_replaced(store, db, left)
 
 
 def free_number(store: Path) -> int:

@@ -11,7 +11,7 @@ from schemas.errors import StoreError
 from schemas.store.paths import journal_folder
 from schemas.wire.messages import ClientFinish, Finish, Open, Own
 from writer_service import fs
-from writer_service.control_log import Entry, content_of, log_end, log_path, read_log, scrubbed_log, span_of
+from writer_service.control_log import LogEntry, content_of, log_end, log_path, read_log, scrubbed_log, span_of
 
 
 def scrub_log(store: Path, uuid: bytes, number: int, captures: Collection[str]) -> None:
@@ -29,7 +29,7 @@ def scrub_log(store: Path, uuid: bytes, number: int, captures: Collection[str]) 
     fs.write_durable(path, scrubbed_log(uuid, entries, span_of(path)))
 
 
-def _without(entry: Entry) -> Entry:
+def _without(entry: LogEntry) -> LogEntry:
     message = entry.message
     match message:
         case Own():

@@ -33,14 +33,14 @@ failed_rounds: Final = 30
 rewrite_rest: Final = 9  # times as long as making a cold block anew took, before the next
 expired_at_once: Final = 500
 owed_share: Final = 4  # where more than a fourth was deleted and did not come back, nothing is deleted for that
-KeeperChange = Erased | Scrubbed | SegmentGone | Compacted
+UpkeepChange = Erased | Scrubbed | SegmentGone | Compacted
 
 
 @dataclass(slots=True)
 class Round:
     """What one round found and did."""
 
-    changes: list[KeeperChange] = field(default_factory=list)
+    changes: list[UpkeepChange] = field(default_factory=list)
     retire: set[int] = field(default_factory=set)  # open segments that hold rows to erase
     expired: list[str] = field(default_factory=list)  # captures to delete: too old, or one too many
     used_bytes: int | None = None  # what the store takes; None where it could not be measured
@@ -51,7 +51,7 @@ class Round:
     failures: int = 0
 
 
-class Keeper:
+class Upkeep:
     """``step`` starts a round where one is due; ``take`` gives what came of it, once."""
 
     def __init__(

@@ -13,7 +13,7 @@ from schemas.spec import Resolved
 from schemas.wire.messages import ClientFinish, Delete, Finish, Open, Own, Record
 from writer_service.catalog import catalog
 from writer_service.catalog.entries import forget
-from writer_service.control_log import Entry
+from writer_service.control_log import LogEntry
 
 
 def put(db: sqlite3.Connection, capture: str, seq: int, nbytes: int) -> None:
@@ -78,11 +78,11 @@ def test_what_is_beside_the_rows_counts_in_every_sample(tmp_path: Path) -> None:
                  created_ms=1, resolved=Resolved({}, {}, "all", "allow")),
             Finish(seq=3, capture=capture, reason="stop", stop_reason=None, output_token_ids=tokens[:8], end=12),
             ClientFinish(seq=4, capture=capture, reason="stop", stop_reason=None, output_token_ids=tokens[:8])]
-        catalog.apply(db, [Entry("s", 1, 1, 1, record) for record in records])
+        catalog.apply(db, [LogEntry("s", 1, 1, 1, record) for record in records])
         beside = CAPTURE_BYTES + len(json.dumps(tags))
         assert owners(db) == {"alice": 3 * beside + len(asked.encode()) + 40 + 8 + 8}
-    catalog.apply(db, [Entry("s", 1, 1, 1, Delete(seq=5, capture=capture))])
+    catalog.apply(db, [LogEntry("s", 1, 1, 1, Delete(seq=5, capture=capture))])
     assert owners(db) == {"alice": 2 * beside}
-    catalog.apply(db, [Entry("s", 1, 1, 1, Delete(seq=6, capture=ulid))])
+    catalog.apply(db, [LogEntry("s", 1, 1, 1, Delete(seq=6, capture=ulid))])
     assert owners(db) == {"alice": 0}
     db.close()

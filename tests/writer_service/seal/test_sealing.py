@@ -35,7 +35,7 @@ from tests.support.store_helpers import (
 )
 from writer_service import fs
 from writer_service.journal import checksum_cache
-from writer_service.journal.checksum_cache import Kept, KeptChecksums
+from writer_service.journal.checksum_cache import ChecksumCache, FrameChecksums
 from writer_service.recover.recovery import _block_frames, recover
 from writer_service.seal.block import open_block
 from writer_service.seal.sealing import seal
@@ -315,7 +315,7 @@ def test_what_was_found_after_a_crash_is_read_to_be_sealed(tmp_path: Path) -> No
     second = spoiled(store / open_name(1), expected_pieces(1, [5], [2], width=width)["q"][0, 0])
     state = recover(store)
     fd = fs.open_existing(store / open_name(1))
-    others = {0: Kept((1, 2, 3, 4), np.zeros(16, np.uint64))}
+    others = {0: FrameChecksums((1, 2, 3, 4), np.zeros(16, np.uint64))}
     assert seal(store, state.uuid, 1, fd, state.epoch, {}, [(0, 8192), (8192, 8192)], others)
     fs.close(fd)
     fs.close(state.lock)
@@ -324,18 +324,18 @@ def test_what_was_found_after_a_crash_is_read_to_be_sealed(tmp_path: Path) -> No
 
 
 def test_only_so_many_checksums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum_cache, "kept_bytes_max", 4096)
+    monkeypatch.setattr(checksum_cache, "cache_bytes_max", 4096)
     frame, _ = build(1, [3], [0])[:2]
-    checksums = KeptChecksums()
+    checksums = ChecksumCache()
     for number in range(10):
-        checksums.keep(number, 0, frame, np.zeros(100, np.uint64))
-    assert [len(checksums.of(number)) for number in range(10)] == [1] * 3 + [0] * 7
+        checksums.put(number, 0, frame, np.zeros(100, np.uint64))
+    assert [len(checksums.get(number)) for number in range(10)] == [1] * 3 + [0] * 7
     assert not checksums.full
     checksums.forget(1)
-    checksums.keep(4, 0, frame, np.zeros(250, np.uint64))
-    assert not checksums.of(4) and not checksums.of(1)
-    checksums.keep(4, 0, frame, np.zeros(100, np.uint64))
-    assert checksums.of(4)[0].is_of(frame)
+    checksums.put(4, 0, frame, np.zeros(250, np.uint64))
+    assert not checksums.get(4) and not checksums.get(1)
+    checksums.put(4, 0, frame, np.zeros(100, np.uint64))
+    assert checksums.get(4)[0].matches(frame)
 
 
 def test_readers_go_on_while_segments_are_sealed(tmp_path: Path) -> None:

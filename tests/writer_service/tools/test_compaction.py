@@ -39,7 +39,7 @@ from writer_service.recover.recovery import recover
 from writer_service.tools.compaction import compact
 from writer_service.tools.fsck import fsck
 from writer_service.upkeep import cold_block_writer, cold_blocks
-from writer_service.upkeep.upkeep import Keeper
+from writer_service.upkeep.upkeep import Upkeep
 
 WIDTH = 192
 ROWS = 150  # of a long capture: more than two chunks
@@ -397,14 +397,14 @@ def test_a_delete_cut_short(sample: Sample, tmp_path: Path, monkeypatch: pytest.
     while not finished:
         store = Path(shutil.copytree(template, tmp_path / "cut"))
         with monkeypatch.context() as patch:
-            keeper = Keeper(store, read_store_uuid(store), Waker())
+            upkeep = Upkeep(store, read_store_uuid(store), Waker())
             cut_short(patch, at, False)
             try:
-                keeper.round()
+                upkeep.round()
                 finished = True
             except Killed:
                 pass
-            keeper.close()
+            upkeep.close()
         assert answers(store, left) == before
         look_after(store)
         assert answers(store, left) == before and not dump(store)["doomed"]

@@ -20,7 +20,7 @@ from schemas.read.reader import StoreReader
 from tests.support.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, until
 from writer_service import fs
 from writer_service.recover.recovery import recover
-from writer_service.tools.findings import Bad, ranges
+from writer_service.tools.findings import Finding, ranges
 from writer_service.tools.fsck import fsck
 from writer_service.tools.rebuild import rebuild
 
@@ -101,7 +101,7 @@ EDITS: dict[str, tuple[str, Callable[[bytearray], object], Rows, str]] = {
 }
 
 
-def named(sample: Sample, bad: list[Bad]) -> Rows:
+def named(sample: Sample, bad: list[Finding]) -> Rows:
     names = {sample.one: "one", sample.two: "two"}
     return {(found.offset, names[found.capture], found.layers, found.positions) for found in bad if found.capture}
 

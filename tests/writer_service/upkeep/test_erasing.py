@@ -41,7 +41,7 @@ from writer_service.tools.fsck import fsck
 from writer_service.upkeep import block_removal
 from writer_service.upkeep.erasing import clear, plan, write_redo
 from writer_service.upkeep.scrubbing import scrub_log
-from writer_service.upkeep.upkeep import Keeper
+from writer_service.upkeep.upkeep import Upkeep
 
 FIRST = 70_000  # where the positions of the deleted capture begin: token ids that nobody else has
 WIDTH = 4096
@@ -122,20 +122,20 @@ def traces(store: Path) -> list[str]:
 
 
 def look_after(store: Path) -> None:
-    """What a writer's keeper does until nothing is left to do, on a store without a writer."""
+    """What a writer's upkeep does until nothing is left to do, on a store without a writer."""
     state = recover(store)
-    keeper = Keeper(store, state.uuid, Waker())
+    upkeep = Upkeep(store, state.uuid, Waker())
     db = connect_write(store / "catalog.sqlite")
     try:
         for _ in range(2):
-            done = keeper.round()
+            done = upkeep.round()
             assert done.failures == 0
             with catalog.transaction(db):
                 catalog.apply(db, done.changes)
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     finally:
         db.close()
-        keeper.close()
+        upkeep.close()
         fs.close(state.lock)
 
 
@@ -295,9 +295,9 @@ def test_an_erasure_that_cannot_be_ended_stops_no_start(sample: Sample, tmp_path
     UNDOABLE[name](store)
     before = contents(store / "blocks")
     state = recover(store)
-    keeper = Keeper(store, state.uuid, Waker())
-    done = keeper.round()
-    keeper.close()
+    upkeep = Upkeep(store, state.uuid, Waker())
+    done = upkeep.round()
+    upkeep.close()
     fs.close(state.lock)
     assert len(state.not_erased) == 1 and "erase-00000001.redo" in state.not_erased[0]
     assert done.failures == 1 and not done.erased_rows and contents(store / "blocks") == before
@@ -478,14 +478,14 @@ def test_cut_at_every_change_of_the_disk(
         store = tmp_path / "cut"
         shutil.copytree(template, store)
         with monkeypatch.context() as patch:
-            keeper = Keeper(store, uuid, Waker())
+            upkeep = Upkeep(store, uuid, Waker())
             calls = cut_short(patch, at, turn % 2 == 0)
             try:
-                keeper.round()
+                upkeep.round()
                 finished = True
             except Killed:
                 pass
-            keeper.close()
+            upkeep.close()
             assert finished or calls() == at, "nothing may go on after the process is gone"
         if not whole:
             # A reader that comes before the next writer gets rows, or an error that says why; never other rows.
@@ -513,14 +513,14 @@ def test_a_power_loss_in_the_midst_of_an_erasure(
         shutil.copytree(template, store)
         disk = Certain(store, tmp_path / f"certain-{at}")
         with disk.watching(), monkeypatch.context() as patch:
-            keeper = Keeper(store, uuid, Waker())
+            upkeep = Upkeep(store, uuid, Waker())
             cut_short(patch, at, torn=False)
             try:
-                keeper.round()
+                upkeep.round()
                 finished = True
             except Killed:
                 pass
-            keeper.close()
+            upkeep.close()
         disk.lose(rng)
         look_after(store)
         assert_erased(store, sample)

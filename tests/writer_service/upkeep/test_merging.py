@@ -27,13 +27,13 @@ from tests.writer_service.upkeep.test_erasing import (
 )
 from writer_service import fs
 from writer_service.catalog.changes import Erased
-from writer_service.control_log import Entry, log_numbers, log_path, read_log, scrubbed_log
+from writer_service.control_log import LogEntry, log_numbers, log_path, read_log, scrubbed_log
 from writer_service.journal.group_commit import Waker
 from writer_service.recover.recovery import recover
 from writer_service.tools.fsck import fsck
 from writer_service.tools.rebuild import rebuild
 from writer_service.upkeep import log_merging
-from writer_service.upkeep.upkeep import Keeper
+from writer_service.upkeep.upkeep import Upkeep
 
 NEVER = ("--seal-idle-s", "0.05", "--keep-s", "600")  # erases nothing while it runs
 
@@ -72,7 +72,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Sample:
     return Sample(store, gone, kept)
 
 
-def entries(store: Path, number: int) -> list[tuple[int, Entry]]:
+def entries(store: Path, number: int) -> list[tuple[int, LogEntry]]:
     return list(read_log(log_path(store / journal_folder(), number), read_store_uuid(store)))
 
 
@@ -204,10 +204,10 @@ def test_a_damaged_log_stays_where_it_is(copied: Sample) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    keeper = Keeper(copied.store, read_store_uuid(copied.store), Waker())
+    upkeep = Upkeep(copied.store, read_store_uuid(copied.store), Waker())
     for _ in range(2):
-        keeper.round()
-    keeper.close()
+        upkeep.round()
+    upkeep.close()
     assert path.read_bytes() == data and len(logs(copied.store)) < 9
     assert [bad.file for bad in fsck(copied.store).bad if "damaged record" in bad.what] == [
         f"{journal_folder()}/{path.name}"]
@@ -215,10 +215,10 @@ def test_a_damaged_log_stays_where_it_is(copied: Sample) -> None:
 
 def test_what_was_erased_is_told_though_the_logs_cannot_be_looked_at(many: Sample, copied: Sample) -> None:
     log_path(copied.store / journal_folder(), 0).symlink_to("nowhere")
-    keeper = Keeper(copied.store, read_store_uuid(copied.store), Waker())
-    done = keeper.round()
-    keeper.close()
-    assert done.failures == keeper.failures == 2 and done.erased_rows  # scrubbing and merging
+    upkeep = Upkeep(copied.store, read_store_uuid(copied.store), Waker())
+    done = upkeep.round()
+    upkeep.close()
+    assert done.failures == upkeep.failures == 2 and done.erased_rows  # scrubbing and merging
     assert any(isinstance(change, Erased) for change in done.changes) and done.used_bytes
     assert logs(copied.store)[1:] == logs(many.store)
 

@@ -34,11 +34,11 @@ from vllm_tap import store_control
 from vllm_tap.store_control import delete, hold
 from writer_service import fs
 from writer_service.catalog import catalog
-from writer_service.control_log import Entry
+from writer_service.control_log import LogEntry
 from writer_service.journal.group_commit import Waker
 from writer_service.recover.store_lock import take_lock
 from writer_service.tools.fsck import fsck
-from writer_service.upkeep.upkeep import Keeper
+from writer_service.upkeep.upkeep import Upkeep
 from writer_service.upkeep.usage import disk_bytes
 
 WIDTH = 4096
@@ -138,26 +138,26 @@ def test_what_gives_nothing_back_is_not_deleted_for_ever(tmp_path: Path, monkeyp
             store_one(engine, capture, 8 - age)
         writer.stop()
     monkeypatch.setattr(fs, "punch", lambda *_: False)
-    keeper = Keeper(store, read_store_uuid(store), Waker(), retain_bytes=disk_bytes(store / "blocks") - 10_000)
+    upkeep = Upkeep(store, read_store_uuid(store), Waker(), retain_bytes=disk_bytes(store / "blocks") - 10_000)
     db = connect_write(store / "catalog.sqlite")
     deleted: list[str] = []
 
     def rounds() -> None:
         for _ in range(12):
-            done = keeper.round()
+            done = upkeep.round()
             deleted.extend(done.expired)
             with catalog.transaction(db):
                 catalog.apply(db, done.changes)
-                catalog.apply(db, [Entry("", 0, 0, 1, Delete(0, capture)) for capture in done.expired])
+                catalog.apply(db, [LogEntry("", 0, 0, 1, Delete(0, capture)) for capture in done.expired])
 
     rounds()
     assert 2 <= len(deleted) <= 3 and deleted == captures[:len(deleted)]
     # Once as much has come as was deleted in vain, the oldest go again, by what comes then.
     before = len(deleted)
-    keeper._retain_bytes = (keeper._retain_bytes or 0) - keeper._owed
+    upkeep._retain_bytes = (upkeep._retain_bytes or 0) - upkeep._owed
     rounds()
     assert len(deleted) == before + 1 and deleted == captures[:len(deleted)]
-    keeper.close()
+    upkeep.close()
     db.close()
 
 
