@@ -73,6 +73,22 @@ def truncate(fd: int, nbytes: int) -> None:
     os.ftruncate(fd, nbytes)
 
 
+def cut(path: Path, end: int) -> int:
+    """Cut a file off at ``end``, and put what stays on the disk; how many bytes were cut.
+
+    A writer that was killed may not have synced it, and from now on senders are told that it is safe.
+    """
+    extra = path.stat().st_size - end
+    fd = open_existing(path)
+    try:
+        if extra > 0:
+            truncate(fd, end)
+        datasync(fd)
+    finally:
+        close(fd)
+    return max(extra, 0)
+
+
 def sync_dir(path: Path) -> None:
     """The directory's entries are on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -16,7 +16,7 @@ from writer_service.control_log import CapturesLost
 from writer_service.journal.journal import Journal
 from writer_service.receive.capture_rules import number_max
 from writer_service.receive.sockets import is_remote
-from writer_service.recover.recovery import Sequence
+from writer_service.recover.sequences import StreamSequence
 from writer_service.sender_state import SenderState, map_ring
 
 streams_max: Final = 4096
@@ -32,7 +32,7 @@ class Senders:
         self._by_address: dict[bytes, SenderState] = {}
         self.rings_max = streams_max  # mapped at a time: each takes descriptors
 
-    def restore(self, sequences: dict[str, Sequence], captures: Iterable[tuple[str, str]]) -> None:
+    def restore(self, sequences: dict[str, StreamSequence], captures: Iterable[tuple[str, str]]) -> None:
         """The streams with something open, as (stream, capture), or stored past a gap; each has a while to come back.
         """
         captures = list(captures)

@@ -10,7 +10,8 @@ from schemas.catalog.tables import CATALOG_VERSION
 from schemas.read.reader import read_store_uuid
 from writer_service import fs
 from writer_service.catalog.catalog_file import REBUILDING, REPLACED, new_catalog, remove_catalog, set_aside
-from writer_service.recover.recovery import Recovered, mend
+from writer_service.recover.recovery import mend
+from writer_service.recover.sequences import Recovered
 from writer_service.recover.store_lock import take_lock
 
 

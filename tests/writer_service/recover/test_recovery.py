@@ -26,6 +26,8 @@ from tests.support.store_helpers import PROGRAMS, SITE, Sender, WriterProcess, a
 from writer_service import fs
 from writer_service.catalog import catalog_file
 from writer_service.recover import recovery, store_lock
+from writer_service.recover.logs import replay_logs
+from writer_service.recover.sequences import Recovered
 from writer_service.tools.fsck import fsck
 from writer_service.tools.rebuild import rebuild
 from writer_service.upkeep.erasing import erase
@@ -802,8 +804,8 @@ def test_a_start_that_is_killed_while_it_reads_the_log_forgets_no_number(tmp_pat
     for file in store.glob("catalog.sqlite*"):
         file.unlink()
     db, _ = catalog_file.open_catalog(store, read_store_uuid(store))
-    cut_short = recovery.Recovered(read_store_uuid(store), 1, -1, 1, 1, {}, [])
-    recovery.replay_logs(db, store, cut_short)
+    cut_short = Recovered(read_store_uuid(store), 1, -1, 1, 1, {}, [])
+    replay_logs(db, store, cut_short)
     db.close()
     state = recovery.recover(store)
     fs.close(state.lock)

@@ -36,7 +36,8 @@ from tests.support.store_helpers import (
 from writer_service import fs
 from writer_service.journal import checksum_cache
 from writer_service.journal.checksum_cache import ChecksumCache, FrameChecksums
-from writer_service.recover.recovery import _block_frames, recover
+from writer_service.recover.blocks import block_frames
+from writer_service.recover.recovery import recover
 from writer_service.seal.block import open_block
 from writer_service.seal.sealing import seal
 from writer_service.tools.fsck import fsck
@@ -425,11 +426,11 @@ def test_a_frame_that_a_block_leaves_out_is_not_taken_from_it(tmp_path: Path) ->
     block, _ = filled(tmp_path, "int8b64", 64)
     uuid, listed = read_store_uuid(tmp_path / "store"), block / "frame" / "c" / "0"
     offsets = np.fromfile(listed, "<u8").tolist()
-    assert len(offsets) > 1 and [view.offset for view in _block_frames(block, 1, uuid)] == offsets
+    assert len(offsets) > 1 and [view.offset for view in block_frames(block, 1, uuid)] == offsets
     np.array(offsets[1:], "<u8").tofile(listed)
-    assert [view.offset for view in _block_frames(block, 1, uuid)] == offsets[1:]
+    assert [view.offset for view in block_frames(block, 1, uuid)] == offsets[1:]
     listed.unlink()  # then every whole one counts
-    assert [view.offset for view in _block_frames(block, 1, uuid)] == offsets
+    assert [view.offset for view in block_frames(block, 1, uuid)] == offsets
 
 
 def test_every_site_has_a_name_that_can_be_stored() -> None:
