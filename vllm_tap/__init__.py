@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from schemas.ids import new_ulid
     from schemas.manifest import Manifest, Missing
     from schemas.read.reader import CaptureRow
+    from vllm_tap.client.answers import Generation
     from vllm_tap.client.async_client import AsyncCapture, AsyncClient, AsyncGeneration
     from vllm_tap.client.captures import Capture, Rows
-    from vllm_tap.client.client import Client, Generation
+    from vllm_tap.client.client import Client
     from vllm_tap.errors import BadRequest, Conflict, MissingRows, NotComplete, NotFound, ServiceError, Unavailable
     from vllm_tap.loader.dataset import Activations, RowDataset, activations, rows
     from vllm_tap.offline.recording import Recording, capture_args, manifest, recording
@@ -61,9 +62,10 @@ __all__ = [
 
 # Imported when first used: the command line starts without loading what it does not need.
 _MODULES: Final = {
+    "vllm_tap.client.answers": ("Generation",),
     "vllm_tap.client.async_client": ("AsyncCapture", "AsyncClient", "AsyncGeneration"),
     "vllm_tap.client.captures": ("Capture", "Rows"),
-    "vllm_tap.client.client": ("Client", "Generation"),
+    "vllm_tap.client.client": ("Client",),
     "vllm_tap.errors": ("BadRequest", "Conflict", "MissingRows", "NotComplete", "NotFound", "ServiceError",
                         "Unavailable"),
     "vllm_tap.offline.recording": ("Recording", "capture_args", "manifest", "recording"),

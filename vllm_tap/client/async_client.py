@@ -1,4 +1,4 @@
-"""The client for programs that run on asyncio: the same questions and answers, awaited.
+"""The client for programs that run on asyncio; what it asks and how it reads answers is ``Client``'s too.
 
 >>> async with AsyncClient() as client:                                           # doctest: +SKIP
 ...     generation = await client.generate("Hello", capture={"sites": ["resid_post"]})
@@ -12,18 +12,20 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
 from schemas import limits
+from schemas.errors import TapError
 from schemas.manifest import FINAL, Manifest
 from schemas.read.reader import CaptureRow
 from schemas.sites import BY_MODEL, PROBE
 from vllm_tap.client import http
+from vllm_tap.client.answers import Answer
 from vllm_tap.client.captures import F32, Key, Layers, Rows, as_asked, meant, only_layer, place, whole
-from vllm_tap.client.client import Answer
 from vllm_tap.client.listing import Filters, Page
 from vllm_tap.errors import not_complete
 from vllm_tap.progress import Report, reporting
@@ -86,10 +88,12 @@ class AsyncGeneration(Answer):
 class AsyncClient:
     """A connection to the service; everything as in ``Client``, awaited."""
 
+    _connection: ClassVar[type[Any]] = httpx.AsyncClient
+
     def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0, *,
                  api_key: str | None = None, retries: int = 4) -> None:
         self.base_url, self.wait_s = http.root(base_url), wait_s
-        self._http = httpx.AsyncClient(**http.settings(self.base_url, timeout_s, api_key))
+        self._http = self._connection(**http.settings(self.base_url, timeout_s, api_key))
         self._retry = http.Retry(retries)
         self._model: str | None = None
 
@@ -144,7 +148,7 @@ class AsyncClient:
 
     async def model(self) -> str:
         """The name of the served model."""
-        http.check_open(self._http)
+        self._check_open()
         if self._model is None:
             self._model = str((await self._json(http.Ask("GET", "/v1/models")))["data"][0]["id"])
         return self._model
@@ -158,13 +162,12 @@ class AsyncClient:
                  until: datetime | str | None = None, text: str | None = None, limit: int | None = None,
                  before: str | None = None) -> AsyncIterator[CaptureRow]:
         """``Client.captures``, for ``async for``."""
-
         filters = Filters(status, tags or {}, model, site, since, until, text)
+        return filters.apages(partial(self.page, filters), limit, before)
 
-        async def page(count: int, after: str | None) -> Page:
-            return http.read_captures(await self._send(http.ask_captures(filters, count, after)))
-
-        return filters.apages(page, limit, before)
+    async def page(self, filters: Filters, count: int, before: str | None) -> Page:
+        """A page of ``captures``: at most ``count`` of those older than ``before``."""
+        return http.read_captures(await self._send(http.ask_captures(filters, count, before)))
 
     async def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
         """``Client.wait``."""
@@ -220,16 +223,24 @@ class AsyncClient:
     async def _json(self, ask: http.Ask) -> dict[str, Any]:
         return http.read_object(await self._send(ask))
 
+    def _check_open(self) -> None:
+        if self._http.is_closed:
+            raise TapError("this client was closed")
+
     async def _send(self, ask: http.Ask) -> httpx.Response:
-        http.check_open(self._http)
+        self._check_open()
         tries = http.Tries(self._retry, self.base_url, ask)
         while True:
             try:
-                answer = await self._http.request(ask.method, ask.path, params=ask.params, json=ask.body)
+                answer: httpx.Response = await self._http.request(ask.method, ask.path, params=ask.params,
+                                                                  json=ask.body)
             except httpx.HTTPError as error:
                 wait_s = tries.failed(error)
             else:
                 if not answer.is_error:
                     return answer
                 wait_s = tries.refused(answer)
-            await asyncio.sleep(wait_s)
+            await self._sleep(wait_s)
+
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

@@ -5,103 +5,68 @@
 ...                                                                               # doctest: +SKIP
 >>> generation.text, generation["resid_post", 12].shape                          # doctest: +SKIP
 (' Paris…', (13, 4096))
+
+What is sent and how answers are read is ``AsyncClient``'s; ``Client`` runs its coroutines over a blocking
+connection. They never wait for an event loop: no thread is needed, and a program may have a loop of its own (Jupyter).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
 from datetime import datetime
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
 
-from schemas import limits
-from schemas.errors import TapError
-from schemas.manifest import FINAL, Manifest
+from schemas.manifest import Manifest
 from schemas.read.reader import CaptureRow
 from vllm_tap.client import http
-from vllm_tap.client.captures import F32, Capture, Key, Layers, Rows
+from vllm_tap.client.answers import Generation
+from vllm_tap.client.async_client import AsyncClient
+from vllm_tap.client.captures import Capture, Rows
 from vllm_tap.client.listing import Filters
-from vllm_tap.errors import not_complete
 from vllm_tap.progress import Report, reporting
 
-__all__ = ["Answer", "Client", "Generation"]
+__all__ = ["Client"]
 
-C = TypeVar("C")
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the server answered a generation with: ``response`` as it came."""
+class _BlockingConnection:
+    """As much of ``httpx.AsyncClient`` as is used, over ``httpx.Client``: its coroutines block, and never suspend."""
 
-    response: dict[str, Any]
-
-    @property
-    def id(self) -> str:
-        """The response id; it names the capture too."""
-        return str(self.response["id"])
+    def __init__(self, **settings: Any) -> None:
+        self._http = httpx.Client(**settings)
 
     @property
-    def texts(self) -> list[str]:
-        """The text of every choice."""
-        return [str(choice["message"]["content"] or "") if "message" in choice else str(choice["text"])
-                for choice in self.response["choices"]]
+    def is_closed(self) -> bool:
+        return self._http.is_closed
 
-    @property
-    def text(self) -> str:
-        """The text of the first choice."""
-        return self.texts[0]
+    async def request(self, *asked: Any, **options: Any) -> httpx.Response:
+        return self._http.request(*asked, **options)
 
-    @property
-    def capture_ids(self) -> list[str]:
-        """The ids of its captures, one a choice; empty where none was asked for."""
-        return list(self.response.get("capture", {}).get("ids", []))
-
-    @property
-    def capture_id(self) -> str:
-        """The capture's id; where the request made several, the id they share."""
-        if not self.capture_ids:
-            raise TapError("this generation was asked for without a capture; pass capture={…} to generate()")
-        return str(self.response["capture"]["id"])
-
-    def _only(self, captures: Sequence[C]) -> C:
-        """The one capture; TapError where there is none or there are several."""
-        if self.capture_id and len(captures) > 1:
-            raise TapError(f"this generation has {len(captures)} captures; use .captures[i]")
-        return captures[0]
+    async def aclose(self) -> None:
+        self._http.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Generation(Answer):
-    """An answer with its captures, one for each choice captured."""
+class _BlockingClient(AsyncClient):
+    _connection = _BlockingConnection
 
-    captures: list[Capture] = field(default_factory=list)
+    async def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
-    @property
-    def capture(self) -> Capture:
-        """The one capture; TapError where there is none or there are several."""
-        return self._only(self.captures)
 
-    def manifest(self) -> Manifest:
-        """``Capture.manifest`` of the one capture."""
-        return self.capture.manifest()
-
-    def __getitem__(self, key: Key) -> F32:
-        """``Capture.__getitem__`` of the one capture."""
-        return self.capture[key]
-
-    def probe(self, name: str) -> F32:
-        """``Capture.probe`` of the one capture."""
-        return self.capture.probe(name)
-
-    def slice(self, site: str, layer: Layers = None, start: int = 0, stop: int | None = None,
-              allow_missing: bool = False) -> Rows:
-        """``Capture.slice`` of the one capture."""
-        return self.capture.slice(site, layer, start, stop, allow_missing)
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine of ``_BlockingClient``."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError(f"{coroutine} waits for an event loop")
 
 
 class Client:
@@ -115,10 +80,8 @@ class Client:
 
     def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0, *,
                  api_key: str | None = None, retries: int = 4) -> None:
-        self.base_url, self.wait_s = http.root(base_url), wait_s
-        self._http = httpx.Client(**http.settings(self.base_url, timeout_s, api_key))
-        self._retry = http.Retry(retries)
-        self._model: str | None = None
+        self._client = _BlockingClient(base_url, timeout_s, wait_s, api_key=api_key, retries=retries)
+        self.base_url, self.wait_s = self._client.base_url, wait_s
 
     def __enter__(self) -> Client:
         return self
@@ -129,7 +92,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connections."""
-        self._http.close()
+        _run(self._client.close())
 
     def generate(self, prompt: str | Sequence[Any] | http.Messages, max_tokens: int = 16,
                  capture: http.Spec | None = None, **fields: Any) -> Generation:
@@ -139,11 +102,8 @@ class Client:
         ``n``, ``seed``; ``model`` is the served one where not named. Raises BadRequest, Conflict or Unavailable with
         the service's message.
         """
-        model = fields.pop("model", None) or self.model()
-        response = http.read_generation(self._send(http.ask_generate(prompt, max_tokens, capture, model, fields)),
-                                        capture is not None)
-        answer = Answer(response)
-        return Generation(response, [Capture(self, capture_id, self.wait_s) for capture_id in answer.capture_ids])
+        answer = _run(self._client.generate(prompt, max_tokens, capture, **fields))
+        return Generation(answer.response, [self.capture(capture_id) for capture_id in answer.capture_ids])
 
     def generate_all(self, prompts: Iterable[str | Sequence[Any] | http.Messages], max_tokens: int = 16,
                      capture: http.Spec | None = None, *, at_once: int = 16, progress: Report = False,
@@ -171,10 +131,7 @@ class Client:
 
     def model(self) -> str:
         """The name of the served model."""
-        http.check_open(self._http)
-        if self._model is None:
-            self._model = str(self._json(http.Ask("GET", "/v1/models"))["data"][0]["id"])
-        return self._model
+        return _run(self._client.model())
 
     def capture(self, ref: str) -> Capture:
         """A capture by its id, the response id or the X-Request-Id; looked up when it is read."""
@@ -191,73 +148,39 @@ class Client:
         earlier list ended with.
         """
         filters = Filters(status, tags or {}, model, site, since, until, text)
-        return filters.pages(lambda count, after: http.read_captures(
-            self._send(http.ask_captures(filters, count, after))), limit, before)
+        return filters.pages(lambda count, after: _run(self._client.page(filters, count, after)), limit, before)
 
     def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
         """The manifests of captures once all are final; NotComplete where that takes longer than ``timeout_s``."""
-        names, end_s = list(refs), time.monotonic() + timeout_s
-        found = []
-        with reporting(progress, "waiting") as tell:
-            for ref in names:
-                found.append(self.final(ref, end_s - time.monotonic()))
-                tell(len(found), len(names))
-        return found
+        return _run(self._client.wait(refs, timeout_s, progress=progress))
 
     def delete(self, ref: str) -> None:
         """Hides a capture for good; NotFound where there is none, Conflict while it is held."""
-        self._send(http.Ask("DELETE", http.path(ref), again=False))
+        _run(self._client.delete(ref))
 
     def hold(self, ref: str) -> None:
         """Keeps a capture from being deleted or expired until it is released."""
-        self._send(http.Ask("PUT", http.path(ref) + "/hold"))
+        _run(self._client.hold(ref))
 
     def release(self, ref: str) -> None:
         """Ends a hold."""
-        self._send(http.Ask("DELETE", http.path(ref) + "/hold"))
+        _run(self._client.release(ref))
 
     def capabilities(self) -> dict[str, Any]:
         """What can be captured, the codecs, the formats, the limits."""
-        return self._json(http.Ask("GET", "/v1/capabilities"))
+        return _run(self._client.capabilities())
 
     # ── what a Capture reads from ───────────────────────────────────────────────────────────────────────────────
 
     def manifest(self, ref: str, wait_s: float | None = None) -> Manifest:
         """The manifest; with ``wait_s``, once the capture is final or that many seconds have passed."""
-        end_s = time.monotonic() + (wait_s or 0.0)
-        while True:  # an answer is waited for so long at most
-            left_s = None if wait_s is None else max(end_s - time.monotonic(), 0.0)
-            found = http.read_manifest(ref, self._send(http.ask_manifest(ref, left_s)))
-            if found.status in FINAL or time.monotonic() >= end_s:
-                return found
+        return _run(self._client.manifest(ref, wait_s))
 
     def final(self, ref: str, wait_s: float) -> Manifest:
         """The manifest once the capture is final; NotComplete where that takes longer than ``wait_s`` seconds."""
-        if (found := self.manifest(ref, wait_s)).status in FINAL:
-            return found
-        raise not_complete(found, wait_s)
+        return _run(self._client.final(ref, wait_s))
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows:
         """Decoded rows; NotComplete where the capture is not final after ``wait_s`` seconds (None: as it is)."""
-        if wait_s is not None and wait_s > limits.wait_timeout_s_max:
-            self.final(ref, wait_s)
-        return http.read_rows(site, layers, self._send(
-            http.ask_rows(ref, site, layers, start, stop, wait_s, rejected)))
-
-    def _json(self, ask: http.Ask) -> dict[str, Any]:
-        return http.read_object(self._send(ask))
-
-    def _send(self, ask: http.Ask) -> httpx.Response:
-        http.check_open(self._http)
-        tries = http.Tries(self._retry, self.base_url, ask)
-        while True:
-            try:
-                answer = self._http.request(ask.method, ask.path, params=ask.params, json=ask.body)
-            except httpx.HTTPError as error:
-                wait_s = tries.failed(error)
-            else:
-                if not answer.is_error:
-                    return answer
-                wait_s = tries.refused(answer)
-            time.sleep(wait_s)
+        return _run(self._client.rows(ref, site, layers, start, stop, wait_s, rejected))

@@ -96,12 +96,6 @@ def root(base_url: str) -> str:
     return base_url.rstrip("/").removesuffix("/v1")
 
 
-def check_open(http: httpx.Client | httpx.AsyncClient) -> None:
-    """TapError where the client was closed."""
-    if http.is_closed:
-        raise TapError("this client was closed")
-
-
 def check_all(prompts: object, at_once: int) -> None:
     """SpecError where nothing would ever be sent, or every letter of a text for itself."""
     if isinstance(prompts, str):

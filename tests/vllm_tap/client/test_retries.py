@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import os
 import re
+import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from vllm_tap import AsyncClient, Client, ServiceError, Unavailable
+from vllm_tap import AsyncClient, Client, NotComplete, ServiceError, Unavailable
 
 
 class Moody(threading.Thread):
@@ -113,3 +116,57 @@ def test_the_key_goes_along(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys == [[b"Bearer secret-1"], [b"Bearer secret-2"], []]
     with pytest.raises(ValueError, match="api_key"):
         listed(server.url, way, api_key="a\nb")
+
+
+class Silent(threading.Thread):
+    """A server that takes a request and does not answer; ``then`` is called once it has it."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        super().__init__(daemon=True)
+        self.then, self.socket = then, socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.start()
+
+    def run(self) -> None:
+        with self.socket:
+            connection, _ = self.socket.accept()
+        with connection:
+            connection.recv(65536)
+            self.then()
+            while connection.recv(65536):  # until the client hangs up
+                pass
+
+
+def test_a_client_that_blocks_inside_a_running_event_loop() -> None:
+    """As in a cell of Jupyter."""
+    server = Moody(reply(503, BUSY, "Retry-After: 0"), reply(200, b'{"data": [], "next": null}'),
+                   reply(200, b'{"data": [{"id": "m"}]}'))
+
+    async def cell() -> str:
+        with Client(server.url) as client:
+            assert list(client.captures()) == []
+            return client.model()
+
+    assert asyncio.run(cell()) == "m" and len(server.asked) == 3
+
+
+def test_ctrl_c_ends_what_is_waited_for() -> None:
+    with Client(Silent(lambda: os.kill(os.getpid(), signal.SIGINT)).url) as client, pytest.raises(KeyboardInterrupt):
+        client.capabilities()
+    with Client(Moody(reply(200, b'{"data": [{"id": "m"}]}')).url) as client:
+        assert client.model() == "m"
+
+
+@pytest.mark.parametrize("way", ["client", "async"])
+def test_no_answer_in_time(way: str) -> None:
+    with pytest.raises(NotComplete, match=r"GET .*/v1/captures: no answer in time \(ReadTimeout\)"):
+        listed(Silent().url, way, timeout_s=0.2)
+
+
+def test_an_error_is_raised_where_it_was_asked_for() -> None:
+    """The user's line, the client's method and the reason, without a chain of what httpx raised inside."""
+    with pytest.raises(Unavailable) as refused, Client("http://127.0.0.1:9", retries=0) as nobody:
+        nobody.capabilities()
+    assert [entry.name for entry in refused.traceback][:2] == [
+        "test_an_error_is_raised_where_it_was_asked_for", "capabilities"]
+    assert refused.value.__suppress_context__
