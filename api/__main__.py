@@ -20,6 +20,7 @@ from api.app import create_app
 from api.config import Config
 from api.slow_heads import bounded_heads
 from schemas import limits
+from schemas.codecs import check_installed
 from schemas.errors import StartError
 
 
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
+        check_installed()
         config = Config(**vars(args))
         app = create_app(config)
         listening = _listen(config)

@@ -26,8 +26,9 @@ from schemas.codecs import sketch
 from vllm_tap.tiny_model import tiny_model
 
 Rows = npt.NDArray[np.float32]
+ALSO_SHOWN = {"sketch": ("sketch:bits=1", "sketch:k=2048")}
 MASSIVE = [3, 70, 71, 900, 1900, 2500]
-PATCHED = {"kv8": ("k", "v"), "qk8": ("q", "k")}
+HEADS = ("q", "k", "v")  # sites of the small model that have heads
 
 
 def pieces_of(codec: str, rows: torch.Tensor) -> dict[str, npt.NDArray[Any]]:
@@ -92,17 +93,17 @@ class Model:
 
     def codec(self, name: str) -> str:
         """The identity that fits this model."""
-        return f"{name}:head={self.head}" if name in PATCHED else shown(name)
+        return f"{name}:head={self.head}" if codecs.CODECS[name].sites else shown(name)
 
     def rows_of(self, name: str) -> list[torch.Tensor]:
         """Rows [n, width] of every layer and site that the codec is for."""
-        sites = PATCHED.get(name, ("resid_post", "attn_out", "mlp_out"))
+        sites = _sites(name) or ("resid_post", "attn_out", "mlp_out")
         return [rows.flatten(0, 1) for (site, _), rows in self.rows.items() if site in sites]
 
     def patched(self, name: str, layer: int) -> torch.Tensor:
         """Logits with one layer's outputs replaced by their decoded rows."""
         before, handles = dict(self.rows), []
-        for site in PATCHED.get(name, ("resid_post",)):
+        for site in _sites(name) or ("resid_post",):
             original = self.rows[site, layer]
             decoded = round_trip(self.codec(name), original.flatten(0, 1)).view_as(original)
             handles.append(self.modules[site, layer].register_forward_hook(_replacing(decoded)))
@@ -112,6 +113,11 @@ class Model:
             for handle in handles:
                 handle.remove()
             self.rows = before
+
+
+def _sites(name: str) -> tuple[str, ...]:
+    """Sites of the small model that a codec for heads is for; none of any other codec."""
+    return tuple(site for site in HEADS if site in codecs.CODECS[name].sites)
 
 
 def _replacing(decoded: torch.Tensor) -> Callable[..., Any]:
@@ -175,7 +181,8 @@ def projections(model: Model) -> str:
     """The codecs that decode to a projection, by what they are for: cosines between rows."""
     lines = ["| codec | bytes | cosine error, Gaussian | cosine error, massive columns | cosine error, small model | "
              "1.15·√((1 − k/W)/k) at W = 4,096 / of the small model |", "|---|---|---|---|---|---|"]
-    for text in ("sketch", "sketch:bits=1", "sketch:k=2048", "rp8"):
+    for text in [text for name, family in codecs.CODECS.items() if family.projected
+                 for text in (name, *ALSO_SHOWN.get(name, ()))]:
         codec = codecs.parse_codec(text)
         nbytes = sum(stream.nbytes for stream in codec.streams(WIDTH, "bfloat16"))
         small = codecs.parse_codec(re.sub(r"k=\d+", "k=64", codec.identity))

@@ -22,6 +22,7 @@ from typing import Any
 
 from bench.scenarios import ENGINES
 from bench.shapes import drafter_layers, make_probe
+from schemas.codecs import parse_codec
 from vllm_tap.serve.writer_process import WriterProcess
 
 START_S = 400.0
@@ -235,7 +236,7 @@ class _Turns:
                 _leave_out(self.processes, process.name, error, self.result, say)
         self.chosen = [one for one in self.chosen if one[0].name in self.processes]
         asked = [process.engine.scenarios[name] or {} for process, name in self.chosen]
-        if any(spec.get("codec") in ("rp8", "sketch") for spec in asked):
+        if any(parse_codec(spec["codec"]).family.projected for spec in asked if "codec" in spec):
             time.sleep(_COMPILED_S)
         self._discard()
 

@@ -1,9 +1,11 @@
-"""What is compared: kinds of engine, and what each of them is asked to capture."""
+"""Scenarios: kinds of engine, and the captures that each of them is asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from schemas.codecs import CODECS
 
 EVERY_SITE = "resid_post,attn_out,mlp_out,mlp_post,q,k,v"
 DRAFTER = "drafter"  # in the place of layers: those of bench.shapes.drafter_layers
@@ -37,13 +39,7 @@ ENGINES: dict[str, Engine] = {
         "last prompt token": {"positions": "last_prompt", "codec": "int8b64"},
         "every 4th layer": {"layers": "::4", "codec": "int8b64"},
         "four layers, prompts": PROMPTS,
-        "int8b64": {"codec": "int8b64"},
-        "raw16": {"codec": "raw16"},
-        "fp8row": {"codec": "fp8row"},
-        "nf4b64": {"codec": "nf4b64"},
-        "topk": {"codec": "topk"},
-        "rp8": {"codec": "rp8"},
-        "sketch": {"codec": "sketch"},
+        **{name: {"codec": name} for name, family in CODECS.items() if not family.sites},
     }, arm="resid_post"),
     "layer": Engine({"one layer armed, idle": None, "one layer armed, captured": {"codec": "int8b64"}},
                     arm="resid_post.8"),

@@ -29,6 +29,11 @@ def register() -> None:
     for probe in config.probes:  # as is a file that is none
         load_probe(probe)
     _check_own_packages()
+    from engine_side.codecs import check_encoders
+    from schemas.codecs import check_installed
+
+    check_installed()
+    check_encoders()
     from engine_side.seams import compile_cache, front_end, http_routes, loader, runner, scheduler
 
     compile_cache.connect()

@@ -40,7 +40,7 @@ F32 = npt.NDArray[np.float32]
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """What an engine says of a registered probe; ``fingerprint`` is the xxh3 of its numbers."""
+    """A registered probe as an engine tells of it; ``fingerprint`` is the xxh3 of its numbers."""
 
     site: str
     layer: int
@@ -50,7 +50,7 @@ class Probe(msgspec.Struct, frozen=True):
 
     @property
     def meaning(self) -> str:
-        """What its scores are."""
+        """The formula of its scores."""
         shown = "sigmoid(directions @ (x - mean) + bias)" if self.activation == "sigmoid" else (
             "directions @ (x - mean) + bias")
         return f"scores {shown} of the rows x of {self.site}.{self.layer}"
@@ -176,7 +176,7 @@ def _opened(registered: Registered) -> Any:
 
 
 def _place(registered: Registered, metadata: Mapping[str, str]) -> tuple[str, int]:
-    """Where the probe reads: what was said at the start wins over what the file says."""
+    """The site and layer that a probe reads: those named at the start win over those of the file."""
     field = "@" if registered.place else "site"
     said = registered.place or metadata.get("site", "")
     try:

@@ -178,7 +178,7 @@ def is_site(name: str) -> bool:
 
 
 def site_named(name: str) -> Site:
-    """What is known of a site by its canonical name."""
+    """The site of a canonical name; of a probe, one made up."""
     return SITES[name] if name in SITES else Site(name, "scores", True, "scores of a probe", ())
 
 

@@ -31,7 +31,7 @@ _Natural = Annotated[StrictInt, Field(ge=0, le=limits.position_max)]
 
 
 class CaptureSpec(BaseModel):
-    """What one generation asks to be captured; unknown fields are refused.
+    """The capture that one generation asks for; unknown fields are refused.
 
     >>> parse_spec({"sites": ["blocks.12.hook_resid_post"], "positions": "last_prompt"}).positions
     'last_prompt'

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from schemas import limits
 from schemas.catalog.records import remedy
+from schemas.codecs import check_installed
 from schemas.errors import StartError, StoreError
 from writer_service import log
 from writer_service.config import Config
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         config = parse(sys.argv[1:] if argv is None else argv)
         if config.log_format == "json":
             log.use_json()
+        check_installed()
         writer = Writer(config)
     except (StartError, StoreError, OSError) as error:
         log.warn("no_start", str(error))

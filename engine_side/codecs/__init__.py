@@ -1,34 +1,25 @@
-"""Encoders: the torch side of each codec declared in schemas.codecs; they run on the rows' own device."""
+"""Encoders: the torch side of each codec declared in schemas.codecs; they run on the rows' own device.
+
+A codec's encoder is the file of its name here, or the module that another package's declaration names: ``encode(rows)``
+with the codec's parameters, and, where a kernel does the same on a GPU, its name in ``KERNEL``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from importlib import import_module
+from typing import Any, Final
 
 import torch
 
-from engine_side.codecs import fp8row, full8, head8, int8b64, nf4b64, projected, raw, raw16, topk
 from schemas import codecs
+from schemas.codecs.declare import Family
+from schemas.errors import StartError
 
-__all__ = ["TORCH_DTYPES", "Encoder", "encode", "encoder"]
+__all__ = ["TORCH_DTYPES", "Encoder", "check_encoders", "encode", "encoder", "kernel_name"]
 
 Encoder = Callable[[torch.Tensor], dict[str, torch.Tensor]]
-
-_ENCODERS: Final[dict[str, Callable[..., dict[str, torch.Tensor]]]] = {
-    "raw": raw.encode,
-    "raw16": raw16.encode,
-    "int8b64": int8b64.encode,
-    "fp8row": fp8row.encode,
-    "nf4b64": nf4b64.encode,
-    "topk": topk.encode,
-    "topk8": topk.encode8,
-    "sketch": projected.encode_sketch,
-    "kv8": head8.encode,
-    "qk8": head8.encode,
-    "full8": full8.encode,
-    "rp8": projected.encode_rp8,
-}
 
 # How the dtypes of declared streams (NumPy names; bfloat16 as uint16) look in torch.
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -37,12 +28,33 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 }
 
 
+def _module(family: Family) -> Any:
+    return import_module(family.encoder or f"engine_side.codecs.{family.name}")
+
+
+def check_encoders() -> None:
+    """StartError where a codec of another package has no encoder."""
+    for family in codecs.CODECS.values():
+        if family.encoder:
+            try:
+                found = callable(_module(family).encode)
+            except Exception as error:  # whatever a module of somebody else's raises
+                raise StartError(f"codec {family.name}: its encoder {family.encoder} cannot be had: {error}") from None
+            if not found:
+                raise StartError(f"codec {family.name}: {family.encoder}.encode is no function")
+
+
 def encoder(identity: str) -> Encoder:
-    """What makes pieces ``{stream: [..., *shape]}`` of rows ``[..., width]``, in the dtypes that the codec declares."""
+    """The function that makes pieces ``{stream: [..., *shape]}`` of rows ``[..., width]``, in the declared dtypes."""
     codec = codecs.identified(identity)
-    return partial(_ENCODERS[codec.family.name], **codec.parameters)
+    return partial(_module(codec.family).encode, **codec.parameters)
 
 
 def encode(identity: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Pieces of rows ``[..., width]``; what encodes step after step keeps its ``encoder``."""
+    """Pieces of rows ``[..., width]``; a caller that encodes step after step keeps its ``encoder``."""
     return encoder(identity)(rows)
+
+
+def kernel_name(family: Family) -> str:
+    """The kernel of a codec as MODULE.FUNCTION, a module of engine_side.kernels where it has no dot; "" without one."""
+    return str(getattr(_module(family), "KERNEL", ""))

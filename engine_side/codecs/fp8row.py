@@ -7,6 +7,8 @@ import torch
 from engine_side.codecs.scales import divided, nan_unless_finite, rounded_up
 from schemas.codecs.fp8row import LARGEST
 
+KERNEL = "row8.fp8row"
+
 
 def encode(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Codes and scale of rows ``[..., width]`` of any float dtype."""

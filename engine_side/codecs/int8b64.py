@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from engine_side.codecs.columns import largest, numbered
+from engine_side.codecs.scales import largest, numbered
 from schemas.codecs.int8b64 import BLOCK, outliers
+
+KERNEL = "blocks.int8b64"
 
 
 def encode(rows: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from engine_side.codecs.int8b64 import blocks_and_outliers
 from engine_side.codecs.scales import divided, nan_unless_finite, rounded_up
 from schemas.codecs.nf4b64 import BETWEEN
 
+KERNEL = "blocks.nf4b64"
 _ZERO = 7  # the number of the level 0
 
 

@@ -1,6 +1,6 @@
-"""``rp8`` and ``sketch``, the reference encoders (declarations in schemas.codecs.rp8 and sketch).
+"""Matrices of the reference encoders that project rows: ``rp8`` and ``sketch``.
 
-The matrices are NumPy's. They take up to a second to make, so that is done before the request comes to the steps, by
+They are NumPy's. They take up to a second to make, so that is done before the request comes to the steps, by
 the thread that takes requests in; when its capture begins they are put where the rows are, and stay there while a
 capture uses them.
 """
@@ -14,11 +14,8 @@ from typing import Final
 
 import torch
 
-from engine_side.codecs import row8
-from engine_side.codecs.scales import divided, nan_unless_finite
 from schemas import codecs
 from schemas.codecs import projection
-from schemas.codecs.sketch import PACKED, THRESHOLDS
 
 KEPT_BYTES_MAX: Final = 256 << 20  # of matrices on a device; and of those that were made and not put there yet
 
@@ -28,16 +25,15 @@ _made: OrderedDict[Key, projection.Matrix] = OrderedDict()  # what was made last
 
 
 def key_of(identity: str, width: int, device: torch.device) -> Key | None:
-    """What a codec's matrix follows from, and where it lies; None for codecs that project nothing.
+    """The key of a codec's matrix: all that it follows from, and where it lies; None for codecs that project nothing.
 
     SpecError where the matrix would be too large.
     """
     codec = codecs.identified(identity)
-    name = codec.family.name
-    if name not in projection.MATRICES:
+    if not codec.family.projected:
         return None
-    k = projection.columns(width, int(codec.parameters["k"]), name)
-    return name, width, k, int(codec.parameters["seed"]), device
+    k = projection.columns(width, int(codec.parameters["k"]), codec.family.name)
+    return codec.family.name, width, k, int(codec.parameters["seed"]), device
 
 
 def make(key: Key) -> None:
@@ -81,7 +77,9 @@ def forget() -> None:
 
 def _matrix(key: Key) -> projection.Matrix:
     name, width, k, seed, _ = key
-    return projection.MATRICES[name](width, k, seed)
+    make = codecs.CODECS[name].matrix
+    assert make is not None  # as key_of says
+    return make(width, k, seed)
 
 
 def _nbytes(key: Key) -> int:
@@ -89,30 +87,9 @@ def _nbytes(key: Key) -> int:
     return 4 * width * k
 
 
-def _times(rows: torch.Tensor, name: str, k: int, seed: int) -> torch.Tensor:
+def times(rows: torch.Tensor, name: str, k: int, seed: int) -> torch.Tensor:
     """The projection of rows ``[..., width]`` of any float dtype, in float32; fast where the matrix is kept."""
     width = rows.shape[-1]
     key = name, width, projection.columns(width, k, name), seed, rows.device
     matrix = _kept.get(key)
     return rows.to(torch.float32) @ (torch.tensor(_matrix(key), device=rows.device) if matrix is None else matrix)
-
-
-def encode_rp8(rows: torch.Tensor, k: int, seed: int) -> dict[str, torch.Tensor]:
-    """Codes, scale and zero point of the projection of rows ``[..., width]`` of any float dtype."""
-    return row8.encode(_times(rows, "rp8", k, seed))
-
-
-def encode_sketch(rows: torch.Tensor, k: int, bits: int, seed: int) -> dict[str, torch.Tensor]:
-    """Packed codes and scale of the transform of rows ``[..., width]`` of any float dtype."""
-    y = _times(rows, "sketch", k, seed)
-    top = y.abs().amax(dim=-1, keepdim=True)
-    unit = torch.where(top == 0, torch.ones_like(top), top)  # squares of large numbers overflow
-    scale = nan_unless_finite((unit * (y / unit).square().mean(dim=-1, keepdim=True).sqrt()).to(torch.bfloat16))
-    y = divided(y, scale)
-    codes = torch.zeros_like(y, dtype=torch.uint8)
-    for threshold in THRESHOLDS[bits]:
-        codes += y >= threshold
-    single = codes if bits == 1 else torch.stack([codes & 1, codes >> 1], dim=-1).flatten(-2)
-    single = torch.nn.functional.pad(single, (0, -single.shape[-1] % PACKED)).unflatten(-1, (-1, PACKED))
-    shifts = torch.arange(PACKED, dtype=torch.uint8, device=rows.device)
-    return {"q": (single << shifts).sum(dim=-1, dtype=torch.uint8), "scale": scale.view(torch.uint16)}

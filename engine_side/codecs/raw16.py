@@ -6,6 +6,8 @@ import torch
 
 from engine_side.codecs import raw
 
+KERNEL = "copies.copy"
+
 
 def encode(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """``x`` of 16 bits."""

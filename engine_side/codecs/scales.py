@@ -1,8 +1,10 @@
-"""What several encoders share: scales that are never too small, and rows with a number that is none."""
+"""Scales that are never too small, rows with a number that is none, and columns by the size of what is in them."""
 
 from __future__ import annotations
 
 import torch
+
+from schemas.codecs.declare import index_dtype
 
 
 def rounded_up(x: torch.Tensor) -> torch.Tensor:
@@ -24,3 +26,13 @@ def divided(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     step = scale.to(torch.float32)
     usable = step > 0
     return torch.where(usable, x / torch.where(usable, step, torch.ones_like(step)), torch.zeros_like(step))
+
+
+def largest(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Columns of the ``count`` largest magnitudes, ascending: int64 ``[..., count]``; NaN counts as largest."""
+    return torch.topk(x.abs(), count, dim=-1, sorted=False).indices.sort(dim=-1).values
+
+
+def numbered(index: torch.Tensor, width: int) -> torch.Tensor:
+    """Column numbers in the dtype that is stored."""
+    return index.to(torch.uint16 if index_dtype(width) == "uint16" else torch.uint32)

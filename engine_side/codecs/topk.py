@@ -1,28 +1,23 @@
-"""``topk`` and ``topk8``, the reference encoders (declarations in schemas.codecs.topk and topk8)."""
+"""``topk``, the reference encoder (the declaration is in schemas.codecs.topk)."""
 
 from __future__ import annotations
 
 import torch
 
-from engine_side.codecs import row8
-from engine_side.codecs.columns import largest, numbered
+from engine_side.codecs.scales import largest, numbered
 from schemas.codecs.topk import entries
+
+KERNEL = "largest.topk"
 
 
 def encode(rows: torch.Tensor, k: int | None = None, density: float | None = None) -> dict[str, torch.Tensor]:
     """The largest entries of rows ``[..., width]`` of any float dtype, as bfloat16."""
-    kept, value = _choose(rows, k, density)
-    return {**kept, "value": value.to(torch.bfloat16).view(torch.uint16)}
+    index_and_kept, values = chosen(rows, k, density)
+    return {**index_and_kept, "value": values.to(torch.bfloat16).view(torch.uint16)}
 
 
-def encode8(rows: torch.Tensor, k: int | None = None, density: float | None = None) -> dict[str, torch.Tensor]:
-    """The largest entries of rows ``[..., width]`` of any float dtype, as uint8."""
-    kept, value = _choose(rows, k, density)
-    return {**kept, **row8.encode(value)}
-
-
-def _choose(rows: torch.Tensor, k: int | None, density: float | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """``index`` and ``kept``, and the float32 values."""
+def chosen(rows: torch.Tensor, k: int | None, density: float | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The pieces ``index`` and ``kept`` of rows, and the float32 values of the largest entries."""
     width = rows.shape[-1]
     x = rows.to(torch.float32)
     index = largest(x, entries(width, k, density))

@@ -1,4 +1,4 @@
-"""One launch a block of rows on a GPU (of a projection two): gather, encode, and write every stream, in Triton.
+"""Kernels in Triton: one launch a block of rows (two of a projection) gathers, encodes and writes every stream.
 
 The torch encoders in engine_side.codecs are the reference and run everywhere; these run where ``supported`` says so.
 Nothing here imports Triton until a kernel is asked for.
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine_side.codecs import kernel_name
 from engine_side.transport.cuda_calls import Function, Launched
 from schemas import codecs
 from schemas.errors import SpecError
@@ -29,10 +31,6 @@ _WIDTH_MAX: Final = 32768
 _SCORES_MAX: Final = 16  # more are for a product of matrices
 _VECTOR: Final = 16  # bytes of the widest load
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-_MODULES: Final = {
-    "raw": "copies", "raw16": "copies", "int8b64": "blocks", "nf4b64": "blocks", "fp8row": "row8", "full8": "row8",
-    "kv8": "heads", "qk8": "heads", "topk": "largest", "topk8": "largest", "rp8": "projected", "sketch": "projected",
-}
 I64 = npt.NDArray[np.int64]
 logger = logging.getLogger("vllm.tap")
 _left = False
@@ -70,7 +68,7 @@ class _Kernel:
     loaded: Function | None = None  # compiled, and known to the driver as we know it
 
     def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
-        """By Triton; ``args`` without the constants."""
+        """Launch by Triton, which compiles it first; ``args`` without the constants."""
         if self.compiled is not None:
             self.compiled[grid](*args, *self.constants)
             return
@@ -100,13 +98,16 @@ def supported(identity: str, width: int, dtype: torch.dtype) -> bool:
         codec.streams(width, str(dtype).removeprefix("torch."))
     except SpecError:
         return False
-    module = _MODULES.get(codec.family.name)
-    # Compiled for float16, the search for outliers names a column twice in rows with a NaN (seen on an H200).
-    if module == "blocks" and dtype == torch.float16:
+    name = kernel_name(codec.family)
+    if not name or not 0 < width <= _WIDTH_MAX or find_spec("triton") is None:
         return False
-    if module == "projected" and dtype == torch.float32:  # its tensor cores multiply numbers of 16 bits
-        return False
-    return module is not None and 0 < width <= _WIDTH_MAX and dtype in _DTYPES and find_spec("triton") is not None
+    return dtype in getattr(_module(name)[0], "DTYPES", _DTYPES)
+
+
+def _module(name: str) -> tuple[Any, str]:
+    """The module of a kernel by a codec's name for it, and the name of the function."""
+    module, _, function = name.rpartition(".")
+    return import_module(module if "." in module else f"engine_side.kernels.{module}"), function
 
 
 class Launch:
@@ -185,11 +186,11 @@ class Projected:
         self._product, self._codes = product, codes
 
     def move(self, begins: I64) -> None:
-        """As ``Launch.move``: the workspace between the two stays where it is."""
+        """Move as ``Launch.move`` does: the workspace between the two stays where it is."""
         self._codes.move(begins)
 
     def aim(self, rows: torch.Tensor | int, n: int, offsets: Sequence[int], begins: I64) -> bool:
-        """As ``Launch.aim``: how the product is cut up follows from the number of rows."""
+        """Aim as ``Launch.aim`` does, never: how the product is cut up follows from the number of rows."""
         return False
 
     def __call__(self, step: int) -> None:
@@ -200,7 +201,7 @@ class Projected:
 
 def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64 = _AT_0
            ) -> Launch | Projected:
-    """What encodes ``source`` (at least a row) into ``scratch`` (uint8).
+    """The launch that encodes ``source`` (at least a row) into ``scratch`` (uint8).
 
     ``begins`` [steps]: the byte at which what a step writes begins; ``offsets``: from there, the byte at which each
     declared stream begins, in the declared order, as [n_layers, n, *shape]; then token ids (int32 [n]) and positions
@@ -230,7 +231,7 @@ def _project(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequ
 
 
 def rows_max(identity: str, width: int) -> int:
-    """How many rows, of all layers, ``launch`` takes at once; 0: as many as there are."""
+    """The count of rows, of all layers, that ``launch`` takes at once; 0: any."""
     codec = codecs.identified(identity)
     if not codec.family.projected:
         return 0
@@ -271,7 +272,7 @@ def scored(count: int, width: int, dtype: torch.dtype) -> bool:
 
 
 def _kind(source: Source) -> tuple[int, torch.dtype, bool, bool, torch.device]:
-    """What a kernel is compiled for: width and dtype, whether rows are gathered and aligned, the device."""
+    """Properties that a kernel is compiled for: width and dtype, whether rows are gathered and aligned, the device."""
     buffer, (to_layer, to_row, _) = source.buffer, source.buffer.stride()
     aligned = ((to_layer | to_row) * buffer.element_size() | buffer.data_ptr()) % _VECTOR == 0
     return buffer.shape[2], buffer.dtype, not isinstance(source.rows, int), aligned, buffer.device
@@ -320,13 +321,11 @@ def _samples(width: int, dtype: torch.dtype, device: torch.device, sizes: Sequen
 @lru_cache(maxsize=1024)
 def _kernel(identity: str, width: int, dtype: torch.dtype, gathered: bool, aligned: bool,
             device: torch.device) -> _Kernel:
-    from importlib import import_module
-
     codec = codecs.identified(identity)
-    module = import_module(f"engine_side.kernels.{_MODULES[codec.family.name]}")
-    function, constants, warps = module.choose(codec, width, dtype)
+    module, function = _module(kernel_name(codec.family))
+    constants, warps = module.constants(codec, width, dtype)
     numbers_a_vector = _VECTOR // dtype.itemsize if aligned else 1
-    return _Kernel(function, (gathered, numbers_a_vector, width, *constants), warps)
+    return _Kernel(getattr(module, function), (gathered, numbers_a_vector, width, *constants), warps)
 
 
 @lru_cache(maxsize=256)
@@ -344,5 +343,5 @@ def _scorer(count: int, sigmoid: bool, width: int, dtype: torch.dtype, gathered:
             device: torch.device) -> _Kernel:
     from engine_side.kernels import scores
 
-    function, constants, warps = scores.choose(count, width, sigmoid)
-    return _Kernel(function, (gathered, _VECTOR // dtype.itemsize if aligned else 1, width, *constants), warps)
+    constants, warps = scores.constants(count, width, sigmoid)
+    return _Kernel(scores.scores, (gathered, _VECTOR // dtype.itemsize if aligned else 1, width, *constants), warps)

@@ -30,15 +30,16 @@ from engine_side.kernels.place import (
 from schemas.codecs import Codec
 from schemas.codecs.nf4b64 import BETWEEN
 
+# Compiled for float16, the search for outliers names a column twice in rows with a NaN (seen on an H200).
+DTYPES = (torch.bfloat16, torch.float32)
 _TINY = tl.constexpr(2.0**-100)
 _LIFT = tl.constexpr(2.0**64)
 _BETWEEN = tl.constexpr(tuple(BETWEEN.tolist()))
 
 
-def choose(codec: Codec, width: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], int]:
-    """Kernel, its constants after the width, and its warps."""
-    function = nf4b64 if codec.family.name == "nf4b64" else int8b64
-    return function, (padded(width) // 64, 32 if dtype == torch.float32 else 16), warps(width)
+def constants(codec: Codec, width: int, dtype: torch.dtype) -> tuple[tuple[Any, ...], int]:
+    """Constants of a kernel after the width, and its warps."""
+    return (padded(width) // 64, 32 if dtype == torch.float32 else 16), warps(width)
 
 
 @triton.jit

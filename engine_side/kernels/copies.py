@@ -12,16 +12,17 @@ from engine_side.kernels.place import POINTERS, VARYING, bfloat16_bits, padded, 
 from schemas.codecs import Codec
 
 
-def choose(codec: Codec, width: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], int]:
-    """Kernel, its constants after the width, and its warps."""
-    return kernel, (padded(width), codec.family.name == "raw16" and dtype == torch.float32), warps(width)
+def constants(codec: Codec, width: int, dtype: torch.dtype) -> tuple[tuple[Any, ...], int]:
+    """Constants of a kernel after the width, and its warps."""
+    (stored,) = codec.streams(width, str(dtype).removeprefix("torch."))
+    return (padded(width), stored.nbytes < width * dtype.itemsize), warps(width)
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
-def kernel(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
-           positions, position_step: tl.int64, scratch, o0: tl.int64, o1: tl.int64, o2: tl.int64,
-           GATHERED: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-           ROUNDS: tl.constexpr):
+def copy(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
+         positions, position_step: tl.int64, scratch, o0: tl.int64, o1: tl.int64, o2: tl.int64,
+         GATHERED: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+         ROUNDS: tl.constexpr):
     """``o0``: x; ``o1``, ``o2``: token ids and positions."""
     row, number = row_of(buffer, to_layer, to_row, layers, rows, first, ids, id_step, positions, position_step, scratch,
                          o1, o2, GATHERED, VECTOR)

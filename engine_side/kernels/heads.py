@@ -14,18 +14,18 @@ from schemas.codecs import Codec
 _WARPS_MAX = 16
 
 
-def choose(codec: Codec, width: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], int]:
-    """Kernel, its constants after the width, and its warps."""
+def constants(codec: Codec, width: int, dtype: torch.dtype) -> tuple[tuple[Any, ...], int]:
+    """Constants of a kernel after the width, and its warps."""
     head = int(codec.parameters["head"])
     heads, columns = power_of_two(width // head), power_of_two(head)
-    return kernel, (head, heads, columns), min(_WARPS_MAX, max(1, heads * columns // 2048))
+    return (head, heads, columns), min(_WARPS_MAX, max(1, heads * columns // 2048))
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
-def kernel(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
-           positions, position_step: tl.int64, scratch, o0: tl.int64, o1: tl.int64, o2: tl.int64, o3: tl.int64,
-           GATHERED: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr,
-           HEADS: tl.constexpr, COLUMNS: tl.constexpr):
+def head8(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
+          positions, position_step: tl.int64, scratch, o0: tl.int64, o1: tl.int64, o2: tl.int64, o3: tl.int64,
+          GATHERED: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr,
+          HEADS: tl.constexpr, COLUMNS: tl.constexpr):
     """``o0``, ``o1``: q, scale; ``o2``, ``o3``: token ids and positions. HEADS, COLUMNS: powers of two."""
     row, number = row_of(buffer, to_layer, to_row, layers, rows, first, ids, id_step, positions, position_step, scratch,
                          o2, o3, GATHERED, VECTOR)

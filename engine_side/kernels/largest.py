@@ -17,12 +17,11 @@ from schemas.codecs import Codec
 from schemas.codecs.topk import entries
 
 
-def choose(codec: Codec, width: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], int]:
-    """Kernel, its constants after the width, and its warps."""
+def constants(codec: Codec, width: int, dtype: torch.dtype) -> tuple[tuple[Any, ...], int]:
+    """Constants of a kernel after the width, and its warps."""
     given = codec.parameters
     kept = entries(width, int(given["k"]) if "k" in given else None, given.get("density"))
-    function = topk8 if codec.family.name == "topk8" else topk
-    return function, (padded(width), kept, 8 * dtype.itemsize), warps(width, columns_a_warp=1024)
+    return (padded(width), kept, 8 * dtype.itemsize), warps(width, columns_a_warp=1024)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What every kernel does beside its codec: where a row lies, its token and position, numbers in their bits."""
+"""Parts of every kernel beside its codec: where a row lies, its token and position, numbers in their bits."""
 
 from __future__ import annotations
 

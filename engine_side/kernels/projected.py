@@ -36,6 +36,7 @@ from schemas.codecs.sketch import PACKED, THRESHOLDS
 
 logger = logging.getLogger("vllm.tap")
 
+DTYPES: Final = (torch.bfloat16, torch.float16)  # tensor cores multiply numbers of 16 bits
 SUMS_BYTES: Final = 64 << 20  # of the workspace
 FEW: Final = 4096  # rows, of all layers, for which small tiles keep more of the device busy
 DEPTH: Final = 64  # columns of rows that are multiplied at a time
@@ -55,18 +56,18 @@ def tile(few: bool, device: torch.device) -> tuple[int, int, int, int]:
 
 
 def _step_bytes(down: int, across: int) -> int:
-    """Of rows and of both halves of the matrix."""
+    """Bytes of rows and of both halves of the matrix that a step of the product loads."""
     return 2 * DEPTH * (down + 2 * across)
 
 
-def kept(codec: Codec, width: int) -> int:
-    """How many numbers a row becomes."""
+def numbers(codec: Codec, width: int) -> int:
+    """The count of numbers that a row becomes."""
     return projection.columns(width, int(codec.parameters["k"]), codec.family.name)
 
 
 def across(codec: Codec, width: int) -> int:
     """Columns of the matrix and of the workspace."""
-    return -(-kept(codec, width) // _ACROSS) * _ACROSS
+    return -(-numbers(codec, width) // _ACROSS) * _ACROSS
 
 
 def depth(width: int) -> int:
@@ -103,9 +104,10 @@ def halves(identity: str, width: int, dtype: torch.dtype, device: torch.device) 
         if not fits(identity, width, dtype, device):
             raise MemoryError(f"{identity} at width {width}: no room for its matrix of "
                               f"{_matrix_bytes(codec, width, dtype) / 2**20:.1f} MiB")
-        k = kept(codec, width)
+        k = numbers(codec, width)
         matrix = torch.zeros(depth(width), across(codec, width), dtype=torch.float32, device="cpu")
-        made = projection.MATRICES[codec.family.name](width, k, int(codec.parameters["seed"]))
+        assert codec.family.matrix is not None  # only codecs with one come here
+        made = codec.family.matrix(width, k, int(codec.parameters["seed"]))
         matrix[:width, :k] = torch.tensor(made, dtype=torch.float32, device="cpu")
         high = matrix.to(dtype)
         sums(device)
@@ -129,23 +131,23 @@ def forget() -> None:
 
 
 def _key(codec: Codec, width: int, dtype: torch.dtype, device: torch.device) -> _Key:
-    """What a matrix follows from: codecs that differ otherwise share it."""
-    return codec.family.name, width, kept(codec, width), int(codec.parameters["seed"]), dtype, device
+    """Key of a matrix: all that it follows from, so that codecs that differ otherwise share it."""
+    return codec.family.name, width, numbers(codec, width), int(codec.parameters["seed"]), dtype, device
 
 
 def _matrix_bytes(codec: Codec, width: int, dtype: torch.dtype) -> int:
-    """Of both halves."""
+    """Bytes of both halves of the matrix."""
     return 2 * depth(width) * across(codec, width) * int(dtype.itemsize)
 
 
-def choose(codec: Codec, width: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], int]:
-    """The kernel that makes codes, its constants after the width, and its warps."""
-    k, stride = kept(codec, width), across(codec, width)
-    if codec.family.name == "rp8":
-        return rp8, (k, stride, padded(k)), warps(k)
-    bits = int(codec.parameters["bits"])
+def constants(codec: Codec, width: int, dtype: torch.dtype) -> tuple[tuple[Any, ...], int]:
+    """Constants after the width of the kernel that makes codes, and its warps."""
+    k, bits = numbers(codec, width), int(codec.parameters.get("bits", 0))
+    every = k, across(codec, width), padded(k)
+    if not bits:
+        return every, warps(k)
     places = power_of_two(-(-k * bits // PACKED))
-    return sketch, (k, stride, padded(k), bits, places, max(THRESHOLDS[bits])), max(1, places // 256)
+    return (*every, bits, places, max(THRESHOLDS[bits])), max(1, places // 256)
 
 
 @triton.jit(do_not_specialize=(*VARYING, "n", "total"), do_not_specialize_on_alignment=POINTERS)

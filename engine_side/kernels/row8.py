@@ -25,9 +25,9 @@ from engine_side.kernels.place import (
 from schemas.codecs import Codec
 
 
-def choose(codec: Codec, width: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], int]:
-    """Kernel, its constants after the width, and its warps."""
-    return fp8row if codec.family.name == "fp8row" else full8, (padded(width),), warps(width)
+def constants(codec: Codec, width: int, dtype: torch.dtype) -> tuple[tuple[Any, ...], int]:
+    """Constants of a kernel after the width, and its warps."""
+    return (padded(width),), warps(width)
 
 
 @triton.jit

@@ -10,13 +10,13 @@ import triton.language as tl
 from engine_side.kernels.place import POINTERS, VARYING, padded, row_of, single, warps, whole
 
 
-def choose(count: int, width: int, sigmoid: bool) -> tuple[Any, tuple[Any, ...], int]:
-    """Kernel, its constants after the width, and its warps."""
-    return kernel, (padded(width), count, sigmoid), warps(width)
+def constants(count: int, width: int, sigmoid: bool) -> tuple[tuple[Any, ...], int]:
+    """Constants of the kernel after the width, and its warps."""
+    return (padded(width), count, sigmoid), warps(width)
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=POINTERS)
-def kernel(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
+def scores(buffer, to_layer: tl.int64, to_row: tl.int64, layers, rows, first: tl.int64, ids, id_step: tl.int64,
            positions, position_step: tl.int64, scratch, o0: tl.int64, o1: tl.int64, o2: tl.int64, directions, bias,
            GATHERED: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
            COUNT: tl.constexpr, SIGMOID: tl.constexpr):

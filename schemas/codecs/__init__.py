@@ -10,7 +10,7 @@ the codec's *identity*: it stands in resolved specs, frames, segments, the catal
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -18,17 +18,16 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import MODEL_DTYPES, Parameter, Stream
-from schemas.codecs.family import FAMILIES, Family
-from schemas.errors import CorruptError, SpecError
+from schemas.codecs.declare import MODEL_DTYPES, Family, Parameter, Stream
+from schemas.codecs.registry import CODECS, GROUP, REFUSED, check_installed, example
+from schemas.errors import CorruptError, SpecError, StoreError
 
-__all__ = ["CODECS", "DEFAULT_CODEC", "MODEL_DTYPES", "Codec", "Stream", "decode", "identified", "is_identity",
-           "kept_energy", "parse_codec", "streams"]
+__all__ = ["CODECS", "DEFAULT_CODEC", "MODEL_DTYPES", "Codec", "Stream", "check_installed", "decode", "identified",
+           "is_identity", "kept_energy", "parse_codec", "streams"]
 
 Array = npt.NDArray[np.generic]
 
 DEFAULT_CODEC: Final = "int8b64"
-CODECS: Final[dict[str, Family]] = {family.name: family for family in FAMILIES}
 _TEXT_MAX: Final = 128
 _NUMBER: Final = re.compile(r"[0-9]{1,10}", re.ASCII)
 _DECIMAL: Final = re.compile(r"[0-9]{0,4}(\.[0-9]{1,9})?(e-[0-9]{1,2})?", re.ASCII)
@@ -48,8 +47,7 @@ class Codec:
     @property
     def identity(self) -> str:
         """The one spelling of this codec."""
-        text = ",".join(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
-                        for name, value in self.values)
+        text = _text(self.values)
         return f"{self.family.name}:{text}" if text else self.family.name
 
     @property
@@ -88,11 +86,11 @@ class Codec:
         return rows
 
     def decoded_width(self, width: int) -> int:
-        """How many numbers a row of ``width`` decodes to."""
+        """The count of numbers that a row of ``width`` decodes to."""
         return min(int(self.parameters["k"]), width) if self.family.projected else width
 
     def about(self) -> dict[str, Any]:
-        """What manifests and blocks say of it."""
+        """The codec as manifests and blocks describe it."""
         family = self.family
         return {"name": self.identity, "family": family.name, "parameters": self.parameters, "meaning": family.meaning,
                 "error_bound": family.error, "formula": family.formula, "decoded": family.decoded}
@@ -107,14 +105,14 @@ def parse_codec(text: str, field: str = "codec") -> Codec:
     name, colon, rest = text[:_TEXT_MAX].partition(":")
     family = CODECS.get(name)
     if family is None or len(text) > _TEXT_MAX:
-        raise SpecError(field, text, f"unknown codec; valid: {', '.join(CODECS)}")
+        raise SpecError(field, text, REFUSED.get(name) or f"unknown codec; valid: {', '.join(CODECS)}")
     known = {parameter.name: parameter for parameter in family.parameters}
     given: dict[str, int | float] = {}
     for part in rest.split(",") if colon else ():
         key, _, value = part.partition("=")
         if key not in known or key in given:
             raise SpecError(field, text, f"{part!r}: {name} has "
-                            + (f"{', '.join(known)}, each once, as in {name}:{_example(family)}" if known
+                            + (f"{', '.join(known)}, each once, as in {name}:{_text(example(family).items())}" if known
                                else "no parameters"))
         given[key] = _value(known[key], value, text, field)
     if len(set(given) & set(family.either)) > 1:
@@ -136,29 +134,31 @@ def _value(parameter: Parameter, text: str, whole: str, field: str) -> int | flo
     return float(f"{value:.6g}") if parameter.kind is float else value
 
 
-def _example(family: Family) -> str:
-    shown = [p for p in family.parameters if p.name not in family.either[1:]]
-    return ",".join(f"{p.name}={64 if p.default is None else p.default}" for p in shown)
+def _text(values: Iterable[tuple[str, int | float]]) -> str:
+    return ",".join(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in values)
 
 
 @lru_cache(maxsize=1024)
-def _identified(identity: str) -> Codec:
+def identified(identity: str) -> Codec:
+    """The codec of an identity, such as stands beside stored rows.
+
+    SpecError for any other spelling, or where a parameter is left open; StoreError where no codec of that name is here.
+    """
+    name = identity[:_TEXT_MAX].partition(":")[0]
+    if name not in CODECS:
+        raise StoreError("look up codec", name, REFUSED.get(name) or "no codec of that name is installed here",
+                         f"codecs of other packages are found by their entry points {GROUP}: install it here too")
     codec = parse_codec(identity)
     if codec.identity != identity or not codec.complete:
         raise SpecError("codec", identity, f"not an identity; it would be {codec.identity}")
     return codec
 
 
-def identified(identity: str) -> Codec:
-    """The codec of an identity; SpecError for any other spelling, or where a parameter is left open."""
-    return _identified(identity)
-
-
 def is_identity(text: str) -> bool:
     """Whether the text is the one spelling of a codec."""
     try:
         identified(text)
-    except SpecError:
+    except (SpecError, StoreError):
         return False
     return True
 

@@ -1,15 +1,17 @@
-"""What a codec declares: its streams and parameters, and how bfloat16 lives in arrays that know no bfloat16."""
+"""Declaration of a codec: its streams, parameters and texts, and how bfloat16 lives in arrays that know no bfloat16."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
+BFLOAT16_ERROR: Final = "rounding to bfloat16 (relative 2^-9)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,40 @@ class Parameter:
     high: float
     default: float | None
     meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A codec without values for its parameters: the one thing that a codec's file declares.
+
+    ``streams(width, dtype)`` and ``decode(pieces, width, dtype)`` take its parameters by name; ``decode_as``, where
+    there is one, decodes straight to a dtype, or gives None. ``error`` is the bound that manifests carry; ``formula``
+    decodes a row without this project's code; ``decoded`` says which numbers the decoded ones are.
+
+    Of ``either`` parameters one is given. ``sites``, where not empty, are the only ones with heads to encode. A codec
+    with a ``matrix(width, k, seed)`` projects rows by it, and has the parameters k and seed. ``legacy`` codecs are
+    offered for their earlier users. ``encoder`` is the encoder's module, where it is not engine_side.codecs.NAME.
+    """
+
+    name: str
+    streams: Callable[..., tuple[Stream, ...]]
+    decode: Callable[..., Any]
+    meaning: str
+    error: str
+    formula: str
+    parameters: tuple[Parameter, ...] = ()
+    either: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+    decoded: str = "the row's own coordinates"
+    legacy: bool = False
+    decode_as: Callable[..., Any] | None = None
+    matrix: Callable[[int, int, int], npt.NDArray[np.float32]] | None = None
+    encoder: str = ""
+
+    @property
+    def projected(self) -> bool:
+        """Whether what decodes are other numbers than the row's own."""
+        return self.matrix is not None
 
 
 def index_dtype(width: int) -> str:

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import Family, Stream, bfloat16_to_float32, float_stream
 
 LARGEST: Final = 448.0
 
@@ -41,3 +41,8 @@ def _values() -> npt.NDArray[np.float32]:
 
 
 _VALUES: Final = _values()
+
+
+FAMILY: Final = Family(
+    "fp8row", streams, decode, "8-bit floats (e4m3) with a bfloat16 scale a row",
+    "at most 2^-4 of a number's size, or 2^-10 of the row's scale where that is more", "x = float8_e4m3fn(q) * scale")

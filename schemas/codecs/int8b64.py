@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream, index_dtype
+from schemas.codecs.declare import BFLOAT16_ERROR, Family, Stream, bfloat16_to_float32, float_stream, index_dtype
 from schemas.native.native_loops import loops_for
 
 BLOCK: Final = 64
@@ -23,7 +23,7 @@ _CACHED_NUMBERS: Final = 1 << 16
 
 
 def outliers(width: int) -> int:
-    """How many entries a row keeps apart: OUTLIERS, or fewer in a very narrow row."""
+    """The count of entries that a row keeps apart: OUTLIERS, or fewer in a very narrow row."""
     return min(OUTLIERS, width)
 
 
@@ -87,3 +87,9 @@ def decode_as(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: 
         return None
     scale, values = (bfloat16_to_float32(pieces[name].view(np.uint16)) for name in ("scale", "outlier_value"))
     return loop.decoded(pieces["q"], scale, pieces["outlier_index"].astype(np.int64), values, wanted)
+
+
+FAMILY: Final = Family(
+    "int8b64", streams, decode, "int8 in blocks of 64 columns with a bfloat16 scale, 8 largest entries kept apart",
+    f"at most 0.51 of a block's scale a column, outliers {BFLOAT16_ERROR}",
+    "x[c] = q[c] * scale[c // 64]; then x[outlier_index] = outlier_value", decode_as=decode_as)

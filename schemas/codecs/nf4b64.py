@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import BFLOAT16_ERROR, Family, Stream, bfloat16_to_float32, float_stream
 from schemas.codecs.int8b64 import BLOCK, outlier_streams, put_back, times_scale
 
 
@@ -50,3 +50,11 @@ def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str
     x = LEVELS[np.minimum(numbers, 14)]
     times_scale(x, bfloat16_to_float32(pieces["scale"].view(np.uint16)))
     return put_back(x, pieces)
+
+
+FAMILY: Final = Family(
+    "nf4b64", streams, decode,
+    "4-bit normal-floats in blocks of 64 columns with a bfloat16 scale, 8 largest entries kept apart",
+    f"at most 0.153 of a block's scale a column, outliers {BFLOAT16_ERROR}",
+    "x[c] = level[(q[c // 2] >> 4 * (c % 2)) & 15] * scale[c // 64]; then x[outlier_index] = outlier_value; "
+    f"level = {[round(float(level), 7) for level in LEVELS]}")

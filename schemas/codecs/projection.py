@@ -12,15 +12,18 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from schemas.codecs.declare import Parameter
 from schemas.errors import SpecError
 
 Matrix = npt.NDArray[np.float32]
 
 NUMBERS_MAX: Final = 1 << 23  # of one matrix: 32 MiB, and a second to make
+NUMBERS: Final = Parameter("k", int, 1, 1 << 14, 512, "numbers that a row becomes")
+SEED: Final = Parameter("seed", int, 0, (1 << 32) - 1, 0, "key of the projection's generator")
 
 
 def columns(width: int, k: int, codec: str) -> int:
-    """How many numbers a row of ``width`` becomes; SpecError where the matrix would be too large."""
+    """The count of numbers that a row of ``width`` becomes; SpecError where the matrix would be too large."""
     if width * k > NUMBERS_MAX:
         raise SpecError("codec", f"{codec}:k={k}", f"valid at width {width}: k up to {NUMBERS_MAX // width}, because "
                                                    f"the projection has at most {NUMBERS_MAX} numbers")
@@ -78,6 +81,3 @@ def _frozen(matrix: npt.NDArray[np.floating]) -> Matrix:
     out = matrix.astype(np.float32)
     out.setflags(write=False)
     return out
-
-
-MATRICES: Final = {"rp8": gaussian, "sketch": hadamard}  # by the codec that projects with them

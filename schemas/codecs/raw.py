@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import Family, Stream, bfloat16_to_float32, float_stream
 from schemas.native.native_loops import loops_for
 
 _NUMBERS_A_PIECE: Final = 256  # of them NumPy takes as much longer than machine code as Python does of one hash
@@ -35,5 +35,8 @@ def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str
 
 def decode_as(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, wanted: str
               ) -> npt.NDArray[Any] | None:
-    """What is stored, where that is what is wanted: not a copy."""
+    """The stored rows themselves, not a copy, where their dtype is wanted."""
     return pieces["x"] if wanted == dtype else None
+
+
+FAMILY: Final = Family("raw", streams, decode, "the model's own dtype, bit for bit", "exact", "x", decode_as=decode_as)

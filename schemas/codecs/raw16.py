@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from schemas.codecs import raw
-from schemas.codecs.declare import Stream
+from schemas.codecs.declare import BFLOAT16_ERROR, Family, Stream
 
 
 def streams(width: int, dtype: str) -> tuple[Stream, ...]:
-    """As ``raw`` of the dtype that is kept."""
-    return raw.streams(width, kept(dtype))
+    """The stream of ``raw`` for the dtype that is stored."""
+    return raw.streams(width, stored(dtype))
 
 
 def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
     """Widen to float32, exactly."""
-    return raw.decode(pieces, width, kept(dtype))
+    return raw.decode(pieces, width, stored(dtype))
 
 
 def decode_as(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, wanted: str
               ) -> npt.NDArray[Any] | None:
-    """As ``raw`` of the dtype that is kept."""
-    return raw.decode_as(pieces, width, kept(dtype), wanted)
+    """The stored rows themselves, where their dtype is wanted."""
+    return raw.decode_as(pieces, width, stored(dtype), wanted)
 
 
-def kept(dtype: str) -> str:
+def stored(dtype: str) -> str:
     """The dtype that is stored of a model dtype."""
     return "bfloat16" if dtype == "float32" else dtype
+
+
+FAMILY: Final = Family(
+    "raw16", streams, decode, "16-bit rows: bit for bit on 16-bit models, float32 rounded to bfloat16",
+    f"exact on 16-bit models; else {BFLOAT16_ERROR}", "x", decode_as=decode_as)

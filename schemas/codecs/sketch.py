@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
-from schemas.codecs.projection import columns
+from schemas.codecs.declare import Family, Parameter, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.projection import NUMBERS, SEED, columns, hadamard
 
 LEVELS: Final[dict[int, tuple[float, ...]]] = {1: (-1.0, 1.0), 2: (-1.5104, -0.4528, 0.4528, 1.5104)}
 THRESHOLDS: Final[dict[int, tuple[float, ...]]] = {1: (0.0,), 2: (-0.9816, 0.0, 0.9816)}
@@ -84,3 +84,12 @@ def _response(bits: int) -> tuple[F64, F64]:
     shown = np.concatenate([[0.0], np.cumsum((slope[1:] + slope[:-1]) / 2), [0.0]])
     shown[-1] = shown[-2] + slope[-1]
     return np.append(np.sin(theta), 1.0), shown / shown[-1]
+
+
+FAMILY: Final = Family(
+    "sketch", streams, decode, "k numbers of a randomised Hadamard transform at 1 or 2 bits",
+    "cosines between rows, by schemas.codecs.sketch.cosine: ±1.15·√((1 − k/width)/k) at 2 bits and k up to width / 4",
+    "code j = bits (counted from the lowest, 7 a byte of q) j * bits up to (j + 1) * bits; y[j] = level[code] * scale; "
+    f"level = {[list(levels) for levels in LEVELS.values()]} at 1 and 2 bits",
+    (NUMBERS, Parameter("bits", int, 1, 2, 2, "bits of a number"), SEED),
+    decoded="x @ projection.hadamard(width, k, seed), quantised: it cannot be undone", matrix=hadamard)

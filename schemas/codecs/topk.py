@@ -9,15 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream, index_dtype
+from schemas.codecs.declare import (
+    BFLOAT16_ERROR,
+    Family,
+    Parameter,
+    Stream,
+    bfloat16_to_float32,
+    float_stream,
+    index_dtype,
+)
 
 
 def entries(width: int, k: int | None, density: float | None) -> int:
-    """How many entries of a row are kept; at least one, at most all."""
+    """The count of entries of a row that are kept; at least one, at most all."""
     # Rounded first: 0.07 * 100 is a little more than 7.
     wanted = k if k is not None else ceil(round((density or 0.0) * width, 6))
     return max(1, min(wanted, width))
@@ -47,3 +56,11 @@ def in_place(index: npt.NDArray[np.generic], values: npt.NDArray[np.float32], wi
     x = np.zeros((*index.shape[:-1], width), np.float32)
     np.put_along_axis(x, index.astype(np.int64), values, axis=-1)
     return x
+
+
+PARAMETERS: Final = (Parameter("k", int, 1, 1 << 20, None, "entries kept of a row"),
+                     Parameter("density", float, 1e-6, 1, 0.04, "share of a row's entries that is kept"))
+FAMILY: Final = Family(
+    "topk", streams, decode, "the entries of largest magnitude, the others 0",
+    f"kept entries: {BFLOAT16_ERROR}; the share of the row's energy that they hold is in the stream kept",
+    "x = 0; then x[index] = value", PARAMETERS, either=("k", "density"))

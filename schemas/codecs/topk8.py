@@ -1,25 +1,32 @@
-"""``topk8``: as ``topk``, the kept values as uint8 with a scale and a zero point a row (row8). A legacy codec."""
+"""``topk8``: as ``topk``, the kept values as uint8 with a scale and a zero point a row (full8). A legacy codec."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs import row8
-from schemas.codecs.declare import Stream
-from schemas.codecs.topk import entries, in_place, index_and_kept
+from schemas.codecs import full8
+from schemas.codecs.declare import Family, Stream
+from schemas.codecs.topk import PARAMETERS, entries, in_place, index_and_kept
 
 
 def streams(width: int, dtype: str, k: int | None = None, density: float | None = None) -> tuple[Stream, ...]:
     """``index``, the codes ``q`` of the values, their ``scale`` and ``zero``, and ``kept``."""
     kept = entries(width, k, density)
     index, energy = index_and_kept(width, kept)
-    return index, Stream("q", "uint8", (kept,), row8.FILL), *row8.scale_and_zero(), energy
+    return index, *full8.coded(kept), energy
 
 
 def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, k: int | None = None,
            density: float | None = None) -> npt.NDArray[np.float32]:
     """Rows of float32 ``[..., width]``, zero where nothing was kept."""
-    return in_place(pieces["index"], row8.numbers(pieces), width)
+    return in_place(pieces["index"], full8.numbers(pieces), width)
+
+
+FAMILY: Final = Family(
+    "topk8", streams, decode, "the entries of largest magnitude as uint8, the others 0",
+    "kept entries: at most 0.51 of the row's scale; the share of energy that they hold is in the stream kept",
+    f"x = 0; then x[index] = {full8.FORMULA}", PARAMETERS, either=("k", "density"), legacy=True)

@@ -22,7 +22,7 @@ import xxhash
 
 from schemas import codecs, limits
 from schemas.codecs import Stream
-from schemas.errors import CorruptError, ProtocolError, StoreError
+from schemas.errors import CorruptError, ProtocolError, SpecError, StoreError
 from schemas.wire.messages import Frame, StreamPart, unpack
 from schemas.wire.row_table import FLAG_ERASED, RowTable, check_frame, check_table
 
@@ -219,10 +219,11 @@ def parse_frame(data: memoryview, offset: int, store: bytes, number: int, path: 
     need(xxhash.xxh3_64_intdigest(head) == digest, "the head does not match its checksum")
     try:
         header = unpack(_decoder, memoryview(head)[PRELUDE.size : PRELUDE.size + n_header])
+        codecs.identified(header.frame.codec)  # StoreError where it is not installed: the frame is whole all the same
         rows = check_frame(header.frame)
         table = RowTable.from_bytes(bytes(head[used - n_table :]), rows)
         check_table(header.frame, table)
-    except (msgspec.MsgspecError, ProtocolError) as error:
+    except (msgspec.MsgspecError, ProtocolError, SpecError) as error:
         raise CorruptError("read frame", f"{path} at byte {offset}", error) from None
     frame = header.frame
     layout = frame_layout(used, [part.nbytes for part in frame.streams])

@@ -188,3 +188,65 @@ def test_links_to_parts_of_pages_lead_there() -> None:
         for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
             assert anchor in anchors(page.parent / file if file else page), f"{page.name}: {file}#{anchor}"
 
+
+# ── recipes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def named_in(path: Path) -> set[str]:
+    """Names that a file gives to functions, classes and values, those of a class as Class.name."""
+    found: set[str] = set()
+
+    def walk(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(prefix + node.name)
+                if isinstance(node, ast.ClassDef):
+                    walk(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                assigned = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update(prefix + target.id for target in assigned if isinstance(target, ast.Name))
+
+    walk(ast.parse(path.read_text()).body, "")
+    return found
+
+
+def stale(page: str) -> list[str]:
+    """Files, names in files, and commands that a page names and that are not there."""
+    wrong = []
+    for file, _, name in re.findall(r"`([\w./-]+/[\w.-]*)(:([\w.]+))?`", page):
+        path = ROOT / file
+        if not path.exists() or (name and name not in named_in(path)):
+            wrong.append(f"{file}:{name}" if name else file)
+    tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    command_line = r"(?:make|python -m) "
+    for command in re.findall(rf"`({command_line}[^`]+)`", page) + re.findall(rf"^({command_line}.*)$", page, re.M):
+        what, *words = command.split()
+        if what == "make":
+            known = f"make {words[0]}" in targets()
+            chosen = re.findall(r'K="([^"]*)"', command)
+            known &= all(word in tests for text in chosen for word in text.split(" or "))
+        else:
+            module = ROOT / words[1].replace(".", "/")
+            known = module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+        if not known:
+            wrong.append(command)
+    return wrong
+
+
+RECIPES: Final = ("extend.md",)
+
+
+@pytest.mark.parametrize("page", RECIPES)
+def test_recipes_name_what_there_is(page: str) -> None:
+    text = (DOCS / page).read_text()
+    assert text.count("/") > 20 and stale(text) == []
+
+
+def test_what_a_recipe_names_wrongly_is_seen() -> None:
+    page = """`schemas/codecs/full8.py:streams` `schemas/codecs/full9.py` `schemas/codecs/full8.py:no`
+`make test` `make tost` `python -m bench` `python -m bunch` `vllm_tap/client/` `vllm_tap/clients/`
+`schemas/codecs/declare.py:Family.projected`
+make test K="test_codecs or test_codex"
+"""
+    assert stale(page) == ["schemas/codecs/full9.py", "schemas/codecs/full8.py:no", "vllm_tap/clients/", "make tost",
+                           "python -m bunch", 'make test K="test_codecs or test_codex"']

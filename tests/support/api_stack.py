@@ -30,7 +30,8 @@ class Process:
         with log.open("ab") as errors:
             self.child = subprocess.Popen([sys.executable, "-m", *args], cwd=ROOT, stdout=subprocess.PIPE,
                                           stderr=errors, text=True,
-                                          env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"})
+                                          env={**os.environ, "PYTHONUNBUFFERED": "1",
+                                               "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"})
         self.ready = threading.Event()
         self.said = ""
         self.listener = threading.Thread(target=self._listen, daemon=True)

@@ -97,7 +97,7 @@ class WriterProcess:
         self.process = subprocess.Popen(
             [sys.executable, *program, "--store", str(self.store), "--endpoint", self.endpoint, *self.flags],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

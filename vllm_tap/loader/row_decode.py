@@ -31,7 +31,7 @@ def is_as_stored(kind: Kind, dtype: torch.dtype) -> bool:
 
 def _stored_dtype(kind: Kind) -> torch.dtype | None:
     """The dtype of rows that are stored as they are."""
-    return {"raw": _TORCH[kind.dtype], "raw16": _TORCH[raw16.kept(kind.dtype)]}.get(kind.codec)
+    return {"raw": _TORCH[kind.dtype], "raw16": _TORCH[raw16.stored(kind.dtype)]}.get(kind.codec)
 
 
 def fresh(rows: int, nbytes: int) -> Bytes:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from engine_side import kernels
-from engine_side.codecs import TORCH_DTYPES, encode, int8b64, nf4b64, row8
+from engine_side.codecs import TORCH_DTYPES, encode, full8, int8b64, kernel_name, nf4b64
 from engine_side.step import block
 from engine_side.step.block import Burst, Piece, layout_of
 from engine_side.step.kernel_cache import Compiled
@@ -151,7 +151,7 @@ def given(codec: str, x: torch.Tensor, chosen: dict[str, torch.Tensor]) -> dict[
         assert torch.equal(values.abs().sort().values.nan_to_num(-1), as_large.abs().sort().values.nan_to_num(-1))
         want[name] = chosen[name]
         if family == "topk8":
-            want |= row8.encode(values)
+            want |= full8.encode(values)
         else:
             want["value" if family == "topk" else "outlier_value"] = values.to(torch.bfloat16).view(torch.uint16)
         if name == "outlier_index":
@@ -179,7 +179,8 @@ def assert_projected(codec: str, x: torch.Tensor, got: dict[str, torch.Tensor]) 
     """Codes and scales are those of the product, but where it lies on the edge between two codes."""
     known, width = codecs.identified(codec), x.shape[-1]
     k, seed = projection.columns(width, int(known.parameters["k"]), known.family.name), int(known.parameters["seed"])
-    make = projection.MATRICES[known.family.name]
+    make = known.family.matrix
+    assert make is not None
     finite = x.isfinite().all(-1, keepdim=True)
     x = torch.where(finite, x, 0).double()
     y = x @ torch.tensor(make(width, k, seed)).double()
@@ -209,6 +210,11 @@ def assert_projected(codec: str, x: torch.Tensor, got: dict[str, torch.Tensor]) 
     usable = (scale > 0).expand_as(y)
     assert ((codes >= low) & (codes <= high))[usable].all()
     assert (codes == (edges <= 0).sum())[~usable].all()
+
+
+def test_every_codec_with_a_kernel_is_tried_here() -> None:
+    names = {name for name, family in codecs.CODECS.items() if kernel_name(family)}
+    assert {codec.partition(":")[0] for codec in ALL + PROJECTED} == names
 
 
 @kernel_test
@@ -356,7 +362,8 @@ def test_what_a_projection_keeps_is_there_before_its_kernel_and_bounded(monkeypa
 @pytest.mark.parametrize("identity", ["rp8:k=24,seed=0", "sketch:k=24,bits=2,seed=0"])
 def test_a_matrix_in_two_halves_is_the_matrix(identity: str) -> None:
     known = codecs.identified(identity)
-    matrix = projection.MATRICES[known.family.name](100, 24, 0)
+    assert known.family.matrix is not None
+    matrix = known.family.matrix(100, 24, 0)
     for dtype, error in ((torch.bfloat16, 2**-16), (torch.float16, 2**-20)):
         high, low = (half.cpu().double() for half in projected.halves(identity, 100, dtype, DEVICE))
         both = high + low

@@ -311,9 +311,7 @@ def test_what_cannot_be_had_is_refused(made: Made, tmp_path: Path) -> None:
 def test_fast_decoding_is_what_decoding_is(codec: str, model: str) -> None:
     from engine_side.codecs import encode
 
-    identity = codecs.parse_codec({"head8": "head8:head=24", "qk8": "qk8:head=24"}.get(codec, codec)).identity
-    if not codecs.parse_codec(identity).complete:
-        identity = codecs.parse_codec(f"{codec}:head=24").identity
+    identity = codecs.parse_codec(f"{codec}:head=24" if codecs.CODECS[codec].sites else codec).identity
     torch.manual_seed(1)
     x = (torch.randn(40, WIDTH) * torch.logspace(-3, 3, 40)[:, None]).to(getattr(torch, model))
     pieces = encode(identity, x)

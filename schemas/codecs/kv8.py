@@ -1,4 +1,4 @@
-"""``kv8`` and ``qk8``: int8 with one bfloat16 scale a head, for keys, values and queries.
+"""``kv8``: int8 with one bfloat16 scale a head, for keys and values. ``qk8`` stores the same for queries and keys.
 
 Encoding of each head's ``head`` columns: s = bfloat16(max|x| / 127), rounded up; q = round(x / s), half to even,
 −127 to 127. −128 is the fill of a missing row. A head with a NaN or an infinity has the scale NaN.
@@ -8,11 +8,12 @@ Decoding: x = q * s of the column's head.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import Family, Parameter, Stream, bfloat16_to_float32, float_stream
 from schemas.errors import SpecError
 
 
@@ -28,3 +29,9 @@ def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str
     x: npt.NDArray[np.float32] = pieces["q"].astype(np.float32)
     x *= np.repeat(bfloat16_to_float32(pieces["scale"].view(np.uint16)), head, axis=-1)
     return x
+
+
+FAMILY: Final = Family(
+    "kv8", streams, decode, "int8 with a bfloat16 scale a head, for keys and values",
+    "at most 0.51 of a head's scale a column", "x[c] = q[c] * scale[c // head]",
+    (Parameter("head", int, 1, 1 << 14, None, "columns of a head; the engine fills it in"),), sites=("k", "k_rot", "v"))

@@ -1,10 +1,12 @@
-"""``kv8`` and ``qk8``, the reference encoder (the declaration and the formula are in schemas.codecs.head8)."""
+"""``kv8``, the reference encoder (the declaration and the formula are in schemas.codecs.kv8)."""
 
 from __future__ import annotations
 
 import torch
 
 from engine_side.codecs.scales import divided, nan_unless_finite, rounded_up
+
+KERNEL = "heads.head8"
 
 
 def encode(rows: torch.Tensor, head: int) -> dict[str, torch.Tensor]:
