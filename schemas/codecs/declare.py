@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+Pieces = Mapping[str, npt.NDArray[np.generic]]  # by stream: [..., *shape of its pieces]
+Rows = npt.NDArray[np.float32]
 
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
 BFLOAT16_ERROR: Final = "rounding to bfloat16 (relative 2^-9)"
@@ -93,7 +96,7 @@ def float_stream(name: str, dtype: str, shape: tuple[int, ...]) -> Stream:
     return Stream(name, dtype, shape, "NaN")
 
 
-def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """bfloat16 is the upper half of float32: widening is exact."""
-    wide: npt.NDArray[np.uint32] = np.left_shift(bits, 16, dtype=np.uint32)  # in one pass
+def bfloat16_to_float32(bits: npt.NDArray[np.generic]) -> Rows:
+    """float32 of bfloat16's bits, in any dtype of 16: they are the upper half of a float32, so that this is exact."""
+    wide: npt.NDArray[np.uint32] = np.left_shift(bits.view(np.uint16), 16, dtype=np.uint32)  # in one pass
     return wide.view(np.float32)

@@ -8,13 +8,11 @@ Decoding: x = e4m3(q) * s. e4m3 is sign, 4 bits of exponent (bias 7), 3 of manti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from schemas.codecs.declare import Family, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import Family, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
 
 LARGEST: Final = 448.0
 
@@ -24,14 +22,14 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     return Stream("q", "uint8", (width,), 0x7F, view="float8_e4m3fn"), float_stream("scale", "bfloat16", (1,))
 
 
-def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
+def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
     """Rows of float32 ``[..., width]``."""
     x = _VALUES[pieces["q"].view(np.uint8)]
-    x *= bfloat16_to_float32(pieces["scale"].view(np.uint16))
+    x *= bfloat16_to_float32(pieces["scale"])
     return x
 
 
-def _values() -> npt.NDArray[np.float32]:
+def _values() -> Rows:
     """The number that each of the 256 codes stands for."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, code & 7

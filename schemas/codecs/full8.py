@@ -11,13 +11,11 @@ One column a thousand times larger than the rest takes the whole range: the othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from schemas.codecs.declare import Family, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import Family, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
 
 SPAN: Final = 253
 ZERO_MAX: Final = 32000
@@ -30,11 +28,11 @@ def coded(count: int) -> tuple[Stream, Stream, Stream]:
             Stream("zero", "int16", (1,), -(1 << 15)))
 
 
-def numbers(pieces: Mapping[str, npt.NDArray[np.generic]]) -> npt.NDArray[np.float32]:
+def numbers(pieces: Pieces) -> Rows:
     """float32 of the codes ``q``, in their shape."""
     y = pieces["q"].astype(np.float32)
     y -= pieces["zero"].astype(np.float32)
-    y *= bfloat16_to_float32(pieces["scale"].view(np.uint16))
+    y *= bfloat16_to_float32(pieces["scale"])
     return y
 
 
@@ -43,7 +41,7 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     return coded(width)
 
 
-def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
+def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
     """Rows of float32 ``[..., width]``."""
     return numbers(pieces)
 

@@ -8,13 +8,21 @@ Decoding: x = q * s_b, then the outliers put back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import BFLOAT16_ERROR, Family, Stream, bfloat16_to_float32, float_stream, index_dtype
+from schemas.codecs.declare import (
+    BFLOAT16_ERROR,
+    Family,
+    Pieces,
+    Rows,
+    Stream,
+    bfloat16_to_float32,
+    float_stream,
+    index_dtype,
+)
 from schemas.native.native_loops import loops_for
 
 BLOCK: Final = 64
@@ -36,7 +44,7 @@ def outlier_streams(width: int) -> tuple[Stream, Stream]:
     )
 
 
-def times_scale(x: npt.NDArray[np.float32], scale: npt.NDArray[np.float32]) -> None:
+def times_scale(x: Rows, scale: Rows) -> None:
     """Every block of ``x`` by its scale, in place."""
     if x.shape[-1] % BLOCK == 0 and x.flags.c_contiguous:  # four times as fast as with the scales spread out
         blocks = x.reshape(*scale.shape, BLOCK)
@@ -45,9 +53,9 @@ def times_scale(x: npt.NDArray[np.float32], scale: npt.NDArray[np.float32]) -> N
         x *= np.repeat(scale, BLOCK, axis=-1)[..., : x.shape[-1]]
 
 
-def put_back(x: npt.NDArray[np.float32], pieces: Mapping[str, npt.NDArray[np.generic]]) -> npt.NDArray[np.float32]:
+def put_back(x: Rows, pieces: Pieces) -> Rows:
     """``x`` with the entries kept apart in their places."""
-    values = bfloat16_to_float32(pieces["outlier_value"].view(np.uint16))
+    values = bfloat16_to_float32(pieces["outlier_value"])
     np.put_along_axis(x, pieces["outlier_index"].astype(np.int64), values, axis=-1)
     return x
 
@@ -61,12 +69,12 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     )
 
 
-def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
+def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
     """Rows of float32 ``[..., width]``."""
-    found: npt.NDArray[np.float32] | None = decode_as(pieces, width, dtype, "float32")
+    found: Rows | None = decode_as(pieces, width, dtype, "float32")
     if found is not None:
         return found
-    q, scale = pieces["q"], bfloat16_to_float32(pieces["scale"].view(np.uint16))
+    q, scale = pieces["q"], bfloat16_to_float32(pieces["scale"])
     x = np.empty(q.shape, np.float32)
     flat, codes, scales = x.reshape(-1, width), q.reshape(-1, width), scale.reshape(-1, scale.shape[-1])
     few = max(1, _CACHED_NUMBERS // width)
@@ -78,14 +86,13 @@ def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str
     return put_back(x, pieces)
 
 
-def decode_as(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, wanted: str
-              ) -> npt.NDArray[Any] | None:
+def decode_as(pieces: Pieces, width: int, dtype: str, wanted: str) -> npt.NDArray[Any] | None:
     """Rows of float32, float16 or bfloat16 (its bits) in one pass of machine code, two to three times as fast; None
     where there is none for it.
     """
     if width % BLOCK or (loop := loops_for(0)) is None:
         return None
-    scale, values = (bfloat16_to_float32(pieces[name].view(np.uint16)) for name in ("scale", "outlier_value"))
+    scale, values = (bfloat16_to_float32(pieces[name]) for name in ("scale", "outlier_value"))
     return loop.decoded(pieces["q"], scale, pieces["outlier_index"].astype(np.int64), values, wanted)
 
 

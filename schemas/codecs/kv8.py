@@ -7,13 +7,11 @@ Decoding: x = q * s of the column's head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from schemas.codecs.declare import Family, Parameter, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import Family, Parameter, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
 from schemas.errors import SpecError
 
 
@@ -24,10 +22,10 @@ def streams(width: int, dtype: str, head: int) -> tuple[Stream, ...]:
     return Stream("q", "int8", (width,), -128), float_stream("scale", "bfloat16", (width // head,))
 
 
-def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, head: int) -> npt.NDArray[np.float32]:
+def decode(pieces: Pieces, width: int, dtype: str, head: int) -> Rows:
     """Rows of float32 ``[..., width]``."""
-    x: npt.NDArray[np.float32] = pieces["q"].astype(np.float32)
-    x *= np.repeat(bfloat16_to_float32(pieces["scale"].view(np.uint16)), head, axis=-1)
+    x: Rows = pieces["q"].astype(np.float32)
+    x *= np.repeat(bfloat16_to_float32(pieces["scale"]), head, axis=-1)
     return x
 
 

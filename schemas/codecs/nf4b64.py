@@ -12,21 +12,19 @@ have one more on the positive side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from schemas.codecs.declare import BFLOAT16_ERROR, Family, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import BFLOAT16_ERROR, Family, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
 from schemas.codecs.int8b64 import BLOCK, outlier_streams, put_back, times_scale
 
 
-def _levels() -> npt.NDArray[np.float32]:
+def _levels() -> Rows:
     quantiles = np.array([NormalDist().inv_cdf(p) for p in np.linspace(0.9677083, 0.5, 8)[:-1]])
     half = quantiles / quantiles[0]
-    levels: npt.NDArray[np.float32] = np.concatenate([-half, [0.0], half[::-1]]).astype(np.float32)
+    levels: Rows = np.concatenate([-half, [0.0], half[::-1]]).astype(np.float32)
     return levels
 
 
@@ -43,12 +41,12 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     )
 
 
-def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
+def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
     """Rows of float32 ``[..., width]``."""
     q = pieces["q"].view(np.uint8)
     numbers = np.stack([q & 15, q >> 4], axis=-1).reshape(*q.shape[:-1], -1)[..., :width]
     x = LEVELS[np.minimum(numbers, 14)]
-    times_scale(x, bfloat16_to_float32(pieces["scale"].view(np.uint16)))
+    times_scale(x, bfloat16_to_float32(pieces["scale"]))
     return put_back(x, pieces)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Family, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import Family, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
 from schemas.native.native_loops import loops_for
 
 _NUMBERS_A_PIECE: Final = 256  # of them NumPy takes as much longer than machine code as Python does of one hash
@@ -19,11 +18,11 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     return (float_stream("x", dtype, (width,)),)
 
 
-def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
+def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
     """Widen to float32, exactly."""
     x = pieces["x"]
     if dtype == "bfloat16":
-        return bfloat16_to_float32(x.view(np.uint16))
+        return bfloat16_to_float32(x)
     if dtype == "float16" and (loop := loops_for(x.size // _NUMBERS_A_PIECE)) is not None:
         flat, wide = np.ascontiguousarray(x).reshape(-1).view(np.float16), np.empty(x.shape, np.float32)
         numbers = wide.reshape(-1)
@@ -33,8 +32,7 @@ def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str
     return x.astype(np.float32)
 
 
-def decode_as(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, wanted: str
-              ) -> npt.NDArray[Any] | None:
+def decode_as(pieces: Pieces, width: int, dtype: str, wanted: str) -> npt.NDArray[Any] | None:
     """The stored rows themselves, not a copy, where their dtype is wanted."""
     return pieces["x"] if wanted == dtype else None
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
-import numpy as np
 import numpy.typing as npt
 
 from schemas.codecs import raw
-from schemas.codecs.declare import BFLOAT16_ERROR, Family, Stream
+from schemas.codecs.declare import BFLOAT16_ERROR, Family, Pieces, Rows, Stream
 
 
 def streams(width: int, dtype: str) -> tuple[Stream, ...]:
@@ -17,13 +15,12 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     return raw.streams(width, stored(dtype))
 
 
-def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str) -> npt.NDArray[np.float32]:
+def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
     """Widen to float32, exactly."""
     return raw.decode(pieces, width, stored(dtype))
 
 
-def decode_as(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, wanted: str
-              ) -> npt.NDArray[Any] | None:
+def decode_as(pieces: Pieces, width: int, dtype: str, wanted: str) -> npt.NDArray[Any] | None:
     """The stored rows themselves, where their dtype is wanted."""
     return raw.decode_as(pieces, width, stored(dtype), wanted)
 

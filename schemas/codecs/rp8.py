@@ -6,14 +6,10 @@ products are those of the rows up to an error of about |x||x'|/√k (0.044 at k 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from schemas.codecs import full8
-from schemas.codecs.declare import Family, Stream
+from schemas.codecs.declare import Family, Pieces, Rows, Stream
 from schemas.codecs.projection import NUMBERS, SEED, columns, gaussian
 
 
@@ -22,8 +18,7 @@ def streams(width: int, dtype: str, k: int, seed: int) -> tuple[Stream, ...]:
     return full8.coded(columns(width, k, "rp8"))
 
 
-def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, k: int,
-           seed: int) -> npt.NDArray[np.float32]:
+def decode(pieces: Pieces, width: int, dtype: str, k: int, seed: int) -> Rows:
     """The projected numbers, float32 ``[..., k]``."""
     return full8.numbers(pieces)
 

@@ -9,14 +9,13 @@ Decoding: y = LEVELS[code] * s. It cannot be undone; ``cosine`` compares rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Family, Parameter, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import Family, Parameter, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
 from schemas.codecs.projection import NUMBERS, SEED, columns, hadamard
 
 LEVELS: Final[dict[int, tuple[float, ...]]] = {1: (-1.0, 1.0), 2: (-1.5104, -0.4528, 0.4528, 1.5104)}
@@ -32,8 +31,7 @@ def streams(width: int, dtype: str, k: int, bits: int, seed: int) -> tuple[Strea
     return Stream("q", "uint8", (packed,), 255), float_stream("scale", "bfloat16", (1,))
 
 
-def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, k: int, bits: int,
-           seed: int) -> npt.NDArray[np.float32]:
+def decode(pieces: Pieces, width: int, dtype: str, k: int, bits: int, seed: int) -> Rows:
     """The quantised projection, float32 ``[..., k]``."""
     q = pieces["q"].view(np.uint8)
     kept = columns(width, k, "sketch")
@@ -41,11 +39,11 @@ def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str
     single = single.reshape(*q.shape[:-1], -1)[..., : kept * bits]
     codes = single if bits == 1 else single[..., 0::2] + 2 * single[..., 1::2]
     y = np.asarray(LEVELS[bits], np.float32)[codes]
-    y *= bfloat16_to_float32(pieces["scale"].view(np.uint16))
+    y *= bfloat16_to_float32(pieces["scale"])
     return y
 
 
-def cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], bits: int) -> F64:
+def cosine(a: Rows, b: Rows, bits: int) -> F64:
     """Cosines between the rows that decoded sketches ``a`` [n, k] and ``b`` [m, k] stand for: [n, m].
 
     Quantising draws cosines towards 0 (at 1 bit by the arcsine law): what is larger than chance is drawn back.
@@ -58,14 +56,14 @@ def cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], bits: int) ->
     return estimate
 
 
-def cosines(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> F64:
+def cosines(a: Rows, b: Rows) -> F64:
     """Plain cosines between the rows of ``a`` [n, k] and ``b`` [m, k]: [n, m]; 0 for a row of zeros."""
     x, y = (_unit(rows) for rows in (a, b))
     seen: F64 = x @ y.T
     return seen
 
 
-def _unit(rows: npt.NDArray[np.float32]) -> F64:
+def _unit(rows: Rows) -> F64:
     x = rows.astype(np.float64)
     length = np.linalg.norm(x, axis=-1, keepdims=True)
     unit: F64 = x / np.where(length == 0, 1, length)

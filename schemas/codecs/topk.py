@@ -7,7 +7,6 @@ row has a NaN or an infinity (which are kept before any number).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import ceil
 from typing import Final
 
@@ -18,6 +17,8 @@ from schemas.codecs.declare import (
     BFLOAT16_ERROR,
     Family,
     Parameter,
+    Pieces,
+    Rows,
     Stream,
     bfloat16_to_float32,
     float_stream,
@@ -45,13 +46,12 @@ def streams(width: int, dtype: str, k: int | None = None, density: float | None 
     return index, float_stream("value", "bfloat16", (kept,)), energy
 
 
-def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, k: int | None = None,
-           density: float | None = None) -> npt.NDArray[np.float32]:
+def decode(pieces: Pieces, width: int, dtype: str, k: int | None = None, density: float | None = None) -> Rows:
     """Rows of float32 ``[..., width]``, zero where nothing was kept."""
-    return in_place(pieces["index"], bfloat16_to_float32(pieces["value"].view(np.uint16)), width)
+    return in_place(pieces["index"], bfloat16_to_float32(pieces["value"]), width)
 
 
-def in_place(index: npt.NDArray[np.generic], values: npt.NDArray[np.float32], width: int) -> npt.NDArray[np.float32]:
+def in_place(index: npt.NDArray[np.generic], values: Rows, width: int) -> Rows:
     """Rows of zeros with ``values`` at ``index``."""
     x = np.zeros((*index.shape[:-1], width), np.float32)
     np.put_along_axis(x, index.astype(np.int64), values, axis=-1)

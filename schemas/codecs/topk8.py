@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from schemas.codecs import full8
-from schemas.codecs.declare import Family, Stream
+from schemas.codecs.declare import Family, Pieces, Rows, Stream
 from schemas.codecs.topk import PARAMETERS, entries, in_place, index_and_kept
 
 
@@ -20,8 +16,7 @@ def streams(width: int, dtype: str, k: int | None = None, density: float | None 
     return index, *full8.coded(kept), energy
 
 
-def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str, k: int | None = None,
-           density: float | None = None) -> npt.NDArray[np.float32]:
+def decode(pieces: Pieces, width: int, dtype: str, k: int | None = None, density: float | None = None) -> Rows:
     """Rows of float32 ``[..., width]``, zero where nothing was kept."""
     return in_place(pieces["index"], full8.numbers(pieces), width)
 

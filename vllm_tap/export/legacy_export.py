@@ -74,7 +74,7 @@ def _arrays(rows: ExportRows, site: str, layer: int) -> dict[str, npt.NDArray[An
 def _numbers(part: Slice) -> dict[str, npt.NDArray[Any]]:
     """The stored streams, scales and zero points in dtypes that NumPy reckons with."""
     pieces: dict[str, npt.NDArray[Any]] = dict(part.pieces)
-    return {**pieces, "scale": bfloat16_to_float32(pieces["scale"].view(np.uint16)),
+    return {**pieces, "scale": bfloat16_to_float32(pieces["scale"]),
             "zero": pieces["zero"].astype(np.int32)}
 
 
