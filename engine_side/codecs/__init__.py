@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from schemas import codecs
-from schemas.codecs.declare import Family
+from schemas.codecs.declare import CodecFamily
 from schemas.errors import StartError
 
 __all__ = ["TORCH_DTYPES", "Encoder", "check_encoders", "encode", "encoder", "kernel_name"]
@@ -28,7 +28,7 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 }
 
 
-def _module(family: Family) -> Any:
+def _module(family: CodecFamily) -> Any:
     return import_module(family.encoder or f"engine_side.codecs.{family.name}")
 
 
@@ -55,6 +55,6 @@ def encode(identity: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     return encoder(identity)(rows)
 
 
-def kernel_name(family: Family) -> str:
+def kernel_name(family: CodecFamily) -> str:
     """The kernel of a codec as MODULE.FUNCTION, a module of engine_side.kernels where it has no dot; "" without one."""
     return str(getattr(_module(family), "KERNEL", ""))

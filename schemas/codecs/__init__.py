@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import MODEL_DTYPES, Family, Parameter, Stream
+from schemas.codecs.declare import MODEL_DTYPES, CodecFamily, Parameter, Stream
 from schemas.codecs.registry import CODECS, GROUP, REFUSED, check_installed, example
 from schemas.errors import CorruptError, SpecError, StoreError
 
@@ -41,7 +41,7 @@ class Codec:
     'rp8:k=256,seed=0'
     """
 
-    family: Family
+    family: CodecFamily
     values: tuple[tuple[str, int | float], ...]
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Pieces = Mapping[str, npt.NDArray[np.generic]]  # by stream: [..., *shape of its pieces]
-Rows = npt.NDArray[np.float32]
+F32 = npt.NDArray[np.float32]
 
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
 BFLOAT16_ERROR: Final = "rounding to bfloat16 (relative 2^-9)"
@@ -51,7 +51,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class CodecFamily:
     """A codec without values for its parameters: the one thing that a codec's file declares.
 
     ``streams(width, dtype)`` and ``decode(pieces, width, dtype)`` take its parameters by name; ``decode_as``, where
@@ -96,7 +96,7 @@ def float_stream(name: str, dtype: str, shape: tuple[int, ...]) -> Stream:
     return Stream(name, dtype, shape, "NaN")
 
 
-def bfloat16_to_float32(bits: npt.NDArray[np.generic]) -> Rows:
+def bfloat16_to_float32(bits: npt.NDArray[np.generic]) -> F32:
     """float32 of bfloat16's bits, in any dtype of 16: they are the upper half of a float32, so that this is exact."""
     wide: npt.NDArray[np.uint32] = np.left_shift(bits.view(np.uint16), 16, dtype=np.uint32)  # in one pass
     return wide.view(np.float32)

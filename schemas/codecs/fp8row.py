@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from schemas.codecs.declare import Family, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import F32, CodecFamily, Pieces, Stream, bfloat16_to_float32, float_stream
 
 LARGEST: Final = 448.0
 
@@ -22,14 +22,14 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     return Stream("q", "uint8", (width,), 0x7F, view="float8_e4m3fn"), float_stream("scale", "bfloat16", (1,))
 
 
-def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
+def decode(pieces: Pieces, width: int, dtype: str) -> F32:
     """Rows of float32 ``[..., width]``."""
     x = _VALUES[pieces["q"].view(np.uint8)]
     x *= bfloat16_to_float32(pieces["scale"])
     return x
 
 
-def _values() -> Rows:
+def _values() -> F32:
     """The number that each of the 256 codes stands for."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, code & 7
@@ -41,6 +41,6 @@ def _values() -> Rows:
 _VALUES: Final = _values()
 
 
-FAMILY: Final = Family(
+FAMILY: Final = CodecFamily(
     "fp8row", streams, decode, "8-bit floats (e4m3) with a bfloat16 scale a row",
     "at most 2^-4 of a number's size, or 2^-10 of the row's scale where that is more", "x = float8_e4m3fn(q) * scale")

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from schemas.codecs.declare import Family, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import F32, CodecFamily, Pieces, Stream, bfloat16_to_float32, float_stream
 
 SPAN: Final = 253
 ZERO_MAX: Final = 32000
@@ -28,7 +28,7 @@ def coded(count: int) -> tuple[Stream, Stream, Stream]:
             Stream("zero", "int16", (1,), -(1 << 15)))
 
 
-def numbers(pieces: Pieces) -> Rows:
+def numbers(pieces: Pieces) -> F32:
     """float32 of the codes ``q``, in their shape."""
     y = pieces["q"].astype(np.float32)
     y -= pieces["zero"].astype(np.float32)
@@ -41,12 +41,12 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     return coded(width)
 
 
-def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
+def decode(pieces: Pieces, width: int, dtype: str) -> F32:
     """Rows of float32 ``[..., width]``."""
     return numbers(pieces)
 
 
-FAMILY: Final = Family(
+FAMILY: Final = CodecFamily(
     "full8", streams, decode, "uint8 with a scale and a zero point a row",
     "at most 0.51 of the row's scale (its range / 253): one massive column hides the others", f"x = {FORMULA}",
     legacy=True)

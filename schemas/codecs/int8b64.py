@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from schemas.codecs.declare import (
     BFLOAT16_ERROR,
-    Family,
+    F32,
+    CodecFamily,
     Pieces,
-    Rows,
     Stream,
     bfloat16_to_float32,
     float_stream,
@@ -44,7 +44,7 @@ def outlier_streams(width: int) -> tuple[Stream, Stream]:
     )
 
 
-def times_scale(x: Rows, scale: Rows) -> None:
+def times_scale(x: F32, scale: F32) -> None:
     """Every block of ``x`` by its scale, in place."""
     if x.shape[-1] % BLOCK == 0 and x.flags.c_contiguous:  # four times as fast as with the scales spread out
         blocks = x.reshape(*scale.shape, BLOCK)
@@ -53,7 +53,7 @@ def times_scale(x: Rows, scale: Rows) -> None:
         x *= np.repeat(scale, BLOCK, axis=-1)[..., : x.shape[-1]]
 
 
-def put_back(x: Rows, pieces: Pieces) -> Rows:
+def put_back(x: F32, pieces: Pieces) -> F32:
     """``x`` with the entries kept apart in their places."""
     values = bfloat16_to_float32(pieces["outlier_value"])
     np.put_along_axis(x, pieces["outlier_index"].astype(np.int64), values, axis=-1)
@@ -69,9 +69,9 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     )
 
 
-def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
+def decode(pieces: Pieces, width: int, dtype: str) -> F32:
     """Rows of float32 ``[..., width]``."""
-    found: Rows | None = decode_as(pieces, width, dtype, "float32")
+    found: F32 | None = decode_as(pieces, width, dtype, "float32")
     if found is not None:
         return found
     q, scale = pieces["q"], bfloat16_to_float32(pieces["scale"])
@@ -96,7 +96,7 @@ def decode_as(pieces: Pieces, width: int, dtype: str, wanted: str) -> npt.NDArra
     return loop.decoded(pieces["q"], scale, pieces["outlier_index"].astype(np.int64), values, wanted)
 
 
-FAMILY: Final = Family(
+FAMILY: Final = CodecFamily(
     "int8b64", streams, decode, "int8 in blocks of 64 columns with a bfloat16 scale, 8 largest entries kept apart",
     f"at most 0.51 of a block's scale a column, outliers {BFLOAT16_ERROR}",
     "x[c] = q[c] * scale[c // 64]; then x[outlier_index] = outlier_value", decode_as=decode_as)

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from schemas.codecs.declare import Family, Parameter, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import F32, CodecFamily, Parameter, Pieces, Stream, bfloat16_to_float32, float_stream
 from schemas.errors import SpecError
 
 
@@ -22,14 +22,14 @@ def streams(width: int, dtype: str, head: int) -> tuple[Stream, ...]:
     return Stream("q", "int8", (width,), -128), float_stream("scale", "bfloat16", (width // head,))
 
 
-def decode(pieces: Pieces, width: int, dtype: str, head: int) -> Rows:
+def decode(pieces: Pieces, width: int, dtype: str, head: int) -> F32:
     """Rows of float32 ``[..., width]``."""
-    x: Rows = pieces["q"].astype(np.float32)
+    x: F32 = pieces["q"].astype(np.float32)
     x *= np.repeat(bfloat16_to_float32(pieces["scale"]), head, axis=-1)
     return x
 
 
-FAMILY: Final = Family(
+FAMILY: Final = CodecFamily(
     "kv8", streams, decode, "int8 with a bfloat16 scale a head, for keys and values",
     "at most 0.51 of a head's scale a column", "x[c] = q[c] * scale[c // head]",
     (Parameter("head", int, 1, 1 << 14, None, "columns of a head; the engine fills it in"),), sites=("k", "k_rot", "v"))

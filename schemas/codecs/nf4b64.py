@@ -17,14 +17,14 @@ from typing import Final
 
 import numpy as np
 
-from schemas.codecs.declare import BFLOAT16_ERROR, Family, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import BFLOAT16_ERROR, F32, CodecFamily, Pieces, Stream, bfloat16_to_float32, float_stream
 from schemas.codecs.int8b64 import BLOCK, outlier_streams, put_back, times_scale
 
 
-def _levels() -> Rows:
+def _levels() -> F32:
     quantiles = np.array([NormalDist().inv_cdf(p) for p in np.linspace(0.9677083, 0.5, 8)[:-1]])
     half = quantiles / quantiles[0]
-    levels: Rows = np.concatenate([-half, [0.0], half[::-1]]).astype(np.float32)
+    levels: F32 = np.concatenate([-half, [0.0], half[::-1]]).astype(np.float32)
     return levels
 
 
@@ -41,7 +41,7 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     )
 
 
-def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
+def decode(pieces: Pieces, width: int, dtype: str) -> F32:
     """Rows of float32 ``[..., width]``."""
     q = pieces["q"].view(np.uint8)
     numbers = np.stack([q & 15, q >> 4], axis=-1).reshape(*q.shape[:-1], -1)[..., :width]
@@ -50,7 +50,7 @@ def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
     return put_back(x, pieces)
 
 
-FAMILY: Final = Family(
+FAMILY: Final = CodecFamily(
     "nf4b64", streams, decode,
     "4-bit normal-floats in blocks of 64 columns with a bfloat16 scale, 8 largest entries kept apart",
     f"at most 0.153 of a block's scale a column, outliers {BFLOAT16_ERROR}",

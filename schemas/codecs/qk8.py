@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from schemas.codecs.declare import Family
+from schemas.codecs.declare import CodecFamily
 from schemas.codecs.kv8 import FAMILY as KV8
 
-FAMILY: Final[Family] = replace(
+FAMILY: Final[CodecFamily] = replace(
     KV8, name="qk8", meaning="int8 with a bfloat16 scale a head, for queries and keys, to compute attention from",
     sites=("q", "k", "q_rot", "k_rot"))

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Family, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import F32, CodecFamily, Pieces, Stream, bfloat16_to_float32, float_stream
 from schemas.native.native_loops import loops_for
 
 _NUMBERS_A_PIECE: Final = 256  # of them NumPy takes as much longer than machine code as Python does of one hash
@@ -18,7 +18,7 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     return (float_stream("x", dtype, (width,)),)
 
 
-def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
+def decode(pieces: Pieces, width: int, dtype: str) -> F32:
     """Widen to float32, exactly."""
     x = pieces["x"]
     if dtype == "bfloat16":
@@ -37,4 +37,5 @@ def decode_as(pieces: Pieces, width: int, dtype: str, wanted: str) -> npt.NDArra
     return pieces["x"] if wanted == dtype else None
 
 
-FAMILY: Final = Family("raw", streams, decode, "the model's own dtype, bit for bit", "exact", "x", decode_as=decode_as)
+FAMILY: Final = CodecFamily("raw", streams, decode, "the model's own dtype, bit for bit", "exact", "x",
+                            decode_as=decode_as)

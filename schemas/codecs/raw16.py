@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy.typing as npt
 
 from schemas.codecs import raw
-from schemas.codecs.declare import BFLOAT16_ERROR, Family, Pieces, Rows, Stream
+from schemas.codecs.declare import BFLOAT16_ERROR, F32, CodecFamily, Pieces, Stream
 
 
 def streams(width: int, dtype: str) -> tuple[Stream, ...]:
@@ -15,7 +15,7 @@ def streams(width: int, dtype: str) -> tuple[Stream, ...]:
     return raw.streams(width, stored(dtype))
 
 
-def decode(pieces: Pieces, width: int, dtype: str) -> Rows:
+def decode(pieces: Pieces, width: int, dtype: str) -> F32:
     """Widen to float32, exactly."""
     return raw.decode(pieces, width, stored(dtype))
 
@@ -30,6 +30,6 @@ def stored(dtype: str) -> str:
     return "bfloat16" if dtype == "float32" else dtype
 
 
-FAMILY: Final = Family(
+FAMILY: Final = CodecFamily(
     "raw16", streams, decode, "16-bit rows: bit for bit on 16-bit models, float32 rounded to bfloat16",
     f"exact on 16-bit models; else {BFLOAT16_ERROR}", "x", decode_as=decode_as)

@@ -17,7 +17,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Final
 
-from schemas.codecs.declare import Family, Parameter
+from schemas.codecs.declare import CodecFamily, Parameter
 from schemas.errors import StartError
 
 GROUP: Final = "vllm_tap.codecs"
@@ -28,7 +28,7 @@ _TAKEN: Final = {"capture", "position", "token_id", "flags", "present", "checksu
                  "frame_stream", "frame_xxh3"}
 
 
-def _of_this_folder() -> list[Family]:
+def _of_this_folder() -> list[CodecFamily]:
     """Exact codecs first, then those for every site, for heads, projections; legacy ones last."""
     names = [found.name for found in iter_modules([str(Path(__file__).parent)]) if found.name != "registry"]
     modules = [import_module(f"schemas.codecs.{name}") for name in names]
@@ -36,9 +36,9 @@ def _of_this_folder() -> list[Family]:
         family.legacy, family.projected, bool(family.sites), not family.error.startswith("exact"), family.name))
 
 
-def _installed(own: Iterable[str], points: Iterable[EntryPoint]) -> tuple[dict[str, Family], dict[str, str]]:
+def _installed(own: Iterable[str], points: Iterable[EntryPoint]) -> tuple[dict[str, CodecFamily], dict[str, str]]:
     """The codecs of other packages by name, and why others are refused; an ``own`` name keeps its codec."""
-    taken: dict[str, Family] = {}
+    taken: dict[str, CodecFamily] = {}
     refused: dict[str, str] = {}
     for name, group in groupby(sorted(points, key=lambda point: point.name), key=lambda point: point.name):
         given = list(group)
@@ -57,11 +57,11 @@ def _package(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else point.value
 
 
-def checked(name: str, module: object) -> Family:
+def checked(name: str, module: object) -> CodecFamily:
     """The codec that another package's module declares; ValueError naming what is not as it has to be."""
     family = getattr(module, "FAMILY", None)
-    if not isinstance(family, Family):
-        raise ValueError("the module has no FAMILY = schemas.codecs.declare.Family(…)")
+    if not isinstance(family, CodecFamily):
+        raise ValueError("the module has no FAMILY = schemas.codecs.declare.CodecFamily(…)")
     if family.name != name or _NAME.fullmatch(name) is None:
         raise ValueError(f"FAMILY.name = {family.name!r}: valid: the entry point's name, at most 32 of a-z 0-9 _")
     for field in ("streams", "decode", "decode_as", "matrix"):
@@ -82,7 +82,7 @@ def checked(name: str, module: object) -> Family:
     return family
 
 
-def example(family: Family) -> dict[str, int | float]:
+def example(family: CodecFamily) -> dict[str, int | float]:
     """Values for its parameters: the defaults, or 64."""
     shown: list[Parameter] = [p for p in family.parameters if p.name not in family.either[1:]]
     return {p.name: 64 if p.default is None else p.kind(p.default) for p in shown}
@@ -90,7 +90,7 @@ def example(family: Family) -> dict[str, int | float]:
 
 _OWN: Final = {family.name: family for family in _of_this_folder()}
 _OTHERS, REFUSED = _installed(_OWN, entry_points(group=GROUP))
-CODECS: Final[dict[str, Family]] = {**_OWN, **_OTHERS}
+CODECS: Final[dict[str, CodecFamily]] = {**_OWN, **_OTHERS}
 
 
 def check_installed() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from schemas.codecs import full8
-from schemas.codecs.declare import Family, Pieces, Rows, Stream
+from schemas.codecs.declare import F32, CodecFamily, Pieces, Stream
 from schemas.codecs.projection import NUMBERS, SEED, columns, gaussian
 
 
@@ -18,12 +18,12 @@ def streams(width: int, dtype: str, k: int, seed: int) -> tuple[Stream, ...]:
     return full8.coded(columns(width, k, "rp8"))
 
 
-def decode(pieces: Pieces, width: int, dtype: str, k: int, seed: int) -> Rows:
+def decode(pieces: Pieces, width: int, dtype: str, k: int, seed: int) -> F32:
     """The projected numbers, float32 ``[..., k]``."""
     return full8.numbers(pieces)
 
 
-FAMILY: Final = Family(
+FAMILY: Final = CodecFamily(
     "rp8", streams, decode, "a Gaussian projection to k numbers, as uint8 with scale and zero point",
     "cosines between rows: ±1/√k (0.044 at k = 512); the k numbers: at most 0.51 of the row's scale",
     f"y = {full8.FORMULA}", (NUMBERS, SEED), legacy=True,

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Family, Parameter, Pieces, Rows, Stream, bfloat16_to_float32, float_stream
+from schemas.codecs.declare import F32, CodecFamily, Parameter, Pieces, Stream, bfloat16_to_float32, float_stream
 from schemas.codecs.projection import NUMBERS, SEED, columns, hadamard
 
 LEVELS: Final[dict[int, tuple[float, ...]]] = {1: (-1.0, 1.0), 2: (-1.5104, -0.4528, 0.4528, 1.5104)}
@@ -31,7 +31,7 @@ def streams(width: int, dtype: str, k: int, bits: int, seed: int) -> tuple[Strea
     return Stream("q", "uint8", (packed,), 255), float_stream("scale", "bfloat16", (1,))
 
 
-def decode(pieces: Pieces, width: int, dtype: str, k: int, bits: int, seed: int) -> Rows:
+def decode(pieces: Pieces, width: int, dtype: str, k: int, bits: int, seed: int) -> F32:
     """The quantised projection, float32 ``[..., k]``."""
     q = pieces["q"].view(np.uint8)
     kept = columns(width, k, "sketch")
@@ -43,7 +43,7 @@ def decode(pieces: Pieces, width: int, dtype: str, k: int, bits: int, seed: int)
     return y
 
 
-def cosine(a: Rows, b: Rows, bits: int) -> F64:
+def cosine(a: F32, b: F32, bits: int) -> F64:
     """Cosines between the rows that decoded sketches ``a`` [n, k] and ``b`` [m, k] stand for: [n, m].
 
     Quantising draws cosines towards 0 (at 1 bit by the arcsine law): what is larger than chance is drawn back.
@@ -56,14 +56,14 @@ def cosine(a: Rows, b: Rows, bits: int) -> F64:
     return estimate
 
 
-def cosines(a: Rows, b: Rows) -> F64:
+def cosines(a: F32, b: F32) -> F64:
     """Plain cosines between the rows of ``a`` [n, k] and ``b`` [m, k]: [n, m]; 0 for a row of zeros."""
     x, y = (_unit(rows) for rows in (a, b))
     seen: F64 = x @ y.T
     return seen
 
 
-def _unit(rows: Rows) -> F64:
+def _unit(rows: F32) -> F64:
     x = rows.astype(np.float64)
     length = np.linalg.norm(x, axis=-1, keepdims=True)
     unit: F64 = x / np.where(length == 0, 1, length)
@@ -84,7 +84,7 @@ def _response(bits: int) -> tuple[F64, F64]:
     return np.append(np.sin(theta), 1.0), shown / shown[-1]
 
 
-FAMILY: Final = Family(
+FAMILY: Final = CodecFamily(
     "sketch", streams, decode, "k numbers of a randomised Hadamard transform at 1 or 2 bits",
     "cosines between rows, by schemas.codecs.sketch.cosine: ±1.15·√((1 − k/width)/k) at 2 bits and k up to width / 4",
     "code j = bits (counted from the lowest, 7 a byte of q) j * bits up to (j + 1) * bits; y[j] = level[code] * scale; "

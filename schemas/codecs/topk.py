@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from schemas.codecs.declare import (
     BFLOAT16_ERROR,
-    Family,
+    F32,
+    CodecFamily,
     Parameter,
     Pieces,
-    Rows,
     Stream,
     bfloat16_to_float32,
     float_stream,
@@ -46,12 +46,12 @@ def streams(width: int, dtype: str, k: int | None = None, density: float | None 
     return index, float_stream("value", "bfloat16", (kept,)), energy
 
 
-def decode(pieces: Pieces, width: int, dtype: str, k: int | None = None, density: float | None = None) -> Rows:
+def decode(pieces: Pieces, width: int, dtype: str, k: int | None = None, density: float | None = None) -> F32:
     """Rows of float32 ``[..., width]``, zero where nothing was kept."""
     return in_place(pieces["index"], bfloat16_to_float32(pieces["value"]), width)
 
 
-def in_place(index: npt.NDArray[np.generic], values: Rows, width: int) -> Rows:
+def in_place(index: npt.NDArray[np.generic], values: F32, width: int) -> F32:
     """Rows of zeros with ``values`` at ``index``."""
     x = np.zeros((*index.shape[:-1], width), np.float32)
     np.put_along_axis(x, index.astype(np.int64), values, axis=-1)
@@ -60,7 +60,7 @@ def in_place(index: npt.NDArray[np.generic], values: Rows, width: int) -> Rows:
 
 PARAMETERS: Final = (Parameter("k", int, 1, 1 << 20, None, "entries kept of a row"),
                      Parameter("density", float, 1e-6, 1, 0.04, "share of a row's entries that is kept"))
-FAMILY: Final = Family(
+FAMILY: Final = CodecFamily(
     "topk", streams, decode, "the entries of largest magnitude, the others 0",
     f"kept entries: {BFLOAT16_ERROR}; the share of the row's energy that they hold is in the stream kept",
     "x = 0; then x[index] = value", PARAMETERS, either=("k", "density"))

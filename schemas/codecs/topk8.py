@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from schemas.codecs import full8
-from schemas.codecs.declare import Family, Pieces, Rows, Stream
+from schemas.codecs.declare import F32, CodecFamily, Pieces, Stream
 from schemas.codecs.topk import PARAMETERS, entries, in_place, index_and_kept
 
 
@@ -16,12 +16,12 @@ def streams(width: int, dtype: str, k: int | None = None, density: float | None 
     return index, *full8.coded(kept), energy
 
 
-def decode(pieces: Pieces, width: int, dtype: str, k: int | None = None, density: float | None = None) -> Rows:
+def decode(pieces: Pieces, width: int, dtype: str, k: int | None = None, density: float | None = None) -> F32:
     """Rows of float32 ``[..., width]``, zero where nothing was kept."""
     return in_place(pieces["index"], full8.numbers(pieces), width)
 
 
-FAMILY: Final = Family(
+FAMILY: Final = CodecFamily(
     "topk8", streams, decode, "the entries of largest magnitude as uint8, the others 0",
     "kept entries: at most 0.51 of the row's scale; the share of energy that they hold is in the stream kept",
     f"x = 0; then x[index] = {full8.FORMULA}", PARAMETERS, either=("k", "density"), legacy=True)

@@ -245,7 +245,7 @@ def test_recipes_name_what_there_is(page: str) -> None:
 def test_what_a_recipe_names_wrongly_is_seen() -> None:
     page = """`schemas/codecs/full8.py:streams` `schemas/codecs/full9.py` `schemas/codecs/full8.py:no`
 `make test` `make tost` `python -m bench` `python -m bunch` `vllm_tap/client/` `vllm_tap/clients/`
-`schemas/codecs/declare.py:Family.projected`
+`schemas/codecs/declare.py:CodecFamily.projected`
 make test K="test_codecs or test_codex"
 """
     assert stale(page) == ["schemas/codecs/full9.py", "schemas/codecs/full8.py:no", "vllm_tap/clients/", "make tost",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from schemas.codecs.declare import Family, Parameter, Stream
+from schemas.codecs.declare import CodecFamily, Parameter, Stream
 
 
 def streams(width: int, dtype: str, top: int) -> tuple[Stream, ...]:
@@ -25,5 +25,5 @@ def decode(pieces: Mapping[str, npt.NDArray[np.generic]], width: int, dtype: str
     return x
 
 
-FAMILY = Family("toy8", streams, decode, "int8 with a scale a row", "at most 0.51 of the row's scale a column",
+FAMILY = CodecFamily("toy8", streams, decode, "int8 with a scale a row", "at most 0.51 of the row's scale a column",
                 "x = q * scale", (Parameter("top", int, 1, 127, 127, "largest code"),), encoder="toy_codec.encoder")
