@@ -14,12 +14,12 @@ _ZERO = 7  # the number of the level 0
 
 def encode(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Packed numbers of levels, scales and outliers of rows ``[..., width]`` of any float dtype."""
-    blocks, kept = blocks_and_outliers(rows)
-    return {**coded(blocks, rows.shape[-1]), **kept}
+    blocks, outliers = blocks_and_outliers(rows)
+    return {**coded(blocks, rows.shape[-1]), **outliers}
 
 
 def coded(blocks: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
-    """Packed numbers of levels and scales of what ``blocks_and_outliers`` leaves of rows of ``width``."""
+    """Packed numbers of levels, and scales, of the blocks of ``blocks_and_outliers`` of rows of ``width``."""
     scale = nan_unless_finite(rounded_up(blocks.abs().amax(dim=-1)))
     x = divided(blocks, scale.unsqueeze(-1)).flatten(-2)[..., :width]
     # Comparisons in place of a search: no kernel of its own, and the same on every device.

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine_side.kernels.place import POINTERS, VARYING, bfloat16_bits, padded, row_of, warps, whole
+from engine_side.kernels.primitives import POINTERS, VARYING, bfloat16_bits, padded, row_of, warps, whole
 from schemas.codecs import Codec
 
 

@@ -8,7 +8,16 @@ import torch
 import triton
 import triton.language as tl
 
-from engine_side.kernels.place import POINTERS, VARYING, bfloat16, bfloat16_bits_up, power_of_two, row_of, single, whole
+from engine_side.kernels.primitives import (
+    POINTERS,
+    VARYING,
+    bfloat16,
+    bfloat16_bits_up,
+    power_of_two,
+    row_of,
+    single,
+    whole,
+)
 from schemas.codecs import Codec
 
 _WARPS_MAX = 16

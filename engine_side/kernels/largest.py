@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine_side.kernels.place import POINTERS, VARYING, bfloat16_bits, padded, row_of, single, warps
+from engine_side.kernels.primitives import POINTERS, VARYING, bfloat16_bits, padded, row_of, single, warps
 from engine_side.kernels.row8 import row8
 from schemas.codecs import Codec
 from schemas.codecs.topk import entries

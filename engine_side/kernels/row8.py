@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine_side.kernels.place import (
+from engine_side.kernels.primitives import (
     POINTERS,
     VARYING,
     bfloat16,

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from engine_side.kernels.place import POINTERS, VARYING, padded, row_of, single, warps, whole
+from engine_side.kernels.primitives import POINTERS, VARYING, padded, row_of, single, warps, whole
 
 
 def constants(count: int, width: int, sigmoid: bool) -> tuple[tuple[Any, ...], int]:

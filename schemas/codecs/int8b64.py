@@ -30,17 +30,17 @@ OUTLIERS: Final = 8
 _CACHED_NUMBERS: Final = 1 << 16
 
 
-def outliers(width: int) -> int:
+def outlier_count(width: int) -> int:
     """The count of entries that a row keeps apart: OUTLIERS, or fewer in a very narrow row."""
     return min(OUTLIERS, width)
 
 
 def outlier_streams(width: int) -> tuple[Stream, Stream]:
     """``outlier_index`` and ``outlier_value`` of the entries kept apart."""
-    kept, index = outliers(width), index_dtype(width)
+    count, index = outlier_count(width), index_dtype(width)
     return (
-        Stream("outlier_index", index, (kept,), int(np.iinfo(index).max)),
-        float_stream("outlier_value", "bfloat16", (kept,)),
+        Stream("outlier_index", index, (count,), int(np.iinfo(index).max)),
+        float_stream("outlier_value", "bfloat16", (count,)),
     )
 
 
