@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from engine_side.transport.shared_memory import Outbox
 from schemas.wire.messages import TapCounters
 from tests.support.engines.taken_rows import SPECS, TOKENS, Row, Seen, staging, ticket_of, token_of, wanted, write
 
+OURS = str(Path(worker.__file__).parent)
 STEPS = 70
 at_steps = st.sets(st.integers(0, STEPS - 1))
 
@@ -265,7 +267,7 @@ class One:
         found: list[str] = []
 
         def seen(frame: FrameType, event: str, _: object) -> None:
-            if event == "call" and "engine_side" in frame.f_code.co_filename:
+            if event == "call" and frame.f_code.co_filename.startswith(OURS):
                 found.append(frame.f_code.co_name)
 
         def model(ran: Any, _: Any) -> None:
