@@ -90,6 +90,7 @@ def _timed() -> dict[str, list[float]]:
     """Seconds of every call, by what is called."""
     from vllm.v1.worker.gpu import model_runner as second
 
+    from engine_side.step.bursts import Bursts
     from engine_side.step.recorder import Recorder
 
     found: dict[str, list[float]] = {}
@@ -109,7 +110,7 @@ def _timed() -> dict[str, list[float]]:
 
     watch(Recorder, "before_step", "before_step")
     watch(Recorder, "after_step", "after_step")
-    watch(Recorder, "goes_on", "goes_on")  # what most steps of decode are
+    watch(Bursts, "take_next", "take_next")  # what most steps of decode are
     watch(second.GPUModelRunner, "execute_model", "execute_model")
     watch(second.GPUModelRunner, "sample_tokens", "sample_tokens")
     return found

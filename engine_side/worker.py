@@ -15,9 +15,9 @@ from engine_side import kernels
 from engine_side.codecs import projected
 from engine_side.config import EngineConfig
 from engine_side.step.recorder import Recorder
-from engine_side.tap.architectures import Entry, Sum
+from engine_side.tap.architectures import Embedding, Sum
 from engine_side.tap.staging import Staging
-from engine_side.transport.device_copies import Crossing, Scratch
+from engine_side.transport.device_copies import DeviceToHost, Scratch
 from engine_side.transport.ring import Ring
 from engine_side.transport.ring_files import free_bytes
 from engine_side.transport.sender_process import SenderProcess
@@ -33,7 +33,7 @@ class Checks:
     """What the self-test holds a tapped model and its rows against."""
 
     homes: Mapping[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)  # by path: the module, its sites
-    entry: Entry | None = None  # the first rows are those of the embedding
+    embedding: Embedding | None = None  # the first rows are those of the embedding
     sums: Sequence[Sum] = ()  # rows of one site are made of those of others
 
 
@@ -71,10 +71,10 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks
     except OSError as error:
         raise StartError(f"vllm-tap: no ring of {size / 2**20:,.0f} MiB in shared memory ({error}): lower "
                          "VLLM_TAP_RING_BYTES, or give /dev/shm more (containers: --shm-size)") from None
-    crossing = Crossing(device, ring, scratch, Outbox(ring.shared))
+    to_host = DeviceToHost(device, ring, scratch, Outbox(ring.shared))
     if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers
-        model.register_buffer("vllm_tap_numbers", crossing.numbers, persistent=False)
-    recorder = Recorder(staging, info.model_dtype, config.on_full, crossing)
+        model.register_buffer("vllm_tap_numbers", to_host.numbers, persistent=False)
+    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host)
     sender = SenderProcess(config.endpoint, ring.shared, config.curve)
     CURRENT = Worker(info, model, checks, staging, recorder, sender, os.getpid())
     atexit.register(stop)
@@ -92,7 +92,7 @@ def announce(runner: str) -> None:
     assert CURRENT is not None
     CURRENT.info = msgspec.structs.replace(CURRENT.info, runner=runner)
     if CURRENT.recorder is not None:
-        CURRENT.recorder.compiled.usual(CURRENT.info.armed)
+        CURRENT.recorder.layouts.kernel_cache.precompile(CURRENT.info.armed)
     if CURRENT.sender is not None:
         CURRENT.sender.begin(CURRENT.info)
 
@@ -111,5 +111,5 @@ def stop() -> None:
         current.sender.close()
         kernels.forget()  # all that was launched is over: its rows have crossed
         projected.forget()
-        current.recorder.crossing.ring.close()
+        current.recorder.to_host.ring.close()
         logger.info("vllm-tap: stopped; %s", current.recorder.counters)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from engine_side.tap.architectures import Point, of_model
+from engine_side.tap.architectures import TapPoint, of_model
 
 logger = logging.getLogger("vllm.tap")
 
@@ -32,7 +32,7 @@ def fuses(passes: Any, *parts: str) -> bool:
     return any(chosen and any(part in name for part in parts) for name, chosen in vars(passes).items())
 
 
-def computed_apart(points: Iterable[Point], compilation: Any) -> list[str]:
+def computed_apart(points: Iterable[TapPoint], compilation: Any) -> list[str]:
     """Sites whose taps end a fusion of this engine's: vLLM then runs other kernels, which may round otherwise.
 
     ``compilation``: vLLM's ``compilation_config``. To be asked before the taps are installed.
@@ -41,7 +41,7 @@ def computed_apart(points: Iterable[Point], compilation: Any) -> list[str]:
 
     passes = compilation.pass_config if compilation.mode == CompilationMode.VLLM_COMPILE else SimpleNamespace()
 
-    def apart(point: Point) -> bool:
+    def apart(point: TapPoint) -> bool:
         if point.site in ("mlp_post", "z") and multiplies(of_model(point.module)):
             return False  # there is nothing to quantize
         return fuses(passes, *_TAKEN_APART.get(point.site, ())) or (point.site == "mlp_post" and _takes(point.module))

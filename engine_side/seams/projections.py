@@ -17,7 +17,7 @@ from torch import nn
 
 from engine_side.seams.fusions import fuses, multiplies
 from engine_side.tap import taps
-from engine_side.tap.architectures import Point, of_model
+from engine_side.tap.architectures import TapPoint, of_model
 
 BUFFER = "vllm_tap_straight"
 
@@ -53,7 +53,7 @@ def find(model: nn.Module, passes: Any) -> dict[int, Callable[[Any, torch.Tensor
             if _normed(module) and _plain(module.qkv_proj)}
 
 
-def copied_where_quantized(points: Iterable[Point]) -> list[Point]:
+def copied_where_quantized(points: Iterable[TapPoint]) -> list[TapPoint]:
     """``points`` whose operand a projection reads from staging only if it multiplies the row as it is.
 
     One that quantizes it first may, fused with the activation, take numbers that were never rounded to a row: from

@@ -17,11 +17,12 @@ from torch import nn
 
 from engine_side.seams.fusions import fuses
 from engine_side.tap import taps
-from engine_side.tap.architectures import Point
+from engine_side.tap.architectures import TapPoint
 from engine_side.tap.staging import Staging
 
 
-def read_back(carried: Iterable[tuple[tuple[nn.Module, nn.Module], Point]], staging: Staging, vllm_config: Any) -> int:
+def read_back(carried: Iterable[tuple[tuple[nn.Module, nn.Module], TapPoint]], staging: Staging, vllm_config: Any
+              ) -> int:
     """Make second norms read the stream from staging where that is safe; returns how many."""
     if not functional(vllm_config):
         return 0

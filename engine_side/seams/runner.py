@@ -20,7 +20,7 @@ from engine_side import worker
 from engine_side.front.ticket import find
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED
-from engine_side.step.recorder import Step
+from engine_side.step.selection import Step
 from schemas.errors import StartError
 
 logger = logging.getLogger("vllm.tap")
@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm.tap")
 # Of a runner's last step: its batch, the position of each request's first row and the offsets of their rows (behind
 # them numbers that mean nothing), token ids and positions on the device, and how much too high positions may be.
 Batch = tuple[Any, npt.NDArray[Any], npt.NDArray[Any], torch.Tensor, torch.Tensor, int]
-Layout = Callable[[Any], Batch]
+ReadBatch = Callable[[Any], Batch]
 _failed = False
 
 
@@ -57,17 +57,17 @@ def input_ids(runner: Any) -> torch.Tensor:
     return runner.input_ids.gpu
 
 
-def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+def _execute_model(original: Callable[..., Any], layout: ReadBatch) -> Callable[..., Any]:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         # Every function that a step enters costs it some microseconds: its caches hold other things by then. So
         # what is asked in every step is asked here.
         current = worker.CURRENT
         recorder = None if current is None else current.recorder
-        if recorder is None or (recorder.quiet and not scheduler_output.scheduled_new_reqs
+        if recorder is None or (recorder.idle and not scheduler_output.scheduled_new_reqs
                                 and not hasattr(scheduler_output, FINISHED)):
             return original(self, scheduler_output, *args, **kwargs)
         if kwargs.get("dummy_run"):
-            _guarded(recorder, recorder.catch_up)
+            _guarded(recorder, recorder.take_deferred)
             return original(self, scheduler_output, *args, **kwargs)
         for end in getattr(scheduler_output, FINISHED, ()):
             _guarded(recorder, recorder.finish, end)
@@ -78,7 +78,7 @@ def _execute_model(original: Callable[..., Any], layout: Layout) -> Callable[...
             prompts = tokens > len(scheduler_output.num_scheduled_tokens)
             if prompts:  # there is nothing to take before the first of them
                 _look_at(recorder, self)
-            recorder.before_step(tokens, prompts and recorder.alone)
+            recorder.before_step(tokens, prompts and recorder.defer_to_next_call)
         except Exception:
             _note(recorder)
         result = original(self, scheduler_output, *args, **kwargs)
@@ -105,7 +105,7 @@ def _note(recorder: Any) -> None:
     """The exception at hand is counted; the first is logged."""
     global _failed
     recorder.counters.failures += 1
-    recorder.quiet = False  # there is something to tell
+    recorder.idle = False  # there is something to tell
     if not _failed:
         _failed = True
         logger.exception("vllm-tap: capture failed in a step; generation goes on (logged once)")
@@ -113,9 +113,9 @@ def _note(recorder: Any) -> None:
 
 def _look_at(recorder: Any, runner: Any) -> None:
     """What comes between a step and the next: nothing, but for a drafter or a data-parallel group's dummy steps."""
-    recorder.alone = (recorder.crossing.scratch is not None and runner.speculative_config is None
-                      and runner.parallel_config.data_parallel_size == 1)
-    recorder.ahead = recorder.alone and runner.scheduler_config.async_scheduling
+    recorder.defer_to_next_call = (recorder.to_host.scratch is not None and runner.speculative_config is None
+                                   and runner.parallel_config.data_parallel_size == 1)
+    recorder.async_scheduling = recorder.defer_to_next_call and runner.scheduler_config.async_scheduling
 
 
 def _open_all(recorder: Any, requests: list[Any]) -> None:
@@ -135,11 +135,11 @@ def _resume(recorder: Any, requests: Any) -> None:
             recorder.resume(request, cached)
 
 
-def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: Layout) -> None:
+def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: ReadBatch) -> None:
     batch, first, starts, token_ids, positions, slack = layout(runner)
     new, guesses = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_spec_decode_tokens
-    if not (new or guesses) and recorder.goes_on(batch.req_ids, first, scheduler_output.total_num_scheduled_tokens,
-                                                 token_ids, positions):
+    if not (new or guesses) and recorder.bursts.take_next(
+            batch.req_ids, first, scheduler_output.total_num_scheduled_tokens, token_ids, positions):
         return
     n = batch.num_reqs
     requests, starts = batch.req_ids[:n], starts[: n + 1]

@@ -18,7 +18,7 @@ from typing import Any, Final
 from engine_side import worker
 from engine_side.front.ticket import find
 from engine_side.seams.patching import wrap_when_imported
-from engine_side.step.recorder import End
+from engine_side.step.capture_lifecycle import End
 
 logger = logging.getLogger("vllm.tap")
 
@@ -51,7 +51,7 @@ def _preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             ticket, current = find(request.sampling_params), worker.CURRENT
             if ticket is not None and current is not None and current.recorder is not None:
-                current.recorder.matrices.prepare(ticket.resolved)
+                current.recorder.layouts.matrices.prepare(ticket.resolved)
         except Exception:
             logger.exception("vllm-tap: what a capture needs was not made beside the steps; its first step will wait")
         return original(self, request, *args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 
 from engine_side.seams.runner import check_wrapped, input_ids
 from engine_side.seams.unchanged import check_homes
-from engine_side.tap.architectures import Entry, Sum
+from engine_side.tap.architectures import Embedding, Sum
 from engine_side.tap.staging import Staging
 from engine_side.worker import Worker
 from schemas.errors import StartError
@@ -47,8 +47,8 @@ def self_test(runner: Any, current: Worker) -> None:
                     f"vllm-tap: after a step of the compiled model these taps had written nothing: {', '.join(dead)}; "
                     f"looked for them in {where}. A stale compile cache (VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or "
                     "a fused module that bypasses forward does that")
-            if current.checks.entry is not None and _takes_token_ids(runner):
-                _check_entry(current.staging, current.checks.entry, input_ids(runner)[:_ROWS], where)
+            if current.checks.embedding is not None and _takes_token_ids(runner):
+                _check_entry(current.staging, current.checks.embedding, input_ids(runner)[:_ROWS], where)
             check_sums(current.staging, current.checks.sums, _ROWS, where)
     logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
                 current.info.model)
@@ -88,7 +88,7 @@ def check_model(tapped: torch.nn.Module, running: torch.nn.Module, where: str) -
                          f"runs, a {type(running).__name__}: its rows would be taken for those of the requests")
 
 
-def _check_entry(staging: Staging, entry: Entry, ids: torch.Tensor, where: str) -> None:
+def _check_entry(staging: Staging, entry: Embedding, ids: torch.Tensor, where: str) -> None:
     # Copies, because the embedding itself may be tapped: looking rows up below writes them again.
     staged = {site: staging.buffers[site][staging.index(site, 0), : len(ids)].clone() for site in entry.sites}
     rows = entry.embedding(ids)

@@ -17,10 +17,10 @@ from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.tap.architectures import (
     BY_TRANSFORMERS,
     SHARED_OUT,
-    Point,
+    TapPoint,
     family_of,
     find_carried,
-    find_entry,
+    find_embedding,
     find_points,
     find_sums,
 )
@@ -64,8 +64,8 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
     install(projections.copied_where_quantized(points), staging, projections.find(model, compilation.pass_config))
     residuals.read_back(find_carried(model, family, points), staging, vllm_config)
     unchanged.check_classes(classes, model)
-    checks = worker.Checks(homes, find_entry(model, family, tuple(site for site in asked if 0 in armed.sites[site])),
-                           find_sums(family, layers))
+    first_block = tuple(site for site in asked if 0 in armed.sites[site])
+    checks = worker.Checks(homes, find_embedding(model, family, first_block), find_sums(family, layers))
     worker.start(config, _info(model, vllm_config, armed, points, staging), model, checks, staging, scratch,
                  device, leads=_tensor_parallel_rank() == 0)
 
@@ -122,7 +122,7 @@ def _make_scorers(probes: Mapping[Registered, LoadedProbe], staging: Staging, mo
         logger.info("vllm-tap: probe %s: %d %s", probe, len(loaded.bias), loaded.about.meaning)
 
 
-def _info(model: nn.Module, vllm_config: Any, armed: Armed, points: Iterable[Point], staging: Staging) -> EngineInfo:
+def _info(model: nn.Module, vllm_config: Any, armed: Armed, points: Iterable[TapPoint], staging: Staging) -> EngineInfo:
     """What the engine says of itself."""
     model_config, widths = vllm_config.model_config, {point.site: point.width for point in points}
     return EngineInfo(
@@ -147,8 +147,8 @@ def _info(model: nn.Module, vllm_config: Any, armed: Armed, points: Iterable[Poi
     )
 
 
-def armed_points(asked: Mapping[str, list[int] | None], find: Callable[[tuple[str, ...]], Iterable[Point]]
-                 ) -> list[Point]:
+def armed_points(asked: Mapping[str, list[int] | None], find: Callable[[tuple[str, ...]], Iterable[TapPoint]]
+                 ) -> list[TapPoint]:
     """The points of every site in the layers asked for (None: in all that have it); StartError where one has it not."""
     there = list(find(tuple(asked)))
     for site, layers in asked.items():
@@ -158,10 +158,10 @@ def armed_points(asked: Mapping[str, list[int] | None], find: Callable[[tuple[st
     return [point for point in there if (layers := asked[point.site]) is None or point.layer in layers]
 
 
-def probe_points(probes: Mapping[Registered, LoadedProbe], armed: list[Point],
-                 find: Callable[[tuple[str, ...]], Iterable[Point]]) -> list[Point]:
+def probe_points(probes: Mapping[Registered, LoadedProbe], armed: list[TapPoint],
+                 find: Callable[[tuple[str, ...]], Iterable[TapPoint]]) -> list[TapPoint]:
     """The points that probes read and nobody has armed; StartError where the model lacks one, or has other widths."""
-    more: dict[tuple[str, int], Point] = {}
+    more: dict[tuple[str, int], TapPoint] = {}
     for probe, loaded in probes.items():
         site, layer, (k, width) = loaded.about.site, loaded.about.layer, loaded.directions.shape
         which = f"vllm-tap: probe {probe.name!r}: {probe.path}:"
@@ -181,7 +181,7 @@ def probe_points(probes: Mapping[Registered, LoadedProbe], armed: list[Point],
     return list(more.values())
 
 
-def check_ids(points: list[Point], dtype: torch.dtype) -> None:
+def check_ids(points: list[TapPoint], dtype: torch.dtype) -> None:
     """Ids share the staging of the model's dtype: they must be whole numbers that it holds exactly."""
     ids_max = round(2 / torch.finfo(dtype).eps)
     for point in points:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from engine_side.tap.architectures import Point
+from engine_side.tap.architectures import TapPoint
 from schemas.errors import StartError
 
 Classes = Mapping[str, tuple[type, type]]
@@ -32,7 +32,7 @@ def check_classes(before: Classes, model: nn.Module) -> None:
                              "quantize or load weights in another way than without vllm-tap")
 
 
-def homes(model: nn.Module, points: Iterable[Point]) -> Homes:
+def homes(model: nn.Module, points: Iterable[TapPoint]) -> Homes:
     """By path in ``model``: what is tapped there, and for which ``site.layer``."""
     paths = {id(module): path for path, module in model.named_modules()}
     found: dict[str, tuple[nn.Module, str]] = {}

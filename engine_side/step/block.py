@@ -3,9 +3,9 @@
 A block is the codec's streams one after the other, each ``[layers, rows, *shape]``, then the rows' token ids (int32)
 and positions (int64); every part begins at a multiple of ``ALIGN``.
 
-A burst is one region for several steps of decode: while the same requests go on by a token a step, nothing is chosen
-anew, and one kernel a step and entry (two of a projection) is all that is enqueued. Their bytes cross to the host
-together. A step of any other kind makes bursts of one step.
+A burst is one region of the ring for several steps of decode: while the same requests advance by a token a step, no
+rows are selected anew, and one kernel a step and entry (two of a projection) is all that is enqueued. The bytes of a
+burst cross to the host together. Any other step is written as bursts of one step.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from engine_side.transport.ring import ALIGN, view
 from schemas import codecs, limits
 
 _KERNEL_BLOCK_BYTES: Final = 32 << 20
-_AHEAD: Final = 16  # steps whose positions are worked out at once
+_STEPS_AHEAD: Final = 16  # steps whose positions are worked out at once
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the parts of a block of ``n`` rows lie, from its beginning."""
+class BlockOffsets:
+    """Byte offsets of the parts of a block of ``n`` rows, from its beginning."""
 
     n: int
     offsets: list[int]  # of each stream, then of token ids and positions
@@ -41,51 +41,52 @@ class Place:
 
 
 @dataclass(slots=True)
-class Layout:
-    """How the rows of an entry become bytes; ``layers`` count in the site's staging buffer."""
+class EntryLayout:
+    """Encoding of an entry's rows into bytes; ``layers`` count in the site's staging buffer."""
 
     entry: Entry
     buffer: torch.Tensor
     layers: list[int]
     layer_index: torch.Tensor
-    names: list[str]
-    pieces: list[int]
+    names: list[str]  # of the codec's streams, as are the next three
+    stream_bytes: list[int]  # a row
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     encode: encoders.Encoder
     kernel: Callable[[kernels.Source, torch.Tensor, list[int], I64], kernels.Launch | kernels.Projected] | None
     rows_max: int  # of a block
-    # Of its kernel, for rows that are gathered or not, with the addresses of the token ids and positions that it has.
+    # The kernel's launches by whether rows are gathered, each with the addresses of its token ids and positions.
     launches: dict[bool, tuple[tuple[int, int], kernels.Launch | kernels.Projected]] = field(default_factory=dict)
 
-    def place(self, n: int) -> Place:
-        """The parts of a block of ``n`` rows."""
-        sizes = [n * len(self.layers) * piece for piece in self.pieces]
-        offsets, at = [], 0
+    def block(self, n: int) -> BlockOffsets:
+        """Offsets of a block of ``n`` rows."""
+        sizes = [n * len(self.layers) * nbytes for nbytes in self.stream_bytes]
+        offsets, end = [], 0
         for size in (*sizes, 4 * n, 8 * n):
-            offsets.append(at)
-            at += -(-size // ALIGN) * ALIGN
-        return Place(n, offsets, sizes, at)
+            offsets.append(end)
+            end += _aligned(size)
+        return BlockOffsets(n, offsets, sizes, end)
 
-    def launch(self, piece: Piece, memory: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor,
+    def launch(self, rows: EntryRows, memory: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor,
                inputs: tuple[int, int]) -> kernels.Launch | kernels.Projected:
-        """What encodes a piece into ``memory``, until another of the same entry is to be encoded: the launch is that
-        one's then. A step has one piece of an entry, or encodes one after the other. ``inputs``: addresses.
+        """A launch that encodes ``rows`` into ``memory``, until other rows of the same entry are to be encoded.
+
+        The launch is theirs then: a step encodes an entry's rows once, or one part after the other. ``inputs``: the
+        addresses of ``token_ids`` and ``positions``.
         """
         assert self.kernel is not None
-        had, launch = self.launches.get(piece.gathered, (None, None))
-        if launch is None or had != inputs or not launch.aim(piece.where, piece.place.n, piece.place.offsets,
-                                                             piece.begins):
-            source = kernels.Source(self.buffer, self.layer_index, piece.where, piece.place.n, token_ids, positions)
-            launch = self.kernel(source, memory, piece.place.offsets, piece.begins)
-            self.launches[piece.gathered] = inputs, launch
+        had, launch = self.launches.get(rows.gathered, (None, None))
+        if launch is None or had != inputs or not launch.aim(rows.where, rows.block.n, rows.block.offsets, rows.begins):
+            source = kernels.Source(self.buffer, self.layer_index, rows.where, rows.block.n, token_ids, positions)
+            launch = self.kernel(source, memory, rows.block.offsets, rows.begins)
+            self.launches[rows.gathered] = inputs, launch
         return launch
 
 
-def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compiled: bool) -> Layout:
-    """The layout of an entry in blocks of at most ``bytes_max``; SpecError where its codec cannot take such rows.
+def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compiled: bool) -> EntryLayout:
+    """Layout of an entry in blocks of at most ``bytes_max``; SpecError where its codec cannot take such rows.
 
-    ``compiled``: there is a kernel for it.
+    ``compiled``: whether its kernel is ready.
     """
     buffer = staging.buffers[staging.source(entry.site)]
     width = buffer.shape[-1]
@@ -100,11 +101,11 @@ def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compil
         if not probe and (most := kernels.rows_max(entry.codec, width)):
             rows_max = min(rows_max, most // len(entry.layers))
     else:
-        # What encoding takes meanwhile follows from the rows as they are, however few bytes they become.
+        # Memory of the reference encoders follows from the rows as they are, however few bytes they become.
         rows_max = min(min(limits.frame_bytes_target, bytes_max) // row_bytes,
                        limits.encode_bytes_max // (4 * width * len(entry.layers)))
     layers = [staging.index(entry.site, layer) for layer in entry.layers]
-    return Layout(
+    return EntryLayout(
         entry, buffer, layers, torch.tensor(layers, dtype=torch.int32).to(buffer.device),
         [stream.name for stream in declared], [stream.nbytes for stream in declared],
         [stream.shape for stream in declared], [encoders.TORCH_DTYPES[stream.dtype] for stream in declared],
@@ -113,155 +114,168 @@ def layout_of(entry: Entry, staging: Staging, dtype: str, bytes_max: int, compil
 
 
 @dataclass(slots=True)
-class Piece:
-    """The rows of one entry in a burst, as they are in its first step."""
+class EntryRows:
+    """Rows of one entry in a burst, as they are in its first step."""
 
-    layout: Layout
+    layout: EntryLayout
     row: I64
     slot: I64
     position: I64
     flags: I64
-    place: Place = field(init=False)
-    at: int = 0  # from the begin of a step
+    block: BlockOffsets = field(init=False)
+    offset: int = 0  # of the block in a step's bytes
     where: int | torch.Tensor = 0  # the first of contiguous rows, or the rows (int64, on the device)
     launch: kernels.Launch | kernels.Projected | None = None  # of its kernel, with the tensors of the last step
-    begins: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # [steps] of the burst, in the room
+    begins: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # [steps_max] offset of each step's block
 
     def __post_init__(self) -> None:
-        self.place = self.layout.place(len(self.row))
+        self.block = self.layout.block(len(self.row))
 
     @property
     def gathered(self) -> bool:
-        """Whether rows do not follow one another."""
+        """Whether the rows do not follow one another."""
         return int(self.row[-1]) - int(self.row[0]) + 1 != len(self.row)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes that the row numbers take in the burst's region."""
+        return _aligned(8 * self.block.n) if self.gathered else 0
 
 
 @dataclass(slots=True)
 class Burst:
-    """A region of ``steps_max`` steps in the ring and the room before it; ``first`` [requests]: where it begins."""
+    """Blocks of up to ``steps_max`` steps in one region: first the numbers of gathered rows, then the steps' blocks.
 
-    pieces: list[Piece]
+    ``first`` [requests]: position of each request's row in the burst's first step.
+    """
+
+    entries: list[EntryRows]
     steps_max: int
-    steady: int  # steps for which the same rows are wanted
+    steps_unchanged: int  # steps for which the same rows are wanted, this one included
     requests: list[str]
     first: I64
-    rows: int
-    began: float
-    live: tuple[I64, I64]  # slots of all captures that run, and the position of each in the first step
-    head: int = 0  # bytes of indexes before the first step
+    step_rows: int  # of the model's step, wanted or not
+    began: float  # time.monotonic() of its first step
+    running: tuple[I64, I64]  # slots of all captures in the step, position of each one's first row
+    index_bytes: int = 0  # of gathered rows' numbers, before the first step
     step_bytes: int = 0
-    base: int = 0  # of the region in the ring
-    memory: torch.Tensor | None = None
-    at: int = 0  # of the region in its room
-    done: int = 0
-    brought: bool = False  # what was encoded is on its way; what follows needs a region of its own
+    ring_offset: int = 0  # of the region
+    memory: torch.Tensor | None = None  # where rows are encoded: the ring, or the device's scratch
+    memory_offset: int = 0  # of the region in ``memory``
+    steps_done: int = 0
+    copied: bool = False  # what was encoded is on its way to the host; the next steps need a region of their own
     _inputs: tuple[int, int] = (0, 0)  # addresses of the last step's token ids and positions
-    # Where requests are in the next steps, the bytes of the runner's integers: a few instructions beside a step whose
-    # caches are cold, where an operation on an array would be thousands.
-    _ahead: list[bytes] = field(default_factory=list)
+    # Positions of the requests in the next steps, the last one first, as bytes of the runner's integers: comparing
+    # them takes a few instructions beside a step whose caches are cold, an operation on an array thousands.
+    _next_first: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for piece in self.pieces:
-            piece.at = self.step_bytes
-            self.step_bytes += piece.place.nbytes
-            if piece.gathered:
-                self.head += -(-8 * piece.place.n // ALIGN) * ALIGN
+        for rows in self.entries:
+            rows.offset = self.step_bytes
+            self.step_bytes += rows.block.nbytes
+            self.index_bytes += rows.index_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of the region."""
-        return self.head + self.steps_max * self.step_bytes
+        return self.index_bytes + self.steps_max * self.step_bytes
 
-    def goes_on(self, requests: list[str], first: I64, rows: int) -> bool:
+    def continues_with(self, requests: list[str], first: I64, rows: int) -> bool:
         """Whether a step is the next of this burst: the same requests, each one token further. Asked once a step.
 
         ``first``: the position of each, in the runner's integers, and perhaps numbers behind them.
         """
-        if rows != self.rows or requests != self.requests:
+        if rows != self.step_rows or requests != self.requests:
             return False
-        if not self._ahead:
-            steps = np.arange(self.done + _AHEAD - 1, self.done - 1, -1)
-            self._ahead = [step.tobytes() for step in (self.first + steps[:, None]).astype(first.dtype)]
-        return first.tobytes().startswith(self._ahead.pop())
+        if not self._next_first:
+            steps = np.arange(self.steps_done + _STEPS_AHEAD - 1, self.steps_done - 1, -1)
+            self._next_first = [step.tobytes() for step in (self.first + steps[:, None]).astype(first.dtype)]
+        return first.tobytes().startswith(self._next_first.pop())
 
     def renewed(self, began: float) -> Burst:
         """A burst of the same rows from the next step on."""
-        pieces = [Piece(piece.layout, piece.row, piece.slot, piece.position + self.done, piece.flags,
-                        launch=None if piece.gathered else piece.launch)
-                  for piece in self.pieces]
-        slots, first = self.live
-        return Burst(pieces, self.steps_max, self.steady - self.done, self.requests, self.first + self.done, self.rows,
-                     began, (slots, first + self.done), _inputs=self._inputs, _ahead=self._ahead)
+        done = self.steps_done
+        entries = [EntryRows(rows.layout, rows.row, rows.slot, rows.position + done, rows.flags,
+                             launch=None if rows.gathered else rows.launch)
+                   for rows in self.entries]
+        slots, first = self.running
+        return Burst(entries, self.steps_max, self.steps_unchanged - done, self.requests, self.first + done,
+                     self.step_rows, began, (slots, first + done), _inputs=self._inputs, _next_first=self._next_first)
 
-    def settle(self, ring: torch.Tensor, base: int, memory: torch.Tensor, at: int) -> None:
-        """The region was taken; the indexes of rows go to the device through the ring, which is pinned."""
-        self.base, self.memory, self.at = base, memory, at
-        offset = 0
-        steps = at + self.head + self.step_bytes * np.arange(self.steps_max)
-        for piece in self.pieces:
-            piece.begins = steps + piece.at
-            if piece.launch is not None:
-                piece.launch.move(piece.begins)
-            if piece.gathered:
-                piece.where = _index(piece, ring, base + offset, memory, at + offset)
-                offset += -(-8 * piece.place.n // ALIGN) * ALIGN
+    def assign_region(self, ring: torch.Tensor, ring_offset: int, memory: torch.Tensor, memory_offset: int) -> None:
+        """Lay the blocks out in a region; numbers of gathered rows go to the device through the ring: it is pinned."""
+        self.ring_offset, self.memory, self.memory_offset = ring_offset, memory, memory_offset
+        index = 0
+        steps = memory_offset + self.index_bytes + self.step_bytes * np.arange(self.steps_max)
+        for rows in self.entries:
+            rows.begins = steps + rows.offset
+            if rows.launch is not None:
+                rows.launch.move(rows.begins)
+            if rows.gathered:
+                rows.where = _index(rows, ring, ring_offset + index, memory, memory_offset + index)
+                index += rows.index_bytes
             else:
-                piece.where = int(piece.row[0])
+                rows.where = int(rows.row[0])
 
     def encode(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """Enqueue the next step's rows."""
-        if not self.pieces:
-            self.done += 1
+        """Enqueue the encoding of the next step's rows."""
+        if not self.entries:
+            self.steps_done += 1
             return
         inputs = token_ids.data_ptr(), positions.data_ptr()
         same = inputs == self._inputs
-        for piece in self.pieces:
+        for rows in self.entries:
             assert self.memory is not None
-            if piece.layout.kernel is None:
-                begin = int(piece.begins[self.done])
-                _encode(piece, self.memory, [begin + offset for offset in piece.place.offsets], token_ids, positions)
+            if rows.layout.kernel is None:
+                begin = int(rows.begins[self.steps_done])
+                _encode(rows, self.memory, [begin + offset for offset in rows.block.offsets], token_ids, positions)
                 continue
-            if piece.launch is None or not same:
-                piece.launch = piece.layout.launch(piece, self.memory, token_ids, positions, inputs)
-            piece.launch(self.done)
+            if rows.launch is None or not same:
+                rows.launch = rows.layout.launch(rows, self.memory, token_ids, positions, inputs)
+            rows.launch(self.steps_done)
         self._inputs = inputs
-        self.done += 1
+        self.steps_done += 1
 
     def runs(self, end: int) -> list[Run]:
-        """What was encoded; ``end`` is the ring's head after the region, which is free when all are released."""
-        begin = self.base + self.head
-        start = end - self.head - self.done * self.step_bytes
+        """Events of what was encoded; ``end`` is the ring's head after the region, which is free when all are released.
+        """
+        begin = self.ring_offset + self.index_bytes
+        start = end - self.index_bytes - self.steps_done * self.step_bytes
         found = []
-        for number, piece in enumerate(self.pieces, 1):
-            at = [begin + piece.at + offset for offset in piece.place.offsets]
+        for number, rows in enumerate(self.entries, 1):
+            at = [begin + rows.offset + offset for offset in rows.block.offsets]
             extents = {name: (offset, size)
-                       for name, offset, size in zip(piece.layout.names, at, piece.place.sizes, strict=False)}
-            mark = (end, 0) if number == len(self.pieces) else (start, number)
-            found.append(Run(piece.layout.entry, piece.slot, piece.position, piece.flags, extents, at[-2], at[-1],
-                             mark, 0, self.done, self.step_bytes))
+                       for name, offset, size in zip(rows.layout.names, at, rows.block.sizes, strict=False)}
+            mark = (end, 0) if number == len(self.entries) else (start, number)
+            found.append(Run(rows.layout.entry, rows.slot, rows.position, rows.flags, extents, at[-2], at[-1],
+                             mark, 0, self.steps_done, self.step_bytes))
         return found
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
 @torch.inference_mode()  # type: ignore[untyped-decorator]
-def _index(piece: Piece, ring: torch.Tensor, base: int, memory: torch.Tensor, at: int) -> torch.Tensor:
-    """The rows of a piece as a tensor at ``at`` of the memory, by way of ``base`` of the ring."""
-    host = view(ring, base, (piece.place.n,), torch.int64)
-    host.copy_(torch.from_numpy(piece.row))
+def _index(rows: EntryRows, ring: torch.Tensor, ring_offset: int, memory: torch.Tensor, memory_offset: int
+           ) -> torch.Tensor:
+    """Row numbers as a tensor at an offset of the memory, by way of one of the ring."""
+    host = view(ring, ring_offset, (rows.block.n,), torch.int64)
+    host.copy_(torch.from_numpy(rows.row))
     if memory is ring:
         return host
-    there = view(memory, at, (piece.place.n,), torch.int64)
-    return there.copy_(host, non_blocking=True)
+    return view(memory, memory_offset, (rows.block.n,), torch.int64).copy_(host, non_blocking=True)
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
-def _encode(piece: Piece, memory: torch.Tensor, offsets: list[int], token_ids: torch.Tensor, positions: torch.Tensor
+def _encode(rows: EntryRows, memory: torch.Tensor, offsets: list[int], token_ids: torch.Tensor, positions: torch.Tensor
             ) -> None:
-    """By the reference encoders, where there is no kernel."""
-    layout, n = piece.layout, piece.place.n
-    where = slice(piece.where, piece.where + n) if isinstance(piece.where, int) else piece.where
-    pieces = layout.encode(_gather(layout.buffer, layout.layers, where))
+    """Encode by the reference encoders, where there is no kernel."""
+    layout, n = rows.layout, rows.block.n
+    where = slice(rows.where, rows.where + n) if isinstance(rows.where, int) else rows.where
+    encoded = layout.encode(_gather(layout.buffer, layout.layers, where))
     for name, shape, dtype, offset in zip(layout.names, layout.shapes, layout.dtypes, offsets, strict=False):
-        view(memory, offset, (len(layout.layers), n, *shape), dtype).copy_(pieces[name], non_blocking=True)
+        view(memory, offset, (len(layout.layers), n, *shape), dtype).copy_(encoded[name], non_blocking=True)
     view(memory, offsets[-2], (n,), torch.int32).copy_(token_ids[where], non_blocking=True)
     view(memory, offsets[-1], (n,), torch.int64).copy_(positions[where], non_blocking=True)
 

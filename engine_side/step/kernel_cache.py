@@ -1,4 +1,4 @@
-"""Which kernels are compiled: the usual ones before the first request, others beside the steps, never in one."""
+"""The cache of kernels: the usual ones are compiled before the first request, others beside the steps, none in one."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _KERNELS_MAX: Final = 256  # more identities than that are served by the referen
 logger = logging.getLogger("vllm.tap")
 
 
-class Compiled:
-    """Kernels of a worker by codec identity and width, or by probe; ``came`` is told of a codec with a new kernel."""
+class KernelCache:
+    """Kernels of a worker by codec identity and width, or by probe; ``on_ready`` gets the codec of every new one."""
 
-    def __init__(self, staging: Staging, on_device: bool, came: Callable[[str], None]) -> None:
+    def __init__(self, staging: Staging, on_device: bool, on_ready: Callable[[str], None]) -> None:
         self.on_device = on_device
-        self._staging, self._came = staging, came
-        self._begun: set[tuple[str, int]] = set()
-        self.there: set[tuple[str, int]] = set()  # the kernels
+        self._staging, self._on_ready = staging, on_ready
+        self._requested: set[tuple[str, int]] = set()
+        self.ready: set[tuple[str, int]] = set()
         self._wanted: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def usual(self, armed: Armed) -> None:
-        """Kernels of codecs with their usual parameters, and of every probe, at the start of the engine."""
+    def precompile(self, armed: Armed) -> None:
+        """Compile kernels of codecs with their usual parameters, and of every probe, at the start of the engine."""
         begin = time.monotonic()
         for name, family in codecs.CODECS.items():
             if family.projected:  # a product takes seconds to compile, and few ask for one: it is made when one does
@@ -43,28 +43,28 @@ class Compiled:
             for site in self._staging.buffers:
                 with contextlib.suppress(SpecError):  # not for this site
                     identity = resolve(parse_spec({"sites": [site], "codec": name}), armed).codec[site]
-                    if self._missing(identity, site):
+                    if self._claim(identity, site):
                         self._compile(identity, site)
         for site in self._staging.probes:
-            if self._missing("raw", site):
+            if self._claim("raw", site):
                 self._compile("raw", site)
-        if self.there:
-            logger.info("vllm-tap: %d kernels in %.1f s", len(self.there), time.monotonic() - begin)
+        if self.ready:
+            logger.info("vllm-tap: %d kernels in %.1f s", len(self.ready), time.monotonic() - begin)
 
     def has(self, codec: str, site: str) -> bool:
         """Whether rows of a site in a codec have a kernel now."""
-        return self._kind(codec, site) in self.there
+        return self._kind(codec, site) in self.ready
 
-    def begin(self, codec: str, site: str) -> None:
+    def compile_later(self, codec: str, site: str) -> None:
         """Compile a kernel beside the steps, if there can be one."""
-        if len(self._begun) < _KERNELS_MAX and self._missing(codec, site):
+        if len(self._requested) < _KERNELS_MAX and self._claim(codec, site):
             self._wanted.put((codec, site))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="vllm-tap-compiler", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
-        """One after the other: compiling takes the interpreter's lock that the steps need too."""
+        """Compile one after the other: compiling takes the interpreter's lock that the steps need too."""
         while True:
             self._compile(*self._wanted.get())
 
@@ -72,17 +72,17 @@ class Compiled:
         probe = self._staging.probes.get(site)
         return (site, probe.count) if probe else (codec, int(self._staging.buffers[site].shape[-1]))
 
-    def _missing(self, codec: str, site: str) -> bool:
-        """Whether there could be a kernel that nobody has begun to compile; it counts as begun from now on."""
+    def _claim(self, codec: str, site: str) -> bool:
+        """Whether there could be a kernel that nobody has asked for; it counts as asked for from now on."""
         kind = self._kind(codec, site)
-        if not self.on_device or kind in self._begun:
+        if not self.on_device or kind in self._requested:
             return False
         buffer = self._staging.buffers[self._staging.source(site)]
         known = kernels.scored(kind[1], buffer.shape[-1], buffer.dtype) if site in self._staging.probes else (
             kernels.supported(*kind, buffer.dtype) and kernels.fits(*kind, buffer.dtype, buffer.device))
         if not known:
             return False
-        self._begun.add(kind)
+        self._requested.add(kind)
         return True
 
     def _compile(self, codec: str, site: str) -> None:
@@ -98,5 +98,5 @@ class Compiled:
         except Exception:  # the reference encoder does the same, slower
             logger.exception("vllm-tap: no kernel for %s of %s", codec, site)
             return
-        self.there.add(kind)
-        self._came(codec)
+        self.ready.add(kind)
+        self._on_ready(codec)

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 from engine_side.codecs import projected
-from engine_side.step.kernel_cache import Compiled
+from engine_side.step.kernel_cache import KernelCache
 from engine_side.step.selection import CaptureTable
 from engine_side.tap.staging import Staging
 from schemas.errors import SpecError
@@ -14,11 +14,11 @@ from schemas.spec import Resolved
 
 
 @dataclass(frozen=True, slots=True)
-class Matrices:
+class ProjectionMatrices:
     """What the reference encoders of a worker multiply rows by; kernels have their own."""
 
     staging: Staging
-    compiled: Compiled
+    kernel_cache: KernelCache
     captures: CaptureTable
 
     def prepare(self, resolved: Resolved) -> None:
@@ -28,7 +28,7 @@ class Matrices:
                 if site in self.staging.buffers and (key := self._key(codec, site)):
                     projected.make(key)
 
-    def keep(self, codec: str, site: str) -> None:
+    def ensure(self, codec: str, site: str) -> None:
         """Have what rows of a site in a codec need, if anything, from now on, while a capture asks for it.
 
         SpecError where it would be too large; MemoryError where there is no room for it beside those in use.
@@ -36,7 +36,7 @@ class Matrices:
         if key := self._key(codec, site):
             projected.keep(key, self._in_use())
 
-    def kept(self, codec: str, site: str) -> bool:
+    def has(self, codec: str, site: str) -> bool:
         """Whether such rows can be encoded at once."""
         key = self._key(codec, site)
         return key is None or projected.kept(key)
@@ -51,7 +51,7 @@ class Matrices:
 
     def _key(self, codec: str, site: str) -> projected.Key | None:
         """None where there is a kernel, or nothing to multiply by."""
-        if site in self.staging.probes or self.compiled.has(codec, site):
+        if site in self.staging.probes or self.kernel_cache.has(codec, site):
             return None
         buffer = self.staging.buffers[site]
         return projected.key_of(codec, int(buffer.shape[-1]), buffer.device)

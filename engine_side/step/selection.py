@@ -11,12 +11,14 @@ that the model used travel with the rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine_side.transport.events import Entry
 from schemas.spec import Resolved, intervals
@@ -31,13 +33,33 @@ Plan = tuple[Entry, ...]
 
 
 @dataclass(slots=True)
+class Step:
+    """A step of the model as its runner laid it out; a seam makes it.
+
+    ``starts`` [n + 1] rows of each request, ``first`` [n] position of each request's first row (host's view, too high
+    by at most ``slack``), both integers, and good until the runner prepares another step; ``positions`` and
+    ``token_ids`` [rows] the tensors that the model really used; ``drafts`` [n] how many of each request's last rows are
+    guesses of speculative decoding, None for nobody.
+    """
+
+    requests: list[str]
+    starts: I64
+    first: I64
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+    drafts: I64 | None = None
+    slack: int = 0
+    begin: Callable[[], None] | None = None  # opens the captures of requests that begin with it
+
+
+@dataclass(slots=True)
 class Selected:
     """The wanted rows of a step: index into the step's rows, and their columns.
 
-    ``slack`` [rows]: how much less each position may be; None where all are certain. ``steady``: for how many steps,
-    this one included, the same rows are wanted with the same flags if every request goes on by one token a step; 1
-    where some computed another number of rows. ``live``: slots of the captures in the step, position of each one's
-    first row.
+    ``slack`` [rows]: how much less each position may be; None where all are certain. ``steps_unchanged``: for how many
+    steps, this one included, the same rows are wanted with the same flags if every request advances by one token a
+    step; 1 where some computed another number of rows. ``running``: slots of the captures in the step, position of each
+    one's first row.
     """
 
     row: I64
@@ -46,8 +68,14 @@ class Selected:
     flags: I64
     plan: I64
     slack: I64 | None = None
-    steady: int = 1
-    live: tuple[I64, I64] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+    steps_unchanged: int = 1
+    running: tuple[I64, I64] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+    def of_plans(self, plans: list[int]) -> Selected:
+        """The rows of captures with one of ``plans``."""
+        mine = np.isin(self.plan, plans)
+        return Selected(self.row[mine], self.slot[mine], self.position[mine], self.flags[mine], self.plan[mine],
+                        None if self.slack is None else self.slack[mine])
 
 
 def plan_of(resolved: Resolved) -> Plan:
@@ -125,7 +153,7 @@ class CaptureTable:
         if again:
             self.recomputed[slots] += np.minimum(np.maximum(before - first, 0), counts)
         self.computed[slots] = np.maximum(before, first + own - (0 if unsure is None else unsure))
-        live_columns = slots, first
+        running = slots, first
         alone = drafts is None and int(starts[-1]) == len(requests) and bool((counts == 1).all())  # a row each
         if alone:
             slot, position, row = slots, first, begin
@@ -138,11 +166,11 @@ class CaptureTable:
                 row = row + (begin - ends + counts).repeat(counts)
         keys, boundaries = _keys(slot, position), self._boundary_keys()
         below = boundaries.searchsorted(keys, side="right")
-        steady = 1
+        steps_unchanged = 1
         if alone and slack == 0 and not again:  # what is computed again catches up some time
             # Without a boundary of its own the next one is another slot's, farther away than any position.
             left = prompt_len - position
-            steady = int(np.minimum(boundaries[below] - keys, np.where(left > 0, left, _FAR)).min())
+            steps_unchanged = int(np.minimum(boundaries[below] - keys, np.where(left > 0, left, _FAR)).min())
         chosen = below & 1
         if unsure is not None:
             unsure = unsure.repeat(counts)
@@ -157,7 +185,7 @@ class CaptureTable:
             wanted = chosen.nonzero()[0]
             row, slot, position, flags = row[wanted], slot[wanted], position[wanted], flags[wanted]
             unsure = None if unsure is None else unsure[wanted]
-        return Selected(row, slot, position, flags, self._plan[slot], unsure, steady, live_columns)
+        return Selected(row, slot, position, flags, self._plan[slot], unsure, steps_unchanged, running)
 
     def advance(self, slots: I64, first: I64, steps: int) -> None:
         """Captures of ``slots``, at ``first`` when they were selected, went on for ``steps`` steps of a row."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # commands look up what an architecture has, and have no seco
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModulePath:
     """``path`` below the block ("" is the block itself); ``rule`` is a name in engine_side.tap.taps.RULES.
 
     ``hidden`` is the place to take where this vLLM's kernel does the work of this one inside itself.
@@ -28,24 +28,24 @@ class Place:
     path: str
     rule: str
     meaning: str
-    hidden: Place | None = None
+    hidden: ModulePath | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class DecoderFamily:
     """A kind of decoder: where its blocks are, and the place of every site that such a block has.
 
-    ``entry`` names the sites whose first rows are those of ``embedding``, bit for bit: not ``resid_pre`` where a model
-    scales its embeddings or adds positions to them. ``names``: what TransformerLens's names mean that are not the same
-    site everywhere (schemas.sites.BY_MODEL). ``refused``: why a model's configuration takes sites away.
-    ``sums``: the stream after a block is what entered it, ``attn_out`` and ``mlp_out`` added.
+    ``embedded`` names the sites whose first rows are those of ``embedding``, bit for bit: not ``resid_pre`` where a
+    model scales its embeddings or adds positions to them. ``names``: the sites of TransformerLens's names that are not
+    the same everywhere (schemas.sites.BY_MODEL). ``refused``: why a model's configuration takes sites away. ``sums``:
+    whether the stream after a block is what entered it, ``attn_out`` and ``mlp_out`` added.
     """
 
     layers: str
-    block: Mapping[str, Place]
-    model: Mapping[str, Place] = field(default_factory=dict)
+    block: Mapping[str, ModulePath]
+    model: Mapping[str, ModulePath] = field(default_factory=dict)
     embedding: str = "model.embed_tokens"
-    entry: tuple[str, ...] = ("embed", "resid_pre")
+    embedded: tuple[str, ...] = ("embed", "resid_pre")
     names: Mapping[str, str] = field(default_factory=lambda: {
         "attn.hook_out": "attn_out", "mlp.hook_out": "mlp_out", "hook_embed": "embed"})
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ SHARED_OUT: Final = ("mlp_post", "q", "k", "v", "q_rot", "k_rot", "z")
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TapPoint:
     """One place to tap in a loaded model."""
 
     site: str
@@ -80,7 +80,7 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Embedding:
     """The embedding of a loaded model, and the armed sites whose first rows it makes."""
 
     path: str
@@ -90,83 +90,86 @@ class Entry:
 
 # Blocks that carry (hidden, residual) and add them in the next norm: the stream is their sum.
 _LLAMA_BLOCK: Final = {
-    "resid_pre": Place("", "stream_in", "hidden + residual as the block gets them, before any norm"),
-    "resid_mid": Place("post_attention_layernorm", "second", "residual stream after attention, before the MLP's norm"),
-    "resid_post": Place("", "stream_out", "hidden + residual as the block returns them, before any norm"),
-    "attn_out": Place("self_attn", "result", "attention output as added to the residual stream"),
-    "mlp_out": Place("mlp", "result", "MLP output as added to the residual stream"),
-    "mlp_post": Place("mlp.down_proj", "operand", "act(gate) · up, before the down projection"),
-    "q": Place("self_attn.qkv_proj", "q", "query projection, before a query norm and the rotary embedding"),
-    "k": Place("self_attn.qkv_proj", "k", "key projection, before a key norm and the rotary embedding"),
-    "v": Place("self_attn.qkv_proj", "v", "value projection"),
-    "q_rot": Place("self_attn.attn", "query", "queries as the attention kernel gets them"),
-    "k_rot": Place("self_attn.attn", "key", "keys as the attention kernel gets them"),
-    "z": Place("self_attn.o_proj", "operand", "attention result of all heads, before the output projection"),
+    "resid_pre": ModulePath("", "stream_in", "hidden + residual as the block gets them, before any norm"),
+    "resid_mid": ModulePath("post_attention_layernorm", "second",
+                            "residual stream after attention, before the MLP's norm"),
+    "resid_post": ModulePath("", "stream_out", "hidden + residual as the block returns them, before any norm"),
+    "attn_out": ModulePath("self_attn", "result", "attention output as added to the residual stream"),
+    "mlp_out": ModulePath("mlp", "result", "MLP output as added to the residual stream"),
+    "mlp_post": ModulePath("mlp.down_proj", "operand", "act(gate) · up, before the down projection"),
+    "q": ModulePath("self_attn.qkv_proj", "q", "query projection, before a query norm and the rotary embedding"),
+    "k": ModulePath("self_attn.qkv_proj", "k", "key projection, before a key norm and the rotary embedding"),
+    "v": ModulePath("self_attn.qkv_proj", "v", "value projection"),
+    "q_rot": ModulePath("self_attn.attn", "query", "queries as the attention kernel gets them"),
+    "k_rot": ModulePath("self_attn.attn", "key", "keys as the attention kernel gets them"),
+    "z": ModulePath("self_attn.o_proj", "operand", "attention result of all heads, before the output projection"),
 }
 _LLAMA_MODEL: Final = {
-    "embed": Place("model.embed_tokens", "result", "rows of the embedding table, before any scaling"),
-    "final_norm": Place("model.norm", "result", "output of the final norm, after its weight"),
+    "embed": ModulePath("model.embed_tokens", "result", "rows of the embedding table, before any scaling"),
+    "final_norm": ModulePath("model.norm", "result", "output of the final norm, after its weight"),
 }
-_LLAMA: Final = Family("model.layers", _LLAMA_BLOCK, _LLAMA_MODEL)
+_LLAMA: Final = DecoderFamily("model.layers", _LLAMA_BLOCK, _LLAMA_MODEL)
 
 # Gemma norms what attention and the MLP return before it adds them.
-_GEMMA: Final = Family("model.layers", {
+_GEMMA: Final = DecoderFamily("model.layers", {
     **_LLAMA_BLOCK,
-    "resid_mid": Place("pre_feedforward_layernorm", "second", "residual stream after attention, before the MLP's norm"),
-    "attn_out": Place("post_attention_layernorm", "result", "attention output after its norm, as added to the stream"),
-    "mlp_out": Place("post_feedforward_layernorm", "result", "MLP output after its norm, as added to the stream"),
-    "attn_out_raw": Place("self_attn", "result", "attention output before its norm"),
-    "mlp_out_raw": Place("mlp", "result", "MLP output before its norm"),
-}, _LLAMA_MODEL, entry=("embed",), names={"attn.hook_out": "attn_out_raw", "mlp.hook_out": "mlp_out_raw"})
+    "resid_mid": ModulePath("pre_feedforward_layernorm", "second",
+                            "residual stream after attention, before the MLP's norm"),
+    "attn_out": ModulePath("post_attention_layernorm", "result",
+                           "attention output after its norm, as added to the stream"),
+    "mlp_out": ModulePath("post_feedforward_layernorm", "result", "MLP output after its norm, as added to the stream"),
+    "attn_out_raw": ModulePath("self_attn", "result", "attention output before its norm"),
+    "mlp_out_raw": ModulePath("mlp", "result", "MLP output before its norm"),
+}, _LLAMA_MODEL, embedded=("embed",), names={"attn.hook_out": "attn_out_raw", "mlp.hook_out": "mlp_out_raw"})
 
 
-def _mixture(mlp: str) -> Family:
+def _mixture(mlp: str) -> DecoderFamily:
     """Sparse blocks: no one activation before a down projection, but a router that softmaxes and takes the largest."""
-    return Family("model.layers", {
+    return DecoderFamily("model.layers", {
         **_LLAMA_BLOCK,
-        "mlp_out": Place(mlp, "result", "sum of the chosen experts' outputs as added to the residual stream"),
-        "router_logits": Place(f"{mlp}.gate", "result", "router logits, before softmax and choice"),
-        "experts": Place(
+        "mlp_out": ModulePath(mlp, "result", "sum of the chosen experts' outputs as added to the residual stream"),
+        "router_logits": ModulePath(f"{mlp}.gate", "result", "router logits, before softmax and choice"),
+        "experts": ModulePath(
             f"{mlp}.experts.router", "choice", "ids of the experts that vLLM's router chose, heaviest first",
-            hidden=Place(f"{mlp}.gate", "largest",
+            hidden=ModulePath(f"{mlp}.gate", "largest",
                          "ids of the largest router logits, largest first; the kernel chooses inside itself and may "
                          "break ties differently")),
     }, _LLAMA_MODEL)
 
 
 # Blocks that carry one tensor, norms before attention and MLP.
-_OPT: Final = Family("model.decoder.layers", {
-    "resid_pre": Place("", "argument", "residual stream as the block gets it, before any norm"),
-    "resid_mid": Place("final_layer_norm", "argument", "residual stream after attention, before the MLP's norm"),
-    "resid_post": Place("", "result", "residual stream as the block returns it"),
-    "attn_out": Place("self_attn", "result", "attention output as added to the residual stream"),
-    "mlp_out": Place("fc2", "result", "MLP output as added to the residual stream"),
-    "mlp_post": Place("fc2", "operand", "activation before the second linear layer"),
-    "q": Place("self_attn.qkv_proj", "q", "query projection"),
-    "k": Place("self_attn.qkv_proj", "k", "key projection"),
-    "v": Place("self_attn.qkv_proj", "v", "value projection"),
-    "z": Place("self_attn.out_proj", "operand", "attention result of all heads, before the output projection"),
+_OPT: Final = DecoderFamily("model.decoder.layers", {
+    "resid_pre": ModulePath("", "argument", "residual stream as the block gets it, before any norm"),
+    "resid_mid": ModulePath("final_layer_norm", "argument", "residual stream after attention, before the MLP's norm"),
+    "resid_post": ModulePath("", "result", "residual stream as the block returns it"),
+    "attn_out": ModulePath("self_attn", "result", "attention output as added to the residual stream"),
+    "mlp_out": ModulePath("fc2", "result", "MLP output as added to the residual stream"),
+    "mlp_post": ModulePath("fc2", "operand", "activation before the second linear layer"),
+    "q": ModulePath("self_attn.qkv_proj", "q", "query projection"),
+    "k": ModulePath("self_attn.qkv_proj", "k", "key projection"),
+    "v": ModulePath("self_attn.qkv_proj", "v", "value projection"),
+    "z": ModulePath("self_attn.out_proj", "operand", "attention result of all heads, before the output projection"),
 }, {
-    "embed": Place("model.decoder.embed_tokens", "result", "rows of the embedding table, without positions"),
-    "final_norm": Place("model.decoder.final_layer_norm", "result", "output of the final norm, after its weight"),
-}, embedding="model.decoder.embed_tokens", entry=("embed",))
+    "embed": ModulePath("model.decoder.embed_tokens", "result", "rows of the embedding table, without positions"),
+    "final_norm": ModulePath("model.decoder.final_layer_norm", "result", "output of the final norm, after its weight"),
+}, embedding="model.decoder.embed_tokens", embedded=("embed",))
 
 # Run by vLLM through the Hugging Face modules; a parallel block has no residual between attention and MLP (switches).
-_GPT_NEOX: Final = Family("model.layers", {
-    "resid_pre": Place("", "argument", "residual stream as the block gets it, before any norm"),
-    "resid_mid": Place("post_attention_layernorm", "argument",
+_GPT_NEOX: Final = DecoderFamily("model.layers", {
+    "resid_pre": ModulePath("", "argument", "residual stream as the block gets it, before any norm"),
+    "resid_mid": ModulePath("post_attention_layernorm", "argument",
                        "residual stream after attention, before the MLP's norm"),
-    "resid_post": Place("", "result", "residual stream as the block returns it"),
-    "attn_out": Place("attention", "result", "attention output as added to the residual stream"),
-    "mlp_out": Place("mlp", "result", "MLP output as added to the residual stream"),
-    "mlp_post": Place("mlp.dense_4h_to_h", "operand", "activation before the second linear layer"),
-    "z": Place("attention.dense", "operand", "attention result of all heads, before the output projection"),
+    "resid_post": ModulePath("", "result", "residual stream as the block returns it"),
+    "attn_out": ModulePath("attention", "result", "attention output as added to the residual stream"),
+    "mlp_out": ModulePath("mlp", "result", "MLP output as added to the residual stream"),
+    "mlp_post": ModulePath("mlp.dense_4h_to_h", "operand", "activation before the second linear layer"),
+    "z": ModulePath("attention.dense", "operand", "attention result of all heads, before the output projection"),
 }, {
-    "embed": Place("model.embed_in", "result", "rows of the embedding table"),
-    "final_norm": Place("model.final_layer_norm", "result", "output of the final norm, after its weight"),
+    "embed": ModulePath("model.embed_in", "result", "rows of the embedding table"),
+    "final_norm": ModulePath("model.final_layer_norm", "result", "output of the final norm, after its weight"),
 }, embedding="model.embed_in")
 
-ARCHITECTURES: Final[dict[str, Family]] = {
+ARCHITECTURES: Final[dict[str, DecoderFamily]] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
@@ -181,8 +184,8 @@ ARCHITECTURES: Final[dict[str, Family]] = {
 }
 
 
-def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: tuple[str, ...], n_layers: int,
-                hidden: int) -> Iterator[Point]:
+def find_points(model: nn.Module, family: DecoderFamily, names: Sequence[str], sites: tuple[str, ...], n_layers: int,
+                hidden: int) -> Iterator[TapPoint]:
     """Every (site, layer) to tap; StartError names what was looked for and what was found."""
     from torch import nn
 
@@ -204,8 +207,8 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
         yield from points
 
 
-def find_carried(model: nn.Module, family: Family, points: Iterable[Point]
-                 ) -> Iterator[tuple[tuple[nn.Module, nn.Module], Point]]:
+def find_carried(model: nn.Module, family: DecoderFamily, points: Iterable[TapPoint]
+                 ) -> Iterator[tuple[tuple[nn.Module, nn.Module], TapPoint]]:
     """The norms of every block that carries (hidden, residual), with a point that has the stream as the block gets it.
 
     The first of the two adds hidden to the residual, which makes the stream; the second is handed the stream. Not of
@@ -222,7 +225,7 @@ def find_carried(model: nn.Module, family: Family, points: Iterable[Point]
             yield (norms[0], norms[1]), streams[layer]
 
 
-def find_sums(family: Family, layers: Mapping[str, Sequence[int]]) -> list[Sum]:
+def find_sums(family: DecoderFamily, layers: Mapping[str, Sequence[int]]) -> list[Sum]:
     """The sums that the staged rows must fulfil, of the sites that have ``layers``."""
     terms: dict[str, tuple[tuple[str, ...], ...]] = {
         "resid_mid": (("resid_pre", "attn_out"),),
@@ -235,20 +238,20 @@ def find_sums(family: Family, layers: Mapping[str, Sequence[int]]) -> list[Sum]:
                     if layer - 1 in layers.get("resid_post", ())]
 
 
-def find_entry(model: nn.Module, family: Family, sites: tuple[str, ...]) -> Entry | None:
+def find_embedding(model: nn.Module, family: DecoderFamily, sites: tuple[str, ...]) -> Embedding | None:
     """What the self-test can hold the first rows of armed sites against; None where no armed site has such rows."""
     from torch import nn
 
-    held = tuple(site for site in family.entry if site in sites)
+    held = tuple(site for site in family.embedded if site in sites)
     if not held:
         return None
     embedding = _part(model, family.embedding)
     if not isinstance(embedding, nn.Module):
         raise StartError(f"vllm-tap: looked for the embedding table at {family.embedding}, not found")
-    return Entry(family.embedding, embedding, held)
+    return Embedding(family.embedding, embedding, held)
 
 
-def family_of(names: Sequence[str], config: object) -> Family:
+def family_of(names: Sequence[str], config: object) -> DecoderFamily:
     """Of the first known of a model's architectures, less what ``config`` takes away (vLLM's, or config.json's);
     StartError where none is known, or where no site of the model would be what it is called.
     """
@@ -265,22 +268,22 @@ def family_of(names: Sequence[str], config: object) -> Family:
 
 
 def lens_names(names: Sequence[str]) -> Mapping[str, str]:
-    """``Family.names`` of a model's architectures; none where nothing is known of them."""
+    """``DecoderFamily.names`` of a model's architectures; none where nothing is known of them."""
     return next((ARCHITECTURES[name].names for name in names if name in ARCHITECTURES), {})
 
 
-def _offered(family: Family, model: nn.Module, blocks: nn.ModuleList) -> list[str]:
+def _offered(family: DecoderFamily, model: nn.Module, blocks: nn.ModuleList) -> list[str]:
     return [site for site, place in family.block.items() if any(_part(b, place.path) is not None for b in blocks)] + [
         site for site, place in family.model.items() if _part(model, place.path) is not None]
 
 
-def _point(site: str, layer: int, root: nn.Module, module: Any, place: Place, hidden: int) -> Point:
+def _point(site: str, layer: int, root: nn.Module, module: Any, place: ModulePath, hidden: int) -> TapPoint:
     width, ids = _width(module, place.rule, hidden), int(module.global_num_experts) if place.rule == "choice" else 0
     if place.hidden is not None and _chooses_inside(root, place.path):
         place = place.hidden
         module = _part(root, place.path)
         assert module is not None
-    return Point(site, layer, module, place.rule, width, place.meaning, ids)
+    return TapPoint(site, layer, module, place.rule, width, place.meaning, ids)
 
 
 def _chooses_inside(root: nn.Module, router: str) -> bool:

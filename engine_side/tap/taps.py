@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from engine_side.tap.architectures import Point, of_model
+from engine_side.tap.architectures import TapPoint, of_model
 from engine_side.tap.staging import JOINT, Staging
 from schemas.errors import StartError
 
@@ -131,7 +131,7 @@ RULES: Final[dict[str, Rule]] = {
 }
 
 
-def install(points: Iterable[Point], staging: Staging,
+def install(points: Iterable[TapPoint], staging: Staging,
             straight: Mapping[int, Callable[[Any, torch.Tensor], None]] | None = None) -> None:
     """Wrap every point's module once.
 

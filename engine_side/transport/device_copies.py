@@ -36,7 +36,7 @@ class Scratch:
         self._tail = 0
         self._copies: deque[tuple[int, Any]] = deque()
 
-    def take(self, nbytes: int, stream: Any) -> int | None:
+    def allocate(self, nbytes: int, stream: Any) -> int | None:
         """Offset of contiguous bytes, at most half of all; ``stream`` waits for the copy of what they held.
 
         None where what they held is not even on its way.
@@ -55,7 +55,7 @@ class Scratch:
         self.head += skip + nbytes
         return (start + skip) % self.capacity
 
-    def copied(self, until: int, event: Any) -> None:
+    def add_copy(self, until: int, event: Any) -> None:
         """``event`` comes after the copy of everything that was taken before ``head`` was ``until``."""
         self._copies.append((until, event))
 
@@ -63,12 +63,12 @@ class Scratch:
         """The end of what was taken last is not needed after all."""
         self.head -= nbytes
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """What was taken is not needed any more: nothing of it waits for a copy."""
         self._tail = self.head
 
 
-class Crossing:
+class DeviceToHost:
     """What leaves the step: events in their order, and bytes on their way to the ring."""
 
     def __init__(self, device: torch.device, ring: Ring, scratch: Scratch | None = None,
@@ -84,18 +84,18 @@ class Crossing:
             self.numbers = torch.arange(COPIES, dtype=torch.int64, device=device)
             self._copy = device_to_host()
         self.waiting: deque[tuple[Event, int, int, int, int]] = deque()  # event, from, to, bytes, scratch's head
-        self.left = self.outbox.left if isinstance(self.outbox, Outbox) else ()  # what the sender has no room for
+        self.overflow = self.outbox.overflow if isinstance(self.outbox, Outbox) else ()
 
-    def room(self, base: int, nbytes: int) -> tuple[torch.Tensor, int]:
+    def reserve(self, base: int, nbytes: int) -> tuple[torch.Tensor, int]:
         """Where bytes are encoded that shall lie at ``base`` of the ring: memory (uint8) and an offset in it."""
         scratch = self.scratch
         if scratch is None:
             return self.ring.memory, base
-        while (at := scratch.take(nbytes, torch.cuda.current_stream(self._device))) is None:
+        while (at := scratch.allocate(nbytes, torch.cuda.current_stream(self._device))) is None:
             if self.waiting:
-                self.move(nbytes)
+                self.start_copies(nbytes)
             else:  # what was taken and never brought holds nothing
-                scratch.forget()
+                scratch.discard()
         return scratch.memory, at
 
     def give_back(self, nbytes: int) -> None:
@@ -112,14 +112,14 @@ class Crossing:
         else:
             self.waiting.append((freed, 0, 0, 0, 0))
 
-    def say(self, event: Event) -> None:
+    def send_event(self, event: Event) -> None:
         """An event without bytes, after everything before it."""
         if self.waiting:
             self.waiting.append((event, 0, 0, 0, 0))
         else:
             self.outbox.append(event)
 
-    def bring(self, runs: list[Run], at: int, base: int, nbytes: int) -> None:
+    def enqueue(self, runs: list[Run], at: int, base: int, nbytes: int) -> None:
         """Runs whose ``nbytes`` lie at ``at`` of the room taken last and shall lie at ``base`` of the ring."""
         if self.scratch is None:
             self.outbox.extend(runs)
@@ -140,14 +140,14 @@ class Crossing:
         At the speed of the bus the part beyond takes a millisecond, a step of decode several.
         """
         if self.waiting:
-            self.move(_AHEAD_BYTES + 1.5 * tokens * bytes_a_token if tokens else float("inf"))
+            self.start_copies(_AHEAD_BYTES + 1.5 * tokens * bytes_a_token if tokens else float("inf"))
         self.push()
 
     def push(self) -> bool:
         """Hand on what the sender had no room for when it was said; whether it has all."""
         return not isinstance(self.outbox, Outbox) or self.outbox.push()
 
-    def move(self, budget: float) -> None:
+    def start_copies(self, budget: float) -> None:
         """Enqueue copies of at most ``budget`` bytes, but one, behind everything on the model's stream so far."""
         if self.scratch is None or not self.waiting:
             return
@@ -175,7 +175,7 @@ class Crossing:
         if until:
             over = self._over[number % len(self._over)]
             over.record(self._copying)
-            self.scratch.copied(until, over)
+            self.scratch.add_copy(until, over)
         self.outbox.extend(moved)
 
     def _to_ring(self, source: int, target: int, nbytes: int) -> None:

@@ -32,7 +32,7 @@ _LINE: Final = 64  # bytes between numbers, so that their writers do not share a
 _NUMBERS: Final = mmap.PAGESIZE
 _QUEUE: Final = 4 << 20
 _SIZE: Final = 8  # bytes before each event: its length
-_LEFT_MAX: Final = 64 << 20  # of events that the queue has no room for, where nobody takes any
+_OVERFLOW_MAX: Final = 64 << 20  # of events that the queue has no room for, where nobody takes any
 _STILL_S: Final = 10.0  # after which that is so: many long prompts at once only take the sender a while
 _FULL: Final = 32 << 20  # of events that wait: nothing more is begun
 
@@ -116,14 +116,14 @@ class Outbox:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self.left: deque[memoryview] = deque()  # what the queue had no room for
-        self._left_bytes = 0
+        self.overflow: deque[memoryview] = deque()  # what the queue had no room for
+        self._overflow_bytes = 0
         self._seen = -1, 0.0  # how much was taken, and when that was first seen
         self._fence = _Fence()
 
     def __len__(self) -> int:
         """Bytes that the sender has not taken yet."""
-        return self._shared.put - self._shared.taken + self._left_bytes
+        return self._shared.put - self._shared.taken + self._overflow_bytes
 
     @property
     def full(self) -> bool:
@@ -135,8 +135,8 @@ class Outbox:
         if self._shared.abandoned:
             return
         message = encode(event)
-        self.left.append(memoryview(len(message).to_bytes(_SIZE, "little") + message))
-        self._left_bytes += _SIZE + len(message)
+        self.overflow.append(memoryview(len(message).to_bytes(_SIZE, "little") + message))
+        self._overflow_bytes += _SIZE + len(message)
         self.push()
 
     def extend(self, events: Iterable[Event]) -> None:
@@ -145,18 +145,18 @@ class Outbox:
             self.append(event)
 
     def push(self) -> bool:
-        """Put what was left into the queue as far as there is room; whether nothing is left."""
+        """Put what overflowed into the queue as far as there is room; whether nothing waits."""
         shared = self._shared
         if shared.abandoned:
             self._forget()
-        while self.left:
+        while self.overflow:
             at = shared.put % _QUEUE
             room = min(_QUEUE - at, shared.taken + _QUEUE - shared.put)
-            part = self.left[0][:room]
+            part = self.overflow[0][:room]
             if not part:
                 if shared.taken != self._seen[0]:
                     self._seen = shared.taken, time.monotonic()
-                elif self._left_bytes > _LEFT_MAX and time.monotonic() - self._seen[1] > _STILL_S:
+                elif self._overflow_bytes > _OVERFLOW_MAX and time.monotonic() - self._seen[1] > _STILL_S:
                     logger.error("vllm-tap: the sender's process takes nothing any more; nothing more is captured")
                     shared.abandoned = True
                     self._forget()
@@ -164,17 +164,17 @@ class Outbox:
             shared.queue[at : at + len(part)] = part
             self._fence()
             shared.put += len(part)
-            self._left_bytes -= len(part)
-            if len(part) == len(self.left[0]):
-                self.left.popleft()
+            self._overflow_bytes -= len(part)
+            if len(part) == len(self.overflow[0]):
+                self.overflow.popleft()
             else:
-                self.left[0] = self.left[0][len(part) :]
+                self.overflow[0] = self.overflow[0][len(part) :]
         return True
 
     def _forget(self) -> None:
         """Nobody takes any of it."""
-        self.left.clear()
-        self._left_bytes = 0
+        self.overflow.clear()
+        self._overflow_bytes = 0
 
 
 class Events:

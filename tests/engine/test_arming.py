@@ -25,7 +25,7 @@ PARAMS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "detokenize": Fal
 
 def as_on_a_gpu(recorder: Any, _: Any) -> None:
     """Rows that have to be chosen anew are taken with the next step."""
-    recorder.alone = recorder.ahead = True
+    recorder.defer_to_next_call = recorder.async_scheduling = True
 
 
 @pytest.mark.timeout(300)

@@ -33,7 +33,7 @@ def main(store: str) -> None:
                   dtype="bfloat16", seed=0, max_model_len=2048, gpu_memory_utilization=0.1,
                   kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False)
         assert worker.CURRENT is not None and worker.CURRENT.recorder is not None
-        compiled = worker.CURRENT.recorder.compiled
+        compiled = worker.CURRENT.recorder.layouts.kernel_cache
 
         def rows(codec: str) -> list[np.ndarray]:
             """Of every prompt, [layers, rows, numbers]."""

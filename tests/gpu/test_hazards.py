@@ -11,9 +11,10 @@ import torch
 
 from engine_side.front.ticket import Ticket
 from engine_side.step.block import Burst
-from engine_side.step.recorder import Recorder, Step
+from engine_side.step.recorder import Recorder
+from engine_side.step.selection import Step
 from engine_side.tap.staging import Staging
-from engine_side.transport.device_copies import Crossing, Scratch
+from engine_side.transport.device_copies import DeviceToHost, Scratch
 from engine_side.transport.events import Run
 from engine_side.transport.ring import Ring, view
 from schemas.ids import new_ulid
@@ -31,9 +32,10 @@ def recorder() -> Iterator[Recorder]:
     ring = Ring(256 << 20, pinned=True)
     staging = Staging({"resid_post": torch.zeros(LAYERS, TOKENS, WIDTH, dtype=torch.bfloat16, device=device)},
                       {"resid_post": list(range(LAYERS))})
-    found = Recorder(staging, "bfloat16", "drop", Crossing(device, ring, Scratch(32 << 20, device)))
-    found.compiled.usual(Armed({"resid_post": list(range(LAYERS))}, LAYERS))
-    assert found.compiled.has("raw16", "resid_post"), "no kernel: this would test the reference encoders alone"
+    found = Recorder(staging, "bfloat16", "drop", DeviceToHost(device, ring, Scratch(32 << 20, device)))
+    cache = found.layouts.kernel_cache
+    cache.precompile(Armed({"resid_post": list(range(LAYERS))}, LAYERS))
+    assert cache.has("raw16", "resid_post"), "no kernel: this would test the reference encoders alone"
     yield found
     torch.cuda.synchronize()
     ring.close()
@@ -46,9 +48,9 @@ def opened(recorder: Recorder) -> None:
     recorder.open("r", Ticket(capture, spec.to_json(), resolved, 0, 1, 1), [1] * (1 << 20), 0)
 
 
-def step(recorder: Recorder, number: int, rows: int = TOKENS, hurried: bool = False) -> None:
+def step(recorder: Recorder, number: int, rows: int = TOKENS, has_prompt: bool = False) -> None:
     """The model writes ``number`` into every row, as its graph does on the model's stream."""
-    recorder.before_step(rows, hurried)
+    recorder.before_step(rows, has_prompt)
     recorder.staging.buffers["resid_post"].fill_(number)
     positions = torch.arange(number * TOKENS, number * TOKENS + rows, device="cuda")
     recorder.after_step(Step(["r"], np.array([0, rows]), np.array([number * TOKENS]), positions,
@@ -62,19 +64,19 @@ def runs(recorder: Recorder) -> list[Run]:
 def values(recorder: Recorder, run: Run) -> set[float]:
     """What lies in the ring now."""
     offset, size = run.extents["x"]
-    return set(view(recorder.crossing.ring.memory, offset, (size // 2,), torch.bfloat16).float().unique().tolist())
+    return set(view(recorder.to_host.ring.memory, offset, (size // 2,), torch.bfloat16).float().unique().tolist())
 
 
 def late_copies(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bus is slow."""
-    move = Crossing.move
+    start_copies = DeviceToHost.start_copies
 
-    def late(self: Crossing, budget: float) -> None:
+    def late(self: DeviceToHost, budget: float) -> None:
         with torch.cuda.stream(self._copying):
             torch.cuda._sleep(SLOW)
-        move(self, budget)
+        start_copies(self, budget)
 
-    monkeypatch.setattr(Crossing, "move", late)
+    monkeypatch.setattr(DeviceToHost, "start_copies", late)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -108,14 +110,14 @@ def test_staging_is_not_rewritten_while_it_is_encoded(
 def test_rows_of_a_late_step_are_taken_before_the_next_overwrites_them(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, ordered: bool, ahead: bool
 ) -> None:
-    """Those of hurried steps, and ``ahead`` of all that are chosen anew."""
+    """Those of steps with a prompt, and ``ahead`` of all that are selected anew."""
     opened(recorder)
-    recorder.alone, recorder.ahead = True, ahead
+    recorder.defer_to_next_call, recorder.async_scheduling = True, ahead
     if not ordered:
         monkeypatch.setattr(Recorder, "before_step",
-                            lambda self, tokens, hurried: setattr(self, "_calm", int(not hurried)))
+                            lambda self, tokens, has_prompt: setattr(self, "steps_since_prompt", int(not has_prompt)))
     for number in range(1, 7):
-        step(recorder, number, hurried=number not in (3, 5))
+        step(recorder, number, has_prompt=number not in (3, 5))
     recorder.flush()
     torch.cuda.synchronize()
     found = [values(recorder, run) for run in runs(recorder)]
@@ -150,12 +152,12 @@ def test_the_ring_is_not_read_before_it_was_written(
     step(recorder, 1)
     recorder.flush()
     torch.cuda.synchronize()
-    recorder.crossing.ring.memory.zero_()
+    recorder.to_host.ring.memory.zero_()
     late_copies(recorder, monkeypatch)
     step(recorder, 2)
     recorder.flush()
     run = runs(recorder)[-1]
-    shared = recorder.crossing.ring.shared
+    shared = recorder.to_host.ring.shared
     assert run.copied > shared.over(), "the copy was over already: the test shows nothing"
     if ordered:  # as the sender does: what is not there yet is left for later
         while run.copied > shared.over():
@@ -187,12 +189,12 @@ def test_steps_of_decode_share_a_copy_and_every_row_is_its_own(recorder: Recorde
         n = len(run.slot)
         for k in range(run.steps):
             at = {name: offset + k * run.stride for name, (offset, _) in run.extents.items()}
-            tokens = view(recorder.crossing.ring.memory, run.tokens + k * run.stride, (n,), torch.int32).tolist()
-            used = view(recorder.crossing.ring.memory, run.positions + k * run.stride, (n,), torch.int64).tolist()
+            tokens = view(recorder.to_host.ring.memory, run.tokens + k * run.stride, (n,), torch.int32).tolist()
+            used = view(recorder.to_host.ring.memory, run.positions + k * run.stride, (n,), torch.int64).tolist()
             assert used == (run.position + k).tolist()
             assert tokens == [4 * p + (i * 2 if n == 2 else 3) for i, p in enumerate(used)]
             if run.entry.codec == "raw16":
-                found = view(recorder.crossing.ring.memory, at["x"], (2, n, WIDTH), torch.bfloat16)
+                found = view(recorder.to_host.ring.memory, at["x"], (2, n, WIDTH), torch.bfloat16)
                 right = torch.tensor(tokens, dtype=torch.bfloat16)[None, :, None].expand(2, n, WIDTH)
                 assert torch.equal(found, right)
             for i, p in enumerate(used):

@@ -22,8 +22,8 @@ import torch
 from engine_side import kernels
 from engine_side.codecs import TORCH_DTYPES, encode, full8, int8b64, kernel_name, nf4b64
 from engine_side.step import block
-from engine_side.step.block import Burst, Piece, layout_of
-from engine_side.step.kernel_cache import Compiled
+from engine_side.step.block import Burst, EntryRows, layout_of
+from engine_side.step.kernel_cache import KernelCache
 from engine_side.tap.probe_scores import Scorer
 from engine_side.tap.staging import Staging
 from engine_side.transport.events import Entry
@@ -136,8 +136,8 @@ def source_of(buffer: torch.Tensor, layers: list[int], rows: list[int] | tuple[i
                           rows[1] if isinstance(rows, tuple) else len(rows), token_ids, positions)
 
 
-def numbers(piece: torch.Tensor, view: str | None) -> torch.Tensor:
-    return piece.view(torch.bfloat16).float() if view == "bfloat16" else piece.to(torch.float64)
+def numbers(entry_rows: torch.Tensor, view: str | None) -> torch.Tensor:
+    return entry_rows.view(torch.bfloat16).float() if view == "bfloat16" else entry_rows.to(torch.float64)
 
 
 def given(codec: str, x: torch.Tensor, chosen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -307,24 +307,25 @@ def test_projections_of_two_sites_in_a_burst_share_their_workspace(monkeypatch: 
     entries = [Entry("resid_post", PROJECTED[0], (0, 2)), Entry("mlp_post", PROJECTED[2], (1,))]
     rows = [np.array([3, 4, 5]), np.array([1, 6])]
     layouts = [layout_of(entry, staging, dtype, 1 << 20, True) for entry in entries]
-    pieces = [Piece(layout, row, np.zeros_like(row), 7_000 + row, np.zeros_like(row))
+    pieces = [EntryRows(layout, row, np.zeros_like(row), 7_000 + row, np.zeros_like(row))
               for layout, row in zip(layouts, rows, strict=True)]
     none = np.zeros(1, np.int64)
     burst = Burst(pieces, 2, 6, ["a"], none, 9, 0.0, (none, none))
     ids, positions = torch.arange(9, dtype=torch.int32, device=DEVICE), torch.arange(9, device=DEVICE)
     ring = torch.zeros(1 << 16, dtype=torch.uint8, device=DEVICE)
-    monkeypatch.setattr(block, "_index", lambda piece, *_: torch.tensor(piece.row, device=DEVICE))
+    monkeypatch.setattr(block, "_index", lambda entry_rows, *_: torch.tensor(entry_rows.row, device=DEVICE))
     for renewed in (False, True):
         burst = burst.renewed(0.0) if renewed else burst
-        burst.settle(ring, 0, ring, 4096 * renewed)
+        burst.assign_region(ring, 0, ring, 4096 * renewed)
         for step in range(2):
             for buffer in sites.values():
                 buffer.normal_()
             burst.encode(ids, positions)
-            for piece, row in zip(burst.pieces, rows, strict=True):
-                begin, layout, got = int(piece.begins[step]), piece.layout, {}
-                for name, shape, kind, at, size in zip(layout.names, layout.shapes, layout.dtypes, piece.place.offsets,
-                                                       piece.place.sizes, strict=False):
+            for entry_rows, row in zip(burst.entries, rows, strict=True):
+                begin, layout, got = int(entry_rows.begins[step]), entry_rows.layout, {}
+                parts = entry_rows.block
+                for name, shape, kind, at, size in zip(layout.names, layout.shapes, layout.dtypes, parts.offsets,
+                                                       parts.sizes, strict=False):
                     got[name] = ring[begin + at : begin + at + size].cpu().view(kind).reshape(
                         len(layout.layers), len(row), *shape)
                 assert_projected(layout.entry.codec, layout.buffer.cpu()[layout.layers][:, row], got)
@@ -336,12 +337,12 @@ def test_what_a_projection_keeps_is_there_before_its_kernel_and_bounded(monkeypa
     kernels.forget()
     staging = Staging({"resid_post": torch.zeros(1, 2, 64, dtype=MULTIPLIED, device=DEVICE)}, {"resid_post": [0]})
     came: list[str] = []
-    compiled = Compiled(staging, True, came.append)
+    cache = KernelCache(staging, True, came.append)
 
     def has(codec: str) -> bool:
-        if compiled._missing(codec, "resid_post"):
-            compiled._compile(codec, "resid_post")
-        return compiled.has(codec, "resid_post")
+        if cache._claim(codec, "resid_post"):
+            cache._compile(codec, "resid_post")
+        return cache.has(codec, "resid_post")
 
     monkeypatch.setattr(projected, "MATRICES_BYTES", 2 * 2 * 64 * 128 * MULTIPLIED.itemsize)
     assert has("rp8:k=16,seed=1") and list(projected._sums) == [staging.buffers["resid_post"].device]
@@ -429,19 +430,20 @@ def test_few_directions_get_the_kernel_and_many_the_product() -> None:
     rows = torch.randn(2, 8, 40).bfloat16()
     staging = Staging({"resid_post": rows}, {"resid_post": [0, 1]}, probes=probes)
     came: list[str] = []
-    compiled = Compiled(staging, True, came.append)
-    assert not compiled.has("raw", "probe.few")
+    cache = KernelCache(staging, True, came.append)
+    assert not cache.has("raw", "probe.few")
     for site in probes:
-        if compiled._missing("raw", site):
-            compiled._compile("raw", site)
-    assert [compiled.has("raw", site) for site in probes] == [True, False] and came == ["raw"]
+        if cache._claim("raw", site):
+            cache._compile("raw", site)
+    assert [cache.has("raw", site) for site in probes] == [True, False] and came == ["raw"]
     for site, probe in probes.items():
-        layout = layout_of(Entry(site, "raw", (1,)), staging, "bfloat16", 1 << 20, compiled.has("raw", site))
+        layout = layout_of(Entry(site, "raw", (1,)), staging, "bfloat16", 1 << 20, cache.has("raw", site))
         assert (layout.kernel is not None) == (site == "probe.few")
-        piece = Piece(layout, *(np.array(column) for column in ([1, 4, 5], [0, 0, 0], [7, 8, 9], [0, 0, 0])))
-        burst = Burst([piece], 1, 1, [], np.zeros(1, np.int64), 8, 0.0, (np.zeros(1, np.int64), np.zeros(1, np.int64)))
+        entry_rows = EntryRows(layout, *(np.array(column) for column in ([1, 4, 5], [0, 0, 0], [7, 8, 9], [0, 0, 0])))
+        none = np.zeros(1, np.int64)
+        burst = Burst([entry_rows], 1, 1, [], none, 8, 0.0, (none, none))
         memory = torch.zeros(burst.nbytes, dtype=torch.uint8)
-        burst.settle(memory, 0, memory, 0)
+        burst.assign_region(memory, 0, memory, 0)
         burst.encode(torch.arange(8, dtype=torch.int32), torch.arange(8))
         (run,) = burst.runs(burst.nbytes)
         begin, size = run.extents["x"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine_side.seams import projections
-from engine_side.tap.architectures import Point
+from engine_side.tap.architectures import TapPoint
 from engine_side.tap.staging import Staging, allocate
 from engine_side.tap.taps import install
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 def tapped(attention: Attention, straight: bool) -> Staging:
     staging, _ = allocate(WIDTHS, {site: [0] for site in WIDTHS}, TOKENS, torch.float32, torch.device("cpu"), 1 << 20)
-    points = [Point(site, 0, attention.qkv_proj, site, WIDTHS[site], site) for site in WIDTHS]
+    points = [TapPoint(site, 0, attention.qkv_proj, site, WIDTHS[site], site) for site in WIDTHS]
     install(points, staging, {id(attention.qkv_proj): projections.write_into} if straight else None)
     return staging
 

@@ -24,9 +24,10 @@ from engine_side import kernels, worker
 from engine_side.front.ticket import KEY, Ticket, encode
 from engine_side.seams import runner
 from engine_side.seams.scheduler import FINISHED
-from engine_side.step import recorder
-from engine_side.step.recorder import End, Recorder
-from engine_side.transport.device_copies import Crossing
+from engine_side.step import bursts, copy_schedule, recorder
+from engine_side.step.capture_lifecycle import End
+from engine_side.step.recorder import Recorder
+from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import Counted
 from engine_side.transport.ring import Ring, view
 from engine_side.transport.shared_memory import Outbox
@@ -36,6 +37,12 @@ from tests.support.engines.taken_rows import SPECS, TOKENS, Row, Seen, staging, 
 OURS = str(Path(worker.__file__).parent)
 STEPS = 70
 at_steps = st.sets(st.integers(0, STEPS - 1))
+
+
+def patch_clock(patch: pytest.MonkeyPatch, clock: SimpleNamespace) -> None:
+    """The recorder's clock, in all its modules."""
+    for module in (recorder, bursts, copy_schedule):
+        patch.setattr(module, "time", clock)
 
 
 @dataclass
@@ -149,12 +156,12 @@ def request(name: str, ticket: Ticket, prompt: int, computed: int = 0) -> Any:
     fails=st.dictionaries(st.integers(0, STEPS - 1),
                           st.tuples(st.sampled_from(["launch", "room", "bind"]), st.integers(1, 4)), max_size=6),
     missed=st.sets(st.integers(0, STEPS - 1), max_size=3), turned=st.sets(st.integers(0, STEPS - 1), max_size=4),
-    hurried=at_steps, forgotten=at_steps, slow=at_steps, fresh=at_steps,
+    has_prompt=at_steps, forgotten=at_steps, slow=at_steps, fresh=at_steps,
     full=st.booleans(), second=st.booleans(), compiled=st.booleans(), ahead=st.booleans(),
 )
 def test_every_row_once_or_lost(
     ring: Ring, requests: list[tuple[dict[str, object] | None, int, int, int]], stalls: list[tuple[int, int, int]],
-    fails: dict[int, tuple[str, int]], missed: set[int], turned: set[int], hurried: set[int], forgotten: set[int],
+    fails: dict[int, tuple[str, int]], missed: set[int], turned: set[int], has_prompt: set[int], forgotten: set[int],
     slow: set[int], fresh: set[int], full: bool, second: bool, compiled: bool, ahead: bool,
 ) -> None:
     """Requests (spec, prompt, answer, step at which they come). In ``missed`` steps the runner cannot be read; in
@@ -163,19 +170,19 @@ def test_every_row_once_or_lost(
     now, trouble, patch = [0.0], Trouble(), pytest.MonkeyPatch()
     patch.setattr(runner, "_look_at", lambda *_: None)
     patch.setattr(kernels, "launch", lambda _codec, *args: Kept(trouble, *args))
-    patch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: now[0], time_ns=time.time_ns, sleep=time.sleep))
+    patch_clock(patch, SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     ring.shared.tail = ring.head
-    armed, crossing = staging(), Crossing(torch.device("cpu"), ring)
-    room = crossing.room
+    armed, to_host = staging(), DeviceToHost(torch.device("cpu"), ring)
+    room = to_host.reserve
 
     def narrow(base: int, nbytes: int) -> tuple[torch.Tensor, int]:
         trouble.meet("room")
         return room(base, nbytes)
 
-    patch.setattr(crossing, "room", narrow)
-    taken = Recorder(armed, "float32", "drop", crossing)
-    patch.setattr(taken.compiled, "has", lambda _codec, _site: compiled)
-    patch.setattr(taken.compiled, "begin", lambda _codec, _site: None)
+    patch.setattr(to_host, "reserve", narrow)
+    taken = Recorder(armed, "float32", "drop", to_host)
+    patch.setattr(taken.layouts.kernel_cache, "has", lambda _codec, _site: compiled)
+    patch.setattr(taken.layouts.kernel_cache, "compile_later", lambda _codec, _site: None)
     patch.setattr(worker, "CURRENT", SimpleNamespace(recorder=taken))
     laid, layout = Runner(second), runner._layout_v2 if second else runner._layout_v1
     tickets: dict[int, Ticket] = {}
@@ -201,14 +208,14 @@ def test_every_row_once_or_lost(
             counts = [requests[i][1] if done[i] == 0 else 1 for i in batch]
             rows = [(i, done[i] + k) for i, count in zip(batch, counts, strict=True) for k in range(count)]
             if number in forgotten:
-                taken._forget_layouts("raw")
-            taken.alone, taken.ahead = number in hurried, ahead
+                taken.layouts.forget("raw")
+            taken.defer_to_next_call, taken.async_scheduling = number in has_prompt, ahead
 
             def model(ran: Any, _: Any, number: int = number, rows: Any = rows, batch: Any = batch,
                       counts: Any = counts) -> None:
                 if rows:
                     write(armed, [token_of(*row) for row in rows])
-                    of = laid.step(rows, batch, counts, [done[i] for i in batch], number in fresh - hurried)
+                    of = laid.step(rows, batch, counts, [done[i] for i in batch], number in fresh - has_prompt)
                     vars(ran).update({} if number in missed else vars(of))
 
             before = taken.counters.failures
@@ -242,20 +249,21 @@ class One:
     ring: Ring
     second: bool
     late: bool = False
+    outbox: Outbox | None = None
     now: float = 0.0
     slept: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.patch.setattr(kernels, "launch", lambda _codec, *args: Kept(Trouble(), *args))
-        self.patch.setattr(recorder, "time", SimpleNamespace(
-            monotonic=lambda: self.now, time_ns=time.time_ns, sleep=self.slept.append))
+        patch_clock(self.patch, SimpleNamespace(monotonic=lambda: self.now, sleep=self.slept.append))
         self.patch.setattr(runner, "_look_at", lambda *_: None)
         self.ring.shared.tail = self.ring.head
         self.staging = staging()
-        self.taken = Recorder(self.staging, "float32", "drop", Crossing(torch.device("cpu"), self.ring),
-                              alone=self.late, ahead=self.late)
-        self.patch.setattr(self.taken.compiled, "has", lambda _codec, _site: True)
-        self.patch.setattr(self.taken.compiled, "begin", lambda _codec, _site: None)
+        to_host = DeviceToHost(torch.device("cpu"), self.ring, outbox=self.outbox)
+        self.taken = Recorder(self.staging, "float32", "drop", to_host,
+                              defer_to_next_call=self.late, async_scheduling=self.late)
+        self.patch.setattr(self.taken.layouts.kernel_cache, "has", lambda _codec, _site: True)
+        self.patch.setattr(self.taken.layouts.kernel_cache, "compile_later", lambda _codec, _site: None)
         self.patch.setattr(worker, "CURRENT", SimpleNamespace(recorder=self.taken))
         self.laid = Runner(self.second)
         assert self.step(0)[:2] == ["execute_model", "before_step"]
@@ -300,8 +308,8 @@ def test_a_step_enters_few_functions(ring: Ring, monkeypatch: pytest.MonkeyPatch
     one, ticket = One(monkeypatch, ring, second, late), ticket_of({"codec": "raw", "layers": [1], "sites": ["mlp_out"]})
     one.step(2, new=[request("0", ticket, 3, 2)])
     steps = [one.step(position) for position in range(3, 40)]
-    burst = ["execute_model", "before_step", "_after", "_layout_v2" if second else "_layout_v1", "goes_on", "goes_on",
-             "_go_on", "encode", *["view"] * 3]  # the last are the stand-in's
+    burst = ["execute_model", "before_step", "_after", "_layout_v2" if second else "_layout_v1", "take_next",
+             "continues_with", "_encode_next", "encode", *["view"] * 3]  # the last are the stand-in's
     assert steps.count(burst) > len(steps) * 3 // 4, steps
     assert "finish" in one.step(40, ended=[End("0", ticket, "length", None, [1] * 3, [1] * 37, 40)])
     assert one.step(41) != ["execute_model"], "what was counted is still to be told"
@@ -357,20 +365,19 @@ def test_counters_are_told_while_a_burst_goes_on(ring: Ring, monkeypatch: pytest
 
 
 def test_what_found_no_room_goes_out_with_the_next_steps(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, ticket = One(monkeypatch, ring, second=True), ticket_of({"codec": "raw"})
     shared, outbox = ring.shared, Outbox(ring.shared)
     shared.taken = shared.put
-    one.taken.crossing = Crossing(torch.device("cpu"), ring, outbox=outbox)
+    one, ticket = One(monkeypatch, ring, second=True, outbox=outbox), ticket_of({"codec": "raw"})
     # One that never ran is begun and ended.
     end = End("0", ticket, "length", None, [1] * 3, [70_000] * 2_000_000, 40)
     assert "finish" in one.step(2, ended=[end])
-    assert outbox.left and shared.put > shared.taken
+    assert outbox.overflow and shared.put > shared.taken
     for position in range(3, 99):
-        if not outbox.left:
+        if not outbox.overflow:
             break
         assert one.step(position) != ["execute_model"], "nobody would send what is left"
         shared.taken = shared.put
-    assert not outbox.left
+    assert not outbox.overflow
     one.now += 1.0
     one.step(99)
     assert one.step(100) == ["execute_model"]

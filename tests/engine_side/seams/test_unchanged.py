@@ -12,7 +12,7 @@ from torch import nn
 from engine_side.seams import loader, projections, unchanged
 from engine_side.seams.tapping import _fingerprint
 from engine_side.tap import taps
-from engine_side.tap.architectures import Point
+from engine_side.tap.architectures import TapPoint
 from engine_side.tap.staging import Staging, allocate
 from schemas.errors import StartError
 from tests.engine_side.seams.test_projections import Attention
@@ -38,7 +38,7 @@ def test_no_tap_changes_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rule", [rule for rule, made in taps.RULES.items() if made.method == "forward"])
 def test_no_rule_changes_a_class(rule: str, staging: Staging) -> None:
     layer = nn.Linear(4, 4)
-    taps.install([Point("z", 0, layer, rule, 4, "")], staging)
+    taps.install([TapPoint("z", 0, layer, rule, 4, "")], staging)
     assert type(layer) is nn.Linear and isinstance(layer.forward, MethodType)
 
 
@@ -46,7 +46,7 @@ def test_a_tapped_router_is_what_it_was() -> None:
     router = model_of(monolithic=False).model.layers[0].mlp.experts.router
     kind = type(router)
     experts, _ = allocate({"experts": 2}, {"experts": [0]}, TOKENS, torch.float32, torch.device("cpu"), 1 << 20)
-    taps.install([Point("experts", 0, router, "choice", 2, "")], experts)
+    taps.install([TapPoint("experts", 0, router, "choice", 2, "")], experts)
     assert type(router) is kind
 
 
@@ -61,7 +61,7 @@ def test_another_class_ends_the_start() -> None:
 def test_a_layer_that_took_a_tapped_ones_place_ends_the_start(staging: Staging) -> None:
     """As vLLM's layers with adapters would, were they made after the taps."""
     model = Attention()
-    points = [Point(site, 0, model.qkv_proj, site, 1, "") for site in ("q", "k")]
+    points = [TapPoint(site, 0, model.qkv_proj, site, 1, "") for site in ("q", "k")]
     homes = unchanged.homes(model, points)
     unchanged.check_homes(homes, model)
     around = nn.Identity()
@@ -109,7 +109,7 @@ def test_a_forward_that_puts_itself_back_is_refused(staging: Staging) -> None:
     layer = nn.Linear(4, 4)
     layer.forward = lambda x: x  # type: ignore[method-assign]
     with pytest.raises(StartError, match=r"a Linear whose forward vLLM replaces in every call.*cpu_offload_gb"):
-        taps.install([Point("z", 0, layer, "argument", 4, "")], staging)
+        taps.install([TapPoint("z", 0, layer, "argument", 4, "")], staging)
 
 
 def test_an_engine_whose_model_nobody_tapped_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_side.front.ticket import Ticket
-from engine_side.step.recorder import End, Recorder, Step
+from engine_side.step.capture_lifecycle import End
+from engine_side.step.recorder import Recorder
+from engine_side.step.selection import Step
 from engine_side.tap.staging import Staging
-from engine_side.transport.device_copies import Crossing
+from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import Counted, Finished, Run
 from engine_side.transport.ring import Ring
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve
-from tests.support.engines.late_copies import HOST, Copies, crossing_late
+from tests.support.engines.late_copies import HOST, Copies, late_to_host
 from tests.support.engines.taken_rows import (
     ARMED,
     LAYERS,
@@ -55,35 +57,35 @@ def ring() -> Iterator[Ring]:
                       min_size=1, max_size=6),
     stalls=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60), st.integers(1, 9)), max_size=8),
     full=st.booleans(),
-    hurried=st.sets(st.integers(0, 69)), alone=st.booleans(), ahead=st.booleans(), lasting=st.booleans(),
+    has_prompt=st.sets(st.integers(0, 69)), alone=st.booleans(), ahead=st.booleans(), lasting=st.booleans(),
     late=st.none() | st.tuples(st.sampled_from([4096, 8192, 1 << 15]), st.lists(st.integers(0, 5), min_size=70)),
 )
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=kernel_test)])
 def test_every_row_once_or_lost(
     ring: Ring, compiled: bool, requests: list[tuple[dict[str, object] | None, int, int, int]],
-    stalls: list[tuple[int, int, int]], full: bool, hurried: set[int], alone: bool, ahead: bool, lasting: bool,
+    stalls: list[tuple[int, int, int]], full: bool, has_prompt: set[int], alone: bool, ahead: bool, lasting: bool,
     late: tuple[int, list[int]] | None
 ) -> None:
     """Requests (spec, prompt, answer, step at which they come); a stall (request, step, steps) holds one back; rows of
-    hurried steps, and ``ahead`` of others that are chosen anew, are taken with the next call, which may be of any kind.
+    steps with a prompt, and ``ahead`` of others that are selected anew, are taken with the next call, of any kind.
     ``lasting``: token ids and positions lie in the same memory in every step, as runners on a GPU have them.
     ``late``: bytes of scratch before the ring, and how many copies between them are made after each step.
     """
     ring.shared.tail = ring.head
     armed = staging()
-    with crossing_late(ring, late[0]) if late else nullcontext((Crossing(HOST, ring), None)) as (crossing, copies):
-        recorder = Recorder(armed, "float32", "drop", crossing, alone=alone, ahead=alone and ahead)
-        recorder.compiled.on_device = False  # nothing is compiled beside the steps
+    with late_to_host(ring, late[0]) if late else nullcontext((DeviceToHost(HOST, ring), None)) as (to_host, copies):
+        recorder = Recorder(armed, "float32", "drop", to_host, alone, alone and ahead)
+        recorder.layouts.kernel_cache.on_device = False  # nothing is compiled beside the steps
         if compiled:
-            recorder.compiled.there.add(("raw", WIDTH))
-        play(recorder, armed, requests, stalls, full, hurried, lasting, copies, late[1] if late else [])
+            recorder.layouts.kernel_cache.ready.add(("raw", WIDTH))
+        play(recorder, armed, requests, stalls, full, has_prompt, lasting, copies, late[1] if late else [])
 
 
 def play(recorder: Recorder, armed: Staging, requests: list[tuple[dict[str, object] | None, int, int, int]],
-         stalls: list[tuple[int, int, int]], full: bool, hurried: set[int], lasting: bool, copies: Copies | None,
+         stalls: list[tuple[int, int, int]], full: bool, has_prompt: set[int], lasting: bool, copies: Copies | None,
          pace: list[int]) -> None:
     """Seventy steps, and what came of them held against what was asked."""
-    ring = recorder.crossing.ring
+    ring = recorder.to_host.ring
     kept = torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(TOKENS, dtype=torch.int32)
     tickets: dict[int, Ticket] = {}
     done = dict.fromkeys(range(len(requests)), 0)
@@ -100,7 +102,7 @@ def play(recorder: Recorder, armed: Staging, requests: list[tuple[dict[str, obje
                 recorder.open(str(i), tickets[i], [1] * prompt, 0)
         counts = [requests[i][1] if done[i] == 0 else 1 for i in batch]
         rows = [(i, done[i] + k) for i, count in zip(batch, counts, strict=True) for k in range(count)]
-        recorder.before_step(len(rows), number in hurried)
+        recorder.before_step(len(rows), number in has_prompt)
         if rows:
             tokens = [token_of(i, p) for i, p in rows]
             write(armed, tokens)
@@ -109,7 +111,8 @@ def play(recorder: Recorder, armed: Staging, requests: list[tuple[dict[str, obje
             if lasting:
                 positions, ids = (to[: len(rows)].copy_(it) for to, it in zip(kept, (positions, ids), strict=True))
             # A seam asks first, with whatever lies behind its numbers.
-            taken = number % 2 and recorder.goes_on(names, np.append(first, first[-1:]), len(rows), ids, positions)
+            taken = number % 2 and recorder.bursts.take_next(names, np.append(first, first[-1:]), len(rows), ids,
+                                                             positions)
             if not taken:
                 recorder.after_step(Step(names, np.cumsum([0, *counts]), first, positions, ids))
         for i, p in rows:
@@ -133,7 +136,7 @@ def play(recorder: Recorder, armed: Staging, requests: list[tuple[dict[str, obje
     if copies is not None:
         copies.make(copies.begun)
     seen.take(recorder.outbox)
-    assert not recorder.outbox and not recorder.crossing.waiting
+    assert not recorder.outbox and not recorder.to_host.waiting
     assert all(isinstance(event, Finished | Counted) for event in seen.others)
     assert seen.rows == asked
     assert recorder.counters.failures == 0
@@ -148,7 +151,7 @@ def test_what_is_no_next_step_ends_a_burst(
 ) -> None:
     ring.shared.tail = ring.head
     staging = Staging({site: torch.zeros(LAYERS, TOKENS, WIDTH) for site in ARMED.sites}, ARMED.sites)
-    recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    recorder = Recorder(staging, "float32", "drop", DeviceToHost(torch.device("cpu"), ring))
     for name in ("a", "b"):
         spec = parse_spec({"codec": "raw", "layers": [0], "sites": ["mlp_out"], "id": new_ulid()})
         recorder.open(name, Ticket(str(spec.id), spec.to_json(), resolve(spec, ARMED), 0, 1, 1), [1], 0)
@@ -168,7 +171,7 @@ def test_what_is_no_next_step_ends_a_burst(
 def test_the_region_of_a_burst_is_free_when_all_of_it_is(ring: Ring) -> None:
     """It is freed up to a mark once those before it are: that of its last entry alone is its end."""
     ring.shared.tail = ring.head
-    recorder = Recorder(staging(), "float32", "drop", Crossing(torch.device("cpu"), ring))
+    recorder = Recorder(staging(), "float32", "drop", DeviceToHost(torch.device("cpu"), ring))
     recorder.open("a", ticket_of({"codec": "raw"}), [1], 0)
     for position in range(3):
         at = torch.tensor([position])
@@ -182,7 +185,7 @@ def test_the_region_of_a_burst_is_free_when_all_of_it_is(ring: Ring) -> None:
 def test_a_burst_goes_on_with_the_next_positions_of_the_same_requests_alone(ring: Ring) -> None:
     ring.shared.tail = ring.head
     staging = Staging({"resid_post": torch.zeros(LAYERS, TOKENS, WIDTH)}, {"resid_post": [0, 1, 2]})
-    recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    recorder = Recorder(staging, "float32", "drop", DeviceToHost(torch.device("cpu"), ring))
     spec = parse_spec({"codec": "raw", "layers": [1]})
     for name in "ab":
         ticket = Ticket(new_ulid(), spec.to_json(), resolve(spec, Armed({"resid_post": [0, 1, 2]}, LAYERS)), 0, 1, 1)
@@ -190,7 +193,7 @@ def test_a_burst_goes_on_with_the_next_positions_of_the_same_requests_alone(ring
 
     def goes_on(names: list[str], first: list[int], rows: int = 2) -> bool:
         at = torch.tensor(first)
-        return recorder.goes_on(names, np.array(first, np.int32), rows, at.int(), at)
+        return recorder.bursts.take_next(names, np.array(first, np.int32), rows, at.int(), at)
 
     def begin(first: list[int]) -> None:
         recorder.before_step(2)

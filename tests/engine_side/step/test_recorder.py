@@ -12,9 +12,11 @@ import torch
 
 from engine_side.codecs import projected
 from engine_side.front.ticket import Ticket
-from engine_side.step.recorder import End, Recorder, Step
+from engine_side.step.capture_lifecycle import End
+from engine_side.step.recorder import Recorder
+from engine_side.step.selection import Step
 from engine_side.tap.staging import Staging
-from engine_side.transport.device_copies import Crossing
+from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import Counted, Lost, Opened, Run
 from engine_side.transport.ring import Ring
 from schemas.codecs import projection
@@ -29,7 +31,7 @@ HAS = [0, 2]
 def recorder() -> Iterator[Recorder]:
     ring = Ring(4 << 20, pinned=False)
     staging = Staging({"mlp_post": torch.zeros(len(HAS), 8, 16)}, {"mlp_post": HAS})
-    yield Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    yield Recorder(staging, "float32", "drop", DeviceToHost(torch.device("cpu"), ring))
     ring.close()
 
 
@@ -76,7 +78,7 @@ def lost(recorder: Recorder) -> set[int]:
 def test_rows_that_find_no_room_are_lost_at_every_position_that_they_may_have_had() -> None:
     ring = Ring(1 << 16, pinned=False)
     staging = Staging({"mlp_post": torch.zeros(1, 8, 4096)}, {"mlp_post": [0]})
-    recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    recorder = Recorder(staging, "float32", "drop", DeviceToHost(torch.device("cpu"), ring))
     opened(recorder, 3)
     recorder.after_step(step(0, 3, 0))
     assert lost(recorder) == set()
@@ -100,7 +102,7 @@ def test_a_codec_that_does_not_fit_loses_its_own_rows_alone() -> None:
     ring = Ring(4 << 20, pinned=False)
     staging = Staging({"mlp_post": torch.ones(1, 8, 1 << 15), "router_logits": torch.ones(1, 8, 4)},
                       {"mlp_post": [0], "router_logits": [0]})
-    recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    recorder = Recorder(staging, "float32", "drop", DeviceToHost(torch.device("cpu"), ring))
     spec = parse_spec({"codec": {"mlp_post": "rp8:k=16384", "router_logits": "sketch"}, "id": new_ulid()})
     resolved = resolve(spec, Armed({"mlp_post": [0], "router_logits": [0]}, 1))
     recorder.open("r", Ticket(str(spec.id), spec.to_json(), resolved, 0, 1, 1), [1, 2, 3], 0)
@@ -136,7 +138,7 @@ def test_a_step_that_fails_after_its_rows_were_chosen_takes_the_drafts_before_it
     recorder.after_step(step(0, 2, 0))
     recorder.after_step(step(2, 4, 3))
     recorder.staging.buffers.clear()  # whatever it is that fails
-    recorder._layouts.clear()
+    recorder.layouts.clear()
     with pytest.raises(KeyError):
         recorder.after_step(step(3, 4, 3))
     recorder.miss_step()
@@ -150,21 +152,21 @@ CALLS: dict[str, Callable[[Recorder], None]] = {
     "before_step": lambda recorder: recorder.before_step(1),
     "after_step": lambda recorder: recorder.after_step(step(2, 1, 0)),
     "miss_step": lambda recorder: recorder.miss_step(),
-    "catch_up": lambda recorder: recorder.catch_up(),
+    "take_deferred": lambda recorder: recorder.take_deferred(),
     "flush": lambda recorder: recorder.flush(),
 }
 
 
-@pytest.mark.parametrize("hurried", [True, False])
+@pytest.mark.parametrize("has_prompt", [True, False])
 @pytest.mark.parametrize("call", list(CALLS))
-def test_rows_of_a_step_may_be_taken_with_the_next_call_of_any_kind(recorder: Recorder, call: str, hurried: bool
+def test_rows_of_a_step_may_be_taken_with_the_next_call_of_any_kind(recorder: Recorder, call: str, has_prompt: bool
                                                                     ) -> None:
     def runs() -> list[list[int]]:
         return [event.position.tolist() for event in recorder.outbox if isinstance(event, Run)]
 
     opened(recorder, 4)
-    recorder.alone, recorder.ahead = True, not hurried
-    recorder.before_step(2, hurried)
+    recorder.defer_to_next_call, recorder.async_scheduling = True, not has_prompt
+    recorder.before_step(2, has_prompt)
     recorder.after_step(step(0, 2, 0))
     assert runs() == []
     CALLS[call](recorder)
@@ -181,15 +183,15 @@ def test_what_is_sent_on_goes_behind_steps_that_do_not_wait_for_the_host(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, mebibytes: int, sent: list[int]
 ) -> None:
     """Little waits until first tokens are out; much would fill scratch, and is begun behind the next prompt."""
-    crossing, found = recorder.crossing, list[int]()
-    monkeypatch.setattr(crossing, "before_step", lambda *_: found.append(1))
-    for hurried in (True, False, False, False, True, True, True, False):
-        crossing.waiting.clear()
-        crossing.waiting.append((Counted(recorder.counters), 0, 0, mebibytes << 20, 0))
+    to_host, found = recorder.to_host, list[int]()
+    monkeypatch.setattr(to_host, "before_step", lambda *_: found.append(1))
+    for has_prompt in (True, False, False, False, True, True, True, False):
+        to_host.waiting.clear()
+        to_host.waiting.append((Counted(recorder.counters), 0, 0, mebibytes << 20, 0))
         before = len(found)
-        recorder.before_step(8, hurried)
+        recorder.before_step(8, has_prompt)
         sent.append(len(found) - before)
-    crossing.waiting.clear()
+    to_host.waiting.clear()
     assert sent[:8] == sent[8:]
 
 
@@ -202,7 +204,7 @@ def projecting() -> Iterator[Recorder]:
     projected.forget()
     ring = Ring(4 << 20, pinned=False)
     staging = Staging({"mlp_post": torch.ones(1, 8, WIDTH)}, {"mlp_post": [0]})
-    yield Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    yield Recorder(staging, "float32", "drop", DeviceToHost(torch.device("cpu"), ring))
     ring.close()
     projected.forget()
 
@@ -238,7 +240,7 @@ def test_matrices_of_running_captures_are_made_once(projecting: Recorder) -> Non
 def test_as_many_as_fit_are_made_before_their_captures_begin(projecting: Recorder) -> None:
     waiting = [of_seed(2000 + number) for number in range(20)]
     for taken_in in waiting:
-        projecting.matrices.prepare(taken_in.resolved)
+        projecting.layouts.matrices.prepare(taken_in.resolved)
     before = projection.gaussian.cache_info().misses
     for number, taken_in in enumerate(waiting):
         projecting.open(str(number), taken_in, [1, 2], 0)
@@ -248,13 +250,13 @@ def test_as_many_as_fit_are_made_before_their_captures_begin(projecting: Recorde
 def test_a_matrix_is_made_by_whoever_takes_the_request_in(projecting: Recorder) -> None:
     for codec, make in (("rp8", projection.gaussian), ("sketch", projection.hadamard)):
         taken_in = of_seed(77, codec)
-        maker = threading.Thread(target=projecting.matrices.prepare, args=(taken_in.resolved,))
+        maker = threading.Thread(target=projecting.layouts.matrices.prepare, args=(taken_in.resolved,))
         maker.start()
         maker.join()
         before = make.cache_info().misses
         projecting.open(codec, taken_in, [1, 2], 0)
         assert make.cache_info().misses == before
-        assert projecting.matrices.kept(taken_in.resolved.codec["mlp_post"], "mlp_post")
+        assert projecting.layouts.matrices.has(taken_in.resolved.codec["mlp_post"], "mlp_post")
 
 
 def test_matrices_beyond_their_room_are_not_made_again_and_again(projecting: Recorder,
@@ -285,7 +287,7 @@ def test_a_matrix_that_gave_its_room_away_is_made_again_before_the_steps(project
         request = f"r{turn}"
         taken = of_seed(seed)
         projecting.open(request, taken, [1, 2], 0)
-        assert projecting.matrices.kept(taken.resolved.codec["mlp_post"], "mlp_post")
+        assert projecting.layouts.matrices.has(taken.resolved.codec["mlp_post"], "mlp_post")
         projecting.after_step(several([request], 0, 2))
         projecting.finish(End(request, taken, "length", None, [1, 2], [5], 2))
     assert lost(projecting) == set()

@@ -16,10 +16,11 @@ from engine_side import kernels, worker
 from engine_side.front.ticket import Ticket
 from engine_side.seams import scheduler
 from engine_side.step import block
-from engine_side.step.kernel_cache import Compiled
-from engine_side.step.recorder import Recorder, Step
+from engine_side.step.kernel_cache import KernelCache
+from engine_side.step.recorder import Recorder
+from engine_side.step.selection import Step
 from engine_side.tap.staging import Staging
-from engine_side.transport.device_copies import Crossing
+from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import Freed, Lost, Run
 from engine_side.transport.ring import Ring
 from schemas.ids import new_ulid
@@ -37,7 +38,7 @@ def ring() -> Iterator[Ring]:
 
 def recorder_on(ring: Ring, on_full: str = "drop") -> Recorder:
     staging = Staging({site: torch.zeros(3, 64, 16) for site in ARMED.sites}, ARMED.sites)
-    return Recorder(staging, "float32", on_full, Crossing(torch.device("cpu"), ring))
+    return Recorder(staging, "float32", on_full, DeviceToHost(torch.device("cpu"), ring))
 
 
 def opened(recorder: Recorder, name: str, prompt: int = 1, **asked: Any) -> None:
@@ -60,7 +61,7 @@ def release(recorder: Recorder) -> None:
     while recorder.outbox:
         event = recorder.outbox.popleft()
         if isinstance(event, Run | Freed):
-            recorder.crossing.ring.shared.tail = event.mark[0]
+            recorder.to_host.ring.shared.tail = event.mark[0]
 
 
 def failing(*_: Any) -> NoReturn:
@@ -144,13 +145,13 @@ def test_one_kernel_is_compiled_at_a_time(ring: Ring, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "supported", lambda *a: True)
     monkeypatch.setattr(kernels, "warm", slow)
     recorder = recorder_on(ring)
-    compiled = Compiled(recorder.staging, True, recorder._forget_layouts)
+    cache = KernelCache(recorder.staging, True, recorder.layouts.forget)
     before = threading.active_count()
     for k in range(1, 400):
-        compiled.begin(f"topk:k={k}", "resid_post")
+        cache.compile_later(f"topk:k={k}", "resid_post")
     threads = threading.active_count() - before
     hold.set()
-    assert threads == 1 and len(compiled._begun) == 256
+    assert threads == 1 and len(cache._requested) == 256
     while len(names) < 256:  # all of them, one after the other
         hold.wait(0.01)
 
@@ -159,15 +160,15 @@ def test_a_kernel_that_came_serves_a_burst_that_goes_on(ring: Ring, monkeypatch:
     recorder, used, layout_of = recorder_on(ring), list[int](), block.layout_of
     opened(recorder, "a", sites=["mlp_out"])
 
-    def with_kernel(*args: Any) -> block.Layout:
+    def with_kernel(*args: Any) -> block.EntryLayout:
         found = layout_of(*args)
         found.kernel = lambda *_: used.append(1)
         return found
 
     for position in range(40):
         if position == 5:
-            monkeypatch.setattr("engine_side.step.recorder.layout_of", with_kernel)
-            recorder._forget_layouts("raw")
+            monkeypatch.setattr("engine_side.step.layouts.layout_of", with_kernel)
+            recorder.layouts.forget("raw")
         step(recorder, [("a", position, 1)])
         release(recorder)
     assert len(used) > 15
@@ -180,7 +181,7 @@ def test_a_step_knows_the_bytes_that_all_its_sites_make(ring: Ring) -> None:
     step(recorder, [("a", 0, 10)])
     made = sum(size for event in recorder.outbox if isinstance(event, Run) for _, size in event.extents.values())
     assert made == 10 * 6 * 64
-    assert made <= 10 * recorder._bytes_a_token < 1.5 * made
+    assert made <= 10 * recorder.schedule.bytes_a_token < 1.5 * made
 
 
 def test_drafts_of_a_step_long_ago_do_not_decide_what_a_missed_step_loses(ring: Ring) -> None:

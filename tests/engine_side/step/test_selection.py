@@ -125,7 +125,7 @@ def test_a_prompt_that_comes_row_by_row_is_followed_to_its_end() -> None:
     table = CaptureTable()
     table.open("r", _resolved({}), 5)
     selected = table.select(["r"], np.array([0, 1]), np.array([2]))
-    assert selected is not None and selected.steady == 3
+    assert selected is not None and selected.steps_unchanged == 3
 
 
 def test_slots_and_plans_are_used_again() -> None:

@@ -15,10 +15,11 @@ from safetensors.numpy import save_file
 from engine_side.config import EngineConfig
 from engine_side.front.ticket import Ticket
 from engine_side.step.block import layout_of
-from engine_side.step.recorder import Recorder, Step
+from engine_side.step.recorder import Recorder
+from engine_side.step.selection import Step
 from engine_side.tap.probe_scores import Scorer, scorer
 from engine_side.tap.staging import Staging
-from engine_side.transport.device_copies import Crossing
+from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import Counted, Entry, Opened, Run
 from engine_side.transport.ring import Ring, view
 from schemas import limits
@@ -242,7 +243,7 @@ def test_a_recorder_with_and_without_the_probe(tmp_path: Path) -> None:
     staging = staged(lambda: scorer(load_probe(saved(tmp_path, {"directions": DIRECTIONS, "bias": BIAS})),
                                     torch.device("cpu")))
     ring = Ring(4 << 20, pinned=False)
-    recorder = Recorder(staging, "float32", "drop", Crossing(torch.device("cpu"), ring))
+    recorder = Recorder(staging, "float32", "drop", DeviceToHost(torch.device("cpu"), ring))
     specs: list[dict[str, Any]] = [{"sites": ["resid_post"], "layers": [1], "codec": "raw"}, {"probe": ["tone"]}, {}]
     for number, spec in enumerate(specs[:2]):
         parsed = parse_spec({**spec, "id": new_ulid()})

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from engine_side.seams import fusions, projections, residuals
 from engine_side.tap import taps
-from engine_side.tap.architectures import Point, family_of, find_carried
+from engine_side.tap.architectures import TapPoint, family_of, find_carried
 from engine_side.tap.staging import Staging, allocate
 from engine_side.tap.taps import install
 from tests.engine_side.seams.test_projections import Method
@@ -146,7 +146,7 @@ def tapped(model: Model, straight: bool, monkeypatch: pytest.MonkeyPatch, layers
     parts = {"resid_post": ("", "stream_out"), "attn_out": ("self_attn", "result"), "mlp_out": ("mlp", "result"),
              "mlp_post": ("mlp.down_proj", "operand" if straight else "argument"),
              **{site: ("self_attn.qkv_proj", site) for site in QKV}}
-    points = [Point(site, layer, block.get_submodule(path), rule, WIDTHS[site], site)
+    points = [TapPoint(site, layer, block.get_submodule(path), rule, WIDTHS[site], site)
               for site, (path, rule) in parts.items() if site in sites
               for layer, block in enumerate(model.model.layers) if layer in layers]
     staging, _ = allocate({site: WIDTHS[site] for site in sites}, {site: list(layers) for site in sites}, TOKENS,
@@ -212,7 +212,7 @@ def test_a_gpus_activation_is_quantized_as_without_a_tap(monkeypatch: pytest.Mon
         for block in model.model.layers:
             block.mlp.down_proj.quant_method = QuantizedMethod() if quantized else plain_method()
         if way == "tapped":
-            points = [Point("mlp_post", layer, block.mlp.down_proj, "operand", 3072, "")
+            points = [TapPoint("mlp_post", layer, block.mlp.down_proj, "operand", 3072, "")
                       for layer, block in enumerate(model.model.layers)]
             staging, _ = allocate({"mlp_post": 3072}, {"mlp_post": [0, 1, 2]}, TOKENS, torch.bfloat16,
                                   torch.device("cpu"), 64 << 20)
@@ -314,7 +314,7 @@ def test_a_gpus_kernels_write_rows_to_staging_alone(monkeypatch: pytest.MonkeyPa
     model = Model().eval()
     blocks = list(model.model.layers)[:2]
     staging, _ = allocate({site: 2048}, {site: [0, 1]}, TOKENS, torch.bfloat16, torch.device("cpu"), 64 << 20)
-    install([Point(site, layer, block.get_submodule(path), rule, 2048, site) for layer, block in enumerate(blocks)],
+    install([TapPoint(site, layer, block.get_submodule(path), rule, 2048, site) for layer, block in enumerate(blocks)],
             staging)
     made = kernels(model, torch.randn(11, 2048, dtype=torch.bfloat16), monkeypatch)
     assert max((kernel.count("tl.store("), kernel.count("tl.load(out_ptr")) for kernel in made) == (stores, 0)
@@ -369,7 +369,7 @@ def test_vllm_still_says_how_norms_are_made() -> None:
 def test_an_operand_of_another_dtype_goes_on_as_it_is() -> None:
     linear = nn.Linear(INNER, HIDDEN, dtype=torch.float64)
     staging, _ = allocate({"mlp_post": INNER}, {"mlp_post": [0]}, TOKENS, torch.float32, torch.device("cpu"), 1 << 20)
-    install([Point("mlp_post", 0, linear, "operand", INNER, "")], staging)
+    install([TapPoint("mlp_post", 0, linear, "operand", INNER, "")], staging)
     x = torch.randn(3, INNER, dtype=torch.float64)
     assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
     assert torch.equal(staging.buffers["mlp_post"][0, :3], x.float())
@@ -383,14 +383,14 @@ def test_an_operand_is_not_quantized_before_it_is_captured() -> None:
     linear._input_quant_key = "fp8"  # as vLLM's kernels say that they take them
     assert get_input_quant_key(linear) is not None
     staging, _ = allocate({"mlp_post": INNER}, {"mlp_post": [0]}, TOKENS, torch.float32, torch.device("cpu"), 1 << 20)
-    install([Point("mlp_post", 0, linear, "operand", INNER, "")], staging)
+    install([TapPoint("mlp_post", 0, linear, "operand", INNER, "")], staging)
     assert get_input_quant_key(linear) is None
 
 
 def test_an_operand_may_be_given_by_name_and_have_more_dimensions() -> None:
     linear = nn.Linear(INNER, HIDDEN)
     staging, _ = allocate({"mlp_post": INNER}, {"mlp_post": [0]}, TOKENS, torch.float32, torch.device("cpu"), 1 << 20)
-    install([Point("mlp_post", 0, linear, "operand", INNER, "")], staging)
+    install([TapPoint("mlp_post", 0, linear, "operand", INNER, "")], staging)
     x = torch.randn(2, 3, INNER)
     assert torch.equal(linear(input=x), nn.functional.linear(x, linear.weight, linear.bias))
     assert torch.equal(staging.buffers["mlp_post"][0, :6], x.reshape(6, INNER))
@@ -407,7 +407,7 @@ def test_an_operand_may_be_given_by_name_and_have_more_dimensions() -> None:
 def test_the_start_names_a_site_that_is_computed_apart(passes: dict[str, bool], sites: tuple[str, ...],
                                                        apart: list[str]) -> None:
     module = Projection(HIDDEN, HIDDEN)
-    points = [Point(site, layer, module, "result", HIDDEN, "") for site in sites for layer in (0, 1)]
+    points = [TapPoint(site, layer, module, "result", HIDDEN, "") for site in sites for layer in (0, 1)]
     found = {mode: fusions.computed_apart(points, SimpleNamespace(mode=mode, pass_config=SimpleNamespace(**passes)))
              for mode in (0, 3)}
     assert found == {0: [], 3: apart}, "vLLM's passes run where vLLM compiles"
@@ -418,7 +418,7 @@ def test_the_start_names_a_site_that_is_computed_apart(passes: dict[str, bool], 
 
 def test_a_projection_that_takes_codes_from_the_activation_before_it_is_computed_apart() -> None:
     projection = Projection(INNER, HIDDEN)
-    points, compilation = [Point("mlp_post", 0, projection, "operand", INNER, "")], SimpleNamespace(mode=0)
+    points, compilation = [TapPoint("mlp_post", 0, projection, "operand", INNER, "")], SimpleNamespace(mode=0)
     assert fusions.computed_apart(points, compilation) == []
     projection._input_quant_key = object()  # as vLLM's quantized kernels tell it
     assert fusions.computed_apart(points, compilation) == ["mlp_post"]

@@ -32,17 +32,17 @@ def test_what_overlaps_waits_for_the_copy_before_it(sizes: list[tuple[int, bool,
     def copy() -> None:
         nonlocal copies
         if copies < len(written):
-            scratch.copied(written[-1][2], len(written))
+            scratch.add_copy(written[-1][2], len(written))
             copies = len(written)
 
     for size, fails, unused in sizes:
-        at = scratch.take(size, stream)
+        at = scratch.allocate(size, stream)
         for _ in range(2):
             if at is None:
                 if copies == len(written):  # what was taken and never copied is in the way
-                    scratch.forget()
+                    scratch.discard()
                 copy()
-                at = scratch.take(size, stream)
+                at = scratch.allocate(size, stream)
         assert at is not None, "everything is on its way, and still there is no room"
         assert at >= 0 and at + size <= CAPACITY
         overlapping = [number for number, (begin, end, _) in enumerate(written, 1) if begin < at + size and at < end]

@@ -16,9 +16,11 @@ import torch
 from engine_side import worker
 from engine_side.config import EngineConfig
 from engine_side.front.ticket import Ticket
-from engine_side.step.recorder import End, Recorder, Step
+from engine_side.step.capture_lifecycle import End
+from engine_side.step.recorder import Recorder
+from engine_side.step.selection import Step
 from engine_side.tap.staging import Staging
-from engine_side.transport.device_copies import Crossing
+from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import Entry, Run
 from engine_side.transport.ring import Ring
 from engine_side.transport.sender import Sender
@@ -47,7 +49,7 @@ class Tapped:
         self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, width)}, ARMED.sites)
         self.ring = Ring(ring_bytes, pinned=False)
         self.recorder = Recorder(self.staging, "float32", on_full,
-                                 Crossing(torch.device("cpu"), self.ring, outbox=Outbox(self.ring.shared)))
+                                 DeviceToHost(torch.device("cpu"), self.ring, outbox=Outbox(self.ring.shared)))
         self.sender = Sender(endpoint, self.info, self.ring.shared, os.getpid(), curve)
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self.sender.run, args=(self.ending.is_set,), daemon=True)

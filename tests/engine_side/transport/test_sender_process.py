@@ -21,7 +21,7 @@ from engine_side import worker
 from engine_side.step.recorder import Recorder
 from engine_side.tap.staging import Staging
 from engine_side.transport import shared_memory
-from engine_side.transport.device_copies import Crossing
+from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import Counted, Entry, Event, Finished, Freed, Lost, Opened, Run, decode, encode
 from engine_side.transport.ring import Ring
 from engine_side.transport.sender_process import SenderProcess
@@ -42,7 +42,7 @@ class TappedProcess(Tapped):
         self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, WIDTH)}, ARMED.sites)
         self.ring = Ring(16 * MIB, pinned=False)
         self.recorder = Recorder(self.staging, "float32", "drop",
-                                 Crossing(torch.device("cpu"), self.ring, outbox=Outbox(self.ring.shared)))
+                                 DeviceToHost(torch.device("cpu"), self.ring, outbox=Outbox(self.ring.shared)))
         self.process = SenderProcess(endpoint, self.ring.shared)
         self.process.begin(engine_info(width=WIDTH, n_layers=LAYERS))
         self._tickets = {}
@@ -133,9 +133,9 @@ def unsent() -> tuple[Recorder, Ring]:
     ring = Ring(1 << 16, pinned=False)
     staging = Staging({SITE: torch.zeros(LAYERS, 8, WIDTH)}, ARMED.sites)
     recorder = Recorder(staging, "float32", "drop",
-                        Crossing(torch.device("cpu"), ring, outbox=Outbox(ring.shared)))
+                        DeviceToHost(torch.device("cpu"), ring, outbox=Outbox(ring.shared)))
     for _ in range(3):
-        recorder.crossing.say(Finished(0, "c", "abort", None, [1 << 20] * 400_000, 7, 0))
+        recorder.to_host.send_event(Finished(0, "c", "abort", None, [1 << 20] * 400_000, 7, 0))
     assert len(recorder.outbox) > (4 << 20)
     return recorder, ring
 
@@ -156,9 +156,9 @@ def test_what_was_left_for_a_sender_that_died_is_forgotten() -> None:
     ring.shared.abandoned = 1
     begin = time.monotonic()
     recorder.before_step(0)
-    assert time.monotonic() - begin < 0.5 and not recorder.crossing.left
+    assert time.monotonic() - begin < 0.5 and not recorder.to_host.overflow
     recorder.before_step(1)
-    assert recorder.quiet
+    assert recorder.idle
     ring.close()
 
 
@@ -174,7 +174,7 @@ def test_how_many_copies_are_over_however_many_there_were() -> None:
     ring.close()
 
 
-class NumberedCrossing(Crossing):
+class NumberedCopies(DeviceToHost):
     """Copies as a device makes and counts them, one a run."""
 
     number = 0
@@ -191,7 +191,7 @@ class NumberedCrossing(Crossing):
 def test_a_sender_that_was_stopped_for_thousands_of_copies_catches_up(tmp_path: Path) -> None:
     with WriterProcess(tmp_path / "store") as writer:
         tapped = TappedProcess(writer.endpoint)
-        tapped.recorder.crossing.__class__ = NumberedCrossing
+        tapped.recorder.to_host.__class__ = NumberedCopies
         assert manifest_of(writer.store, tapped.whole(10)).status == "complete"
         os.kill(tapped.process.pid, signal.SIGSTOP)
         capture = tapped.open(6000)
@@ -285,7 +285,7 @@ def test_a_capture_that_nobody_could_be_told_of_takes_no_rows() -> None:
     tapped._tickets, tapped.ring = {}, ring
     tapped.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, WIDTH)}, ARMED.sites)
     tapped.recorder = Recorder(tapped.staging, "float32", "drop",
-                               Crossing(torch.device("cpu"), ring, outbox=Outbox(ring.shared)))
+                               DeviceToHost(torch.device("cpu"), ring, outbox=Outbox(ring.shared)))
     with pytest.raises(NotImplementedError):
         tapped.open(2, [object(), object()])
     tapped.step(next(iter(tapped._tickets)), 0, 2)

@@ -13,7 +13,7 @@ import torch
 from engine_side.step.recorder import Recorder
 from engine_side.tap.staging import Staging
 from engine_side.transport import sender as sender_module
-from engine_side.transport.device_copies import Crossing
+from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import Entry, Lost, Run
 from engine_side.transport.ring import Ring
 from engine_side.transport.sender import Sender
@@ -34,7 +34,7 @@ class Still(Tapped):
         self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, WIDTH)}, ARMED.sites)
         self.ring = Ring(4 * MIB, pinned=False)
         self.recorder = Recorder(self.staging, "float32", "drop",
-                                 Crossing(torch.device("cpu"), self.ring, outbox=Outbox(self.ring.shared)))
+                                 DeviceToHost(torch.device("cpu"), self.ring, outbox=Outbox(self.ring.shared)))
         self.sender = Sender("ipc://nowhere", engine_info(width=WIDTH, n_layers=LAYERS), self.ring.shared, os.getpid())
         self._tickets = {}
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_side.transport.device_copies import Crossing, Scratch
+from engine_side.transport.device_copies import DeviceToHost, Scratch
 from engine_side.transport.ring import Ring
 
 HOST = torch.device("cpu")
@@ -76,8 +76,8 @@ class Model:
 
 
 @contextmanager
-def crossing_late(ring: Ring, scratch: int) -> Iterator[tuple[Crossing, Copies]]:
-    """A crossing through ``scratch`` bytes of such a device, and the stream of its copies."""
+def late_to_host(ring: Ring, scratch: int) -> Iterator[tuple[DeviceToHost, Copies]]:
+    """A to_host through ``scratch`` bytes of such a device, and the stream of its copies."""
     model = Model()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", Copies)
@@ -85,5 +85,5 @@ def crossing_late(ring: Ring, scratch: int) -> Iterator[tuple[Crossing, Copies]]
         patch.setattr(torch.cuda, "current_stream", lambda device: model)
         patch.setattr("engine_side.transport.device_copies.device_to_host",
                       lambda: lambda target, source, nbytes, stream: stream.copy(target, source, nbytes))
-        crossing = Crossing(HOST, ring, Scratch(scratch, HOST))
-        yield crossing, crossing._copying
+        to_host = DeviceToHost(HOST, ring, Scratch(scratch, HOST))
+        yield to_host, to_host._copying

@@ -1,0 +1,209 @@
+"""Bursts: selected rows are encoded into regions of the ring, copied to the host and handed over to the sender.
+
+No failure here reaches the step: it is counted, logged once, and the rows are reported as dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from engine_side.step.block import Burst, EntryRows
+from engine_side.step.copy_schedule import WAIT_S, CopySchedule
+from engine_side.step.layouts import Layouts
+from engine_side.step.selection import CaptureTable, Selected, Step
+from engine_side.transport.device_copies import DeviceToHost
+from engine_side.transport.events import I64, Entry, Lost
+from schemas.wire.messages import TapCounters
+
+logger = logging.getLogger("vllm.tap")
+
+_STEPS_MAX: Final = 16
+_BYTES_MAX: Final = 16 << 20
+_BURST_S: Final = 0.04  # rows are seen no later than that, and a step
+
+
+@dataclass(slots=True)
+class Bursts:
+    """The burst that steps of decode continue, and bursts of one step for any other."""
+
+    to_host: DeviceToHost
+    on_full: str  # "drop" or "wait"
+    counters: TapCounters
+    captures: CaptureTable
+    layouts: Layouts
+    schedule: CopySchedule
+    current: Burst | None = None
+
+    def take_next(self, requests: list[str], first: I64, rows: int, token_ids: torch.Tensor, positions: torch.Tensor
+                  ) -> bool:
+        """Take the wanted rows of a step that continues the burst; else end the burst, and take none.
+
+        Arguments as in a Step without drafts, in which no request begins; ``first`` are the runner's integers, with
+        what it has behind them. Asked once a step.
+        """
+        burst = self.current
+        if burst is None:
+            return False
+        if not burst.continues_with(requests, first, rows) or (
+                burst.copied and (self.layouts.outdated or not self._begin(burst.renewed(time.monotonic())))):
+            self.end()
+            return False
+        self.counters.steps += 1
+        self._encode_next(token_ids, positions)
+        return True
+
+    def begin(self, step: Step, selected: Selected, parts: list[tuple[Entry, Selected]]) -> bool:
+        """Take a step's rows as the first of a burst; False where it is no step of decode, or there is no room."""
+        if selected.steps_unchanged < 2:
+            return False
+        entries = []
+        for entry, part in parts:
+            layout = self.layouts.of(entry)
+            if layout is None or len(part.row) > layout.rows_max:
+                return False
+            entries.append(EntryRows(layout, part.row, part.slot, part.position, part.flags))
+        burst = Burst(entries, 0, selected.steps_unchanged, step.requests, step.first, int(step.starts[-1]),
+                      time.monotonic(), selected.running)
+        if not self._begin(burst):
+            return False
+        self.schedule.bytes_a_token = burst.step_bytes / burst.step_rows
+        self._encode_next(step.token_ids, step.positions)
+        return True
+
+    def take_once(self, step: Step, entry: Entry, selected: Selected) -> int:
+        """Take one entry's rows of a step, in blocks of at most a frame; returns their bytes."""
+        layout = self.layouts.of(entry)
+        if layout is None:
+            self._lose(entry, selected, slice(None))
+            return 0
+        nbytes = 0
+        for begin in range(0, len(selected.row), layout.rows_max):
+            part = slice(begin, begin + layout.rows_max)
+            rows = EntryRows(layout, selected.row[part], selected.slot[part], selected.position[part],
+                             selected.flags[part])
+            burst = Burst([rows], 1, 1, [], step.first, 0, 0.0, selected.running)
+            if self._reserve(burst, wait=True):
+                if not self._encode(burst, step.token_ids, step.positions):
+                    self._lose(entry, selected, part)
+                self._copy(burst)
+            else:
+                self._lose(entry, selected, part)
+            nbytes += burst.step_bytes
+        return nbytes
+
+    def end(self) -> None:
+        """End the burst: what it holds goes its way."""
+        burst, self.current = self.current, None
+        if burst is not None:
+            self.captures.advance(*burst.running, burst.steps_done)
+            if not burst.copied:
+                self._copy(burst)
+
+    def _begin(self, burst: Burst) -> bool:
+        """Make a burst the current one; False where a region would have no room for two steps."""
+        if time.monotonic() > self.schedule.report_at:
+            self.schedule.report()
+        burst.steps_max = burst.steps_unchanged
+        if burst.entries:
+            room = min(_BYTES_MAX, self.layouts.bytes_max // 2) - burst.index_bytes
+            burst.steps_max = min(_STEPS_MAX, burst.steps_unchanged, room // burst.step_bytes)
+        if burst.steps_max < 2 or (burst.entries and not self._reserve(burst, wait=False)):
+            return False
+        self.current = burst
+        return True
+
+    def _encode_next(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Encode the next step of the current burst."""
+        burst = self.current
+        assert burst is not None
+        try:
+            burst.encode(token_ids, positions)
+        except Exception:
+            self._failed(burst)
+            self.end()
+            for rows in burst.entries:
+                self.counters.dropped += len(rows.row) * len(rows.layout.layers)
+                self.to_host.send_event(Lost(rows.layout.entry, rows.slot, rows.position + burst.steps_done))
+            self.captures.advance(*burst.running, burst.steps_done + 1)
+            return
+        if burst.steps_done == burst.steps_max or (burst.entries and time.monotonic() - burst.began > _BURST_S):
+            self._copy(burst)
+
+    def _encode(self, burst: Burst, token_ids: torch.Tensor, positions: torch.Tensor) -> bool:
+        try:
+            burst.encode(token_ids, positions)
+            return True
+        except Exception:
+            self._failed(burst)
+            return False
+
+    def _copy(self, burst: Burst) -> None:
+        """Hand over what was encoded, behind its copy to the host; give back what was not used of the region."""
+        burst.copied = True
+        if not burst.entries:
+            return
+        used = burst.index_bytes + burst.steps_done * burst.step_bytes
+        self.to_host.give_back(burst.nbytes - used)
+        if not burst.steps_done:
+            if burst.index_bytes:  # the row numbers may be on their way to the device
+                self.to_host.free()
+            return
+        self.to_host.enqueue(burst.runs(self.to_host.ring.head), burst.memory_offset + burst.index_bytes,
+                             burst.ring_offset + burst.index_bytes, used - burst.index_bytes)
+        self.counters.rows += burst.steps_done * sum(rows.block.n * len(rows.layout.layers) for rows in burst.entries)
+        self.counters.bytes += burst.steps_done * sum(sum(rows.block.sizes) for rows in burst.entries)
+
+    def _reserve(self, burst: Burst, wait: bool) -> bool:
+        """Reserve the burst's region; False where there is no room for it."""
+        region = self._allocate(burst.nbytes, wait)
+        if region is None:
+            return False
+        try:
+            memory, offset = self.to_host.reserve(region[0], burst.nbytes)
+            burst.assign_region(self.to_host.ring.memory, region[0], memory, offset)
+            return True
+        except Exception:
+            self._failed(burst)
+            self.to_host.free()
+            return False
+
+    def _allocate(self, nbytes: int, wait: bool) -> tuple[int, int] | None:
+        ring = self.to_host.ring
+        region = ring.allocate(nbytes)
+        if region is None and wait and self.on_full == "wait" and nbytes <= ring.capacity // 2:
+            self.counters.waits += 1
+            self.to_host.before_step(0, 0.0)  # what has not gone yet cannot be released
+            while region is None and not ring.shared.abandoned:
+                time.sleep(WAIT_S)
+                self.to_host.push()
+                region = ring.allocate(nbytes)
+        return region
+
+    def _lose(self, entry: Entry, selected: Selected, rows: slice) -> None:
+        """Report rows that are not taken."""
+        self.counters.dropped += len(selected.row[rows]) * len(entry.layers)
+        self.to_host.send_event(_lost(entry, selected, rows))
+
+    def _failed(self, burst: Burst) -> None:
+        self.counters.failures += 1
+        if self.counters.failures == 1:
+            logger.exception("vllm-tap: taking rows of %s failed; they are dropped (logged once)",
+                             ", ".join(f"{rows.layout.entry.site} as {rows.layout.entry.codec}"
+                                       for rows in burst.entries))
+
+
+def _lost(entry: Entry, selected: Selected, rows: slice) -> Lost:
+    """The loss of rows at every position that they may have had: no older row may stand for them."""
+    slot, position = selected.slot[rows], selected.position[rows]
+    if selected.slack is None:
+        return Lost(entry, slot, position)
+    slack = selected.slack[rows]
+    less = [np.flatnonzero(slack >= by) for by in range(int(slack.max(initial=0)) + 1)]
+    return Lost(entry, np.concatenate([slot[at] for at in less]),
+                np.maximum(np.concatenate([position[at] - by for by, at in enumerate(less)]), 0))

@@ -1,0 +1,132 @@
+"""The life of captures on a worker: opened with their requests, resumed after a preemption, finished."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from engine_side.front.ticket import Ticket
+from engine_side.step.selection import CaptureTable, Plan
+from engine_side.tap.staging import Staging
+from engine_side.transport.device_copies import DeviceToHost
+from engine_side.transport.events import Finished, Lost, Opened
+from engine_side.transport.shared_memory import Outbox
+from schemas.sites import BY_MODEL, ask_site
+from schemas.spec import Resolved, parse_spec
+from schemas.wire.messages import TapCounters
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A finish as the scheduler saw it (a seam carries it to the worker)."""
+
+    request: str
+    ticket: Ticket
+    reason: str
+    stop_reason: str | int | None
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    computed: int
+
+
+@dataclass(slots=True)
+class CaptureLifecycle:
+    """Running captures and their requests; the sender is told of every begin, loss and end."""
+
+    staging: Staging
+    to_host: DeviceToHost
+    captures: CaptureTable
+    counters: TapCounters
+    _ids: dict[str, str] = field(default_factory=dict)  # running request → capture id
+    _refused: set[str] = field(default_factory=set)  # running requests whose captures were not begun
+
+    def open(self, request: str, ticket: Ticket, prompt_token_ids: list[int], cached: int) -> Plan:
+        """Begin the capture of a request that is scheduled for the first time; returns what is to be taken.
+
+        On some runners a request that comes back from a preemption is scheduled so again.
+        """
+        if request in self._ids:
+            self.resume(request, cached)
+            return ()
+        if request in self._refused:  # it comes back from a preemption
+            return ()
+        if self._nobody_takes():
+            self.counters.captures_refused += 1
+            self._refused.add(request)
+            return ()
+        capture = ticket.capture_of(request)
+        resolved, taken, absent = self._held_against_model(ticket)
+        slot = self.captures.open(request, taken, len(prompt_token_ids))
+        now = time.time_ns() // 1_000_000
+        try:
+            self.to_host.send_event(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids,
+                                           cached, now, ticket.adapter))
+        except BaseException:  # what nobody heard of takes no rows
+            self.captures.close(request)
+            raise
+        self._ids[request] = capture
+        return self.captures.plan(slot)
+
+    def resume(self, request: str, cached: int) -> None:
+        """Go on with a preempted request after ``cached`` positions.
+
+        Other requests may have filled the prefix cache further than this one had come itself: that part of its prompt
+        is never computed.
+        """
+        slot = self.captures.slot_of.get(request)
+        if slot is None or cached <= self.captures.computed[slot]:
+            return
+        positions = np.arange(self.captures.computed[slot], cached)
+        for entry in self.captures.plan(slot):
+            self.to_host.send_event(Lost(entry, np.full(len(positions), slot), positions, "prefix_cached"))
+        self.captures.computed[slot] = cached
+
+    def finish(self, end: End) -> None:
+        """End a capture; that of a request that never ran is opened first, so that its manifest exists."""
+        counted = end.request in self._refused
+        self._refused.discard(end.request)
+        if end.request not in self._ids:
+            if self._nobody_takes():
+                self.counters.captures_refused += not counted
+                return
+            self.open(end.request, end.ticket, end.prompt_token_ids, 0)
+        slot = self.captures.close(end.request)
+        total = len(end.prompt_token_ids) + len(end.output_token_ids)
+        seen = int(self.captures.computed[slot])
+        # The last sampled token is never forwarded; under async scheduling a step more may have run. A request that is
+        # aborted while it is preempted counts 0 computed tokens although its rows were taken.
+        last = total - 1 if end.reason in ("stop", "length") else min(total, max(end.computed, seen))
+        self.to_host.send_event(Finished(
+            slot, self._ids.pop(end.request), end.reason, end.stop_reason, end.output_token_ids,
+            max(last, 0), int(self.captures.recomputed[slot]),
+        ))
+
+    def _nobody_takes(self) -> bool:
+        """Whether too much waits for the sender, or for a writer that is away, or nobody sends any more."""
+        shared, outbox = self.to_host.ring.shared, self.to_host.outbox
+        return bool(shared.writer_away or shared.abandoned or (isinstance(outbox, Outbox) and outbox.full))
+
+    def _held_against_model(self, ticket: Ticket) -> tuple[Resolved, Resolved, dict[str, list[int]]]:
+        """Rows that are expected, those of them that the model has, and by site the layers that it lacks.
+
+        The front end knows the armed sites but not which layers have them: some blocks of a sparse model are dense.
+        "all" means what is there; a layer that was asked for by its number stays expected, and is named as not armed.
+        """
+        asked = ticket.resolved
+        if all(layers == self.staging.layers_of(site) for site, layers in asked.layers.items()):
+            return asked, asked, {}  # all that there are, as most ask for
+        has = {site: set(self.staging.layers_of(site)) for site in asked.layers}
+        if all(has[site].issuperset(layers) for site, layers in asked.layers.items()):
+            return asked, asked, {}
+        present = {site: [layer for layer in layers if layer in has[site]] for site, layers in asked.layers.items()}
+        spec = parse_spec(ticket.asked)
+        named = {(meant, layer) for site, layer in map(ask_site, spec.sites or ())  # some names have the layer in them
+                 for meant in (BY_MODEL[site].sites if site in BY_MODEL else (site,))}
+        absent = {site: lacking for site, layers in asked.layers.items()
+                  if (lacking := [layer for layer in layers if layer not in has[site] and
+                                  (spec.layers != "all" or (site, layer) in named)])}
+        expected = {site: sorted([*layers, *absent.get(site, ())]) for site, layers in present.items()}
+        return (msgspec.structs.replace(asked, layers=expected), msgspec.structs.replace(asked, layers=present), absent)

@@ -1,0 +1,78 @@
+"""The layouts of the entries that captures ask for: by a kernel where one is ready, else by a reference encoder."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import torch
+
+from engine_side.step.block import EntryLayout, layout_of
+from engine_side.step.kernel_cache import KernelCache
+from engine_side.step.projection_matrices import ProjectionMatrices
+from engine_side.step.selection import CaptureTable, Plan
+from engine_side.tap.staging import Staging
+from engine_side.transport.events import Entry
+from schemas import codecs
+from schemas.errors import SpecError
+
+logger = logging.getLogger("vllm.tap")
+
+_LAYOUTS_MAX: Final = 4096
+
+
+class Layouts:
+    """Layouts of a worker's entries, in blocks of at most ``bytes_max``, each made when it is first asked for."""
+
+    def __init__(self, staging: Staging, dtype: str, captures: CaptureTable, bytes_max: int, on_device: bool) -> None:
+        self.bytes_max = bytes_max
+        self.outdated = False  # a kernel became ready: a running burst has a layout that there is a better one for
+        self.kernel_cache = KernelCache(staging, on_device, self.forget)
+        self.matrices = ProjectionMatrices(staging, self.kernel_cache, captures)
+        self._staging, self._dtype = staging, dtype
+        self._made: dict[Entry, EntryLayout | None] = {}  # None: its rows cannot be encoded
+
+    def of(self, entry: Entry) -> EntryLayout | None:
+        """The layout of an entry; None where its codec does not fit the site's width, or its matrix has no room."""
+        try:
+            return self._made[entry]
+        except KeyError:
+            pass
+        if len(self._made) >= _LAYOUTS_MAX:
+            self._made.clear()
+        compiled = self.kernel_cache.has(entry.codec, entry.site)
+        layout: EntryLayout | None = None
+        try:
+            self.matrices.ensure(entry.codec, entry.site)
+            layout = layout_of(entry, self._staging, self._dtype, self.bytes_max, compiled)
+        except (SpecError, MemoryError, torch.OutOfMemoryError) as error:
+            logger.warning("vllm-tap: rows of %s cannot be %s, so they are dropped: %s", entry.site, entry.codec, error)
+        self._made[entry] = layout
+        if compiled != self.kernel_cache.has(entry.codec, entry.site):  # its kernel came in between: look again
+            self._made.pop(entry, None)
+        return layout
+
+    def prepare(self, plan: Plan) -> None:
+        """Make what the first step of a plan needs before it: a projection, by encoding a row; a kernel, beside steps.
+        """
+        for entry in plan:
+            try:
+                self.kernel_cache.compile_later(entry.codec, entry.site)  # meanwhile the reference encoder serves
+                if codecs.identified(entry.codec).family.projected:
+                    if self._made.get(entry) is None or not self.matrices.has(entry.codec, entry.site):
+                        self._made.pop(entry, None)  # its matrix had no room, or gave it to another
+                    if (layout := self.of(entry)) is not None and layout.kernel is None:
+                        with torch.inference_mode():
+                            layout.encode(self._staging.buffers[entry.site][:1, :1])
+            except Exception:
+                logger.exception("vllm-tap: %s of %s could not be made ready", entry.codec, entry.site)
+
+    def forget(self, codec: str) -> None:
+        """Forget the layouts of a codec whose kernel became ready: the next ones are made with it. Any thread may."""
+        for entry in [entry for entry in list(self._made) if entry.codec == codec]:
+            self._made.pop(entry, None)
+        self.outdated = True
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._made.clear()
