@@ -1,4 +1,4 @@
-"""How the plugin is configured: environment variables, because vLLM's processes inherit nothing else of ours."""
+"""Configuration of the plugin: environment variables, because vLLM's processes inherit nothing else of ours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _VERSION: Final = re.compile(r"([0-9]+)\.([0-9]+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the engine's processes need to know; every default is visible here."""
+    """Settings of the engine's processes; every default is visible here."""
 
     endpoint: str
     curve: Path | None = None  # the folder of keys for a writer on another host
@@ -72,7 +72,7 @@ class EngineConfig:
                 raise StartError(f"VLLM_TAP_{name}_BYTES={value}: at least {4 * _MIB}, or 0: what the model needs")
 
     def salt(self) -> str:
-        """What tells one traced graph from another in vLLM's compile caches."""
+        """Text that tells one traced graph from another in vLLM's compile caches."""
         # In their order, as taps are made in it: what a graph of a cache writes first is the first that was registered.
         more = dict.fromkeys(f"{site}.{layer}" for site, layer in map(place_of, self.probes)
                              if not {site, f"{site}.{layer}"} & set(self.arm))
@@ -103,7 +103,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
 
 
 def untested(vllm_version: str, on_gpu: bool) -> str:
-    """What to say of a version of vLLM that the tests were not run on, or not on a GPU; "" of one that they were."""
+    """Warning of a version of vLLM that the tests were not run on, or not on a GPU; "" for one that they were."""
     match = _VERSION.match(vllm_version)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if not TESTED_VERSIONS[0] <= version <= TESTED_VERSIONS[1]:
@@ -119,7 +119,7 @@ def _range(versions: tuple[tuple[int, int], tuple[int, int]]) -> str:
 
 
 def _no_folder(endpoint: str) -> Path | None:
-    """What is in the way of a socket's folder, which the writer makes where there is none yet."""
+    """The file in the way of a socket's folder, which the writer makes where there is none yet."""
     if not endpoint.startswith("ipc:///"):  # nothing, or a name that is no path
         return None
     there = next(each for each in Path(endpoint.removeprefix("ipc://")).parents if os.path.lexists(each))

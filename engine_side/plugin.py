@@ -17,7 +17,6 @@ def register() -> None:
     """Install the seams where VLLM_TAP_ENDPOINT is set; otherwise do nothing."""
     global _registered
     from engine_side.config import from_environment
-    from schemas.probes import load_probe
 
     config = from_environment()  # a setting that is no good ends the start here
     if config is None:
@@ -26,8 +25,6 @@ def register() -> None:
         _leave_group()
     if _registered:
         return
-    for probe in config.probes:  # as is a file that is none
-        load_probe(probe)
     _check_own_packages()
     from engine_side.codecs import check_encoders
     from schemas.codecs import check_installed
@@ -46,7 +43,7 @@ def register() -> None:
 
 
 def _leave_group() -> None:
-    """A terminal's Ctrl-C goes to a whole group of processes; who started vLLM's ends them in order."""
+    """Leave the terminal's process group, which Ctrl-C goes to; who started vLLM's processes ends them in order."""
     if multiprocessing.parent_process() is not None:
         with contextlib.suppress(PermissionError):  # it leads a session: it is in a group of its own
             os.setpgid(0, 0)

@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.tap")
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What the self-test holds a tapped model and its rows against."""
+    """Facts that the self-test holds a tapped model and its rows against."""
 
     homes: Mapping[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)  # by path: the module, its sites
     embedding: Embedding | None = None  # the first rows are those of the embedding
@@ -39,7 +39,7 @@ class Checks:
 
 @dataclass(slots=True)
 class Worker:
-    """What a tapped worker holds."""
+    """The parts of a tapped worker."""
 
     info: EngineInfo
     model: torch.nn.Module  # the one with the taps
@@ -88,7 +88,7 @@ def ring_bytes(scratch: Scratch | None) -> int:
 
 
 def announce(runner: str) -> None:
-    """The engine stands, its steps run by ``runner`` (module.class): from now on the writer knows it."""
+    """Announce the engine, whose steps are run by ``runner`` (module.class), to the writer."""
     assert CURRENT is not None
     CURRENT.info = msgspec.structs.replace(CURRENT.info, runner=runner)
     if CURRENT.recorder is not None:

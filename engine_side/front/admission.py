@@ -1,4 +1,4 @@
-"""What the front end does with a capture: check and resolve its spec, give it an id, report its end."""
+"""Admission of captures at the front end: check and resolve a spec, give it an id, report the capture's end."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Wanted(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What specs have in common that differ by their id alone; ``around_id``: their JSON before and behind it."""
+    """Resolution shared by specs that differ by their id alone; ``around_id``: their JSON before and behind it."""
 
     without_id: str
     around_id: tuple[str, str]
@@ -91,7 +91,7 @@ class _Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a front end knows of its model; ``widths``: numbers in a row, of the armed sites where that is sure."""
+    """Armed sites of a front end's model; ``widths``: numbers in a row, of the sites where that is sure."""
 
     armed: Armed
     widths: dict[str, int]
@@ -99,12 +99,12 @@ class Shape:
 
 
 def resolve_spec(value: object, shape: Shape) -> Wanted:
-    """What a caller's spec asks for; SpecError (a ValueError) where it cannot be had.
+    """Resolve a caller's spec; SpecError (a ValueError) where it cannot be had.
 
-    Most requests ask for what others did: what follows from a spec but for its id is kept of the last few. The time
+    Most requests ask for what others did: the resolutions of the last few specs are cached without their ids. The time
     that this takes is between a batch's requests, and decides how many of them the engine's first step takes up.
     """
-    key, ulid = _shared(value)
+    key, ulid = _split_id(value)
     if key and (found := shape.known.get(key)) is not None:
         if ulid is None:
             return Wanted(None, found.without_id, found.resolved)
@@ -132,8 +132,8 @@ def _keep(key: bytes, spec: CaptureSpec, layers: Resolved, shape: Shape) -> None
             shape.known.popitem(last=False)
 
 
-def _shared(value: object) -> tuple[bytes, str | None]:
-    """What tells a spec from another but for its id, b"" where that is not to be had so, and the id."""
+def _split_id(value: object) -> tuple[bytes, str | None]:
+    """Split a spec into (its JSON without the id, the id); (b"", id) where that is not possible."""
     try:
         if type(value) is str and len(value) <= _KEY_BYTES_MAX:  # as servers get it
             value = json.loads(value)
@@ -188,7 +188,7 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Sh
 
 
 def with_adapter(text: str, adapter: str) -> str:
-    """A ticket's JSON that also names the LoRA adapter of its request."""
+    """Add the LoRA adapter of its request to a ticket's JSON."""
     return encode(msgspec.structs.replace(decode(text), adapter=adapter))
 
 

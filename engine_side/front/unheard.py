@@ -61,7 +61,7 @@ class Unheard:
 
 def _fault(scope: Scope, fields: Container[str], messages: deque[Message]
            ) -> tuple[int, str, str, str | None] | None:
-    """What is answered instead, None where nothing names a capture: status, code, message and field."""
+    """Refusal of a request: status, code, message and field; None where nothing names a capture."""
     kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
     data = b"".join(message.get("body", b"") for message in messages)
     try:

@@ -57,7 +57,7 @@ def connect() -> None:
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:
-    """One front end serves one engine: what that engine has armed is read when it is made, with the engine."""
+    """Read what the engine has armed when its front end is made: one front end serves one engine."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -88,7 +88,7 @@ def _shape(model: Any, config: EngineConfig) -> admission.Shape:
 
 
 def _check_capture_all(spec: str, shape: admission.Shape) -> None:
-    """Refused now rather than at the first request."""
+    """Refuse such a spec now rather than at the first request."""
     try:
         admission.resolve_spec(spec, shape)
     except SpecError as error:
@@ -159,7 +159,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _client_error(error: SpecError) -> SpecError:
-    """A spec that is refused is its client's error: newer vLLM servers know that of errors of their own kind alone."""
+    """Make a refused spec its client's error: newer vLLM servers know that of errors of their own kind alone."""
     try:
         from vllm.exceptions import VLLMClientError
     except ImportError:
@@ -235,7 +235,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_request_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What a caller of ``LLM`` gets says under which ids its captures are found."""
+    """Name the ids of its captures in what a caller of ``LLM`` gets."""
 
     def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What vLLM's compiler is told to fuse, and which armed site would take such a fusion apart."""
+"""Fusions that vLLM's compiler is told to make, and the armed sites that would take one apart."""
 
 from __future__ import annotations
 

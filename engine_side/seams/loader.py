@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,8 +18,10 @@ from engine_side import worker
 from engine_side.config import from_environment
 from engine_side.seams.patching import when_imported, wrap, wrap_when_imported
 from engine_side.seams.self_test import self_test
-from engine_side.seams.tapping import check, tap_model
+from engine_side.seams.tapping import plan_arming, tap_model
 from schemas.errors import StartError
+
+_PLAN: Final = "vllm_tap_plan"
 
 
 def connect() -> None:
@@ -37,10 +39,12 @@ def _load_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         config = from_environment()
         if config is None or model_config is not vllm_config.model_config or _drafts(vllm_config):
             return original(self, vllm_config, model_config, *args, **kwargs)
-        check(vllm_config, config)  # reading the weights may take minutes
+        plan = plan_arming(vllm_config, config)
         model = original(self, vllm_config, model_config, *args, **kwargs)
         if vllm_config.lora_config is None:
-            tap_model(model, vllm_config, config)
+            tap_model(model, vllm_config, plan)
+        else:
+            vars(model)[_PLAN] = plan  # for _load_lora_model
         return model
 
     return load_model
@@ -49,9 +53,9 @@ def _load_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 def _load_lora_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def load_lora_model(self: Any, model: nn.Module, vllm_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
         adaptable = original(self, model, vllm_config, *args, **kwargs)
-        config = from_environment()
+        plan, config = vars(model).pop(_PLAN, None), from_environment()
         if config is not None and not _drafts(vllm_config):
-            tap_model(adaptable, vllm_config, config)
+            tap_model(adaptable, vllm_config, plan or plan_arming(vllm_config, config))
         return adaptable
 
     return load_lora_model

@@ -26,7 +26,7 @@ _library.define("project(Tensor rows, Tensor weight, Tensor(a!) buffer) -> ()")
 
 
 def _project(rows: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> None:
-    """First n of ``buffer`` [tokens, width] = ``rows`` [n, hidden] · ``weight`` [width, hidden]ᵀ, as by ``F.linear``.
+    """Write ``rows`` [n, hidden] · ``weight`` [width, hidden]ᵀ to the first n of ``buffer`` [tokens, width].
 
     It gets the whole buffer: told to write into a part, the compiler lets it write elsewhere and copies that, twice.
     """
@@ -43,7 +43,7 @@ torch.library.register_fake("vllm_tap::project", _project_fake, lib=_library)
 
 
 def find(model: nn.Module, passes: Any) -> dict[int, Callable[[Any, torch.Tensor], None]]:
-    """What makes a projection write into staging, by the ``id`` of every one in a model that can.
+    """Writers into staging by the ``id`` of their projection, for every one in a model that can write there.
 
     ``passes``: vLLM's choice of what its compiler fuses (``compilation_config.pass_config``).
     """
@@ -87,7 +87,7 @@ def _plain(projection: Any) -> bool:
 
 
 def write_into(projection: Any, buffer: torch.Tensor) -> None:
-    """From now on the product of ``projection`` lies in ``buffer`` [tokens, width], its first rows."""
+    """Make ``projection`` write its product into the first rows of ``buffer`` [tokens, width]."""
     projection.register_buffer(BUFFER, buffer, persistent=False)
     taps.put(projection.quant_method, "apply", _apply)
 

@@ -43,7 +43,7 @@ def connect() -> None:
 
 
 def check_wrapped(runner: type) -> None:
-    """A runner of another kind than the two known ones would run steps that nobody sees: StartError."""
+    """StartError for a runner of another kind than the two known ones: it would run steps that nobody sees."""
     if not any(is_wrapped(cls.__dict__.get("execute_model")) for cls in runner.__mro__):
         known = "vllm.v1.worker.gpu_model_runner.GPUModelRunner and vllm.v1.worker.gpu.model_runner.GPUModelRunner"
         raise StartError(f"vllm-tap: this engine runs its steps with {runner.__module__}.{runner.__qualname__}, which "
@@ -94,7 +94,7 @@ def _execute_model(original: Callable[..., Any], layout: ReadBatch) -> Callable[
 
 
 def _guarded(recorder: Any, body: Callable[..., None], *args: Any) -> None:
-    """No exception of ours may end the engine."""
+    """Run ``body``; no exception of ours may end the engine."""
     try:
         body(*args)
     except Exception:
@@ -102,7 +102,7 @@ def _guarded(recorder: Any, body: Callable[..., None], *args: Any) -> None:
 
 
 def _note(recorder: Any) -> None:
-    """The exception at hand is counted; the first is logged."""
+    """Count the exception at hand; log the first."""
     global _failed
     recorder.counters.failures += 1
     recorder.idle = False  # there is something to tell
@@ -112,7 +112,7 @@ def _note(recorder: Any) -> None:
 
 
 def _look_at(recorder: Any, runner: Any) -> None:
-    """What comes between a step and the next: nothing, but for a drafter or a data-parallel group's dummy steps."""
+    """Set what may be deferred: between two steps comes nothing, but for a drafter or a data-parallel group's steps."""
     recorder.defer_to_next_call = (recorder.to_host.scratch is not None and runner.speculative_config is None
                                    and runner.parallel_config.data_parallel_size == 1)
     recorder.async_scheduling = recorder.defer_to_next_call and runner.scheduler_config.async_scheduling
@@ -150,8 +150,8 @@ def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: ReadBatch)
 
 
 def _drafts(guesses: dict[str, Any], requests: list[str], starts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """How many rows of each request are guesses. Some drafters run fewer than were planned: of the rows that a request
-    has at least one is its own.
+    """Number of rows of each request that are guesses. Some drafters run fewer than were planned: of the rows that a
+    request has at least one is its own.
     """
     planned = np.fromiter(map(len, map(guesses.get, requests, repeat(()))), np.int64, len(requests))
     ran: npt.NDArray[np.int64] = np.minimum(planned, np.diff(starts) - 1)

@@ -45,7 +45,7 @@ def connect() -> None:
 
 
 def _preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Where an engine takes requests in, in a process of its own by a thread beside the steps."""
+    """Make what a capture needs where an engine takes requests in: in its own process by a thread beside the steps."""
 
     def preprocess_add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -111,7 +111,7 @@ def _run_busy_loop(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_work(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Before an engine rests (it may be paused in mid-request) everything that its worker here has taken goes out."""
+    """Flush its worker here before an engine rests: it may be paused in mid-request."""
 
     def has_work(self: Any, *args: Any, **kwargs: Any) -> bool:
         found = original(self, *args, **kwargs)
@@ -127,7 +127,7 @@ def _has_work(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _die_with_parent() -> None:
-    """Without this, an engine whose API server is killed generates on for nobody and then idles forever.
+    """End with the parent: else an engine whose API server is killed generates on for nobody and then idles forever.
 
     The kernel sends the signal when the *thread* that started us ends, which need not be the end of its process: a
     user may make an ``LLM`` in a thread of his own.
@@ -148,7 +148,7 @@ def _die_with_parent() -> None:
 
 
 def _delivering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An engine in the caller's own process stops stepping after its last finish: one empty step delivers it."""
+    """Deliver the last finish by an empty step: an engine in the caller's own process stops stepping after it."""
 
     def delivering(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)

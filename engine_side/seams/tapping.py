@@ -1,9 +1,10 @@
-"""A model that is loaded gets its taps: where its rows would be whole, staging for them, and what sends them."""
+"""Tapping of a loaded model: where its rows would be whole, staging for them, and what sends them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.tap.architectures import (
     BY_TRANSFORMERS,
     SHARED_OUT,
+    DecoderFamily,
     TapPoint,
     family_of,
     find_carried,
@@ -36,15 +38,27 @@ from schemas.wire.messages import EngineInfo
 logger = logging.getLogger("vllm.tap")
 
 
-def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
+@dataclass(frozen=True, slots=True)
+class ArmingPlan:
+    """Sites and probes to arm on a model of ``family``, as they are known before its weights are read."""
+
+    config: EngineConfig
+    family: DecoderFamily
+    asked: Mapping[str, list[int] | None]  # layers by site; None: all that have it
+    probes: Mapping[Registered, LoadedProbe]
+
+    @property
+    def tapped(self) -> list[str]:
+        """Sites that are armed, or that a probe reads."""
+        return list(dict.fromkeys([*self.asked, *(loaded.about.site for loaded in self.probes.values())]))
+
+
+def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     """Allocate staging, install taps, make recorder and sender; StartError where rows would not be what they should."""
-    probes = {probe: load_probe(probe) for probe in config.probes}
-    asked = layers_by_site(config.arm)
-    tapped = tuple(dict.fromkeys([*asked, *(loaded.about.site for loaded in probes.values())]))
+    config, family, asked, probes, tapped = plan.config, plan.family, plan.asked, plan.probes, plan.tapped
     _warn(config, next(model.parameters()).device)
     model_config = vllm_config.model_config
     architectures, n_layers = list(model_config.architectures), model_config.get_total_num_hidden_layers()
-    family = family_of(architectures, model_config.hf_text_config)
     find = partial(find_points, model, family, architectures, n_layers=n_layers, hidden=model_config.get_hidden_size())
     points = armed_points(asked, find)
     armed = Armed({site: [point.layer for point in points if point.site == site] for site in asked}, n_layers,
@@ -70,19 +84,25 @@ def tap_model(model: nn.Module, vllm_config: Any, config: EngineConfig) -> None:
                  device, leads=_tensor_parallel_rank() == 0)
 
 
-def check(vllm_config: Any, config: EngineConfig) -> None:
-    """StartError for what is known before the weights are read: that vLLM would run the model so that a rank lacks
-    rows, has parts of them, or overwrites some, or that it would run another's code.
+def plan_arming(vllm_config: Any, config: EngineConfig) -> ArmingPlan:
+    """Plan what to arm, before the weights are read: that may take minutes.
+
+    StartError where vLLM would run the model so that a rank lacks rows, has parts of them, or overwrites some, or where
+    it would run another's code.
     """
-    arm = list(layers_by_site(config.arm))
-    tapped = list(dict.fromkeys([*arm, *(load_probe(probe).about.site for probe in config.probes)]))
     model_config = vllm_config.model_config
     if "transformers" in str(getattr(model_config, "model_impl", "")) and not (
             BY_TRANSFORMERS & set(model_config.architectures)):
         raise StartError("vllm-tap: model_impl='transformers': taps know vLLM's own code of "
                          f"{', '.join(model_config.architectures)}; leave it out")
-    family_of(list(model_config.architectures), model_config.hf_text_config)
-    parallel = vllm_config.parallel_config
+    plan = ArmingPlan(config, family_of(list(model_config.architectures), model_config.hf_text_config),
+                      layers_by_site(config.arm), {probe: load_probe(probe) for probe in config.probes})
+    _check_parallel(plan, vllm_config)
+    return plan
+
+
+def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
+    parallel, tapped = vllm_config.parallel_config, plan.tapped
     if parallel.pipeline_parallel_size > 1:
         raise StartError(f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}: valid: 1")
     if (ranks := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
@@ -98,13 +118,13 @@ def check(vllm_config: Any, config: EngineConfig) -> None:
     if parallel.tensor_parallel_size > 1 and (shared := [site for site in tapped if site in SHARED_OUT]):
         raise StartError(f"vllm-tap: tensor_parallel_size={parallel.tensor_parallel_size}: a rank has only its share "
                          f"of {', '.join(shared)}; arm other sites, or run on one device")
-    if parallel.data_parallel_size > 1 and (ids := [site for site in arm if SITES[site].ids]):
+    if parallel.data_parallel_size > 1 and (ids := [site for site in plan.asked if SITES[site].ids]):
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: the rows that a router sees are "
                          f"those of every rank; arm other sites than {', '.join(ids)}, or run without")
 
 
 def _warn(config: EngineConfig, device: torch.device) -> None:
-    """What whoever starts the engine should know."""
+    """Warn whoever starts the engine."""
     if warning := untested(_vllm_version(), device.type != "cpu"):
         logger.warning("vllm-tap: %s", warning)
     if config.capture_all:
@@ -123,7 +143,7 @@ def _make_scorers(probes: Mapping[Registered, LoadedProbe], staging: Staging, mo
 
 
 def _info(model: nn.Module, vllm_config: Any, armed: Armed, points: Iterable[TapPoint], staging: Staging) -> EngineInfo:
-    """What the engine says of itself."""
+    """The engine's description for the writer."""
     model_config, widths = vllm_config.model_config, {point.site: point.width for point in points}
     return EngineInfo(
         model=str(model_config.served_model_name or model_config.model),
@@ -191,7 +211,7 @@ def check_ids(points: list[TapPoint], dtype: torch.dtype) -> None:
 
 
 def _speculative(config: Any) -> str:
-    """How drafts are made, "" where none are."""
+    """Method of speculative decoding, "" where there is none."""
     return "" if config is None else f"{config.method}, {config.num_speculative_tokens} tokens"
 
 

@@ -1,4 +1,4 @@
-"""What vLLM finds in a tapped model is what it would find without taps, or the engine does not start.
+"""Checks that vLLM finds in a tapped model what it would find without taps, or the engine does not start.
 
 By the exact class of a layer and of its quantization method vLLM chooses how it gets adapters, is loaded anew, runs its
 experts. And what vLLM puts in a layer's place once there are taps would run the layer in ways that no tap sees.
@@ -18,7 +18,7 @@ Homes = Mapping[str, tuple[nn.Module, str]]
 
 
 def classes(model: nn.Module) -> Classes:
-    """By a module's path: its class, and that of its quantization method (NoneType where it has none)."""
+    """Class of each module by its path, and that of its quantization method (NoneType where it has none)."""
     return {path: (type(module), type(getattr(module, "quant_method", None))) for path, module in model.named_modules()}
 
 
@@ -33,7 +33,7 @@ def check_classes(before: Classes, model: nn.Module) -> None:
 
 
 def homes(model: nn.Module, points: Iterable[TapPoint]) -> Homes:
-    """By path in ``model``: what is tapped there, and for which ``site.layer``."""
+    """Tapped modules by their path in ``model``, each with its ``site.layer``s."""
     paths = {id(module): path for path, module in model.named_modules()}
     found: dict[str, tuple[nn.Module, str]] = {}
     for point in points:

@@ -1,4 +1,4 @@
-"""The matrices that a worker's captures need: made beside the steps, and kept while a capture uses them."""
+"""Matrices that a worker's captures need: made beside the steps, held while a capture uses them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schemas.spec import Resolved
 
 @dataclass(frozen=True, slots=True)
 class ProjectionMatrices:
-    """What the reference encoders of a worker multiply rows by; kernels have their own."""
+    """Matrices that the reference encoders of a worker multiply rows by; kernels have their own."""
 
     staging: Staging
     kernel_cache: KernelCache
@@ -50,7 +50,7 @@ class ProjectionMatrices:
         return found
 
     def _key(self, codec: str, site: str) -> projected.Key | None:
-        """None where there is a kernel, or nothing to multiply by."""
+        """The matrix of a site in a codec; None where there is a kernel, or nothing to multiply by."""
         if site in self.staging.probes or self.kernel_cache.has(codec, site):
             return None
         buffer = self.staging.buffers[site]

@@ -1,4 +1,4 @@
-"""Which rows of a step belong to a capture: running captures as arrays by slot, one pass over a step's rows.
+"""Selection of a step's rows that captures want: running captures as arrays by slot, one pass over the rows.
 
 Positions asked for are kept as boundaries ``slot << 32 | position``, sorted, start and stop alternating: a row is
 wanted where the number of boundaries at or below its own key is odd. So any number of ranges costs one searchsorted.
@@ -79,7 +79,7 @@ class Selected:
 
 
 def plan_of(resolved: Resolved) -> Plan:
-    """The plan of a resolved spec; equal selections make equal plans, so they share their kernels."""
+    """Plan of a resolved spec; equal selections make equal plans, so they share their kernels."""
     return tuple(
         Entry(site, resolved.codec[site], tuple(layers)) for site, layers in sorted(resolved.layers.items()) if layers
     )
@@ -126,7 +126,7 @@ class CaptureTable:
         return slot
 
     def plan(self, slot: int) -> Plan:
-        """What is taken of the request in a slot."""
+        """Plan of the request in a slot."""
         return self.plans[int(self._plan[slot])]
 
     def select(self, requests: list[str], starts: I64, first: I64, drafts: I64 | None = None, slack: int = 0
@@ -188,11 +188,11 @@ class CaptureTable:
         return Selected(row, slot, position, flags, self._plan[slot], unsure, steps_unchanged, running)
 
     def advance(self, slots: I64, first: I64, steps: int) -> None:
-        """Captures of ``slots``, at ``first`` when they were selected, went on for ``steps`` steps of a row."""
+        """Advance captures of ``slots``, at ``first`` when they were selected, by ``steps`` steps of a row."""
         self.computed[slots] = np.maximum(self.computed[slots], first + steps)
 
     def _boundary_keys(self) -> I64:
-        """Of all slots, and one beyond all."""
+        """Boundaries of all slots, and one beyond all."""
         if self._boundaries is None:
             self._boundaries = np.concatenate([*self._ranges, _BEYOND])
         return self._boundaries

@@ -1,7 +1,7 @@
-"""How a decoder block exposes its parts: one entry a family, found by structure and verified at start.
+"""Architectures: how a decoder block exposes its parts, found by structure and verified at start.
 
-A *place* is the path of a module inside the block (or the model) and the rule that makes rows of its call. Adding an
-architecture is one entry here and one in the parity tests.
+A *module path* leads to a module inside the block (or the model), and names the rule that makes rows of its call.
+Adding an architecture is one entry here and one in the parity tests.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def find_sums(family: DecoderFamily, layers: Mapping[str, Sequence[int]]) -> lis
 
 
 def find_embedding(model: nn.Module, family: DecoderFamily, sites: tuple[str, ...]) -> Embedding | None:
-    """What the self-test can hold the first rows of armed sites against; None where no armed site has such rows."""
+    """The embedding to hold the first rows of armed sites against; None where no armed site has such rows."""
     from torch import nn
 
     held = tuple(site for site in family.embedded if site in sites)
@@ -252,7 +252,7 @@ def find_embedding(model: nn.Module, family: DecoderFamily, sites: tuple[str, ..
 
 
 def family_of(names: Sequence[str], config: object) -> DecoderFamily:
-    """Of the first known of a model's architectures, less what ``config`` takes away (vLLM's, or config.json's);
+    """Family of the first known of a model's architectures, less what ``config`` (vLLM's, or config.json's) takes away;
     StartError where none is known, or where no site of the model would be what it is called.
     """
     family = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
@@ -293,7 +293,7 @@ def _chooses_inside(root: nn.Module, router: str) -> bool:
 
 
 def _part(module: nn.Module, path: str) -> Any:
-    """What lies at a dotted path, None where this model has nothing there."""
+    """The module at a dotted path, None where this model has nothing there."""
     found: Any = module
     for name in path.split(".") if path else ():
         found = getattr(found, name, None) or getattr(of_model(found), name, None)

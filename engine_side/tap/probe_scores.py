@@ -19,7 +19,7 @@ class Scorer:
 
     @property
     def count(self) -> int:
-        """How many scores a row has."""
+        """Number of a row's scores."""
         return int(self.bias.shape[0])
 
     @property
@@ -36,7 +36,7 @@ class Scorer:
 
 
 def scorer(probe: LoadedProbe, device: torch.device) -> Scorer:
-    """A probe moved to the device; one score is made there, since what a first product needs is made by it."""
+    """Move a probe to the device, and make one score there: a first product makes what later ones need."""
     made = Scorer(probe.about, torch.from_numpy(probe.directions).to(device), torch.from_numpy(probe.bias).to(device))
     made.encode(torch.zeros(1, 1, probe.directions.shape[1], device=device))
     return made

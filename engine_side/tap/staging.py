@@ -42,7 +42,7 @@ class Staging:
         return self.probes[site].about.site if site in self.probes else site
 
     def index(self, site: str, layer: int) -> int:
-        """Where a layer lies in the buffer of its source."""
+        """Index of a layer in the buffer of its source."""
         return self.layers[self.source(site)].index(layer)
 
     def of_layer(self, site: str, layer: int) -> torch.Tensor:

@@ -86,7 +86,7 @@ class Turned:
 
 
 def turned(names: Sequence[str], config: object) -> Turned:
-    """What ``config`` (vLLM's, or what config.json says) changes on the first known of a model's architectures."""
+    """Switches that ``config`` (vLLM's, or config.json's) turns on the first known of a model's architectures."""
     found = [(switch, value) for switch in next((SWITCHES[name] for name in names if name in SWITCHES), ())
              if (value := _value(config, switch)) not in switch.right]
     said = {switch.key: f"{switch.key} = {str(value).lower() if isinstance(value, bool) else value}: {switch.why}"

@@ -32,7 +32,7 @@ STREAM: Final = "vllm_tap_stream"  # the buffer that a norm reads
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How rows are made of a call: of its arguments (``before``) or of its result.
+    """Rule that makes rows of a call: of its arguments (``before``) or of its result.
 
     ``instead``: the call gets the staged rows for its first argument, which it only reads. ``unquantized``: vLLM is
     told to call with rows, not with codes of them.
@@ -166,7 +166,7 @@ def _name(site: str) -> str:
 
 
 def found(owner: Any, method: str) -> Forward:
-    """What a call of ``owner.method`` runs, with the owner as its first argument.
+    """The function that a call of ``owner.method`` runs, with the owner as its first argument.
 
     Some of vLLM's back ends put a fused forward on the instance. StartError where it is one that takes itself off and
     puts itself back in every call: what is around it is lost in the first.

@@ -61,7 +61,7 @@ class Function:
 
     @classmethod
     def of(cls, compiled: Any, given: int) -> Function | None:
-        """Of what Triton's launch returned, for ``given`` arguments; None where it wants more than is known here."""
+        """The function of what Triton's launch returned for ``given`` arguments; None where it wants unknown ones."""
         about, handle = compiled.metadata, compiled.function
         unusual = (getattr(about, name, 0) for name in (
             "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"))
@@ -96,7 +96,7 @@ class Launched:
         self._at, self._stream = ctypes.addressof(self._config), 0
 
     def over(self, programs: int) -> None:
-        """The grid has so many programs in its first direction from now on."""
+        """Set the number of programs in the grid's first direction."""
         self._config.gridDimX = programs
 
     def __call__(self, step: int) -> None:
@@ -110,7 +110,7 @@ class Launched:
 
 
 def _parameters(function: int) -> int:
-    """How many parameters a loaded kernel has; -1 where one is wider than a number, or nobody tells (before 12.4)."""
+    """Number of a loaded kernel's parameters; -1 where one is wider than a number, or nobody tells (before 12.4)."""
     ask = getattr(_library("libcuda.so"), "cuFuncGetParamInfo", None)
     if ask is None:
         return -1

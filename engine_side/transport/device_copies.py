@@ -1,4 +1,4 @@
-"""The way of encoded rows from the device to the ring; where the model runs on the host they are there at once.
+"""Copies of encoded rows from the device to the ring; where the model runs on the host they are there at once.
 
 Rows are encoded on the model's own stream, into scratch: so the next step's graph, which rewrites staging, comes after
 that by the order of the stream alone. Copies to the host have a stream of their own and are enqueued a step late,
@@ -56,20 +56,20 @@ class Scratch:
         return (start + skip) % self.capacity
 
     def add_copy(self, until: int, event: Any) -> None:
-        """``event`` comes after the copy of everything that was taken before ``head`` was ``until``."""
+        """Note that ``event`` comes after the copy of everything that was allocated before ``head`` was ``until``."""
         self._copies.append((until, event))
 
     def give_back(self, nbytes: int) -> None:
-        """The end of what was taken last is not needed after all."""
+        """Give back the end of what was allocated last."""
         self.head -= nbytes
 
     def discard(self) -> None:
-        """What was taken is not needed any more: nothing of it waits for a copy."""
+        """Give back all that was allocated: nothing of it waits for a copy."""
         self._tail = self.head
 
 
 class DeviceToHost:
-    """What leaves the step: events in their order, and bytes on their way to the ring."""
+    """Events that leave the step in their order, and bytes on their way to the ring."""
 
     def __init__(self, device: torch.device, ring: Ring, scratch: Scratch | None = None,
                  outbox: Outbox | deque[Event] | None = None) -> None:
@@ -87,25 +87,25 @@ class DeviceToHost:
         self.overflow = self.outbox.overflow if isinstance(self.outbox, Outbox) else ()
 
     def reserve(self, base: int, nbytes: int) -> tuple[torch.Tensor, int]:
-        """Where bytes are encoded that shall lie at ``base`` of the ring: memory (uint8) and an offset in it."""
+        """Reserve memory (uint8), and an offset in it, to encode bytes in that shall lie at ``base`` of the ring."""
         scratch = self.scratch
         if scratch is None:
             return self.ring.memory, base
         while (at := scratch.allocate(nbytes, torch.cuda.current_stream(self._device))) is None:
             if self.waiting:
                 self.start_copies(nbytes)
-            else:  # what was taken and never brought holds nothing
+            else:  # what was reserved and never enqueued holds nothing
                 scratch.discard()
         return scratch.memory, at
 
     def give_back(self, nbytes: int) -> None:
-        """The end of the region taken last, of the ring and of the room before it, is not needed after all."""
+        """Give back the end of the region reserved last, of the ring and of scratch."""
         self.ring.give_back(nbytes)
         if self.scratch is not None:
             self.scratch.give_back(nbytes)
 
     def free(self) -> None:
-        """The region taken last, up to the ring's head, will hold no rows; what reads it now may finish."""
+        """Free the region reserved last, up to the ring's head, once what reads it has finished."""
         freed = Freed((self.ring.head, 0))
         if self.scratch is None:
             self.outbox.append(freed)
@@ -113,14 +113,14 @@ class DeviceToHost:
             self.waiting.append((freed, 0, 0, 0, 0))
 
     def send_event(self, event: Event) -> None:
-        """An event without bytes, after everything before it."""
+        """Send an event without bytes, after everything before it."""
         if self.waiting:
             self.waiting.append((event, 0, 0, 0, 0))
         else:
             self.outbox.append(event)
 
     def enqueue(self, runs: list[Run], at: int, base: int, nbytes: int) -> None:
-        """Runs whose ``nbytes`` lie at ``at`` of the room taken last and shall lie at ``base`` of the ring."""
+        """Enqueue runs whose ``nbytes`` lie at ``at`` of the memory reserved last, for ``base`` of the ring."""
         if self.scratch is None:
             self.outbox.extend(runs)
             return
@@ -144,7 +144,7 @@ class DeviceToHost:
         self.push()
 
     def push(self) -> bool:
-        """Hand on what the sender had no room for when it was said; whether it has all."""
+        """Send what the sender had no room for; returns whether it has all."""
         return not isinstance(self.outbox, Outbox) or self.outbox.push()
 
     def start_copies(self, budget: float) -> None:
@@ -155,7 +155,7 @@ class DeviceToHost:
         self._copying.wait_event(self._encoded)
         number = self.ring.shared.made = self.ring.shared.made + 1  # before the device can say that it is over
         moved: list[Event] = []
-        source = target = size = until = 0  # of a copy that may grow: what was encoded one after the other lies so
+        source = target = size = until = 0  # of a copy that grows by what is contiguous in both memories
         # Runs that share their bytes go together: those before the one that brings them are without any.
         while self.waiting and (budget > 0 or not isinstance(self.waiting[0][0], Run)):
             event, at, base, nbytes, head = self.waiting.popleft()
@@ -179,7 +179,7 @@ class DeviceToHost:
         self.outbox.extend(moved)
 
     def _to_ring(self, source: int, target: int, nbytes: int) -> None:
-        """Bytes of scratch go to the ring."""
+        """Copy bytes of scratch to the ring."""
         if nbytes:
             assert self.scratch is not None
             self._copy(self.ring.memory.data_ptr() + target, self.scratch.memory.data_ptr() + source, nbytes,

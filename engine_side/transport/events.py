@@ -1,4 +1,4 @@
-"""What the step thread hands to the sender's process, in order; each is one message of msgpack in shared memory."""
+"""Events of the step thread for the sender's process, in order; each is one message of msgpack in shared memory."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Finished(msgspec.Struct, tag=True, array_like=True):
 
 
 class Counted(msgspec.Struct, tag=True, array_like=True):
-    """What the tap did so far."""
+    """The tap's counters since its start."""
 
     counters: TapCounters
 

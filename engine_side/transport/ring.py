@@ -71,7 +71,7 @@ class Ring:
         return offset, self.head
 
     def give_back(self, nbytes: int) -> None:
-        """The end of the last region is not needed after all."""
+        """Give back the end of the last region."""
         self.head -= nbytes
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where rings lie as files, and what engines that were killed left of them."""
+"""Files of rings, and those that killed engines left behind."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def directory() -> Path:
 
 
 def free_bytes() -> int:
-    """What the file system that rings lie in has left."""
+    """Free bytes of the file system that rings lie in."""
     return shutil.disk_usage(directory()).free
 
 
 def remove_orphans() -> None:
-    """A killed engine leaves its ring: that is memory, and nothing else gives it back."""
+    """Remove the rings of killed engines: they are memory, and nothing else gives it back."""
     for path in directory().glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # not ours, or its engine lives
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

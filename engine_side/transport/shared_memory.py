@@ -86,7 +86,7 @@ class Shared:
             os.close(file)
 
     def over(self) -> int:
-        """How many of the copies that were begun are over; fewer than ``COPIES`` are under way at any time."""
+        """Number of copies that are over; fewer than ``COPIES`` are under way at any time."""
         made = self.made  # read first: where it is old by then, the answer is too low, and asked for again
         return made - (made - self.copied) % COPIES
 
@@ -131,7 +131,7 @@ class Outbox:
         return len(self) > _FULL
 
     def append(self, event: Event) -> None:
-        """One more; forgotten where nobody takes events any more."""
+        """Append an event; it is forgotten where nobody takes events any more."""
         if self._shared.abandoned:
             return
         message = encode(event)
@@ -140,7 +140,7 @@ class Outbox:
         self.push()
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Several more."""
+        """Append several events."""
         for event in events:
             self.append(event)
 
@@ -172,7 +172,7 @@ class Outbox:
         return True
 
     def _forget(self) -> None:
-        """Nobody takes any of it."""
+        """Drop what nobody takes any more."""
         self.overflow.clear()
         self._overflow_bytes = 0
 

@@ -148,7 +148,7 @@ def test_a_probe_that_fits_nothing_ends_the_start(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, place: str, says: str
 ) -> None:
     from engine_side.config import from_environment
-    from engine_side.seams.tapping import tap_model
+    from engine_side.seams.tapping import plan_arming, tap_model
 
     save_file({"directions": np.ones(width, np.float32)}, tmp_path / "p.safetensors")
     monkeypatch.setenv("VLLM_TAP_PROBES", f"p={tmp_path}/p.safetensors@{place}")
@@ -156,5 +156,6 @@ def test_a_probe_that_fits_nothing_ends_the_start(
     runner = core.model_executor.driver_worker.worker.model_runner
     assert config is not None and {"vllm_tap_directions_tone", "vllm_tap_bias_tone"} <= {
         name for name, _ in runner.get_model().named_buffers()}  # which a deep sleep keeps
+    vllm_config = engine.llm.llm_engine.vllm_config
     with pytest.raises(StartError, match=says):
-        tap_model(runner.get_model(), engine.llm.llm_engine.vllm_config, config)
+        tap_model(runner.get_model(), vllm_config, plan_arming(vllm_config, config))
