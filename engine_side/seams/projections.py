@@ -1,4 +1,4 @@
-"""Joint projections of q, k and v whose matrix product is written straight into staging: nothing is copied.
+"""Joint projections of q, k and v whose matrix product is written into staging itself: nothing is copied.
 
 A copy is a kernel of its own in every layer, since nothing fuses with the product before it: 1.3 % of a decode step of
 a 3B model on an H200. Where the product is a plain one, the same kernel gets staging for its output instead. What it
@@ -42,7 +42,7 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("vllm_tap::project", _project_fake, lib=_library)
 
 
-def find(model: nn.Module, passes: Any) -> dict[int, Callable[[Any, torch.Tensor], None]]:
+def find_writers(model: nn.Module, passes: Any) -> dict[int, Callable[[Any, torch.Tensor], None]]:
     """Writers into staging by the ``id`` of their projection, for every one in a model that can write there.
 
     ``passes``: vLLM's choice of what its compiler fuses (``compilation_config.pass_config``).

@@ -75,7 +75,8 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     classes, homes = unchanged.classes(model), unchanged.homes(model, points)
     compilation = vllm_config.compilation_config
     fusions.warn(fusions.computed_apart(points, compilation))
-    install(projections.copied_where_quantized(points), staging, projections.find(model, compilation.pass_config))
+    writers = projections.find_writers(model, compilation.pass_config)
+    install(projections.copied_where_quantized(points), staging, writers)
     residuals.read_back(find_carried(model, family, points), staging, vllm_config)
     unchanged.check_classes(classes, model)
     first_block = tuple(site for site in asked if 0 in armed.sites[site])

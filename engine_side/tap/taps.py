@@ -132,10 +132,10 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def install(points: Iterable[TapPoint], staging: Staging,
-            straight: Mapping[int, Callable[[Any, torch.Tensor], None]] | None = None) -> None:
+            projection_writers: Mapping[int, Callable[[Any, torch.Tensor], None]] | None = None) -> None:
     """Wrap every point's module once.
 
-    ``straight``: by ``id``, how a joint projection is made to write q, k and v into their buffer without a copy.
+    ``projection_writers``: by ``id``, what makes a joint projection write q, k and v into their buffer without a copy.
     """
     ordered = sorted(points, key=lambda point: id(point.module))
     for _, points_of in groupby(ordered, key=lambda point: id(point.module)):
@@ -148,8 +148,8 @@ def install(points: Iterable[TapPoint], staging: Staging,
         if staging.joint is not None and {tap.rule for tap in taps} >= set(JOINT):
             copies = [copy for copy in copies if copy[1] not in JOINT]
             buffer = staging.of_layer("qkv", taps[0].layer)
-            if straight and id(module) in straight:
-                straight[id(module)](module, buffer)
+            if projection_writers and id(module) in projection_writers:
+                projection_writers[id(module)](module, buffer)
             else:
                 copies.append(("qkv", "qkv", buffer))
         for site, _, buffer in copies:

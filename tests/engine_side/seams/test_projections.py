@@ -48,10 +48,10 @@ class Attention(nn.Module):
         return self.q_norm(q.view(-1, HEADS, HEAD)), self.k_norm(k.view(-1, KV_HEADS, HEAD)), v
 
 
-def tapped(attention: Attention, straight: bool) -> Staging:
+def tapped(attention: Attention, in_place: bool) -> Staging:
     staging, _ = allocate(WIDTHS, {site: [0] for site in WIDTHS}, TOKENS, torch.float32, torch.device("cpu"), 1 << 20)
     points = [TapPoint(site, 0, attention.qkv_proj, site, WIDTHS[site], site) for site in WIDTHS]
-    install(points, staging, {id(attention.qkv_proj): projections.write_into} if straight else None)
+    install(points, staging, {id(attention.qkv_proj): projections.write_into} if in_place else None)
     return staging
 
 
@@ -59,24 +59,24 @@ def tapped(attention: Attention, straight: bool) -> Staging:
 @torch.inference_mode()
 def test_a_projection_writes_into_staging_what_a_copy_would_put_there(compiled: bool) -> None:
     torch.manual_seed(0)
-    copying, straight = Attention(), Attention()
-    straight.load_state_dict(copying.state_dict())
-    staged = {name: tapped(attention, name == "straight") for name, attention in
-              (("copying", copying), ("straight", straight))}
+    copying, in_place = Attention(), Attention()
+    in_place.load_state_dict(copying.state_dict())
+    staged = {name: tapped(attention, name == "in_place") for name, attention in
+              (("copying", copying), ("in_place", in_place))}
     run = [torch.compile(attention, backend="aot_eager", dynamic=True, fullgraph=True) if compiled else attention
-           for attention in (copying, straight)]
+           for attention in (copying, in_place)]
     for rows in (5, TOKENS, 1):
         x = torch.randn(rows, HIDDEN)
         for mine, other in zip(run[1](x), run[0](x), strict=True):
             assert torch.equal(mine, other)
         for site in WIDTHS:
-            assert torch.equal(staged["straight"].buffers[site][0, :rows], staged["copying"].buffers[site][0, :rows])
+            assert torch.equal(staged["in_place"].buffers[site][0, :rows], staged["copying"].buffers[site][0, :rows])
     v = run[1](x)[2]
-    assert v.data_ptr() == staged["straight"].buffers["v"][0].data_ptr(), "v was copied"
+    assert v.data_ptr() == staged["in_place"].buffers["v"][0].data_ptr(), "v was copied"
 
 
 def test_what_is_not_a_plain_product_on_a_gpu_is_copied() -> None:
-    assert projections.find(Attention(), SimpleNamespace()) == {}  # on a CPU, and not vLLM's own method
+    assert projections.find_writers(Attention(), SimpleNamespace()) == {}  # on a CPU, and not vLLM's own method
 
 
 def test_where_adapters_run_inside_an_operation_of_their_own_q_and_k_are_copied(monkeypatch: pytest.MonkeyPatch
@@ -96,8 +96,8 @@ def test_where_adapters_run_inside_an_operation_of_their_own_q_and_k_are_copied(
 @pytest.mark.parametrize("flag", ["enable_qk_norm_rope_fusion", "fuse_qk_norm_rope_kvcache"])
 def test_where_norm_and_rotation_work_in_place_q_and_k_are_copied(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projections, "_plain", lambda _projection: True)
-    assert len(projections.find(Attention(), SimpleNamespace(**{flag: False}))) == 1
-    assert projections.find(Attention(), SimpleNamespace(**{flag: True})) == {}
+    assert len(projections.find_writers(Attention(), SimpleNamespace(**{flag: False}))) == 1
+    assert projections.find_writers(Attention(), SimpleNamespace(**{flag: True})) == {}
 
 
 def test_vllm_still_calls_such_a_pass_so() -> None:

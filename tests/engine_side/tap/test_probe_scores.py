@@ -234,7 +234,7 @@ def staged(make: Callable[[], Scorer]) -> Staging:
 def test_wide_rows_are_scored_in_blocks(tmp_path: Path) -> None:
     staging = staged(lambda: scorer(load_probe(saved(tmp_path)), torch.device("cpu")))
     layout = layout_of(Entry("probe.tone", "raw", (1,)), staging, "bfloat16", 1 << 30, compiled=False)
-    assert layout.pieces == [12] and layout.dtypes == [torch.float32] and layout.layers == [1]
+    assert layout.stream_bytes == [12] and layout.dtypes == [torch.float32] and layout.layers == [1]
     assert layout.rows_max == limits.encode_bytes_max // (4 * WIDTH)
 
 

@@ -140,11 +140,11 @@ class Model(nn.Module):
         return self.model.norm(hidden, residual)[0]
 
 
-def tapped(model: Model, straight: bool, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...] = (0, 1, 2),
+def tapped(model: Model, in_place: bool, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...] = (0, 1, 2),
            sites: tuple[str, ...] = tuple(WIDTHS)) -> Staging:
-    """``straight``: as a start does it where everything can be; otherwise every row is copied."""
+    """``in_place``: as a start does it where everything can be; otherwise every row is copied."""
     parts = {"resid_post": ("", "stream_out"), "attn_out": ("self_attn", "result"), "mlp_out": ("mlp", "result"),
-             "mlp_post": ("mlp.down_proj", "operand" if straight else "argument"),
+             "mlp_post": ("mlp.down_proj", "operand" if in_place else "argument"),
              **{site: ("self_attn.qkv_proj", site) for site in QKV}}
     points = [TapPoint(site, layer, block.get_submodule(path), rule, WIDTHS[site], site)
               for site, (path, rule) in parts.items() if site in sites
@@ -152,8 +152,8 @@ def tapped(model: Model, straight: bool, monkeypatch: pytest.MonkeyPatch, layers
     staging, _ = allocate({site: WIDTHS[site] for site in sites}, {site: list(layers) for site in sites}, TOKENS,
                           torch.bfloat16, torch.device("cpu"), 64 << 20)
     writers = {id(block.self_attn.qkv_proj): projections.write_into for block in model.model.layers}
-    install(points, staging, writers if straight else None)
-    if straight:
+    install(points, staging, writers if in_place else None)
+    if in_place:
         monkeypatch.setattr(residuals, "_adds", lambda norm: isinstance(norm, Norm))
         carried = find_carried(model, family_of(["LlamaForCausalLM"], {}), points)
         assert residuals.read_back(carried, staging, configured()) == 2, "all but the first, which gets no residual"
@@ -178,10 +178,10 @@ def test_what_lies_in_staging_is_written_once(monkeypatch: pytest.MonkeyPatch) -
     from torch._inductor.utils import run_and_get_code
 
     torch.manual_seed(0)
-    models = {way: Model().eval() for way in ("plain", "copied", "straight")}
+    models = {way: Model().eval() for way in ("plain", "copied", "in_place")}
     for model in models.values():
         model.load_state_dict(models["plain"].state_dict())
-    staged = {way: tapped(models[way], way == "straight", monkeypatch) for way in ("copied", "straight")}
+    staged = {way: tapped(models[way], way == "in_place", monkeypatch) for way in ("copied", "in_place")}
     hidden = torch.randn(11, HIDDEN, dtype=torch.bfloat16)
     results, made = {}, {}
     for way, model in models.items():
@@ -191,13 +191,13 @@ def test_what_lies_in_staging_is_written_once(monkeypatch: pytest.MonkeyPatch) -
             results[way], code = run_and_get_code(torch.compile(model, dynamic=True, fullgraph=True), hidden)
         made[way] = [int(width) for one in code
                      for width in re.findall(r"= empty_strided_cpu\(\(s\d+, (\d+)\)", one)]
-    assert torch.equal(results["copied"], results["straight"])
+    assert torch.equal(results["copied"], results["in_place"])
     for site, buffer in staged["copied"].buffers.items():
-        assert torch.equal(buffer[:, :11], staged["straight"].buffers[site][:, :11]), site
+        assert torch.equal(buffer[:, :11], staged["in_place"].buffers[site][:, :11]), site
     # No other tensor has the width of a joint projection or of an activation.
     assert [made["copied"].count(width) for width in (sum(QKV.values()), INNER)] == [3, 3]
-    assert [made["straight"].count(width) for width in (sum(QKV.values()), INNER)] == [0, 0]
-    assert made["straight"].count(HIDDEN) < made["copied"].count(HIDDEN), "the stream has a tensor of its own"
+    assert [made["in_place"].count(width) for width in (sum(QKV.values()), INNER)] == [0, 0]
+    assert made["in_place"].count(HIDDEN) < made["copied"].count(HIDDEN), "the stream has a tensor of its own"
 
 
 @pytest.mark.parametrize("quantized", [False, True])

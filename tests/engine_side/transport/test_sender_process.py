@@ -100,7 +100,7 @@ def test_events_come_whole_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_sender_that_never_looks_costs_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_LEFT_MAX", 1 << 20)
+    monkeypatch.setattr(shared_memory, "_OVERFLOW_MAX", 1 << 20)
     monkeypatch.setattr(shared_memory, "_STILL_S", 0.0)
     ring = Ring(1 << 16, pinned=False)
     outbox = Outbox(ring.shared)

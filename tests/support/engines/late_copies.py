@@ -77,7 +77,7 @@ class Model:
 
 @contextmanager
 def late_to_host(ring: Ring, scratch: int) -> Iterator[tuple[DeviceToHost, Copies]]:
-    """A to_host through ``scratch`` bytes of such a device, and the stream of its copies."""
+    """The way through ``scratch`` bytes of such a device to the host, and the stream of its copies."""
     model = Model()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Stream", Copies)

@@ -15,10 +15,10 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make bench-gpu on one")
 
 
-def test_straight_rows_are_the_copied_ones(tmp_path: Path) -> None:
+def test_rows_written_in_place_are_the_copied_ones(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
-    ways = ("straight", "copied")
-    runs = [subprocess.Popen([sys.executable, "-m", "tests.gpu.captures_straight", str(tmp_path / way), way],
+    ways = ("in_place", "copied")
+    runs = [subprocess.Popen([sys.executable, "-m", "tests.gpu.captures_in_place", str(tmp_path / way), way],
                              env=environment, cwd=Path(__file__).parents[2], text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT) for way in ways]
     seen: list[dict[str, Any]] = []
@@ -28,7 +28,7 @@ def test_straight_rows_are_the_copied_ones(tmp_path: Path) -> None:
         assert lines, text[-4000:]
         seen.append(json.loads(lines[0].removeprefix("SEEN ")))
     # Of 12 layers; the first gets no residual.
-    assert [one.pop("straight") for one in seen] == [{"vllm_tap_straight": 12, "vllm_tap_stream": 11},
+    assert [one.pop("in_place") for one in seen] == [{"vllm_tap_straight": 12, "vllm_tap_stream": 11},
                                                      {"vllm_tap_straight": 0, "vllm_tap_stream": 0}]
     different = [name for mine, other in zip(*(one["digests"] for one in seen), strict=True) for name in mine
                  if mine[name] != other[name]]

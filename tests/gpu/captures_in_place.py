@@ -1,4 +1,4 @@
-"""A user's own script that captures every site: ``python -m tests.gpu.captures_straight STORE straight|copied``.
+"""A user's own script that captures every site: ``python -m tests.gpu.captures_in_place STORE in_place|copied``.
 
 Prints what was generated, digests of the rows, and how much lay in staging without a copy. ``copied`` takes the way of
 models that cannot do so.
@@ -28,7 +28,7 @@ def main(store: str, way: str) -> None:
     from engine_side.tap import taps
 
     if way == "copied":
-        projections.find = lambda *_: {}
+        projections.find_writers = lambda *_: {}
         residuals.functional = lambda _: False
         taps.RULES["operand"] = taps.RULES["argument"]
     with vllm_tap.recording(store, arm=",".join(SITES)) as tape:
@@ -37,7 +37,7 @@ def main(store: str, way: str) -> None:
                   kv_cache_memory_bytes=1 << 30)  # not measured: two of these run side by side
         assert worker.CURRENT is not None
         modules = list(worker.CURRENT.model.modules())
-        straight = {name: sum(hasattr(module, name) for module in modules)
+        in_place = {name: sum(hasattr(module, name) for module in modules)
                     for name in (projections.BUFFER, taps.STREAM)}
         prompts = [{"prompt_token_ids": list(range(10 + n, 10 + n + n * 31))} for n in (1, 2, 7)]
         outputs = llm.generate(prompts, SamplingParams(
@@ -49,7 +49,7 @@ def main(store: str, way: str) -> None:
             digests.append({f"{site}.{layer}": hashlib.sha256(capture[site, layer].tobytes()).hexdigest()
                             for site in SITES for layer in range(12)})
     print("SEEN", json.dumps({
-        "straight": straight, "digests": digests, "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "in_place": in_place, "digests": digests, "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "logprobs": [[next(iter(step.values())).logprob for step in output.outputs[0].logprobs] for output in outputs],
     }), flush=True)
 
