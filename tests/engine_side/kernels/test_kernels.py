@@ -136,8 +136,8 @@ def source_of(buffer: torch.Tensor, layers: list[int], rows: list[int] | tuple[i
                           rows[1] if isinstance(rows, tuple) else len(rows), token_ids, positions)
 
 
-def numbers(entry_rows: torch.Tensor, view: str | None) -> torch.Tensor:
-    return entry_rows.view(torch.bfloat16).float() if view == "bfloat16" else entry_rows.to(torch.float64)
+def numbers(piece: torch.Tensor, view: str | None) -> torch.Tensor:
+    return piece.view(torch.bfloat16).float() if view == "bfloat16" else piece.to(torch.float64)
 
 
 def given(codec: str, x: torch.Tensor, chosen: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
