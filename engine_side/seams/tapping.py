@@ -18,7 +18,7 @@ from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.tap.architectures import (
     BY_TRANSFORMERS,
     SHARED_OUT,
-    DecoderFamily,
+    Family,
     TapPoint,
     family_of,
     find_carried,
@@ -43,7 +43,7 @@ class ArmingPlan:
     """Sites and probes to arm on a model of ``family``, as they are known before its weights are read."""
 
     config: EngineConfig
-    family: DecoderFamily
+    family: Family
     asked: Mapping[str, list[int] | None]  # layers by site; None: all that have it
     probes: Mapping[Registered, LoadedProbe]
 

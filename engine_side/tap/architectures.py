@@ -32,7 +32,7 @@ class ModulePath:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderFamily:
+class Family:
     """A kind of decoder: where its blocks are, and the place of every site that such a block has.
 
     ``embedded`` names the sites whose first rows are those of ``embedding``, bit for bit: not ``resid_pre`` where a
@@ -108,10 +108,10 @@ _LLAMA_MODEL: Final = {
     "embed": ModulePath("model.embed_tokens", "result", "rows of the embedding table, before any scaling"),
     "final_norm": ModulePath("model.norm", "result", "output of the final norm, after its weight"),
 }
-_LLAMA: Final = DecoderFamily("model.layers", _LLAMA_BLOCK, _LLAMA_MODEL)
+_LLAMA: Final = Family("model.layers", _LLAMA_BLOCK, _LLAMA_MODEL)
 
 # Gemma norms what attention and the MLP return before it adds them.
-_GEMMA: Final = DecoderFamily("model.layers", {
+_GEMMA: Final = Family("model.layers", {
     **_LLAMA_BLOCK,
     "resid_mid": ModulePath("pre_feedforward_layernorm", "second",
                             "residual stream after attention, before the MLP's norm"),
@@ -123,9 +123,9 @@ _GEMMA: Final = DecoderFamily("model.layers", {
 }, _LLAMA_MODEL, embedded=("embed",), names={"attn.hook_out": "attn_out_raw", "mlp.hook_out": "mlp_out_raw"})
 
 
-def _mixture(mlp: str) -> DecoderFamily:
+def _mixture(mlp: str) -> Family:
     """Sparse blocks: no one activation before a down projection, but a router that softmaxes and takes the largest."""
-    return DecoderFamily("model.layers", {
+    return Family("model.layers", {
         **_LLAMA_BLOCK,
         "mlp_out": ModulePath(mlp, "result", "sum of the chosen experts' outputs as added to the residual stream"),
         "router_logits": ModulePath(f"{mlp}.gate", "result", "router logits, before softmax and choice"),
@@ -138,7 +138,7 @@ def _mixture(mlp: str) -> DecoderFamily:
 
 
 # Blocks that carry one tensor, norms before attention and MLP.
-_OPT: Final = DecoderFamily("model.decoder.layers", {
+_OPT: Final = Family("model.decoder.layers", {
     "resid_pre": ModulePath("", "argument", "residual stream as the block gets it, before any norm"),
     "resid_mid": ModulePath("final_layer_norm", "argument", "residual stream after attention, before the MLP's norm"),
     "resid_post": ModulePath("", "result", "residual stream as the block returns it"),
@@ -155,7 +155,7 @@ _OPT: Final = DecoderFamily("model.decoder.layers", {
 }, embedding="model.decoder.embed_tokens", embedded=("embed",))
 
 # Run by vLLM through the Hugging Face modules; a parallel block has no residual between attention and MLP (switches).
-_GPT_NEOX: Final = DecoderFamily("model.layers", {
+_GPT_NEOX: Final = Family("model.layers", {
     "resid_pre": ModulePath("", "argument", "residual stream as the block gets it, before any norm"),
     "resid_mid": ModulePath("post_attention_layernorm", "argument",
                        "residual stream after attention, before the MLP's norm"),
@@ -169,7 +169,7 @@ _GPT_NEOX: Final = DecoderFamily("model.layers", {
     "final_norm": ModulePath("model.final_layer_norm", "result", "output of the final norm, after its weight"),
 }, embedding="model.embed_in")
 
-ARCHITECTURES: Final[dict[str, DecoderFamily]] = {
+ARCHITECTURES: Final[dict[str, Family]] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
@@ -184,7 +184,7 @@ ARCHITECTURES: Final[dict[str, DecoderFamily]] = {
 }
 
 
-def find_points(model: nn.Module, family: DecoderFamily, names: Sequence[str], sites: tuple[str, ...], n_layers: int,
+def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: tuple[str, ...], n_layers: int,
                 hidden: int) -> Iterator[TapPoint]:
     """Every (site, layer) to tap; StartError names what was looked for and what was found."""
     from torch import nn
@@ -207,7 +207,7 @@ def find_points(model: nn.Module, family: DecoderFamily, names: Sequence[str], s
         yield from points
 
 
-def find_carried(model: nn.Module, family: DecoderFamily, points: Iterable[TapPoint]
+def find_carried(model: nn.Module, family: Family, points: Iterable[TapPoint]
                  ) -> Iterator[tuple[tuple[nn.Module, nn.Module], TapPoint]]:
     """The norms of every block that carries (hidden, residual), with a point that has the stream as the block gets it.
 
@@ -225,7 +225,7 @@ def find_carried(model: nn.Module, family: DecoderFamily, points: Iterable[TapPo
             yield (norms[0], norms[1]), streams[layer]
 
 
-def find_sums(family: DecoderFamily, layers: Mapping[str, Sequence[int]]) -> list[Sum]:
+def find_sums(family: Family, layers: Mapping[str, Sequence[int]]) -> list[Sum]:
     """The sums that the staged rows must fulfil, of the sites that have ``layers``."""
     terms: dict[str, tuple[tuple[str, ...], ...]] = {
         "resid_mid": (("resid_pre", "attn_out"),),
@@ -238,7 +238,7 @@ def find_sums(family: DecoderFamily, layers: Mapping[str, Sequence[int]]) -> lis
                     if layer - 1 in layers.get("resid_post", ())]
 
 
-def find_embedding(model: nn.Module, family: DecoderFamily, sites: tuple[str, ...]) -> Embedding | None:
+def find_embedding(model: nn.Module, family: Family, sites: tuple[str, ...]) -> Embedding | None:
     """The embedding to hold the first rows of armed sites against; None where no armed site has such rows."""
     from torch import nn
 
@@ -251,7 +251,7 @@ def find_embedding(model: nn.Module, family: DecoderFamily, sites: tuple[str, ..
     return Embedding(family.embedding, embedding, held)
 
 
-def family_of(names: Sequence[str], config: object) -> DecoderFamily:
+def family_of(names: Sequence[str], config: object) -> Family:
     """Family of the first known of a model's architectures, less what ``config`` (vLLM's, or config.json's) takes away;
     StartError where none is known, or where no site of the model would be what it is called.
     """
@@ -268,11 +268,11 @@ def family_of(names: Sequence[str], config: object) -> DecoderFamily:
 
 
 def lens_names(names: Sequence[str]) -> Mapping[str, str]:
-    """``DecoderFamily.names`` of a model's architectures; none where nothing is known of them."""
+    """``Family.names`` of a model's architectures; none where nothing is known of them."""
     return next((ARCHITECTURES[name].names for name in names if name in ARCHITECTURES), {})
 
 
-def _offered(family: DecoderFamily, model: nn.Module, blocks: nn.ModuleList) -> list[str]:
+def _offered(family: Family, model: nn.Module, blocks: nn.ModuleList) -> list[str]:
     return [site for site, place in family.block.items() if any(_part(b, place.path) is not None for b in blocks)] + [
         site for site, place in family.model.items() if _part(model, place.path) is not None]
 
