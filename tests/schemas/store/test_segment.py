@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas import codecs
-from schemas.errors import CorruptError
+from schemas.errors import CorruptError, StoreError
 from schemas.ids import new_ulid
 from schemas.native import native_loops
 from schemas.store.frame_hashes import prove_frame
@@ -96,6 +96,21 @@ def test_round_trip(tmp_path: Path, codec: str, runs: list[int], layers: list[in
             assert np.array_equal(view.section(number)[index], content[stream.name])
         some = view.pieces([len(layers) - 1], [view.rows - 1])
         assert np.array_equal(view.section(0)[some][0, 0], content[view.declared[0].name][-1, -1])
+
+
+def test_a_whole_frame_of_a_codec_that_is_not_here_is_no_damage() -> None:
+    """What is damaged is cut off a journal; this waits for the package that knows it."""
+    frame, table, _, _ = build(1, [3], [0])
+    for codec, error in (("elsewhere:k=3", StoreError), ("int8b64:k=3", CorruptError)):
+        foreign = msgspec.structs.replace(frame, codec=codec)
+        head, layout = encode_head(UUID, 3, FrameHeader(STREAM, 5, 0, foreign), table)
+        data = memoryview(head + bytes(layout.total - len(head)))
+        with pytest.raises(StoreError, match=codec.partition(":")[0]) as raised:
+            parse_frame(data, 0, UUID, 3, "s")
+        assert type(raised.value) is error
+        if error is StoreError:
+            with pytest.raises(StoreError, match="look up codec elsewhere: no codec of that name is installed here"):
+                list(walk(data, UUID, 3, "s", verify=None))
 
 
 def test_one_pass_proves_frames_and_hashes_their_rows(tmp_path: Path) -> None:
