@@ -68,7 +68,7 @@ def measure(codec: str, buffer: torch.Tensor, gathered: bool, warps: int, repeat
                             numbers.flip(0).contiguous() if gathered else 0, tokens, numbers.int(), numbers)
     if warps:
         kernels._kernel.cache_clear()
-        kernel = kernels._kernel(codec, width, buffer.dtype, gathered, True, buffer.device)
+        kernel = kernels._kernel(codec, kernels.Kind(width, buffer.dtype, gathered, True, buffer.device))
         kernel.warps = warps
     moved = buffer.nbytes + scratch.nbytes  # a copy of half of that reads and writes as much
     one, other = (torch.empty(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(2))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,8 @@ from engine_side.transport.cuda_calls import Function, Launched
 from schemas import codecs
 from schemas.errors import SpecError
 
-__all__ = ["Launch", "Projected", "Source", "fits", "forget", "launch", "rows_max", "score", "scored", "supported",
-           "warm", "warm_scores"]
+__all__ = ["Kind", "Launch", "Projected", "Source", "fits", "forget", "launch", "rows_max", "score", "scored",
+           "supported", "warm", "warm_scores"]
 
 _WIDTH_MAX: Final = 32768
 _SCORES_MAX: Final = 16  # more are for a product of matrices
@@ -54,6 +54,28 @@ class Source:
     n: int
     token_ids: torch.Tensor
     positions: torch.Tensor
+
+
+class Kind(NamedTuple):
+    """Properties of rows that a kernel is compiled for."""
+
+    width: int
+    dtype: torch.dtype
+    gathered: bool
+    aligned: bool  # to vectors, wherever a row lies
+    device: torch.device
+
+    @classmethod
+    def of(cls, source: Source) -> Kind:
+        """The kind of a site's rows."""
+        buffer, (to_layer, to_row, _) = source.buffer, source.buffer.stride()
+        aligned = ((to_layer | to_row) * buffer.element_size() | buffer.data_ptr()) % _VECTOR == 0
+        return cls(buffer.shape[2], buffer.dtype, not isinstance(source.rows, int), aligned, buffer.device)
+
+    @property
+    def constants(self) -> tuple[bool, int, int]:
+        """The first constants of every kernel: GATHERED, VECTOR (in numbers), WIDTH."""
+        return self.gathered, _VECTOR // self.dtype.itemsize if self.aligned else 1, self.width
 
 
 @dataclass(slots=True)
@@ -208,26 +230,26 @@ def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequen
     (int64 [n]). All are multiples of 64. The first launch of a kind compiles, unless ``warm`` has.
     """
     if not codecs.identified(identity).family.projected:
-        return Launch(_kernel(identity, *_kind(source)), source, scratch, offsets, begins)
+        return Launch(_kernel(identity, Kind.of(source)), source, scratch, offsets, begins)
     from engine_side.kernels import projected
 
-    width, dtype, _, _, device = _kind(source)
+    buffer = source.buffer
+    matrix = projected.halves(identity, buffer.shape[2], buffer.dtype, buffer.device)
     few = source.n * len(source.layers) <= projected.FEW
-    return _project(identity, source, scratch, offsets, begins, projected.halves(identity, width, dtype, device),
-                    projected.sums(device), few)
+    return _project(identity, source, scratch, offsets, begins, matrix, projected.sums(buffer.device), few)
 
 
 def _project(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64,
              matrix: tuple[torch.Tensor, torch.Tensor], sums: torch.Tensor, few: bool) -> Projected:
     from engine_side.kernels import projected
 
-    kind, total, columns = _kind(source), source.n * len(source.layers), matrix[0].shape[1]
+    kind, total, columns = Kind.of(source), source.n * len(source.layers), matrix[0].shape[1]
     if total * columns > sums.numel():
         raise ValueError(f"{total} rows of {columns} sums, and the workspace has {sums.numel()} numbers")
     down, across, *_ = projected.tile(few, source.buffer.device)
-    product = Launch(_product(columns, few, *kind), source, scratch, (), _AT_0, (*matrix, sums, source.n, total),
+    product = Launch(_product(columns, few, kind), source, scratch, (), _AT_0, (*matrix, sums, source.n, total),
                      (-(-total // down), columns // across, 1))
-    return Projected(product, Launch(_kernel(identity, *kind), source, scratch, offsets, begins, (sums,)))
+    return Projected(product, Launch(_kernel(identity, kind), source, scratch, offsets, begins, (sums,)))
 
 
 def rows_max(identity: str, width: int) -> int:
@@ -261,21 +283,13 @@ def score(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, source: S
 
     ``directions`` float32 [k, width], contiguous; ``bias`` float32 [k]; both where the rows are, ``scored`` for them.
     """
-    return Launch(_scorer(len(bias), sigmoid, *_kind(source)), source, scratch, offsets, begins,
-                  (directions, bias))
+    return Launch(_scorer(len(bias), sigmoid, Kind.of(source)), source, scratch, offsets, begins, (directions, bias))
 
 
 def scored(count: int, width: int, dtype: torch.dtype) -> bool:
     """Whether ``score`` takes a probe of ``count`` directions; False on a machine without Triton."""
     return (0 < count <= _SCORES_MAX and 0 < width <= _WIDTH_MAX and dtype in _DTYPES
             and find_spec("triton") is not None)
-
-
-def _kind(source: Source) -> tuple[int, torch.dtype, bool, bool, torch.device]:
-    """Properties that a kernel is compiled for: width and dtype, whether rows are gathered and aligned, the device."""
-    buffer, (to_layer, to_row, _) = source.buffer, source.buffer.stride()
-    aligned = ((to_layer | to_row) * buffer.element_size() | buffer.data_ptr()) % _VECTOR == 0
-    return buffer.shape[2], buffer.dtype, not isinstance(source.rows, int), aligned, buffer.device
 
 
 def warm(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -319,29 +333,24 @@ def _samples(width: int, dtype: torch.dtype, device: torch.device, sizes: Sequen
 
 
 @lru_cache(maxsize=1024)
-def _kernel(identity: str, width: int, dtype: torch.dtype, gathered: bool, aligned: bool,
-            device: torch.device) -> _Kernel:
+def _kernel(identity: str, kind: Kind) -> _Kernel:
     codec = codecs.identified(identity)
     module, function = _module(kernel_name(codec.family))
-    constants, warps = module.constants(codec, width, dtype)
-    numbers_a_vector = _VECTOR // dtype.itemsize if aligned else 1
-    return _Kernel(getattr(module, function), (gathered, numbers_a_vector, width, *constants), warps)
+    constants, warps = module.constants(codec, kind.width, kind.dtype)
+    return _Kernel(getattr(module, function), (*kind.constants, *constants), warps)
 
 
 @lru_cache(maxsize=256)
-def _product(columns: int, few: bool, width: int, dtype: torch.dtype, gathered: bool, aligned: bool,
-             device: torch.device) -> _Kernel:
+def _product(columns: int, few: bool, kind: Kind) -> _Kernel:
     from engine_side.kernels import projected
 
-    down, across, warps, stages = projected.tile(few, device)
-    constants = (gathered, _VECTOR // dtype.itemsize if aligned else 1, width, columns, down, across, projected.DEPTH)
-    return _Kernel(projected.product, constants, warps, stages)
+    down, across, warps, stages = projected.tile(few, kind.device)
+    return _Kernel(projected.product, (*kind.constants, columns, down, across, projected.DEPTH), warps, stages)
 
 
 @lru_cache(maxsize=256)
-def _scorer(count: int, sigmoid: bool, width: int, dtype: torch.dtype, gathered: bool, aligned: bool,
-            device: torch.device) -> _Kernel:
+def _scorer(count: int, sigmoid: bool, kind: Kind) -> _Kernel:
     from engine_side.kernels import scores
 
-    constants, warps = scores.constants(count, width, sigmoid)
-    return _Kernel(scores.scores, (gathered, _VECTOR // dtype.itemsize if aligned else 1, width, *constants), warps)
+    constants, warps = scores.constants(count, kind.width, sigmoid)
+    return _Kernel(scores.scores, (*kind.constants, *constants), warps)

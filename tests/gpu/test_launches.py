@@ -97,6 +97,6 @@ def test_a_stream_that_is_current_later_gets_the_launch() -> None:
 def test_a_kernel_that_wants_more_is_left_to_triton() -> None:
     kernels._kernel.cache_clear()
     kernels.launch("raw16", source(False), room(), [0, STREAM, 2 * STREAM])(0)
-    compiled = kernels._kernel("raw16", *kernels._kind(source(False))).compiled
+    compiled = kernels._kernel("raw16", kernels.Kind.of(source(False))).compiled
     assert Function.of(compiled, 14) is not None
     assert Function.of(compiled, 15 + 2) is None and Function.of(compiled, 11) is None
