@@ -101,7 +101,7 @@ def test_round_trip(tmp_path: Path, codec: str, runs: list[int], layers: list[in
 def test_a_whole_frame_of_a_codec_that_is_not_here_is_no_damage() -> None:
     """What is damaged is cut off a journal; this waits for the package that knows it."""
     frame, table, _, _ = build(1, [3], [0])
-    for codec, error in (("elsewhere:k=3", StoreError), ("int8b64:k=3", CorruptError)):
+    for codec, error in (("elsewhere:k=3", StoreError), ("pickle", StoreError), ("int8b64:k=3", CorruptError)):
         foreign = msgspec.structs.replace(frame, codec=codec)
         head, layout = encode_head(UUID, 3, FrameHeader(STREAM, 5, 0, foreign), table)
         data = memoryview(head + bytes(layout.total - len(head)))
@@ -109,7 +109,7 @@ def test_a_whole_frame_of_a_codec_that_is_not_here_is_no_damage() -> None:
             parse_frame(data, 0, UUID, 3, "s")
         assert type(raised.value) is error
         if error is StoreError:
-            with pytest.raises(StoreError, match="look up codec elsewhere: no codec of that name is installed here"):
+            with pytest.raises(StoreError, match=r"look up codec \w+: no codec of that name is installed here"):
                 list(walk(data, UUID, 3, "s", verify=None))
 
 
@@ -230,7 +230,6 @@ def test_a_header_that_lies_under_a_true_hash(tmp_path: Path) -> None:
         {"width": 1 << 30},
         {"width": 64},
         {"codec": "raw"},
-        {"codec": "pickle"},
         {"codec": "topk:density=0.040"},
         {"codec": "kv8:head=3"},
         {"captures": ["../../x"]},
