@@ -136,7 +136,7 @@ class Writer:
 
     def _step(self, now: float, quiet: bool) -> None:
         """Everything that is due between two receptions."""
-        self._sockets.look(now)
+        self._senders.forgive(self._sockets.look(now))
         self.counters.connections_refused = self._sockets.refused
         self._end_commit()
         self._take_catalog()

@@ -7,7 +7,8 @@ accepts, counts, and carries bytes between each connection and one of its own to
  - Of those that have shown a key no peer on another host has more than its part.
  - A connection counts until the writer's end of it is known to be closed: the bound holds at every moment.
 
-It needs the standard library alone, and ends when the writer does: it sees the end of ``control``.
+It needs the standard library alone, and ends when the writer does: it sees the end of ``control``. Every round of its
+loop is counted where the writer sees it: a porter that goes round no more is killed and started anew.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from dataclasses import dataclass, field
 
 ROOM_FULL, HANDSHAKES, LATE, PEER_FULL = range(4)  # why a connection was refused: places in the shared counts
 COUNTS = ("full", "handshakes", "late", "peer")
+BEAT = len(COUNTS)  # the place behind them: rounds of the loop, by which the writer sees that it goes round
+SHARED_BYTES = 8 * (len(COUNTS) + 1)
 READY = b"\x05READY"
 _READY_AT = 2  # behind the flags and the length of its frame
 _IPV4_MAPPED = b"\0" * 10 + b"\xff\xff"
 _AT_ONCE = 16  # accepted before those who are inside have their turn again
 _BUFFER = 1 << 20
 _PAUSE_S = 0.1
+_IDLE_S = 0.5  # between two rounds where nothing comes: twice as often as the writer looks
 _LEAVE_S = 1.0
 _LASTING = ((socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
             (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
@@ -92,8 +96,9 @@ class Porter:
         """Until the writer has gone, and what it said last is out."""
         until, swept = float("inf"), time.monotonic()
         while time.monotonic() < until and (self._doors or self._guests):
+            self._count(BEAT)
             come = []
-            for fd, _ in self._epoll.poll(_PAUSE_S if self._paused or not self._doors else 1.0):
+            for fd, _ in self._epoll.poll(_PAUSE_S if self._paused or not self._doors else _IDLE_S):
                 if fd in self._guests:
                     self._carry(fd, self._guests[fd])
                 elif fd in self._doors:
@@ -144,8 +149,7 @@ class Porter:
             self._turn_away(crowded(door), HANDSHAKES)
 
     def _turn_away(self, guest: Guest, why: int) -> None:
-        held = struct.unpack_from("<Q", self._counts, 8 * why)[0]
-        struct.pack_into("<Q", self._counts, 8 * why, held + 1)
+        self._count(why)
         guest.to_inner = b""
         self._client_gone(guest)
 
@@ -180,6 +184,11 @@ class Porter:
                 return True
         self._turn_away(guest, ROOM_FULL)
         return False
+
+    def _count(self, place: int) -> None:
+        """Add one in the shared counts."""
+        counted = struct.unpack_from("<Q", self._counts, 8 * place)[0]
+        struct.pack_into("<Q", self._counts, 8 * place, counted + 1)
 
     def _pause(self, until: float) -> None:
         self._paused = until
@@ -348,7 +357,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     task = json.loads(sys.argv[1])
     doors = [Door(socket.socket(fileno=fd), *rest) for fd, *rest in task["doors"]]
-    counts = mmap.mmap(task["counts"], 8 * len(COUNTS))
+    counts = mmap.mmap(task["counts"], SHARED_BYTES)
     os.close(task["counts"])
     Porter(doors, task["control"], counts, task["handshake_s"]).run()
 

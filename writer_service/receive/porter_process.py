@@ -13,19 +13,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from schemas import limits
 from schemas.errors import StartError
 from writer_service import log
 from writer_service.receive import porter
-from writer_service.receive.porter import COUNTS
+from writer_service.receive.porter import BEAT, COUNTS, SHARED_BYTES
 
 __all__ = ["CURVE_GREETING", "NULL_GREETING", "PorterProcess", "Shares", "Threshold", "shares_of"]
 
 NULL_GREETING: Final = 64
 CURVE_GREETING: Final = NULL_GREETING + 170  # with the WELCOME
 _AGAIN_S: Final = 1.0
+_BETWEEN_LOOKS_S: Final = 2.0  # that count as silence: longer ones are this process's own, or the machine's
+_LEAVES_S: Final = 2.0
 _PEER_MIN: Final = 8  # connections that one address may have, however little room there is
 
 
@@ -68,16 +70,20 @@ class Threshold:
 
 
 class PorterProcess:
-    """Started anew where it ends; connections are lost then, and made again by who had them."""
+    """Started anew where it ends or stands still; connections are lost then, and made again by who had them."""
+
+    silent_s_max: ClassVar[float] = 15.0  # without a round of its loop; then it is killed
 
     def __init__(self, thresholds: Sequence[Threshold]) -> None:
         self._thresholds = thresholds
         self._counts_fd = os.memfd_create("porter")
-        os.ftruncate(self._counts_fd, 8 * len(COUNTS))
-        self._counts = mmap.mmap(self._counts_fd, 8 * len(COUNTS))
+        os.ftruncate(self._counts_fd, SHARED_BYTES)
+        self._counts = mmap.mmap(self._counts_fd, SHARED_BYTES)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: int | None = None
         self._looked = 0.0
+        self._beat, self._silent_s = 0, 0.0
+        self._patience_s = self.silent_s_max
         self._start()
 
     @property
@@ -85,25 +91,46 @@ class PorterProcess:
         """Connections that were refused, by reason."""
         return dict(zip(COUNTS, struct.unpack_from(f"<{len(COUNTS)}Q", self._counts), strict=True))
 
-    def look(self, now: float) -> None:
-        """Start it again where it has ended."""
+    def look(self, now: float) -> float:
+        """Start it again where it has ended, kill it where it stands still.
+
+        Seconds of silence since the last look, for which no sender is to blame: nobody was heard.
+        """
         if now - self._looked < _AGAIN_S:
-            return
-        self._looked = now
+            return 0.0
+        since_s, self._looked = min(now - self._looked, _BETWEEN_LOOKS_S), now
         if self._process is None or self._process.poll() is not None:
             log.warn("porter_ended", "the process that accepts connections has ended; it is started again")
             with contextlib.suppress(OSError):
                 self._start()
+        (beat,) = struct.unpack_from("<Q", self._counts, 8 * BEAT)
+        if beat != self._beat:
+            self._beat, self._silent_s, self._patience_s = beat, 0.0, self.silent_s_max
+            return 0.0
+        self._silent_s += since_s
+        if self._silent_s > self._patience_s and self._process is not None:
+            log.warn("porter_stands", "the process that accepts connections has stood still for "
+                                      f"{self._silent_s:.0f} s; it is killed and started again")
+            self._process.kill()
+            # On a machine where it comes no further in that time, one has to begin some time.
+            self._silent_s, self._patience_s = 0.0, 2 * self._patience_s
+        return since_s
 
     def close(self) -> None:
-        """What it still has to send it sends; it ends by itself, a moment later at most."""
+        """What it still has to send it sends; it ends by itself, a moment later at most, or is killed."""
         self._let_go()
         for threshold in self._thresholds:
             threshold.listener.close()
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(2.0)
+        if self._process is not None and not self._ends():
+            self._process.kill()
+            self._ends()
         os.close(self._counts_fd)
+
+    def _ends(self) -> bool:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEAVES_S)
+        return self._process.returncode is not None
 
     def _start(self) -> None:
         self._let_go()

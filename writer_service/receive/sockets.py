@@ -120,10 +120,9 @@ class Sockets:
         """Connections that were refused, by reason."""
         return {} if self._porter is None else self._porter.refused
 
-    def look(self, now: float) -> None:
-        """Have connections accepted again where that has ended."""
-        if self._porter is not None:
-            self._porter.look(now)
+    def look(self, now: float) -> float:
+        """Have connections accepted again where that has ended; seconds for which nobody could be heard."""
+        return 0.0 if self._porter is None else self._porter.look(now)
 
     def poll_on(self, poller: zmq.Poller, listening: bool) -> None:
         """Let a poller wake for what comes, or not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import resource
@@ -30,6 +31,7 @@ from tests.support.processes import descendants, free_port, runs
 from tests.support.store_helpers import PROGRAMS, ROOT, SITE, Sender, WriterProcess, engine_info, until
 from tests.writer_service.test_metrics import scrape
 from writer_service.receive.porter import Door, Guest, crowded, peer_of
+from writer_service.receive.porter_process import NULL_GREETING, PorterProcess, Threshold
 
 FEW = 600
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f"  # how ZMTP begins
@@ -46,13 +48,13 @@ def many_descriptors() -> Iterator[None]:
 class Place:
     """A writer that may have few files open, for this host and others."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.port, self.metrics = free_port(), free_port()
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
         self.keys = make_sender(folder / "curve", "gpu-1")
         self.writer = WriterProcess(
             folder / "store", "--listen", self.endpoint, "--curve", str(folder / "curve"), "--metrics-port",
-            str(self.metrics), script=PROGRAMS / "few_descriptors.py")
+            str(self.metrics), *flags, script=PROGRAMS / "few_descriptors.py")
 
     @property
     def local(self) -> str:
@@ -62,8 +64,7 @@ class Place:
         return self.writer.process.poll() is None
 
     def porter(self) -> int:
-        return next(pid for pid in descendants(self.writer.process.pid)
-                    if b"porter.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return porters(self.writer.process.pid)[0]
 
 
 @pytest.fixture
@@ -72,6 +73,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     made = Place(tmp_path)
     with made.writer:
         yield made
+
+
+def porters(parent: int) -> list[int]:
+    """The porter of a writer, where it is there."""
+    return [pid for pid in descendants(parent)
+            if runs(pid) and b"porter.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 class Attack:
@@ -118,13 +125,17 @@ def to(address: tuple[str, int] | str, source: str = "") -> socket.socket:
     return found
 
 
-def assert_whole(store: Path, tapped: Tapped, capture: str, rows: int) -> None:
+def assert_whole(store: Path, tapped: Tapped, capture: str, *steps: int) -> None:
+    """Every row of its steps is there, once."""
+    assert until(lambda: manifest_of(store, capture).status == "complete", 120.0)
     manifest = manifest_of(store, capture)
-    assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
+    assert manifest.captured == manifest.expected
+    assert sum(extent.rows for extent in manifest.sites[0].extents) == sum(steps)
     with StoreReader(store) as reader:
         for layer in range(LAYERS):
             found = reader.slice(capture, SITE, [layer]).values()
-            assert np.array_equal(found[0], tapped.staging.buffers[SITE][layer, :rows].numpy())
+            staged = tapped.staging.buffers[SITE][layer].numpy()
+            assert np.array_equal(found[0], np.concatenate([staged[:rows] for rows in steps]))
 
 
 @pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
@@ -281,6 +292,109 @@ def test_a_porter_that_is_killed_comes_again(place: Place) -> None:
     assert_whole(place.writer.store, tapped, tapped.whole(500), 500)
     assert place.porter() != before
     tapped.close()
+
+
+def stopped(pid: int) -> None:
+    """As SIGSTOP or a debugger leaves it: there, and doing nothing."""
+    os.kill(pid, signal.SIGSTOP)
+    assert until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+
+def test_a_porter_that_stands_still_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender over the network goes on behind it: every row once, also those that were under way."""
+    monkeypatch.setenv("FEW_DESCRIPTORS", str(FEW))
+    monkeypatch.setenv("PORTER_SILENT_S", "2")
+    place = Place(tmp_path)
+    with place.writer:
+        tapped = Tapped(place.endpoint, curve=place.keys, ring_bytes=64 * MIB)
+        first = tapped.whole(300)
+        assert manifest_of(place.writer.store, first).status == "complete"
+        under_way = tapped.open(900)
+        tapped.step(under_way, 0, 500)
+        before = place.porter()
+        stopped(before)
+        tapped.step(under_way, 500, 400)
+        tapped.finish(under_way, 900)
+        last = tapped.whole(5000)
+        assert until(lambda: not runs(before), 120.0)
+        for capture, steps in [(first, (300,)), (under_way, (500, 400)), (last, (5000,))]:
+            assert_whole(place.writer.store, tapped, capture, *steps)
+        tapped.close()
+        after = porters(place.writer.process.pid)
+        place.writer.stop()
+    assert not any(map(runs, [before, *after]))
+
+
+def test_no_engine_is_lost_for_a_porter_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEW_DESCRIPTORS", str(FEW))
+    monkeypatch.setenv("PORTER_SILENT_S", "1000")
+    place = Place(tmp_path, "--engine-lost-s", "6")
+    with place.writer:
+        engine, capture = Sender(place.writer.endpoint), new_ulid()
+        engine.hello()
+        engine.open(capture, prompt_len=9)
+        engine.wait()
+        porter = place.porter()
+        stopped(porter)
+
+        def status() -> str:
+            with StoreReader(place.writer.store) as reader:
+                return reader.capture(capture).status
+
+        assert not until(lambda: status() != "running", 10.0)
+        os.kill(porter, signal.SIGCONT)
+        assert until(lambda: status() == "incomplete", 60.0)  # now the silence is its own
+        engine.close()
+
+
+def test_a_writer_that_stops_leaves_no_porter_that_stands_still(place: Place) -> None:
+    porter = place.porter()
+    stopped(porter)
+    place.writer.stop()
+    assert not runs(porter)
+
+
+@contextlib.contextmanager
+def porter_of(folder: Path) -> Iterator[PorterProcess]:
+    """Without a writer: the test looks after it, in a time of its own."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "w"))
+        listener.listen()
+        listener.setblocking(False)
+        made = PorterProcess([Threshold(listener, folder / "inner", NULL_GREETING, 100, 100)])
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def test_silence_counts_while_the_writer_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while the machine sleeps: then one look is far behind the other."""
+    monkeypatch.setattr(PorterProcess, "silent_s_max", 1e9)
+    with porter_of(tmp_path) as porter:
+        now = itertools.count(1000).__next__
+        assert until(lambda: not porter.look(now()))
+        monkeypatch.setattr(PorterProcess, "silent_s_max", 15.0)  # of the next that it is seen to go round
+        assert until(lambda: not porter.look(now()))
+        (pid,) = porters(os.getpid())
+        stopped(pid)
+        porter.look(now())
+        assert [porter.look(now()) for _ in range(11)] == [1.0] * 11
+        assert porter.look(now() + 100_000) == 2.0
+        assert runs(pid)
+        for later in range(200_000, 200_003):
+            porter.look(later)
+        assert until(lambda: not runs(pid))
+
+
+def test_a_porter_may_take_long_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was killed too soon is given twice the time, until one begins."""
+    monkeypatch.setattr(PorterProcess, "silent_s_max", 0.5)
+    with porter_of(tmp_path) as porter:
+        now = itertools.count(1000).__next__
+        (pid,) = porters(os.getpid())
+        assert until(lambda: not porter.look(now()), 120.0)
+        assert porters(os.getpid()) and not runs(pid)
 
 
 def test_the_porter_goes_with_its_writer(place: Place) -> None:
