@@ -11,8 +11,8 @@ from urllib.parse import parse_qsl
 
 from engine_side.front.ticket import COUNT_KEY, KEY
 from schemas import limits
-from schemas.bodies import Named, again, aside, has_key, in_body, reads_like, whole
-from schemas.errors import LimitError
+from schemas.bodies import Named, again, aside, has_key, in_body, may_name, named, reads_like, whole
+from schemas.errors import ArgumentError, LimitError
 
 logger = logging.getLogger("vllm.tap")
 
@@ -29,6 +29,8 @@ _CARRIED: Final = {"vllm_xargs": (f"vllm_xargs.{KEY}", f"vllm_xargs.{COUNT_KEY}"
 _FIX: Final = ('nothing would be captured here; "capture" is a field of POST /v1/completions, /v1/chat/completions, '
                "/v1/responses and /v1/messages where the service of captures is: on the port of vllm-tap serve, or on "
                "vLLM's own with VLLM_PLUGINS=vllm_tap,vllm_tap_http")
+_BATCH_FIX: Final = ("nothing would be captured in a batch file, so none of it is generated; send its requests to a "
+                     "service of captures, or give its prompts to `vllm-tap capture`")
 
 
 class Unheard:
@@ -81,6 +83,25 @@ def _fault(scope: Scope, fields: Container[str], messages: deque[Message]
             shown = shown if len(shown) <= 120 else shown[:117] + "..."
             return 400, "invalid_parameter", f"{param} = {shown}: {_FIX}", param
     return None
+
+
+def check_batch(text: str) -> None:
+    """ArgumentError, naming line and field, where a batch file (a request in JSON a line) names a capture in vain."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if not may_name(line.encode()):
+            continue
+        try:
+            request = json.loads(line)
+        except (ValueError, RecursionError):  # vLLM says so
+            continue
+        if not isinstance(request, dict):
+            continue
+        found, body = list(named(request)), request.get("body")
+        if isinstance(body, dict):
+            taken = _CARRIED["vllm_xargs"] if request.get("url") == "/v1/chat/completions" else ()
+            found += [Named(f"body.{param}", value) for param, value in named(body) if param not in taken]
+        if found:
+            raise ArgumentError(f"line {number}: {found[0].param}", found[0].value, _BATCH_FIX)
 
 
 async def _refuse(send: Send, status: int, code: str, message: str, param: str | None) -> None:

@@ -1,7 +1,8 @@
 """vLLM's own HTTP routes: what names a capture there and would not be captured is refused, on any of them.
 
 The middleware stands next to the routes, so that keys are asked for before it and the service of captures, where there
-is one, has taken what is its own.
+is one, has taken what is its own. A batch file (``vllm run-batch``) is requests for the same routes, which it calls
+without HTTP.
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Any
 
-from engine_side.front.unheard import Unheard
-from engine_side.seams.patching import wrap_when_imported
+from engine_side.front.unheard import Unheard, check_batch
+from engine_side.seams.patching import is_there, wrap_when_imported
 
 
 def connect() -> None:
-    """Install the wrapper."""
+    """Install the wrappers."""
     wrap_when_imported("vllm.entrypoints.serve", {"register_vllm_serve_api_routers": _register})
+    wrap_when_imported(batch_module(), {"read_file": _read_batch})
+
+
+def batch_module() -> str:
+    """Where ``vllm run-batch`` lies in this vLLM."""
+    new = "vllm.entrypoints.launchers.run_batch"
+    return new if is_there(new) else "vllm.entrypoints.openai.run_batch"
 
 
 def _register(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,6 +32,15 @@ def _register(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(app, *args, **kwargs)
 
     return register
+
+
+def _read_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def read_file(*args: Any, **kwargs: Any) -> Any:
+        text = await original(*args, **kwargs)
+        check_batch(text)
+        return text
+
+    return read_file
 
 
 def request_fields(app: Any, scope: Any) -> Container[str] | None:

@@ -54,7 +54,7 @@ def when_imported(name: str, callback: Callback) -> None:
     if name in sys.modules:
         callback(sys.modules[name])
         return
-    if not _is_there(name):
+    if not is_there(name):
         raise StartError(f"vllm-tap: looked for the module {name}, not found; {_no_seam()}")
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
@@ -71,7 +71,7 @@ def wrap_when_imported(name: str, wrappers: Mapping[str, Make]) -> None:
     when_imported(name, wrap_all)
 
 
-def _is_there(name: str) -> bool:
+def is_there(name: str) -> bool:
     """Whether a module has a file, without importing what lies above it."""
     top, *below = name.split(".")
     spec = importlib.util.find_spec(top)

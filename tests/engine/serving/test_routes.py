@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from starlette.types import ASGIApp
 
 from engine_side.seams import http_routes
 from schemas import limits
+from schemas.errors import ArgumentError
 
 pytestmark = pytest.mark.versions
 
@@ -172,3 +175,26 @@ def test_a_body_too_long_to_be_looked_into_is_refused_where_it_may_name_one(
     assert answer.status_code == 413 and answer.json()["error"]["code"] == "too_large", answer.text
     plain = b'{"prompt": "' + b"x" * limits.request_body_bytes_max + b'"}'
     assert post(app, "/v9/not/yet", content=parts(plain)).status_code == 404
+
+
+CHAT = {"model": "x", "messages": [{"role": "user", "content": "which capture?"}], "metadata": {"capture": "no"}}
+LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
+
+
+@pytest.mark.parametrize(("line", "param"), [
+    ({**LINE, "body": {**CHAT, "capture": SPEC}}, "line 3: body.capture = "),
+    ({**LINE, "body": {**CHAT, "vllm_xargs": {"captures": "{}"}}}, "line 3: body.vllm_xargs.captures = "),
+    ({**LINE, "capture": SPEC}, "line 3: capture = "),
+    ({**LINE, "url": "/v1/score", "body": {"vllm_xargs": {"capture": "{}"}}}, "line 3: body.vllm_xargs.capture = "),
+])
+def test_a_batch_file_that_names_a_capture_is_refused(tmp_path: Path, line: dict[str, Any], param: str) -> None:
+    """``vllm run-batch`` calls what is behind the routes; a spec that does reach the engine goes by."""
+    http_routes.connect()
+    batch, file = importlib.import_module(http_routes.batch_module()), tmp_path / "in.jsonl"
+    heard = [LINE, {**LINE, "body": {**CHAT, "vllm_xargs": {"capture": json.dumps(SPEC)}}}]
+    text = "\n".join(map(json.dumps, heard))
+    file.write_text(text)
+    assert asyncio.run(batch.read_file(str(file))) == text
+    file.write_text(f"{text}\n{json.dumps(line)}\nno json: capture")
+    with pytest.raises(ArgumentError, match=f"{re.escape(param)}.*{SAYS}"):
+        asyncio.run(batch.read_file(str(file)))
