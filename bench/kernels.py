@@ -64,7 +64,7 @@ def measure(codec: str, buffer: torch.Tensor, gathered: bool, warps: int, repeat
     ends += [ends[-1] + -(-4 * tokens // 64) * 64]
     scratch = torch.empty(ends[-1] + 8 * tokens, dtype=torch.uint8, device="cuda")
     numbers = torch.arange(tokens, device="cuda")
-    source = kernels.Source(buffer, torch.arange(layers, dtype=torch.int32, device="cuda"),
+    source = kernels.StagedRows(buffer, torch.arange(layers, dtype=torch.int32, device="cuda"),
                             numbers.flip(0).contiguous() if gathered else 0, tokens, numbers.int(), numbers)
     if warps:
         kernels._kernel.cache_clear()

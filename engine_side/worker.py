@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from engine_side import kernels
-from engine_side.codecs import projected
+from engine_side.codecs import matrices
 from engine_side.config import EngineConfig
 from engine_side.step.recorder import Recorder
 from engine_side.tap.architectures import Embedding, Sum
@@ -110,6 +110,6 @@ def stop() -> None:
             logger.exception("vllm-tap: rows on the device were not brought to the host at the end")
         current.sender.close()
         kernels.forget()  # all that was launched is over: its rows have crossed
-        projected.forget()
+        matrices.forget()
         current.recorder.to_host.ring.close()
         logger.info("vllm-tap: stopped; %s", current.recorder.counters)

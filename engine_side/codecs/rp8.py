@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine_side.codecs import full8
-from engine_side.codecs.projected import times
+from engine_side.codecs.matrices import times
 
 KERNEL = "projected.rp8"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine_side.codecs.projected import times
+from engine_side.codecs.matrices import times
 from engine_side.codecs.scales import divided, nan_unless_finite
 from schemas.codecs.sketch import PACKED, THRESHOLDS
 

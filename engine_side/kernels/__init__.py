@@ -24,7 +24,7 @@ from engine_side.transport.cuda_calls import Function, Launched
 from schemas import codecs
 from schemas.errors import SpecError
 
-__all__ = ["Kind", "Launch", "Projected", "Source", "fits", "forget", "launch", "rows_max", "score", "scored",
+__all__ = ["Kind", "Launch", "Projected", "StagedRows", "fits", "forget", "launch", "rows_max", "score", "scored",
            "supported", "warm", "warm_scores"]
 
 _WIDTH_MAX: Final = 32768
@@ -40,7 +40,7 @@ _ROWS: Final = 4  # the place of what says which rows are taken, among a kernel'
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class StagedRows:
     """Rows of a site in staging, all on one device.
 
     ``buffer`` [layers armed, tokens, width], rows contiguous; ``layers`` int32 [n_layers], places in the buffer;
@@ -66,7 +66,7 @@ class Kind(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, source: Source) -> Kind:
+    def of(cls, source: StagedRows) -> Kind:
         """The kind of a site's rows."""
         buffer, (to_layer, to_row, _) = source.buffer, source.buffer.stride()
         aligned = ((to_layer | to_row) * buffer.element_size() | buffer.data_ptr()) % _VECTOR == 0
@@ -140,7 +140,7 @@ class Launch:
     __slots__ = ("_after", "_before", "_begins", "_gathered", "_grid", "_kernel", "_launched", "_movable", "_offsets",
                  "_steps")
 
-    def __init__(self, kernel: _Kernel, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64,
+    def __init__(self, kernel: _Kernel, source: StagedRows, scratch: torch.Tensor, offsets: Sequence[int], begins: I64,
                  more: Sequence[torch.Tensor | int] = (), grid: tuple[int, int, int] | None = None) -> None:
         buffer, rows, ids, positions = source.buffer, source.rows, source.token_ids, source.positions
         to_layer, to_row, _ = buffer.stride()
@@ -221,7 +221,7 @@ class Projected:
         self._codes(step)
 
 
-def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64 = _AT_0
+def launch(identity: str, source: StagedRows, scratch: torch.Tensor, offsets: Sequence[int], begins: I64 = _AT_0
            ) -> Launch | Projected:
     """The launch that encodes ``source`` (at least a row) into ``scratch`` (uint8).
 
@@ -239,7 +239,7 @@ def launch(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequen
     return _project(identity, source, scratch, offsets, begins, matrix, projected.sums(buffer.device), few)
 
 
-def _project(identity: str, source: Source, scratch: torch.Tensor, offsets: Sequence[int], begins: I64,
+def _project(identity: str, source: StagedRows, scratch: torch.Tensor, offsets: Sequence[int], begins: I64,
              matrix: tuple[torch.Tensor, torch.Tensor], sums: torch.Tensor, few: bool) -> Projected:
     from engine_side.kernels import projected
 
@@ -277,7 +277,7 @@ def forget() -> None:
         projected.forget()
 
 
-def score(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, source: Source, scratch: torch.Tensor,
+def score(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, source: StagedRows, scratch: torch.Tensor,
           offsets: Sequence[int], begins: I64 = _AT_0) -> Launch:
     """``launch`` of a probe: its scores x float32 [1, n, k] in the place of a codec's streams.
 
@@ -319,7 +319,7 @@ def warm_scores(directions: torch.Tensor, bias: torch.Tensor, sigmoid: bool, dty
 
 
 def _samples(width: int, dtype: torch.dtype, device: torch.device, sizes: Sequence[int]
-             ) -> Iterator[tuple[Source, torch.Tensor, list[int]]]:
+             ) -> Iterator[tuple[StagedRows, torch.Tensor, list[int]]]:
     """A row as it may come, room for its streams of ``sizes`` bytes, and where they lie."""
     buffer = torch.zeros(1, 1, width, dtype=dtype, device=device)
     layers = torch.zeros(1, dtype=torch.int32, device=device)
@@ -329,7 +329,7 @@ def _samples(width: int, dtype: torch.dtype, device: torch.device, sizes: Sequen
         ends.append(ends[-1] + -(-nbytes // 64) * 64)
     scratch = torch.empty(ends[-1], dtype=torch.uint8, device=device)
     for rows in (0, numbers):
-        yield Source(buffer, layers, rows, 1, numbers, numbers), scratch, ends[:-1]
+        yield StagedRows(buffer, layers, rows, 1, numbers, numbers), scratch, ends[:-1]
 
 
 @lru_cache(maxsize=1024)

@@ -53,7 +53,7 @@ class EntryLayout:
     shapes: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     encode: encoders.Encoder
-    kernel: Callable[[kernels.Source, torch.Tensor, list[int], I64], kernels.Launch | kernels.Projected] | None
+    kernel: Callable[[kernels.StagedRows, torch.Tensor, list[int], I64], kernels.Launch | kernels.Projected] | None
     rows_max: int  # of a block
     # The kernel's launches by whether rows are gathered, each with the addresses of its token ids and positions.
     launches: dict[bool, tuple[tuple[int, int], kernels.Launch | kernels.Projected]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class EntryLayout:
         assert self.kernel is not None
         had, launch = self.launches.get(rows.gathered, (None, None))
         if launch is None or had != inputs or not launch.aim(rows.where, rows.block.n, rows.block.offsets, rows.begins):
-            source = kernels.Source(self.buffer, self.layer_index, rows.where, rows.block.n, token_ids, positions)
+            source = kernels.StagedRows(self.buffer, self.layer_index, rows.where, rows.block.n, token_ids, positions)
             launch = self.kernel(source, memory, rows.block.offsets, rows.begins)
             self.launches[rows.gathered] = inputs, launch
         return launch

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from engine_side.codecs import projected
+from engine_side.codecs import matrices
 from engine_side.step.block import EntryLayout, layout_of
 from engine_side.step.kernel_cache import KernelCache
 from engine_side.step.selection import CaptureTable, Plan
@@ -37,7 +37,7 @@ class ProjectionMatrices:
         for site, codec in resolved.codec.items():
             with contextlib.suppress(SpecError):  # of one that does not fit is told when the capture begins
                 if site in self.staging.buffers and (key := self._key(codec, site)):
-                    projected.make(key)
+                    matrices.make(key)
 
     def ensure(self, codec: str, site: str) -> None:
         """Have what rows of a site in a codec need, if anything, from now on, while a capture asks for it.
@@ -45,14 +45,14 @@ class ProjectionMatrices:
         SpecError where it would be too large; MemoryError where there is no room for it beside those in use.
         """
         if key := self._key(codec, site):
-            projected.keep(key, self._in_use())
+            matrices.ensure(key, self._in_use())
 
     def has(self, codec: str, site: str) -> bool:
         """Whether such rows can be encoded at once."""
         key = self._key(codec, site)
-        return key is None or projected.kept(key)
+        return key is None or matrices.has(key)
 
-    def _in_use(self) -> set[projected.Key]:
+    def _in_use(self) -> set[matrices.Key]:
         found = set()
         for entry in {entry for slot in self.captures.slot_of.values() for entry in self.captures.plan(slot)}:
             with contextlib.suppress(SpecError):
@@ -60,12 +60,12 @@ class ProjectionMatrices:
                     found.add(key)
         return found
 
-    def _key(self, codec: str, site: str) -> projected.Key | None:
+    def _key(self, codec: str, site: str) -> matrices.Key | None:
         """The matrix of a site in a codec; None where there is a kernel, or nothing to multiply by."""
         if site in self.staging.probes or self.kernel_cache.has(codec, site):
             return None
         buffer = self.staging.buffers[site]
-        return projected.key_of(codec, int(buffer.shape[-1]), buffer.device)
+        return matrices.key_of(codec, int(buffer.shape[-1]), buffer.device)
 
 
 class Layouts:

@@ -20,12 +20,12 @@ CODECS = ["raw", "raw16", "int8b64", "nf4b64", "fp8row", "full8", "kv8:head=64",
 ROWS, LAYERS, WIDTH, STREAM = 9, 3, 512, 1 << 16
 
 
-def source(gathered: bool) -> kernels.Source:
+def source(gathered: bool) -> kernels.StagedRows:
     torch.manual_seed(0)
     buffer = torch.randn(LAYERS, 20, WIDTH, device="cuda").bfloat16()
     numbers = torch.arange(20, device="cuda")
     rows: Any = torch.tensor([1, 3, 4, 5, 9, 11, 12, 18, 19], device="cuda") if gathered else 4
-    return kernels.Source(buffer, torch.tensor([0, 2], dtype=torch.int32, device="cuda"), rows, ROWS, numbers.int(),
+    return kernels.StagedRows(buffer, torch.tensor([0, 2], dtype=torch.int32, device="cuda"), rows, ROWS, numbers.int(),
                           numbers)
 
 

@@ -95,7 +95,7 @@ def hard_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
     return rows.to(dtype)
 
 
-def taken(codec: str, source: kernels.Source, offset: int = 0) -> dict[str, torch.Tensor]:
+def taken(codec: str, source: kernels.StagedRows, offset: int = 0) -> dict[str, torch.Tensor]:
     """What the kernel writes, as it should lie; nothing else of the buffer may change."""
     width, dtype = source.buffer.shape[-1], source.buffer.dtype
     assert kernels.supported(codec, width, dtype)
@@ -126,13 +126,13 @@ def taken(codec: str, source: kernels.Source, offset: int = 0) -> dict[str, torc
 
 
 def source_of(buffer: torch.Tensor, layers: list[int], rows: list[int] | tuple[int, int],
-              wide_ids: bool = False) -> kernels.Source:
+              wide_ids: bool = False) -> kernels.StagedRows:
     """Rows by number, or ``(first, n)``; token ids and positions that tell where they come from."""
     tokens = torch.arange(buffer.shape[1], device=DEVICE)
     token_ids = (100_000 + tokens).to(torch.int64 if wide_ids else torch.int32)
     positions = (7_000 + tokens).to(torch.int32 if wide_ids else torch.int64)
     where = rows[0] if isinstance(rows, tuple) else torch.tensor(rows, device=DEVICE)
-    return kernels.Source(buffer.to(DEVICE), torch.tensor(layers, dtype=torch.int32, device=DEVICE), where,
+    return kernels.StagedRows(buffer.to(DEVICE), torch.tensor(layers, dtype=torch.int32, device=DEVICE), where,
                           rows[1] if isinstance(rows, tuple) else len(rows), token_ids, positions)
 
 
@@ -286,7 +286,7 @@ def test_a_product_stays_in_its_workspace() -> None:
     for codec, width in (("rp8:k=512,seed=0", 2048), ("sketch:k=5,bits=2,seed=0", 64)):
         most = kernels.rows_max(codec, width)
         assert 0 < most * 4 * projected.across(codecs.identified(codec), width) <= projected.SUMS_BYTES
-        source = kernels.Source(torch.zeros(1, 1, width, dtype=torch.bfloat16, device=DEVICE),
+        source = kernels.StagedRows(torch.zeros(1, 1, width, dtype=torch.bfloat16, device=DEVICE),
                                 torch.zeros(1, dtype=torch.int32, device=DEVICE), 0, most + 1,
                                 *(torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)))
         with pytest.raises(ValueError, match="workspace"):

@@ -67,7 +67,7 @@ def _behind(numbers: torch.Tensor) -> torch.Tensor:
 class Kept:
     """A launch with the addresses that it was made with."""
 
-    def __init__(self, trouble: Trouble, source: kernels.Source, memory: torch.Tensor, offsets: list[int],
+    def __init__(self, trouble: Trouble, source: kernels.StagedRows, memory: torch.Tensor, offsets: list[int],
                  begins: Any) -> None:
         trouble.meet("bind")
         self.trouble, self.memory, self.offsets = trouble, memory, list(offsets)

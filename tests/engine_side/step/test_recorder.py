@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_side.codecs import projected
+from engine_side.codecs import matrices
 from engine_side.front.ticket import Ticket
 from engine_side.step.capture_lifecycle import End
 from engine_side.step.recorder import Recorder
@@ -201,12 +201,12 @@ WIDTH, K = 4096, 64  # a matrix of 1 MiB
 
 @pytest.fixture
 def projecting() -> Iterator[Recorder]:
-    projected.forget()
+    matrices.forget()
     ring = Ring(4 << 20, pinned=False)
     staging = Staging({"mlp_post": torch.ones(1, 8, WIDTH)}, {"mlp_post": [0]})
     yield Recorder(staging, "float32", "drop", DeviceToHost(torch.device("cpu"), ring))
     ring.close()
-    projected.forget()
+    matrices.forget()
 
 
 def of_seed(seed: int, codec: str = "rp8") -> Ticket:
@@ -262,7 +262,7 @@ def test_a_matrix_is_made_by_whoever_takes_the_request_in(projecting: Recorder) 
 def test_matrices_beyond_their_room_are_not_made_again_and_again(projecting: Recorder,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """What has no room beside running captures loses its rows by name; when one ends, the next gets its room."""
-    monkeypatch.setattr(projected, "KEPT_BYTES_MAX", 2 << 20)
+    monkeypatch.setattr(matrices, "KEPT_BYTES_MAX", 2 << 20)
     for seed in "123":
         projecting.open(seed, of_seed(int(seed)), [1, 2], 0)
     before = projection.gaussian.cache_info().misses
@@ -282,7 +282,7 @@ def test_matrices_beyond_their_room_are_not_made_again_and_again(projecting: Rec
 
 def test_a_matrix_that_gave_its_room_away_is_made_again_before_the_steps(projecting: Recorder,
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projected, "KEPT_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(matrices, "KEPT_BYTES_MAX", 1 << 20)
     for turn, seed in enumerate((21, 22, 21)):
         request = f"r{turn}"
         taken = of_seed(seed)

@@ -37,7 +37,7 @@ def key_of(identity: str, width: int, device: torch.device) -> Key | None:
 
 
 def make(key: Key) -> None:
-    """Make a matrix that is not kept yet, for ``keep``; any thread may."""
+    """Make a matrix that is not kept yet, for ``ensure``; any thread may."""
     if key in _kept or key in _made:
         return
     _made[key] = _matrix(key)
@@ -46,12 +46,12 @@ def make(key: Key) -> None:
             _made.popitem(last=False)
 
 
-def kept(key: Key) -> bool:
+def has(key: Key) -> bool:
     """Whether rows can be encoded at once."""
     return key in _kept
 
 
-def keep(key: Key, in_use: Collection[Key]) -> None:
+def ensure(key: Key, in_use: Collection[Key]) -> None:
     """Have the matrix on its device. MemoryError where there is no room for it beside those ``in_use``."""
     made = _made.pop(key, None)
     if key in _kept:
