@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Final
@@ -19,7 +20,7 @@ from schemas.errors import ArgumentError, TapError
 from schemas.legacy import FLAGS
 from schemas.manifest import STATUSES
 from schemas.probes import parse_probes
-from vllm_tap.cli import keys, upkeep_commands
+from vllm_tap.cli import keys, upkeep
 from vllm_tap.cli.options import (
     ActBits,
     ActMode,
@@ -241,12 +242,13 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Write over what is there.")] = False,
 ) -> None:
     """Write a capture's rows, decoded to float32, as files that other tools read."""
+    from vllm_tap.export.command import choose
     from vllm_tap.export.command import export as run
     from vllm_tap.export.hf_export import export_hf
 
     if format is Format.hf:
-        pairs = dict(map(parse_tag, tag or ()))
-        paths = export_hf(store, ref, out, sites, layers, pairs, context, force, sys.stderr.isatty())
+        chosen = partial(choose, sites=sites, layers=layers)
+        paths = export_hf(store, ref, out, chosen, dict(map(parse_tag, tag or ())), context, force, sys.stderr.isatty())
     elif tag or context is not None:
         raise TapError(f"--{'tag' if tag else 'context'}: taken with --format hf alone")
     elif ref is None:
@@ -272,7 +274,7 @@ def _print_versions(asked: bool) -> None:
     raise typer.Exit()
 
 
-upkeep_commands.add(app)
+upkeep.add(app)
 
 
 def main() -> None:

@@ -18,10 +18,17 @@ from schemas.manifest import STATUSES, Manifest, SiteLayer
 from schemas.read.reader import StoreReader
 from vllm_tap.client.listing import sifted
 
-__all__ = ["console", "print_captures", "print_manifest", "when"]
+__all__ = ["console", "print_captures", "print_json", "print_manifest", "when"]
 
 _STATUS_STYLES = {"complete": "green", "running": "cyan", "pending": "dim", "empty": "dim", "incomplete": "yellow",
                   "failed": "red"}
+
+
+def print_json(*values: object, indent: int = -1) -> None:
+    """A value a line, or over several lines with an ``indent``."""
+    for value in values:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def print_captures(store: Path, status: str | None, sieve: Sieve, limit: int, before: str | None, as_json: bool
@@ -34,9 +41,7 @@ def print_captures(store: Path, status: str | None, sieve: Sieve, limit: int, be
     with StoreReader(store) as reader:
         rows = list(sifted(reader, status, sieve, limit, before))
     if as_json:
-        for row in rows:
-            sys.stdout.buffer.write(msgspec.json.encode(row) + b"\n")
-        sys.stdout.buffer.flush()
+        print_json(*rows)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("capture", "status", "made", "sites", "tags"):
@@ -57,9 +62,7 @@ def print_manifest(store: Path, ref: str, as_json: bool) -> None:
     with StoreReader(store) as reader:
         manifests = [reader.manifest(sample) for sample in reader.samples(ref)]
     if as_json:
-        for manifest in manifests:
-            sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
-        sys.stdout.buffer.flush()
+        print_json(*manifests, indent=2)
         return
     out = console()
     for manifest in manifests:

@@ -1,42 +1,62 @@
-"""``fsck``, ``rebuild`` and ``compact``: what an operator does to a store as a whole."""
+"""The commands that look after a store: what an operator does to it as a whole, and to captures in it."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+import typer
 
-from writer_service import fs
-from writer_service.tools.compaction import compact
-from writer_service.tools.findings import Finding, ranges
-from writer_service.tools.fsck import Report, fsck
-from writer_service.tools.rebuild import rebuild
+from vllm_tap.cli.options import Ref, Store
 
-__all__ = ["check_store", "compact_store", "rebuild_catalog"]
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from writer_service.tools.findings import Finding
+    from writer_service.tools.fsck import Report
+
+__all__ = ["add"]
 
 
-def check_store(store: Path, as_json: bool) -> int:
-    """Look at every byte of a store; 1 where something is bad, else 0."""
+def add(app: typer.Typer) -> None:
+    """Put the commands into ``app``."""
+    app.command("fsck")(check)
+    app.command("rebuild")(rebuild)
+    app.command("compact")(compact)
+    app.command("rm")(remove)
+    app.command("hold")(hold)
+    app.command("release")(release)
+    app.command("curve-keys")(curve_keys)
+
+
+def check(
+    store: Store = Path("captures"),
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Check every byte of a store and name every bad row. Exit code 1 where something is bad."""
+    from vllm_tap.cli.show import print_json
+    from writer_service.tools.fsck import fsck
+
     with _bar("checking") as bar:
         task = bar.add_task("")
         report = fsck(store, lambda done, total: bar.update(task, completed=done, total=total))
-    if as_json:
-        sys.stdout.buffer.write(msgspec.json.encode({"ok": not report.bad, **asdict(report)}) + b"\n")
-        sys.stdout.buffer.flush()
+    if json:
+        print_json({"ok": not report.bad, **asdict(report)})
     else:
         for bad in report.bad:
             print(_line(bad))
         print(_summary(report))
-    return 1 if report.bad else 0
+    raise typer.Exit(1 if report.bad else 0)
 
 
-def rebuild_catalog(store: Path) -> int:
-    """Put a catalog made of journals and blocks in the place of the one that is there."""
-    done = rebuild(store)
+def rebuild(store: Store = Path("captures")) -> None:
+    """Make the catalog again from journals and blocks; no writer may run."""
+    from writer_service import fs
+    from writer_service.tools.rebuild import rebuild as run
+
+    done = run(store)
     fs.close(done.state.lock)
     print(f"{done.captures:,} captures; " + (
         "there was no catalog to compare with" if not done.compared
@@ -45,27 +65,72 @@ def rebuild_catalog(store: Path) -> int:
             f"{table} {gone:,} rows gone, {come:,} new" for table, (gone, come) in done.differences.items())))
     for name in done.state.skipped:
         print(f"blocks/{name} cannot be read and is left out")
-    return 1 if done.state.skipped else 0
+    raise typer.Exit(1 if done.state.skipped else 0)
 
 
-def compact_store(store: Path, older_days: float | None, packed: bool) -> int:
-    """Make cold blocks of sealed ones; 1 where a block had to be left as it is."""
+def compact(
+    store: Store = Path("captures"),
+    older_than: Annotated[float | None, typer.Option(
+        "--older-than", metavar="DAYS", min=0.0, help="Only blocks of captures made longer ago; default: all.")] = None,
+    zstd: Annotated[bool, typer.Option(
+        "--zstd", help="Compress rows that are stored as they are (raw16, raw); of cold blocks too.")] = False,
+) -> None:
+    """Sort sealed blocks by capture and layer, joining small ones; no writer may run."""
+    from writer_service.tools.compaction import compact as run
+
     with _bar("compacting") as bar:
         task = bar.add_task("")
-        done = compact(store, older_days, lambda done, total: bar.update(task, completed=done, total=total),
-                       packed)
-    print(f"{done.blocks:,} blocks became {done.cold:,}: {done.bytes_before / 1e9:.3f} GB, now "
-          f"{done.bytes_after / 1e9:.3f} GB" + _gain(done.bytes_before, done.bytes_after))
-    for line in done.failed:
+        done = run(store, older_than, lambda done, total: bar.update(task, completed=done, total=total), zstd)
+    before, after = done.bytes_before, done.bytes_after
+    gain = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
+    print(f"{done.blocks:,} blocks became {done.cold:,}: {before / 1e9:.3f} GB, now {after / 1e9:.3f} GB{gain}")
+    for line in done.failed:  # blocks that had to be left
         print(f"left as it is: {line}", file=sys.stderr)
-    return 1 if done.failed else 0
+    raise typer.Exit(1 if done.failed else 0)
 
 
-def _gain(before: int, after: int) -> str:
-    return f" ({100 * (after - before) / before:+.1f} %)" if before else ""
+def remove(
+    refs: Annotated[list[str], typer.Argument(help="Capture ids, response ids or X-Request-Ids.")],
+    store: Store = Path("captures"),
+) -> None:
+    """Delete captures for good: hidden at once, erased from the disk within seconds."""
+    from vllm_tap.store_control import delete
+
+    for target in delete(store, refs):
+        typer.echo(target)
+
+
+def hold(ref: Ref, store: Store = Path("captures")) -> None:
+    """Keep a capture from being deleted or expired until it is released."""
+    from vllm_tap.store_control import hold as run
+
+    typer.echo(run(store, ref, True))
+
+
+def release(ref: Ref, store: Store = Path("captures")) -> None:
+    """End a hold."""
+    from vllm_tap.store_control import hold as run
+
+    typer.echo(run(store, ref, False))
+
+
+def curve_keys(
+    name: Annotated[str, typer.Argument(help="The engine's name: letters, digits, '-' and '_'.")],
+    folder: Annotated[Path, typer.Option("--folder", help="The writer's folder of keys, its --curve.")] = Path("curve"),
+) -> None:
+    """Let an engine on another host send to this host's writer: make its keys, and print the folder to carry there."""
+    from schemas.wire.curve import make_sender
+
+    typer.echo(make_sender(folder, name))
+    typer.echo("carry this folder to the engine's host, name it there in VLLM_TAP_CURVE, and remove it here; the "
+               f"writer takes --listen tcp://HOST:PORT --curve {folder} and knows new keys from its next start on",
+               err=True)
 
 
 def _bar(what: str) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     return Progress(TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
                     console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
@@ -80,7 +145,9 @@ def _line(bad: Finding) -> str:
 
 
 def _numbers(numbers: tuple[int, ...]) -> str:
-    return ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in ranges(numbers))
+    from writer_service.tools.findings import ranges
+
+    return ",".join(str(a) if a + 1 == b else f"{a}-{b - 1}" for a, b in ranges(numbers))
 
 
 def _summary(report: Report) -> str:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Final
 
 from schemas.errors import TapError
+from vllm_tap.serve.guard import RUN
 
 __all__ = ["Server"]
 
-_GUARD: Final = (sys.executable, "-I", "-S", str(Path(__file__).parent.with_name("guard.py")))
 _READY_S: Final = 900.0  # a first start reads 4 GB and compiles: minutes, where disk or cores are slow
 _STOP_S: Final = 20.0
 
@@ -33,7 +33,7 @@ class Server:
                    "--port", str(port), "--engine-port", str(_free_port(port + 1)), "--seal-idle-s", "1"]
         with self.log.open("wb") as log:
             # A death signal ties it to this process, unless it is to be kept.
-            start = [] if keep else [*_GUARD, "start", "-1", str(os.getpid())]
+            start = [] if keep else [*RUN, "start", "-1", str(os.getpid())]
             self.process = subprocess.Popen([*start, *command], stdin=subprocess.DEVNULL, stdout=log,
                                             stderr=subprocess.STDOUT, start_new_session=keep)
 

@@ -24,7 +24,6 @@ from schemas.sites import names_of, transformer_lens_name
 from vllm_tap.client.captures import Rows
 from vllm_tap.client.convert import need, token_table
 from vllm_tap.client.listing import Filters
-from vllm_tap.export.command import choose
 from vllm_tap.export.export_rows import ExportRows
 from vllm_tap.progress import Report, reporting
 
@@ -34,12 +33,12 @@ _BLOCK_BYTES: Final = 64 << 20
 _OURS: Final = re.compile(r"data-[0-9]+-of-[0-9]+\.arrow|dataset_info\.json|state\.json")
 
 
-def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str | None = None, layers: str = "all",
-              tags: Mapping[str, str | None] | None = None, context: int | None = None, force: bool = False,
+def export_hf(store: Path, ref: str | None, out: Path | None, chosen: Callable[[Manifest], dict[str, list[int]]],
+              tags: Mapping[str, str | None], context: int | None = None, force: bool = False,
               progress: Report = False) -> list[Path]:
     """Writes one capture, or all complete ones with these ``tags``, and returns the folder.
 
-    All captures must have the chosen sites and layers, decoded to rows of the same widths.
+    All captures must have the sites and layers ``chosen`` of their manifests, decoded to rows of the same widths.
     """
     if context is not None and context < 1:
         raise ArgumentError("--context", context, "at least 1 token")
@@ -50,11 +49,12 @@ def export_hf(store: Path, ref: str | None, out: Path | None = None, sites: str 
         raise TapError(f"--out = {str(target)!r}: a dataset takes the place of a dataset, even with --force, and this "
                        "is none, or holds other files; name another")
     with StoreReader(store) as reader:
-        refs = [ref] if ref else [row.id for row in Filters("complete", tags or {}).of(reader)][::-1]
+        refs = [ref] if ref else [row.id for row in Filters("complete", tags).of(reader)][::-1]
         if not refs:
             raise NotFoundError(f"no complete captures in {store}" + (f" with tags {dict(tags)}" if tags else ""))
         datasets = need("datasets", "--format hf")  # takes seconds: what is refused is refused before
-        captures = (_rows(reader, reader.manifest(name), sites, layers) for name in refs)
+        manifests = map(reader.manifest, refs)
+        captures = (ExportRows(reader, manifest, chosen(manifest)) for manifest in manifests)
         first = next(captures)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -98,10 +98,6 @@ def _write(file: Path, first: ExportRows, others: Iterator[ExportRows], context:
             raise ArgumentError("--context", context, "no capture has so many tokens that follow each other; "
                                                       f"the longest run is of {longest}")
         writer.finalize()
-
-
-def _rows(reader: StoreReader, manifest: Manifest, sites: str | None, layers: str) -> ExportRows:
-    return ExportRows(reader, manifest, choose(manifest, sites, layers))
 
 
 def _shape(rows: ExportRows) -> dict[str, int]:

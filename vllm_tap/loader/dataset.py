@@ -13,6 +13,7 @@ is that of the blocks. What is smaller than a window is shuffled perfectly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from schemas.errors import ArgumentError, CorruptError, StoreError
 from vllm_tap.client.captures import Layers
 from vllm_tap.client.listing import Where
+from vllm_tap.loader.epoch_plan import WINDOW_ROWS, EpochPlan, block_sizes, rows_between
 from vllm_tap.loader.row_files import RowFiles
 from vllm_tap.loader.row_index import BLOCK_ROWS, RowIndex, build_index, found_again, keys_of, name_of
 from vllm_tap.loader.row_window import Batch, Window, WindowMemory
@@ -32,7 +34,6 @@ from vllm_tap.store import Store
 
 __all__ = ["Activations", "RowDataset", "activations", "rows"]
 
-WINDOW_ROWS: Final = 1 << 16
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 I64 = npt.NDArray[np.int64]
 
@@ -56,26 +57,19 @@ def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = N
     path = store.path if isinstance(store, Store) else Path(store)
     if dtype not in _DTYPES:
         raise ArgumentError("dtype", dtype, f"valid: {', '.join(map(str, _DTYPES))}")
-    for name, value in (("batch", batch), ("window", window)):
-        if not isinstance(value, int) or value < 1:
-            raise ArgumentError(name, value, "a number of rows, at least 1")
     if where is not None and not callable(where) and not (
             isinstance(where, Mapping) and all(isinstance(value, str) for value in where.values())):
         raise ArgumentError("where", where, "valid: tags and their values, both strings, or a function of a CaptureRow")
+    plan = EpochPlan(seed, shuffle, batch, window, *_process(rank, world))
+    return RowDataset(build_index(path, keys_of(site, layer), where, codec, progress), plan, dtype, verify)
+
+
+def _process(rank: int | None, world: int | None) -> tuple[int, int]:
+    """Rank and world, those of torch.distributed where none are given."""
     if (rank is None) != (world is None):
         raise ArgumentError("rank", rank, f"rank and world are given together, and world = {world}")
-    if rank is None or world is None:
-        rank, world = _process()
-    if not isinstance(seed, int) or seed < 0:
-        raise ArgumentError("seed", seed, "a whole number, 0 or more")
-    if not 0 <= rank < world:
-        raise ArgumentError("rank", rank, f"valid: 0 to {world - 1}, as world = {world}")
-    index = build_index(path, keys_of(site, layer), where, codec, progress)
-    return RowDataset(index, batch=batch, dtype=dtype, seed=seed, shuffle=shuffle, window=window, rank=rank,
-                      world=world, verify=verify)
-
-
-def _process() -> tuple[int, int]:
+    if rank is not None and world is not None:
+        return rank, world
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -90,11 +84,9 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
     window, ranks and workers. With a DataLoader of several workers ask ``state_after(batches, workers)``.
     """
 
-    def __init__(self, index: RowIndex, *, batch: int, dtype: torch.dtype, seed: int, shuffle: bool, window: int,
-                 rank: int, world: int, verify: bool) -> None:
-        self.index, self.batch, self.dtype, self.seed, self.shuffle = index, batch, dtype, seed, shuffle
-        self.window = -(-max(window, batch) // batch) * batch  # whole batches: no batch reaches into the next window
-        self.rank, self.world, self.verify, self.epoch = rank, world, verify, 0
+    def __init__(self, index: RowIndex, plan: EpochPlan, dtype: torch.dtype, verify: bool) -> None:
+        self.index, self.plan, self.dtype, self.verify, self.epoch = index, plan, dtype, verify, 0
+        self.batch, self.window = plan.batch, plan.window
         self._memory = WindowMemory()
         self._done = 0  # batches of this process that are behind
         self._resume: dict[str, Any] | None = None
@@ -116,7 +108,10 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
 
     def batches(self, workers: int = 0) -> int:
         """Batches of an epoch of this rank, with so many workers."""
-        return sum(self._batches_of(worker, max(workers, 1)) for worker in range(max(workers, 1)))
+        return sum(self._batches(max(workers, 1)))
+
+    def _batches(self, workers: int) -> list[int]:
+        return [self.plan.batches(self.rows, self.epoch, worker, workers) for worker in range(workers)]
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch, from its beginning."""
@@ -137,7 +132,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         """
         if workers < 1:
             return self._state(1, {0: batches})
-        ends = np.asarray([self._batches_of(worker, workers) for worker in range(workers)])
+        ends = np.asarray(self._batches(workers))
         if batches > ends.sum():
             raise ArgumentError("batches", batches, f"an epoch has {ends.sum()}")
         rounds = np.searchsorted([int(np.minimum(ends, turn).sum()) for turn in range(int(ends.max()) + 1)], batches,
@@ -165,9 +160,8 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         self.epoch, self._resume = int(state["epoch"]), dict(state)
 
     def _order(self) -> dict[str, Any]:
-        """What the order of the rows follows from, beside the epoch and the workers."""
-        return {"rows": self.rows, "names": self.names, "seed": self.seed, "shuffle": self.shuffle, "batch": self.batch,
-                "window": self.window, "rank": self.rank, "world": self.world, "order": self.index.order}
+        """All that the order of the rows follows from, beside the epoch and the workers."""
+        return {"rows": self.rows, "names": self.names, **asdict(self.plan), "order": self.index.order}
 
     def _state(self, workers: int, done: dict[int, int], turn: int = 0) -> dict[str, Any]:
         return {**self._order(), "epoch": self.epoch, "workers": workers, "done": done, "turn": turn}
@@ -187,16 +181,15 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
                 raise ArgumentError("state", {"done": state["done"]}, f"says nothing of worker {worker}")
             skip = int(done[worker])
         self._done = skip
-        blocks = self._blocks(worker, workers, self.epoch)
-        firsts = blocks * BLOCK_ROWS
-        ends = np.cumsum(np.minimum(firsts + BLOCK_ROWS, self.rows) - firsts)  # of the blocks, in this order
+        blocks = self.plan.blocks(self.rows, self.epoch, worker, workers)
+        ends = np.cumsum(block_sizes(self.rows, blocks))  # of the blocks, in this order
         total = int(ends[-1]) if len(ends) else 0
         files = RowFiles(self.index, self.verify)
         try:
             for number in range(skip * self.batch // self.window, -(-total // self.window)):
                 begin, end = number * self.window, min((number + 1) * self.window, total)
-                chosen = _between(firsts, ends, begin, end)
-                slots = self._slots(len(chosen), worker, workers, number)
+                chosen = rows_between(blocks, ends, begin, end)
+                slots = self.plan.slots(len(chosen), self.epoch, worker, workers, number)
                 filled = self._filled(files, chosen, slots, min(self.window, total))
                 try:
                     for at in range(max(0, skip * self.batch - begin), len(chosen), self.batch):
@@ -222,31 +215,6 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
             self.index = files.index = moved
             return Window(files, chosen, slots, self._memory, most, self.dtype)
 
-    def _blocks(self, worker: int, workers: int, epoch: int) -> I64:
-        """The blocks of a worker, in the order in which they are read."""
-        count = -(-self.rows // BLOCK_ROWS)
-        order = np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else np.arange(count)
-        found: I64 = order[self.rank * workers + worker::self.world * workers].astype(np.int64)
-        return found
-
-    def rows_of(self, epoch: int) -> int:
-        """Rows of an epoch of this rank."""
-        return self._size(self._blocks(0, 1, epoch))
-
-    def _size(self, blocks: I64) -> int:
-        firsts = blocks * BLOCK_ROWS
-        return int((np.minimum(firsts + BLOCK_ROWS, self.rows) - firsts).sum())
-
-    def _batches_of(self, worker: int, workers: int) -> int:
-        return -(-self._size(self._blocks(worker, workers, self.epoch)) // self.batch)
-
-    def _slots(self, count: int, worker: int, workers: int, number: int) -> I64:
-        """Where in its window each row goes."""
-        if not self.shuffle:
-            return np.arange(count)
-        seed = [self.seed, self.epoch, self.rank * workers + worker, number]
-        return np.random.default_rng(seed).permutation(count)
-
 
 def _worker() -> tuple[int, int]:
     """This process among the DataLoader's workers."""
@@ -254,23 +222,15 @@ def _worker() -> tuple[int, int]:
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-def _between(firsts: I64, ends: I64, begin: int, end: int) -> I64:
-    """The rows that are number ``begin`` … ``end`` - 1 where blocks that start at ``firsts`` follow each other."""
-    a, b = np.searchsorted(ends, (begin, end - 1), side="right")
-    starts = np.concatenate(([0], ends[:-1]))
-    sizes = ends[a:b + 1] - starts[a:b + 1]
-    every = np.repeat(firsts[a:b + 1] - starts[a:b + 1], sizes) + np.arange(starts[a], ends[b])
-    return every[begin - starts[a]:end - starts[a]]
-
-
 class Activations(Iterator[torch.Tensor]):
     """What ``activations`` gives: ``[batch, d_in]``, without end, in another order every epoch."""
 
     def __init__(self, data: RowDataset) -> None:
         worker, workers = _worker()
-        if not len(data._blocks(worker, workers, 0)):  # every epoch would be empty, and a batch never full
-            raise ArgumentError("rank", data.rank, f"has no rows: {-(-data.rows // BLOCK_ROWS)} blocks of {BLOCK_ROWS} "
-                                                   f"are shared by world x workers = {data.world} x {workers}")
+        if not data.plan.rows_read(data.rows, 0, worker, workers):  # every epoch would be empty, and a batch never full
+            plan, blocks = data.plan, -(-data.rows // BLOCK_ROWS)
+            raise ArgumentError("rank", plan.rank, f"has no rows: {blocks} blocks of {BLOCK_ROWS} are shared by "
+                                                   f"world x workers = {plan.world} x {workers}")
         if data.batch > (most := max(data.rows, WINDOW_ROWS)):  # it would be put together in memory, epoch after epoch
             raise ArgumentError("batch", data.batch, f"at most {most} rows; the store has {data.rows}")
         self.data, self._name, self._taken = data, data.names[0], 0
@@ -305,7 +265,7 @@ class Activations(Iterator[torch.Tensor]):
         if not isinstance(state.get("taken"), int):
             raise ArgumentError("state", dict(state), "valid: what state_dict gave")
         epoch, left = 0, int(state["taken"]) * self.data.batch
-        while left >= (size := self.data.rows_of(epoch)):
+        while left >= (size := self.data.plan.rows_read(self.data.rows, epoch)):
             epoch, left = epoch + 1, left - size
         self.data.load_state_dict({**state, "epoch": epoch, "done": {0: left // self.data.batch}})
         self._batches, self._rest, self._taken = iter(self.data), torch.empty(0), int(state["taken"])

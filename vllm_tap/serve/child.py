@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import IO, Final
 
 from vllm_tap.serve.causes import Causes
-from vllm_tap.serve.guard import GRACE_S, session_members, signal_session
+from vllm_tap.serve.guard import GRACE_S, RUN, session_members, signal_session
 
 __all__ = ["Child", "Guard", "Service"]
 
-_GUARD: Final = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
 _LINE_BYTES_MAX: Final = 16 * 1024
 _LINES_KEPT: Final = 20
 _POLL_S: Final = 0.03
@@ -67,7 +65,7 @@ class Guard:
         """Starts the guard and tells it of the sessions that run."""
         self._close()
         read_fd, self._write_fd = os.pipe()
-        self._process = subprocess.Popen([*_GUARD, *self._arguments], stdin=read_fd,
+        self._process = subprocess.Popen([*RUN, *self._arguments], stdin=read_fd,
                                          stdout=subprocess.DEVNULL)
         os.close(read_fd)
         for session in self._sessions:
@@ -132,7 +130,7 @@ class Child:
         """Starts the program; must run in the supervisor's main thread, which the death signal is tied to."""
         fd = self._guard.fd
         self._process = subprocess.Popen(
-            [*_GUARD, "start", str(fd), str(os.getpid()), *self.service.command],
+            [*RUN, "start", str(fd), str(os.getpid()), *self.service.command],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, **self.service.environment}, pass_fds=(fd,))
         self._guard.started(self._process.pid)

@@ -25,6 +25,7 @@ import sys
 import time
 
 GRACE_S = 9.0
+RUN = (sys.executable, "-I", "-S", __file__)  # how others start this file
 _PR_SET_PDEATHSIG = 1
 
 

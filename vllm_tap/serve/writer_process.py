@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Final
 
 from schemas.errors import StartError
+from vllm_tap.serve.guard import RUN
 from vllm_tap.serve.services import writer_command
 
 __all__ = ["READY_S", "WriterProcess"]
@@ -23,7 +24,6 @@ READY_S: Final = 60.0
 _STOP_S: Final = 30.0
 _RESTARTS_MAX: Final = 5
 _RESTARTS_WINDOW_S: Final = 60.0  # a server runs for months: what died long ago does not count
-_GUARD: Final = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
 
 
 class WriterProcess:
@@ -68,7 +68,7 @@ class WriterProcess:
         deaths: deque[float] = deque()
         while not self._stopping.is_set():
             process = subprocess.Popen(
-                [*_GUARD, "start", "-1", str(os.getpid()), *self._command], stdin=subprocess.DEVNULL,
+                [*RUN, "start", "-1", str(os.getpid()), *self._command], stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"})
             self._process = process
