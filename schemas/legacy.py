@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Final
 
-from schemas.codecs import DEFAULT_CODEC, parse_codec
+from schemas.codecs import DEFAULT_CODEC, Codec, parse_codec
 from schemas.errors import SpecError, StartError
 
-__all__ = ["FLAGS", "MODES", "SITE", "act_codec", "capture_all"]
+__all__ = ["FLAGS", "MODES", "SITE", "act_codec", "capture_all", "error_text"]
 
 MODES: Final = ("rp8", "full8", "topk8")
 SITE: Final = "resid_post"  # what capturing every request captures, of all layers at all positions
@@ -41,6 +42,12 @@ def capture_all(environment: Mapping[str, str]) -> str | None:
     if asked != "1":
         return None
     return json.dumps({"sites": [SITE], "codec": act_codec(environment)})
+
+
+def error_text(codec: Codec) -> str:
+    """The bound of a codec; where its family shows a figure for the default k, the figure for this codec's k."""
+    k = codec.parameters.get("k", 0)
+    return re.sub(r"[0-9.]+ at k = [0-9]+", lambda _: f"{k**-0.5:.3f} at k = {k}", codec.family.error)
 
 
 def act_codec(environment: Mapping[str, str]) -> str:

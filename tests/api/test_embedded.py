@@ -455,6 +455,17 @@ def test_a_writer_that_is_not_ready_yet_is_waited_for(tmp_path: Path, caplog: py
     writer.__exit__(None, None, None)
 
 
+def test_its_lines_go_where_vllms_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever level the root logger has: a library that vLLM imports may set it."""
+    ours, root = logging.getLogger("vllm_tap"), logging.getLogger()
+    monkeypatch.setattr(ours, "parent", root)
+    monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.INFO)
+    monkeypatch.setattr(root, "level", logging.ERROR)
+    attached(monkeypatch, VLLM_TAP_ENDPOINT="ipc:///nowhere")
+    for name in ("vllm.tap", "vllm_tap.api"):
+        assert logging.getLogger(name).getEffectiveLevel() == logging.INFO, name
+
+
 def test_the_key_that_vllm_was_given_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for environment, given, keyed in (("", None, False), ("", ["k"], True), ("k", None, True)):
         monkeypatch.setenv("VLLM_API_KEY", environment)

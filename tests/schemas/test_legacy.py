@@ -15,8 +15,9 @@ from transformers import AutoConfig
 from engine_side.config import from_environment
 from engine_side.front.admission import admit
 from schemas import codecs
+from schemas.codecs import parse_codec
 from schemas.errors import SpecError, StartError
-from schemas.legacy import act_codec, capture_all
+from schemas.legacy import act_codec, capture_all, error_text
 from schemas.read.reader import StoreReader
 from tests.support.api_stack import Stack, running
 from tests.support.engines.engine_player import LAYERS, WIDTH
@@ -63,6 +64,12 @@ def test_what_cannot_be_had_is_refused_with_the_reason(variables: dict[str, str]
     with pytest.raises(StartError) as raised:
         capture_all({**ON, **variables})
     assert says in str(raised.value)
+
+
+def test_the_error_is_that_of_the_codec_asked_for() -> None:
+    assert "±1/√k (0.062 at k = 256)" in error_text(parse_codec("rp8:k=256"))
+    assert "±1/√k (0.044 at k = 512)" in error_text(parse_codec("rp8"))
+    assert error_text(parse_codec("full8")) == parse_codec("full8").family.error
 
 
 def test_the_plugin_reads_them_and_is_not_blind() -> None:

@@ -176,6 +176,8 @@ def capture(
     if codec is None:
         codec = legacy_names.act_codec({**os.environ, **legacy})
     environment, arguments = _engine(tiny, max_model_len, context.obj)
+    if tiny:
+        arguments = ("--served-model-name", "tiny", *arguments)  # as serve calls it: `ls --model tiny` finds both
     raise typer.Exit(run(CaptureJob(
         prompts=PromptSource(prompts, split, column, limit), model=_model(model, tiny, "--model M"), store=store,
         sites=sites, layers=layers,

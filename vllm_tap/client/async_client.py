@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import httpx
 
@@ -108,8 +108,8 @@ class AsyncClient:
         """Closes the connections."""
         await self._http.aclose()
 
-    async def generate(self, prompt: str | Sequence[Any] | http.Messages, max_tokens: int = 16,
-                       capture: http.Spec | None = None, **fields: Any) -> AsyncGeneration:
+    async def generate(self, prompt: http.Prompt, max_tokens: int = 16, capture: http.Spec | None = None,
+                       **fields: Any) -> AsyncGeneration:
         """``Client.generate``."""
         model = fields.pop("model", None) or await self.model()
         response = http.read_generation(
@@ -117,9 +117,20 @@ class AsyncClient:
         ids = Answer(response).capture_ids
         return AsyncGeneration(response, [AsyncCapture(self, capture_id, self.wait_s) for capture_id in ids])
 
-    async def generate_all(self, prompts: Iterable[str | Sequence[Any] | http.Messages], max_tokens: int = 16,
+    @overload
+    async def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16,
                            capture: http.Spec | None = None, *, at_once: int = 64, progress: Report = False,
-                           **fields: Any) -> list[AsyncGeneration]:
+                           return_exceptions: Literal[False] = False, **fields: Any) -> list[AsyncGeneration]: ...
+
+    @overload
+    async def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16,
+                           capture: http.Spec | None = None, *, at_once: int = 64, progress: Report = False,
+                           return_exceptions: bool, **fields: Any) -> list[AsyncGeneration | Exception]: ...
+
+    async def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16,
+                           capture: http.Spec | None = None, *, at_once: int = 64, progress: Report = False,
+                           return_exceptions: bool = False, **fields: Any
+                           ) -> list[AsyncGeneration] | list[AsyncGeneration | Exception]:
         """``Client.generate_all``."""
         http.check_all(prompts, at_once)
         asked = list(prompts)
@@ -127,17 +138,20 @@ class AsyncClient:
         await self.model()
         with reporting(progress, "generating") as tell:
 
-            async def one(number: int, prompt: str | Sequence[Any] | http.Messages) -> AsyncGeneration:
+            async def one(number: int, prompt: http.Prompt) -> AsyncGeneration | Exception:
                 nonlocal done
+                made: AsyncGeneration | Exception
                 async with free:
                     try:
-                        generation = await self.generate(prompt, max_tokens, capture, **fields)
+                        made = await self.generate(prompt, max_tokens, capture, **fields)
                     except Exception as error:
                         error.add_note(f"of prompts[{number}]")
-                        raise
+                        if not return_exceptions:
+                            raise
+                        made = error
                 done += 1
                 tell(done, len(asked))
-                return generation
+                return made
 
             try:
                 async with asyncio.TaskGroup() as group:

@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import httpx
 
@@ -94,8 +94,8 @@ class Client:
         """Closes the connections."""
         _run(self._client.close())
 
-    def generate(self, prompt: str | Sequence[Any] | http.Messages, max_tokens: int = 16,
-                 capture: http.Spec | None = None, **fields: Any) -> Generation:
+    def generate(self, prompt: http.Prompt, max_tokens: int = 16, capture: http.Spec | None = None,
+                 **fields: Any) -> Generation:
         """Text for a prompt (text, token ids, or a list of either), or an answer to chat messages.
 
         ``capture`` is the spec (``{}``: everything armed); ``fields`` are OpenAI's and vLLM's, such as ``temperature``,
@@ -105,13 +105,24 @@ class Client:
         answer = _run(self._client.generate(prompt, max_tokens, capture, **fields))
         return Generation(answer.response, [self.capture(capture_id) for capture_id in answer.capture_ids])
 
-    def generate_all(self, prompts: Iterable[str | Sequence[Any] | http.Messages], max_tokens: int = 16,
-                     capture: http.Spec | None = None, *, at_once: int = 16, progress: Report = False,
-                     **fields: Any) -> list[Generation]:
+    @overload
+    def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
+                     at_once: int = 16, progress: Report = False, return_exceptions: Literal[False] = False,
+                     **fields: Any) -> list[Generation]: ...
+
+    @overload
+    def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
+                     at_once: int = 16, progress: Report = False, return_exceptions: bool,
+                     **fields: Any) -> list[Generation | Exception]: ...
+
+    def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
+                     at_once: int = 16, progress: Report = False, return_exceptions: bool = False,
+                     **fields: Any) -> list[Generation] | list[Generation | Exception]:
         """``generate`` for every prompt, ``at_once`` at a time, so that the engine's batches are full.
 
         In the order of the prompts. ``progress``: True for a bar, or a function of (done, total). The first error ends
-        it, once what is under way has ended, with a note that names its prompt.
+        it, once what is under way has ended, with a note that names its prompt; with ``return_exceptions`` errors take
+        the places of their generations instead.
         """
         http.check_all(prompts, at_once)
         asked = list(prompts)
@@ -122,12 +133,14 @@ class Client:
                 for done, future in enumerate(as_completed(futures), 1):
                     if (error := future.exception()) is not None:
                         error.add_note(f"of prompts[{futures.index(future)}]")
-                        raise error
+                        if not (return_exceptions and isinstance(error, Exception)):
+                            raise error
                     tell(done, len(asked))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-            return [future.result() for future in futures]
+            return [error if isinstance(error := future.exception(), Exception) else future.result()
+                    for future in futures]
 
     def model(self) -> str:
         """The name of the served model."""

@@ -35,7 +35,7 @@ __all__ = ["API_KEY", "Ask", "Retry"]
 logger = logging.getLogger("vllm_tap")
 
 API_KEY: Final = "VLLM_TAP_API_KEY"
-Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[Any]  # text, token ids, a list of either, or chat messages
 Spec = Mapping[str, Any] | CaptureSpec
 _BUSY: Final = (429, 503)
 
@@ -128,7 +128,7 @@ def path(ref: str) -> str:
     return "/v1/captures/" + quote(ref, safe=":@+=~")
 
 
-def ask_generate(prompt: str | Sequence[Any] | Messages, max_tokens: int, capture: Spec | None, model: str,
+def ask_generate(prompt: Prompt, max_tokens: int, capture: Spec | None, model: str,
                  fields: dict[str, Any]) -> Ask:
     """A completion or, for messages, a chat."""
     if fields.get("stream"):

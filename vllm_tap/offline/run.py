@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from schemas.codecs import parse_codec
 from schemas.errors import StartError, TapError
+from schemas.legacy import error_text
 from schemas.read.reader import StoreReader
 from schemas.wire.control_channel import ControlChannel
 from schemas.wire.messages import Delete
@@ -85,7 +86,7 @@ def _run(job: CaptureJob, total: int, ending: Ending, writers: list[WriterProces
             console.print(f"{len(resume.done)} of {total} prompts are captured already", soft_wrap=True)
         if not left and (job.output is None or not job.own_tokenizer):
             if job.output is not None:
-                with job.output.open("w", encoding="utf-8") as file:
+                with _opened(job.output) as file:
                     _write(file, _lines_of(job, resume, load_tokenizer(job)))
             _print_refused(console, tally)
             return 1 if tally.refused else 0
@@ -97,7 +98,7 @@ def _run(job: CaptureJob, total: int, ending: Ending, writers: list[WriterProces
         console.print(f"{left} prompts; starting vLLM with {job.model} (a minute)", soft_wrap=True)
         engine = start_engine(job, endpoint)
         stack.callback(engine.engine_core.shutdown, timeout=_SHUTDOWN_S)
-        output = None if job.output is None else stack.enter_context(job.output.open("w", encoding="utf-8"))
+        output = None if job.output is None else stack.enter_context(_opened(job.output))
         _write(output, _lines_of(job, resume, engine.get_tokenizer()) if output is not None else ())
         started = time.monotonic()
         ending.patient = True
@@ -144,6 +145,11 @@ def _bar(console: Console) -> Progress:
                     TimeRemainingColumn(), console=console)
 
 
+def _opened(output: Path) -> TextIO:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return output.open("w", encoding="utf-8")
+
+
 def _write(output: TextIO | None, lines: Iterable[dict[str, Any]]) -> None:
     """JSON lines, where anybody wants them."""
     if output is not None:
@@ -177,7 +183,7 @@ def _say_codec(console: Console, job: CaptureJob) -> None:
     """What a legacy codec loses, before anybody relies on it."""
     codec = parse_codec(job.codec)
     if codec.family.legacy:
-        console.print(f"rows are stored as {codec.identity}; error: {codec.family.error}", soft_wrap=True, markup=False)
+        console.print(f"rows are stored as {codec.identity}; error: {error_text(codec)}", soft_wrap=True, markup=False)
 
 
 def _await_ends(store: Path, tally: Tally, timeout_s: float) -> Counter[str]:

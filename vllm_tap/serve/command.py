@@ -12,7 +12,7 @@ from typing import Final
 
 from api.config import keys_file
 from schemas.codecs import parse_codec
-from schemas.legacy import SITE
+from schemas.legacy import SITE, error_text
 from schemas.read.reader import StoreReader
 from vllm_tap.serve.services import ServeConfig, make_socket_dir, services
 from vllm_tap.serve.supervisor import Supervisor
@@ -79,7 +79,7 @@ def _ready_text(config: ServeConfig, seconds: float) -> str:
     if config.capture_all:
         codec = parse_codec(json.loads(config.capture_all)["codec"])
         every = f"\n    every    request is captured: {SITE}, all layers, as {codec.identity}\n" \
-                f"             error: {codec.family.error}"
+                f"             error: {error_text(codec)}"
     probes = "".join(f"\n    probe    {probe}" for probe in config.probes)
     return f"""
   vllm-tap is ready ({seconds:.0f} s)

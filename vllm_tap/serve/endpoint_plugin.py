@@ -42,6 +42,8 @@ class CaptureRoutes:
         """Puts the service before the application, inside whatever asks for keys."""
         if not os.environ.get("VLLM_TAP_ENDPOINT"):
             return
+        # The service's lines go where vLLM's go: what the root logger is set to is not ours.
+        logging.getLogger("vllm_tap").parent = logging.getLogger("vllm")
         try:
             config = config_of(os.environ)
             self._writer = writer_of(config)

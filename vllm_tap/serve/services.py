@@ -131,15 +131,16 @@ def check_model(model: str) -> str:
 
 def check_store(store: Path) -> Path:
     """``store`` if it is a folder that can be written to, or could be made."""
-    folder = store
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    check_writable(folder, f"--store = {str(store)!r}")
+    check_writable(store, f"--store = {str(store)!r}")
     return store
 
 
 def check_writable(folder: Path, what: str) -> None:
-    """StartError beginning with ``what`` where no file can be made in ``folder``; found out by making one."""
+    """StartError beginning with ``what`` where no file can be made in ``folder``, or in the one that it would be made
+    in; found out by making one.
+    """
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
     if not folder.is_dir():
         raise StartError(f"{what}: {folder} is not a folder")
     try:

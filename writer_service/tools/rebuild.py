@@ -45,7 +45,7 @@ def _rebuild(store: Path, uuid: bytes, lock: int, epoch: int) -> Rebuilt:
     state = mend(store, uuid, lock, epoch, new_catalog(store / REBUILDING, uuid), True)
     db = sqlite3.connect(store / REBUILDING)
     db.execute("PRAGMA journal_mode=DELETE")  # one file: what SQLite keeps beside it goes by the file's name
-    captures = db.execute("SELECT count(*) FROM captures").fetchone()[0]
+    captures = db.execute("SELECT count(*) FROM captures WHERE deleted = 0").fetchone()[0]
     db.close()
     differences = compare(store / "catalog.sqlite", store / REBUILDING)
     set_aside(store, REPLACED)

@@ -737,7 +737,7 @@ def test_a_capture_that_is_terminated_leaves_nothing_behind(tmp_path: Path, sock
 def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path) -> None:
     """kill -9 in the middle: what was complete stays as it is, the rest is done, and nothing is there twice."""
     pytest.importorskip("vllm")
-    file, store, out = tmp_path / "prompts.jsonl", tmp_path / "store", tmp_path / "out.jsonl"
+    file, store, out = tmp_path / "prompts.jsonl", tmp_path / "store", tmp_path / "made" / "out.jsonl"
     ulid, count = new_ulid(), 16
     file.write_text(
         '{"prompt": "The sea", "tags": {"set": "a"}}\n'
@@ -774,7 +774,8 @@ def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path)
     assert sorted(lines) == [n for n in range(1, count + 1) if n not in (4, 5)] and lines[2]["capture"] == ulid
     assert len(out.read_text().splitlines()) == count - 2
     assert {line["finish_reason"] for line in lines.values()} <= {"length", "stop"}
-    rows = {row["id"]: row for row in map(json.loads, tap("ls", "--store", store, "--json").stdout.splitlines())}
+    listed = tap("ls", "--store", store, "--json")
+    rows = {row["id"]: row for row in map(json.loads, listed.stdout.splitlines())}
     assert {row.pop("status") for row in rows.values() if row["tags"]["line"] not in ("4", "5")} == {"complete"}
     assert sorted(int(row["tags"]["line"]) for row in rows.values()) == list(range(1, count + 1))
     assert {id: row["created_ms"] for id, row in rows.items() if id in before} == before
@@ -784,6 +785,7 @@ def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path)
         assert row["total_len"] == line["prompt_tokens"] + line["generated_tokens"]
     assert rows[lines[1]["capture"]]["tags"]["set"] == "a"
     assert [row.get("status") for row in rows.values()].count("failed") == 2
+    assert lines[1]["capture"] in tap("ls", "--store", store, "--model", "tiny").stdout
     manifest = json.loads(tap("show", ulid, "--store", store, "--json").stdout)
     assert {(row["site"], row["layer"]) for row in manifest["rows"]} == {
         *(("resid_post", layer) for layer in range(4)), ("mlp_out", 1)}

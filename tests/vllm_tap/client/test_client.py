@@ -25,8 +25,10 @@ from tests.support.api_stack import ROOT, Stack, running
 from tests.support.engines.engine_player import WIDTH, decoded, rows
 from vllm_tap import (
     AsyncClient,
+    AsyncGeneration,
     BadRequest,
     Client,
+    Generation,
     MissingRows,
     NotComplete,
     ServiceError,
@@ -244,6 +246,9 @@ def test_many_prompts_at_once(client: Client, store: Store) -> None:
     with pytest.raises(ValueError, match="prompt = 5") as refused:
         client.generate_all(wrong)
     assert refused.value.__notes__ == ["of prompts[2]"]
+    first, second, third = client.generate_all(["x", *wrong[2:]], return_exceptions=True)
+    assert isinstance(second, ValueError) and second.__notes__ == ["of prompts[1]"]
+    assert isinstance(first, Generation) and isinstance(third, Generation) and first.text
     running = client.generate("x", capture={}, play={"unfinished": True})
     for found in (client, store):
         with pytest.raises(NotComplete, match="running"):
@@ -352,6 +357,8 @@ def test_the_asynchronous_client(stack: Stack) -> None:
             with pytest.raises(ValueError, match="prompt = 5") as refused:
                 await client.generate_all(wrong)
             assert refused.value.__notes__ == ["of prompts[1]"]
+            kept = await client.generate_all([*wrong, "y"], return_exceptions=True)
+            assert [type(made) for made in kept] == [AsyncGeneration, ValueError, AsyncGeneration]
             holed = await client.generate(PROMPT, capture={"layers": [2]},
                                           play={"drop": ["resid_post", [2], 3, 6]})
             with pytest.raises(MissingRows, match="dropped"):

@@ -330,8 +330,8 @@ def test_fast_decoding_is_what_decoding_is(codec: str, model: str) -> None:
 def sealed_copy(made: Made, tmp_path: Path) -> Path:
     def all_sealed() -> bool:
         with StoreReader(made.path) as reader:
-            return all(reader.segment(number).sealed for number in rows(made.path, "resid_post", 1,
-                                                                        codec="int8b64").index.segments)
+            return all(reader.segment(number).sealed for codec in ("int8b64", "raw")
+                       for number in rows(made.path, "resid_post", 1, codec=codec).index.segments)
 
     assert until(all_sealed)
     return Path(shutil.copytree(made.path, tmp_path / "store"))
