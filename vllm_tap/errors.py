@@ -1,4 +1,4 @@
-"""What the client and the local store raise.
+"""Exceptions of the client and the local store.
 
     TapError                  base of all (schemas.errors)
     ├── MissingRows           some of the rows asked for were never stored; names the ranges and why
@@ -62,7 +62,7 @@ class Unavailable(ServiceError):
 
 
 def not_complete(found: Manifest, wait_s: float, no_writer: bool = False) -> NotComplete:
-    """What says that a capture is not final: after ``wait_s`` seconds, or as no writer has its store."""
+    """The error of a capture that is not final: after ``wait_s`` seconds, or as no writer has its store."""
     return NotComplete(f"capture {found.id} is {found.status}" + (
         ", and no writer has the store: start one, it closes what a crash left" if no_writer
         else f" after {max(wait_s, 0.0):.3g} s"))

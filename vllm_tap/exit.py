@@ -1,4 +1,4 @@
-"""How a command that runs an engine of its own is ended by signals: at once, or once it has ended what it does."""
+"""Signals that end a command with an engine of its own: at once, or once it has ended what is in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a long piece of work has come: shown as a bar, told to a function, or not at all."""
+"""Progress of long work: shown as a bar, told to a function, or not at all."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["Report", "Told", "reporting"]
+__all__ = ["ProgressFunction", "ProgressReport", "reporting"]
 
-Told = Callable[[int, int], None]  # (done, of how many)
-Report = bool | Told
+ProgressFunction = Callable[[int, int], None]  # (done, of how many)
+ProgressReport = bool | ProgressFunction
 
 
 @contextmanager
-def reporting(report: Report, what: str) -> Iterator[Told]:
+def reporting(report: ProgressReport, what: str) -> Iterator[ProgressFunction]:
     """The function to tell: the caller's own, one that draws a bar on standard error (True), or one that is silent."""
     if callable(report):
         yield report

@@ -13,10 +13,10 @@ from schemas.manifest import FINAL, Manifest
 from schemas.read.reader import CaptureRow, StoreReader
 from schemas.sites import site_meant
 from schemas.wire.messages import EngineInfo
-from vllm_tap.client.captures import F32, Capture, Layers, Rows, as_asked, check_range, place
+from vllm_tap.client.captures import F32, Capture, Layers, Rows, check_range, drop_layer_axis, site_and_layers
 from vllm_tap.client.listing import Filters
 from vllm_tap.errors import not_complete
-from vllm_tap.progress import Report, reporting
+from vllm_tap.progress import ProgressReport, reporting
 from writer_service.recover.store_lock import is_free
 
 __all__ = ["Store", "open_store"]
@@ -57,7 +57,7 @@ class Store:
         """The captures that the filters let through, newest first, as ``Client.captures``."""
         return Filters(status, tags or {}, model, site, since, until, text).of(self.reader, limit, before)
 
-    def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
+    def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: ProgressReport = False) -> list[Manifest]:
         """The manifests of captures once all are final; NotComplete where that takes longer than ``timeout_s``."""
         names, end_s = list(refs), time.monotonic() + timeout_s
         found: list[Manifest] = []
@@ -84,11 +84,11 @@ class Store:
         >>> store.rows_at([("01J…", 17), ("01K…", 3)], "resid_post", 12).shape   # doctest: +SKIP
         (2, 4096)
         """
-        named, layers = place(site, layer)
+        named, layers = site_and_layers(site, layer)
         named = site_meant(named, {}, site, "site", ArgumentError)  # its rows may be of several models
         if layers is None:
             raise ArgumentError("layer", layer, f"name a layer of {site}")
-        return as_asked(self.reader.rows_at(rows, named, layers).values(), layer)
+        return drop_layer_axis(self.reader.rows_at(rows, named, layers).values(), layer)
 
     def close(self) -> None:
         """Releases the files; arrays taken before stay valid."""

@@ -69,7 +69,7 @@ def _channel(store: Path) -> Iterator[tuple[ControlChannel, bool]]:
 
 
 def _endpoint(store: Path) -> str | None:
-    """Where the store's writer listens, None where it has none. StoreError where one does not listen in time."""
+    """The endpoint of the store's writer, None where it has none. StoreError where one does not listen in time."""
     deadline = time.monotonic() + listens_s
     while not is_free(store):
         if (found := listens(store)) is not None:

@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 __all__ = ["tiny_model"]
 
-RECIPE: Final = 1  # part of the cache key: raise it whenever the same arguments would give other files
+RECIPE: Final = 2  # part of the cache key: raise it whenever the same arguments would give other files
 
 FAMILIES: Final = ("qwen3", "llama")
+DTYPES: Final = ("float32", "float16", "bfloat16")
 HIDDEN: Final = 256
 LAYERS: Final = 4
 HEADS: Final = 4
@@ -32,7 +33,6 @@ VOCABULARY: Final = 2048
 POSITIONS_MAX: Final = 4096
 
 _SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_SAFETENSORS: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _CHAT_TEMPLATE: Final = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}"
@@ -49,8 +49,8 @@ def tiny_model(family: str = "qwen3", seed: int = 0, dtype: str = "float32") -> 
     """
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r}: valid are {', '.join(FAMILIES)}")
-    if dtype not in _SAFETENSORS:
-        raise ValueError(f"dtype = {dtype!r}: valid are {', '.join(_SAFETENSORS)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype!r}: valid are {', '.join(DTYPES)}")
     if seed < 0:
         raise ValueError(f"seed = {seed}: must not be negative")
     root = cache_dir() / "tiny-models"
@@ -200,6 +200,9 @@ def _write_weights(path: Path, family: str, dtype: str, seed: int, vocabulary: l
     Each projection maps unit variance to about unit variance, so that what attention and the MLP add is comparable
     to what is there: the next token then depends on the whole context, and greedy decoding does not get stuck.
     """
+    import torch
+    from safetensors.torch import save_file
+
     rng = np.random.Generator(np.random.PCG64(seed))
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> npt.NDArray[np.float32]:
@@ -228,31 +231,12 @@ def _write_weights(path: Path, family: str, dtype: str, seed: int, vocabulary: l
     # Special tokens and half characters stay all but unsayable, so that the output is text and runs to its length.
     head[[not _is_sayable(token) for token in vocabulary]] *= np.float32(0.05)
     tensors["lm_head.weight"] = head
-    _write_safetensors(path, tensors, dtype)
-
-
-def _write_safetensors(path: Path, tensors: dict[str, npt.NDArray[np.float32]], dtype: str) -> None:
-    """By hand, since the format is three lines and no NumPy array is a bfloat16: length, JSON header, bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    chunks, offset = [], 0
-    for name, value in tensors.items():
-        chunks.append(_cast(value, dtype))
-        header[name] = {"dtype": _SAFETENSORS[dtype], "shape": value.shape,
-                        "data_offsets": [offset, offset := offset + len(chunks[-1])]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *chunks]))
+    kind = getattr(torch, dtype)
+    save_file({name: torch.from_numpy(value).to(kind) for name, value in tensors.items()}, path, {"format": "pt"})
 
 
 def _is_sayable(token: str) -> bool:
     return token not in _SPECIAL and all(char == "Ġ" or char.isascii() for char in token)
-
-
-def _cast(values: npt.NDArray[np.float32], dtype: str) -> bytes:
-    if dtype != "bfloat16":
-        return values.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()  # round half to even
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from vllm_tap.serve.child import Service
+from vllm_tap.serve.child import ServiceCommand
 from vllm_tap.serve.supervisor import Supervisor
 
 PACE = 0.4
@@ -82,8 +82,8 @@ def main() -> int:
     folder, port, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else ""
     values = {"folder": str(folder), "port": port, "mode": mode, "worker": WORKER}
 
-    def service(name: str, text: str, **options: object) -> Service:
-        return Service(name, (sys.executable, "-c", text.format(name=name, **values)), **options)  # type: ignore[arg-type]
+    def service(name: str, text: str, **options: object) -> ServiceCommand:
+        return ServiceCommand(name, (sys.executable, "-c", text.format(name=name, **values)), **options)  # type: ignore[arg-type]
 
     sockets = folder / "sockets"
     sockets.mkdir()

@@ -52,7 +52,7 @@ def test_two_processes_may_make_it_at_once(tmp_path: Path) -> None:
     paths = {process.communicate(timeout=60)[0] for process in both}
     assert [process.returncode for process in both] == [0, 0] and len(paths) == 1
     folder = Path(paths.pop().decode().strip()).parent
-    assert [path.name for path in folder.iterdir()] == ["llama-float32-seed3-v1"]
+    assert [path.name for path in folder.iterdir()] == ["llama-float32-seed3-v2"]
 
 
 @pytest.mark.parametrize("text", ["Why is the sky blue?", "héllo wörld 你好 🙂\n\t x=1", "", " leading", "\x00\x7f"])

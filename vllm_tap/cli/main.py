@@ -341,7 +341,7 @@ def _legacy(on: bool, mode: str | None, rp_k: int | None, rp_seed: int | None, t
 
 
 def _split(arguments: list[str]) -> tuple[list[str], bool, tuple[str, ...]]:
-    """What is ours, whether there was a ``--``, and what comes after it."""
+    """Our own arguments, whether there was a ``--``, and the arguments after it."""
     if "--" not in arguments:
         return arguments, False, ()
     at = arguments.index("--")
@@ -361,7 +361,7 @@ def _model(model: str | None, tiny: bool, how: str = "MODEL") -> str:
 
 
 def _value(error: Exception, arguments: list[str]) -> str:
-    """What was given for the option that an error is about, where its own text does not say."""
+    """The value given for the option that an error is about, as a remark behind the error's own text."""
     names = getattr(getattr(error, "param", None), "opts", ())
     for argument, following in reversed(list(zip(arguments, [*arguments, ""][1:], strict=True))):  # the last counts
         name, assigned, value = argument.partition("=")
@@ -382,7 +382,7 @@ def _version(name: str) -> str | None:
 
 
 def _let_go_of_output() -> None:
-    """What could not be written is not tried again when Python ends, which would say so in its own words."""
+    """Drop output that could not be written: Python would try again at its end, and say so in its own words."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

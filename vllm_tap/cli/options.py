@@ -1,4 +1,4 @@
-"""What the commands take: options that several of them share, and the words that an option may be."""
+"""Options that several commands share, and the words that an option may be."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ActBits", "ActMode", "Arm", "Durability", "Format", "Keys", "LogForm
 
 
 class Format(StrEnum):
-    """What `export` writes."""
+    """A format that `export` writes."""
 
     npz = "npz"
     safetensors = "safetensors"

@@ -16,7 +16,7 @@ from schemas.errors import ArgumentError
 from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest, SiteLayer
 from schemas.read.reader import StoreReader
-from vllm_tap.client.listing import sifted
+from vllm_tap.client.listing import filtered
 
 __all__ = ["console", "print_captures", "print_json", "print_manifest", "when"]
 
@@ -39,7 +39,7 @@ def print_captures(store: Path, status: str | None, sieve: Sieve, limit: int, be
     if before is not None and split_capture_id(before) is None:
         raise ArgumentError("--before", before, "must be a capture id")
     with StoreReader(store) as reader:
-        rows = list(sifted(reader, status, sieve, limit, before))
+        rows = list(filtered(reader, status, sieve, limit, before))
     if as_json:
         print_json(*rows)
         return
@@ -143,6 +143,6 @@ def when(ms: int) -> str:
 
 
 def console() -> Console:
-    """Where tables are printed."""
+    """The console that tables are printed on."""
     # A pipe gets whole lines: a program that reads them has no width.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)

@@ -17,7 +17,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the server answered a generation with: ``response`` as it came."""
+    """The server's answer to a generation: ``response`` as it came."""
 
     response: dict[str, Any]
 

@@ -25,10 +25,20 @@ from schemas.read.reader import CaptureRow
 from schemas.sites import BY_MODEL, PROBE
 from vllm_tap.client import http
 from vllm_tap.client.answers import Answer
-from vllm_tap.client.captures import F32, Key, Layers, Rows, as_asked, meant, only_layer, place, whole
+from vllm_tap.client.captures import (
+    F32,
+    Key,
+    Layers,
+    Rows,
+    drop_layer_axis,
+    only_layer,
+    require_whole,
+    site_and_layers,
+    site_on_model,
+)
 from vllm_tap.client.listing import Filters, Page
 from vllm_tap.errors import not_complete
-from vllm_tap.progress import Report, reporting
+from vllm_tap.progress import ProgressReport, reporting
 
 __all__ = ["AsyncCapture", "AsyncClient", "AsyncGeneration"]
 
@@ -43,7 +53,7 @@ class AsyncCapture:
         return f"AsyncCapture({self.id!r})"
 
     async def manifest(self) -> Manifest:
-        """What was asked for, stored and missed; waits until the capture is final, at most ``wait_s`` seconds."""
+        """Rows asked for, stored and missed; waits until the capture is final, at most ``wait_s`` seconds."""
         return await self._client.manifest(self.id, self.wait_s)
 
     async def status(self) -> str:
@@ -54,7 +64,7 @@ class AsyncCapture:
         """``Capture.__getitem__``: all rows of a site and layer, float32 ``[rows, width]``."""
         found: Key = key if len(key) > 1 else key[0]
         name, layer = found if isinstance(found, tuple) else (found, None)
-        return as_asked((await self.slice(name, layer)).values, layer)
+        return drop_layer_axis((await self.slice(name, layer)).values, layer)
 
     async def probe(self, name: str) -> F32:
         """``Capture.probe``: all scores of a registered probe, float32 ``[rows, k]``."""
@@ -63,14 +73,14 @@ class AsyncCapture:
     async def slice(self, site: str, layer: Layers = None, start: int = 0, stop: int | None = None,
                     allow_missing: bool = False) -> Rows:
         """``Capture.slice``."""
-        name, (site, layers) = site, place(site, layer)
+        name, (site, layers) = site, site_and_layers(site, layer)
         if site in BY_MODEL:
             manifest = await self.manifest()
-            site = meant(site, name, lambda: manifest)
+            site = site_on_model(site, name, lambda: manifest)
         if layers is None:
             layers = only_layer(site, await self.manifest())
         rows = await self._client.rows(self.id, site, layers, start, stop, None if allow_missing else self.wait_s)
-        return whole(rows, allow_missing)
+        return require_whole(rows, allow_missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +118,27 @@ class AsyncClient:
         """Closes the connections."""
         await self._http.aclose()
 
-    async def generate(self, prompt: http.Prompt, max_tokens: int = 16, capture: http.Spec | None = None,
+    async def generate(self, prompt: http.AnyPrompt, max_tokens: int = 16, capture: http.Spec | None = None,
                        **fields: Any) -> AsyncGeneration:
         """``Client.generate``."""
         model = fields.pop("model", None) or await self.model()
         response = http.read_generation(
-            await self._send(http.ask_generate(prompt, max_tokens, capture, model, fields)), capture is not None)
+            await self._send(http.generate_request(prompt, max_tokens, capture, model, fields)), capture is not None)
         ids = Answer(response).capture_ids
         return AsyncGeneration(response, [AsyncCapture(self, capture_id, self.wait_s) for capture_id in ids])
 
     @overload
-    async def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16,
-                           capture: http.Spec | None = None, *, at_once: int = 64, progress: Report = False,
+    async def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16,
+                           capture: http.Spec | None = None, *, at_once: int = 64, progress: ProgressReport = False,
                            return_exceptions: Literal[False] = False, **fields: Any) -> list[AsyncGeneration]: ...
 
     @overload
-    async def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16,
-                           capture: http.Spec | None = None, *, at_once: int = 64, progress: Report = False,
+    async def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16,
+                           capture: http.Spec | None = None, *, at_once: int = 64, progress: ProgressReport = False,
                            return_exceptions: bool, **fields: Any) -> list[AsyncGeneration | Exception]: ...
 
-    async def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16,
-                           capture: http.Spec | None = None, *, at_once: int = 64, progress: Report = False,
+    async def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16,
+                           capture: http.Spec | None = None, *, at_once: int = 64, progress: ProgressReport = False,
                            return_exceptions: bool = False, **fields: Any
                            ) -> list[AsyncGeneration] | list[AsyncGeneration | Exception]:
         """``Client.generate_all``."""
@@ -138,7 +148,7 @@ class AsyncClient:
         await self.model()
         with reporting(progress, "generating") as tell:
 
-            async def one(number: int, prompt: http.Prompt) -> AsyncGeneration | Exception:
+            async def one(number: int, prompt: http.AnyPrompt) -> AsyncGeneration | Exception:
                 nonlocal done
                 made: AsyncGeneration | Exception
                 async with free:
@@ -164,7 +174,7 @@ class AsyncClient:
         """The name of the served model."""
         self._check_open()
         if self._model is None:
-            self._model = str((await self._json(http.Ask("GET", "/v1/models")))["data"][0]["id"])
+            self._model = str((await self._json(http.Request("GET", "/v1/models")))["data"][0]["id"])
         return self._model
 
     def capture(self, ref: str) -> AsyncCapture:
@@ -181,9 +191,10 @@ class AsyncClient:
 
     async def page(self, filters: Filters, count: int, before: str | None) -> Page:
         """A page of ``captures``: at most ``count`` of those older than ``before``."""
-        return http.read_captures(await self._send(http.ask_captures(filters, count, before)))
+        return http.read_captures(await self._send(http.captures_request(filters, count, before)))
 
-    async def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
+    async def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: ProgressReport = False
+                   ) -> list[Manifest]:
         """``Client.wait``."""
         names, end_s = list(refs), time.monotonic() + timeout_s
         found: list[Manifest] = []
@@ -195,19 +206,19 @@ class AsyncClient:
 
     async def delete(self, ref: str) -> None:
         """``Client.delete``."""
-        await self._send(http.Ask("DELETE", http.path(ref), again=False))
+        await self._send(http.Request("DELETE", http.path(ref), again=False))
 
     async def hold(self, ref: str) -> None:
         """``Client.hold``."""
-        await self._send(http.Ask("PUT", http.path(ref) + "/hold"))
+        await self._send(http.Request("PUT", http.path(ref) + "/hold"))
 
     async def release(self, ref: str) -> None:
         """``Client.release``."""
-        await self._send(http.Ask("DELETE", http.path(ref) + "/hold"))
+        await self._send(http.Request("DELETE", http.path(ref) + "/hold"))
 
     async def capabilities(self) -> dict[str, Any]:
-        """What can be captured, the codecs, the formats, the limits."""
-        return await self._json(http.Ask("GET", "/v1/capabilities"))
+        """``Client.capabilities``."""
+        return await self._json(http.Request("GET", "/v1/capabilities"))
 
     # ── what an AsyncCapture reads from ─────────────────────────────────────────────────────────────────────────
 
@@ -216,7 +227,7 @@ class AsyncClient:
         end_s = time.monotonic() + (wait_s or 0.0)
         while True:  # an answer is waited for so long at most
             left_s = None if wait_s is None else max(end_s - time.monotonic(), 0.0)
-            found = http.read_manifest(ref, await self._send(http.ask_manifest(ref, left_s)))
+            found = http.read_manifest(ref, await self._send(http.manifest_request(ref, left_s)))
             if found.status in FINAL or time.monotonic() >= end_s:
                 return found
 
@@ -232,22 +243,22 @@ class AsyncClient:
         if wait_s is not None and wait_s > limits.wait_timeout_s_max:
             await self.final(ref, wait_s)
         return http.read_rows(site, layers, await self._send(
-            http.ask_rows(ref, site, layers, start, stop, wait_s, rejected)))
+            http.rows_request(ref, site, layers, start, stop, wait_s, rejected)))
 
-    async def _json(self, ask: http.Ask) -> dict[str, Any]:
-        return http.read_object(await self._send(ask))
+    async def _json(self, request: http.Request) -> dict[str, Any]:
+        return http.read_object(await self._send(request))
 
     def _check_open(self) -> None:
         if self._http.is_closed:
             raise TapError("this client was closed")
 
-    async def _send(self, ask: http.Ask) -> httpx.Response:
+    async def _send(self, request: http.Request) -> httpx.Response:
         self._check_open()
-        tries = http.Tries(self._retry, self.base_url, ask)
+        tries = http.Attempts(self._retry, self.base_url, request)
         while True:
             try:
-                answer: httpx.Response = await self._http.request(ask.method, ask.path, params=ask.params,
-                                                                  json=ask.body)
+                answer: httpx.Response = await self._http.request(request.method, request.path, params=request.params,
+                                                                  json=request.body)
             except httpx.HTTPError as error:
                 wait_s = tries.failed(error)
             else:

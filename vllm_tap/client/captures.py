@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     import xarray
 
-__all__ = ["Capture", "Rows", "Source"]
+__all__ = ["Capture", "CaptureSource", "Rows"]
 
 F32 = npt.NDArray[np.float32]
 U32 = npt.NDArray[np.uint32]
@@ -71,8 +71,8 @@ class Rows:
         return data_array(self)
 
 
-class Source(Protocol):
-    """Where captures are read from. ``wait_s`` is how many seconds a capture may take to become final."""
+class CaptureSource(Protocol):
+    """A store or service that holds captures. ``wait_s``: seconds that a capture may take to become final."""
 
     def manifest(self, ref: str, wait_s: float | None = None) -> Manifest: ...
 
@@ -85,14 +85,14 @@ class Source(Protocol):
 class Capture:
     """A capture by any of its names; nothing is read before it is asked for."""
 
-    def __init__(self, source: Source, ref: str, wait_s: float = 30.0) -> None:
+    def __init__(self, source: CaptureSource, ref: str, wait_s: float = 30.0) -> None:
         self.id, self.wait_s, self._source = ref, wait_s, source
 
     def __repr__(self) -> str:
         return f"Capture({self.id!r})"
 
     def manifest(self) -> Manifest:
-        """What was asked for, stored and missed; waits until the capture is final, at most ``wait_s`` seconds."""
+        """Rows asked for, stored and missed; waits until the capture is final, at most ``wait_s`` seconds."""
         return self._source.manifest(self.id, self.wait_s)
 
     def wait(self, timeout_s: float | None = None) -> Manifest:
@@ -116,7 +116,7 @@ class Capture:
         than ``wait_s`` seconds, NotFoundError for a site or layer that was not captured.
         """
         name, layer = key if isinstance(key, tuple) else (key, None)
-        return as_asked(self.slice(name, layer).values, layer)
+        return drop_layer_axis(self.slice(name, layer).values, layer)
 
     def probe(self, name: str) -> F32:
         """All scores of a registered probe, float32 ``[rows, k]``; raises what ``capture[site, layer]`` raises.
@@ -132,8 +132,8 @@ class Capture:
         With ``allow_missing`` it does not wait and does not raise MissingRows: it takes the rows that are there.
         """
         site, layers = self._place(site, layer)
-        return whole(self._source.rows(self.id, site, layers, start, stop, None if allow_missing else self.wait_s),
-                     allow_missing)
+        wait_s = None if allow_missing else self.wait_s
+        return require_whole(self._source.rows(self.id, site, layers, start, stop, wait_s), allow_missing)
 
     def rejected(self, site: str, layer: Layers = None, start: int = 0, stop: int | None = None) -> Rows:
         """Rows of drafts (speculative decoding) that were not accepted; ``token_ids`` are what was guessed.
@@ -177,8 +177,8 @@ class Capture:
 
     def _all(self, site: str | None, layer: Layers) -> list[Rows]:
         if site is not None:
-            named, layers = place(site, layer)
-            named = meant(named, site, self.manifest)
+            named, layers = site_and_layers(site, layer)
+            named = site_on_model(named, site, self.manifest)
             return [self.slice(named, self.sites.get(named) if layers is None else layers)]
         if layer is not None:
             chosen = layers_of(layer)
@@ -186,8 +186,8 @@ class Capture:
         return [self.slice(name, layers) for name, layers in self.sites.items() if layers]
 
     def _place(self, name: str, layer: Layers) -> tuple[str, list[int]]:
-        site, layers = place(name, layer)
-        site = meant(site, name, self.manifest)
+        site, layers = site_and_layers(name, layer)
+        site = site_on_model(site, name, self.manifest)
         return site, only_layer(site, self.manifest()) if layers is None else layers
 
 
@@ -217,15 +217,15 @@ def check_range(start: int, stop: int | None) -> None:
             raise ArgumentError(name, position, f"valid: a position from 0 to {limits.position_max}")
 
 
-def as_asked(values: F32, layer: Layers) -> F32:
+def drop_layer_axis(values: F32, layer: Layers) -> F32:
     """``values`` ``[layers, …]`` for whoever named several layers; those of the only one for whoever named one."""
     return values if np.ndim(layer) else values[0]  # type: ignore[arg-type]  # None has no dimension
 
 
-def place(name: str, layer: Layers) -> tuple[str, list[int] | None]:
+def site_and_layers(name: str, layer: Layers) -> tuple[str, list[int] | None]:
     """Site and layers of what was asked for; None where no layer was named. SpecError where two were that differ.
 
-    The site may be one that the model decides (``meant``).
+    The site may be one that the model decides (``site_on_model``).
     """
     site, fixed = ask_site(name, "site", ArgumentError)
     asked = layers_of(layer)
@@ -236,8 +236,10 @@ def place(name: str, layer: Layers) -> tuple[str, list[int] | None]:
     return site, [fixed]
 
 
-def meant(site: str, name: str, manifest: Callable[[], Manifest]) -> str:
-    """What ``place`` found for ``name``, on the model that a capture is of; its manifest is read if that decides."""
+def site_on_model(site: str, name: str, manifest: Callable[[], Manifest]) -> str:
+    """The site that ``name`` stands for on a capture's model, from what ``site_and_layers`` found; the manifest is read
+    where the model decides.
+    """
     return site_meant(site, names_of(manifest().engine) if site in BY_MODEL else {}, name, "site", ArgumentError)
 
 
@@ -251,13 +253,13 @@ def only_layer(site: str, manifest: Manifest) -> list[int]:
     return sites[site]
 
 
-def whole(rows: Rows, allow_missing: bool) -> Rows:
+def require_whole(rows: Rows, allow_missing: bool) -> Rows:
     """The rows; MissingRows where some are missing that must not be."""
     if rows.missing and not allow_missing:
         raise MissingRows(rows.capture, f"{rows.site}, layer {', '.join(map(str, rows.layers))}", rows.missing)
     return rows
 
 
-def missing_of(value: list[dict[str, Any]]) -> list[Missing]:
+def read_missing(value: list[dict[str, Any]]) -> list[Missing]:
     """Ranges as they travel in JSON."""
     return [Missing(int(gap["start"]), int(gap["stop"]), str(gap["reason"])) for gap in value]

@@ -28,7 +28,7 @@ from vllm_tap.client.answers import Generation
 from vllm_tap.client.async_client import AsyncClient
 from vllm_tap.client.captures import Capture, Rows
 from vllm_tap.client.listing import Filters
-from vllm_tap.progress import Report, reporting
+from vllm_tap.progress import ProgressReport, reporting
 
 __all__ = ["Client"]
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class _BlockingConnection:
-    """As much of ``httpx.AsyncClient`` as is used, over ``httpx.Client``: its coroutines block, and never suspend."""
+    """The used part of ``httpx.AsyncClient`` over ``httpx.Client``: its coroutines block, and never suspend."""
 
     def __init__(self, **settings: Any) -> None:
         self._http = httpx.Client(**settings)
@@ -94,7 +94,7 @@ class Client:
         """Closes the connections."""
         _run(self._client.close())
 
-    def generate(self, prompt: http.Prompt, max_tokens: int = 16, capture: http.Spec | None = None,
+    def generate(self, prompt: http.AnyPrompt, max_tokens: int = 16, capture: http.Spec | None = None,
                  **fields: Any) -> Generation:
         """Text for a prompt (text, token ids, or a list of either), or an answer to chat messages.
 
@@ -106,17 +106,17 @@ class Client:
         return Generation(answer.response, [self.capture(capture_id) for capture_id in answer.capture_ids])
 
     @overload
-    def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
-                     at_once: int = 16, progress: Report = False, return_exceptions: Literal[False] = False,
+    def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
+                     at_once: int = 16, progress: ProgressReport = False, return_exceptions: Literal[False] = False,
                      **fields: Any) -> list[Generation]: ...
 
     @overload
-    def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
-                     at_once: int = 16, progress: Report = False, return_exceptions: bool,
+    def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
+                     at_once: int = 16, progress: ProgressReport = False, return_exceptions: bool,
                      **fields: Any) -> list[Generation | Exception]: ...
 
-    def generate_all(self, prompts: Iterable[http.Prompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
-                     at_once: int = 16, progress: Report = False, return_exceptions: bool = False,
+    def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
+                     at_once: int = 16, progress: ProgressReport = False, return_exceptions: bool = False,
                      **fields: Any) -> list[Generation] | list[Generation | Exception]:
         """``generate`` for every prompt, ``at_once`` at a time, so that the engine's batches are full.
 
@@ -163,7 +163,7 @@ class Client:
         filters = Filters(status, tags or {}, model, site, since, until, text)
         return filters.pages(lambda count, after: _run(self._client.page(filters, count, after)), limit, before)
 
-    def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: Report = False) -> list[Manifest]:
+    def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: ProgressReport = False) -> list[Manifest]:
         """The manifests of captures once all are final; NotComplete where that takes longer than ``timeout_s``."""
         return _run(self._client.wait(refs, timeout_s, progress=progress))
 
@@ -180,7 +180,7 @@ class Client:
         _run(self._client.release(ref))
 
     def capabilities(self) -> dict[str, Any]:
-        """What can be captured, the codecs, the formats, the limits."""
+        """Sites that can be captured, the codecs, the formats, the limits."""
         return _run(self._client.capabilities())
 
     # ── what a Capture reads from ───────────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,6 @@
-"""What goes over HTTP and what comes back, without any connection: shared by the client and the asynchronous one.
+"""Requests and answers of the HTTP service, without any connection: shared by both clients.
 
-An ``Ask`` is one request; the functions beside it read its answer. ``Tries`` says when to ask again.
+Functions named ``…_request`` make a ``Request``, others read its answer; ``Attempts`` says when to send it again.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from schemas.errors import ArgumentError, TapError
 from schemas.manifest import Manifest
 from schemas.read.reader import CaptureRow
 from schemas.spec import CaptureSpec
-from vllm_tap.client.captures import Rows, missing_of
+from vllm_tap.client.captures import Rows, read_missing
 from vllm_tap.client.listing import Filters, Page
 from vllm_tap.errors import NotComplete, Unavailable, service_error
 
-__all__ = ["API_KEY", "Ask", "Retry"]
+__all__ = ["API_KEY", "Request", "Retry"]
 
 logger = logging.getLogger("vllm_tap")
 
 API_KEY: Final = "VLLM_TAP_API_KEY"
-Prompt = str | Sequence[Any]  # text, token ids, a list of either, or chat messages
+AnyPrompt = str | Sequence[Any]  # text, token ids, a list of either, or chat messages
 Spec = Mapping[str, Any] | CaptureSpec
 _BUSY: Final = (429, 503)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Request:
     """One request to the service; ``again`` says that asking twice does no harm."""
 
     method: str
@@ -67,10 +67,10 @@ class Retry:
         wait_s = self._backoff_s(attempt) if asked is None else asked
         return wait_s if wait_s <= self.most_s else None
 
-    def after_failure(self, attempt: int, ask: Ask, error: httpx.HTTPError) -> float | None:
+    def after_failure(self, attempt: int, request: Request, error: httpx.HTTPError) -> float | None:
         """The same where there was no answer: a request that may have arrived is sent again only if it may be."""
         unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-        broken = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError) and ask.again
+        broken = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError) and request.again
         return self._backoff_s(attempt) if attempt < self.times and (unsent or broken) else None
 
     def _backoff_s(self, attempt: int) -> float:
@@ -92,7 +92,7 @@ def _retry_after_s(text: str | None) -> float | None:
 
 
 def root(base_url: str) -> str:
-    """Where the service is, also where its URL is given as clients of OpenAI want it: with ``/v1``."""
+    """The service's URL, also of one given as clients of OpenAI want it: with ``/v1``."""
     return base_url.rstrip("/").removesuffix("/v1")
 
 
@@ -105,7 +105,7 @@ def check_all(prompts: object, at_once: int) -> None:
 
 
 def settings(base_url: str, timeout_s: float, api_key: str | None) -> dict[str, Any]:
-    """What httpx's clients are made with; the key is that of the environment where none is given."""
+    """Arguments of httpx's clients; the key is that of the environment where none is given."""
     key = os.environ.get(API_KEY) if api_key is None else api_key
     if key and not (key.isascii() and key.isprintable()):
         raise ValueError(f"api_key = {key[:4]!r}…: a key is made of printable ASCII characters")
@@ -122,14 +122,14 @@ def settings(base_url: str, timeout_s: float, api_key: str | None) -> dict[str, 
 
 
 def path(ref: str) -> str:
-    """Where a capture lies, quoted; NotFoundError for what would reach another route even so, as no name does."""
+    """The path of a capture, quoted; NotFoundError for a name that would reach another route even so."""
     if ref in ("", ".", "..") or "/" in ref:
         raise no_capture(ref)
     return "/v1/captures/" + quote(ref, safe=":@+=~")
 
 
-def ask_generate(prompt: Prompt, max_tokens: int, capture: Spec | None, model: str,
-                 fields: dict[str, Any]) -> Ask:
+def generate_request(prompt: AnyPrompt, max_tokens: int, capture: Spec | None, model: str, fields: dict[str, Any]
+                     ) -> Request:
     """A completion or, for messages, a chat."""
     if fields.get("stream"):
         raise ValueError("stream = True: generate() gives the whole answer; use the openai package to stream")
@@ -142,21 +142,22 @@ def ask_generate(prompt: Prompt, max_tokens: int, capture: Spec | None, model: s
         if not isinstance(capture, CaptureSpec | Mapping):
             raise ArgumentError("capture", capture, 'a mapping such as {"sites": ["resid_post"]}; {}: everything')
         body["capture"] = json.loads(capture.to_json()) if isinstance(capture, CaptureSpec) else dict(capture)
-    return Ask("POST", "/v1/chat/completions" if chat else "/v1/completions", body=body, again=False)
+    return Request("POST", "/v1/chat/completions" if chat else "/v1/completions", body=body, again=False)
 
 
-def ask_captures(filters: Filters, limit: int, before: str | None) -> Ask:
+def captures_request(filters: Filters, limit: int, before: str | None) -> Request:
     """A page of the list."""
-    return Ask("GET", "/v1/captures", {**filters.params(), "limit": limit, **({"before": before} if before else {})})
+    after = {"before": before} if before else {}
+    return Request("GET", "/v1/captures", {**filters.params(), "limit": limit, **after})
 
 
-def ask_manifest(ref: str, wait_s: float | None) -> Ask:
+def manifest_request(ref: str, wait_s: float | None) -> Request:
     """A manifest, waited for at most ``wait_s`` seconds."""
-    return Ask("GET", path(ref), _waiting(wait_s))
+    return Request("GET", path(ref), _waiting(wait_s))
 
 
-def ask_rows(ref: str, site: str, layers: Sequence[int], start: int, stop: int | None, wait_s: float | None,
-             rejected: bool) -> Ask:
+def rows_request(ref: str, site: str, layers: Sequence[int], start: int, stop: int | None, wait_s: float | None,
+                 rejected: bool) -> Request:
     """A slice."""
     params: dict[str, Any] = {"site": site, "layer": ",".join(map(str, layers)), "start": start,
                               "format": "safetensors", **_waiting(wait_s)}
@@ -164,7 +165,7 @@ def ask_rows(ref: str, site: str, layers: Sequence[int], start: int, stop: int |
         params["stop"] = stop
     if rejected:
         params["rows"] = "rejected"
-    return Ask("GET", f"{path(ref)}/activations", params)
+    return Request("GET", f"{path(ref)}/activations", params)
 
 
 def _waiting(wait_s: float | None) -> dict[str, str]:
@@ -186,7 +187,7 @@ def read_object(answer: httpx.Response) -> dict[str, Any]:
 
 
 def read_generation(answer: httpx.Response, captured: bool) -> dict[str, Any]:
-    """What a generation was answered with; TapError where it was to be ``captured``, and whoever answered cannot."""
+    """The answer to a generation; TapError where it was to be ``captured`` and the server that answered cannot."""
     body = read_object(answer)
     if captured and "capture" not in body:
         raise TapError(f"{answer.url} answered without a capture, though one was asked for: is it a model server "
@@ -211,7 +212,7 @@ def read_manifest(ref: str, answer: httpx.Response) -> Manifest:
 def read_rows(site: str, layers: Sequence[int], answer: httpx.Response) -> Rows:
     """The rows of a slice."""
     arrays, headers = load(answer.content), answer.headers
-    missing = missing_of(json.loads(headers["X-Tap-Missing"]))
+    missing = read_missing(json.loads(headers["X-Tap-Missing"]))
     values = np.stack([arrays[f"{site}.{layer}"] for layer in layers])
     return Rows(headers["X-Tap-Capture"], site, list(layers), int(headers["X-Tap-Start"]), int(headers["X-Tap-Stop"]),
                 arrays["positions"], arrays["token_ids"], values, missing, headers["X-Tap-Clipped"] == "true")
@@ -229,9 +230,9 @@ def error_of(answer: httpx.Response) -> TapError:
         return service_error(answer.status_code, None, f"{answer.status_code}: {answer.text[:500]}", None)
 
 
-def failure_of(base_url: str, ask: Ask, error: httpx.HTTPError) -> TapError:
+def failure_of(base_url: str, request: Request, error: httpx.HTTPError) -> TapError:
     """The exception for a request without an answer."""
-    what = f"{ask.method} {base_url}{ask.path}"
+    what = f"{request.method} {base_url}{request.path}"
     if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
         return NotComplete(f"{what}: no answer in time ({type(error).__name__})")
     return Unavailable(0, None, f"{what}: {error or type(error).__name__}; is the service running?")
@@ -240,17 +241,17 @@ def failure_of(base_url: str, ask: Ask, error: httpx.HTTPError) -> TapError:
 # ── again ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Tries:
+class Attempts:
     """The tries of one request: seconds until the next one, or the error where there is none."""
 
-    def __init__(self, retry: Retry, base_url: str, ask: Ask) -> None:
-        self._retry, self._base_url, self._ask, self._failed = retry, base_url, ask, 0
+    def __init__(self, retry: Retry, base_url: str, request: Request) -> None:
+        self._retry, self._base_url, self._request, self._failed = retry, base_url, request, 0
 
     def failed(self, error: httpx.HTTPError) -> float:
         """There was no answer."""
-        wait_s = self._retry.after_failure(self._failed, self._ask, error)
+        wait_s = self._retry.after_failure(self._failed, self._request, error)
         if wait_s is None:
-            raise failure_of(self._base_url, self._ask, error) from None
+            raise failure_of(self._base_url, self._request, error) from None
         return self._again(type(error).__name__, wait_s)
 
     def refused(self, answer: httpx.Response) -> float:
@@ -262,5 +263,5 @@ class Tries:
 
     def _again(self, why: object, wait_s: float) -> float:
         self._failed += 1
-        logger.info("%s %s: %s; trying again in %.2f s", self._ask.method, self._ask.path, why, wait_s)
+        logger.info("%s %s: %s; trying again in %.2f s", self._request.method, self._request.path, why, wait_s)
         return wait_s

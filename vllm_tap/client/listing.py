@@ -14,7 +14,7 @@ from schemas.manifest import STATUSES
 from schemas.read.reader import CaptureRow, StoreReader
 from schemas.sites import ask_site
 
-__all__ = ["Filters", "Where", "sifted", "wanted"]
+__all__ = ["Filters", "Where", "filtered", "wanted"]
 
 Where = Mapping[str, str] | Callable[[CaptureRow], bool] | None
 Page = tuple[list[CaptureRow], str | None]  # lines, newest first, and the id to go on after; None on the last page
@@ -22,7 +22,7 @@ Page = tuple[list[CaptureRow], str | None]  # lines, newest first, and the id to
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which captures of a list are wanted.
+    """A choice of captures.
 
     ``tags`` must all be there (value None: any); ``model`` is the model's name, or its LoRA adapter's; ``site`` must
     have been captured; ``since`` and ``until`` bound when it was made (``since`` included, ``until`` not); ``text`` is
@@ -49,21 +49,21 @@ class Filters:
             _ms(name, when)
 
     def sieve(self) -> Sieve:
-        """What a store's reader takes."""
+        """The filter that a store's reader takes."""
         site = None if self.site is None else ask_site(self.site)[0]
         return Sieve(list(self.tags.items()), self.model, site, _ms("since", self.since), _ms("until", self.until),
                      self.text)
 
     def params(self) -> dict[str, Any]:
-        """What the service takes."""
+        """The parameters that the service takes."""
         tags = [key if value is None else f"{key}={value}" for key, value in self.tags.items()]
         asked = {"status": self.status, "tag": tags or None, "model": self.model, "site": self.site,
                  "since": _ms("since", self.since), "until": _ms("until", self.until), "text": self.text}
         return {name: value for name, value in asked.items() if value is not None}
 
     def of(self, reader: StoreReader, limit: int | None = None, before: str | None = None) -> Iterator[CaptureRow]:
-        """What is wanted of a store, newest first, page by page as it is taken."""
-        return sifted(reader, self.status, self.sieve(), limit, before)
+        """The captures chosen of a store, newest first, page by page as they are taken."""
+        return filtered(reader, self.status, self.sieve(), limit, before)
 
     @staticmethod
     def pages(fetch: Callable[[int, str | None], Page], limit: int | None, before: str | None) -> Iterator[CaptureRow]:
@@ -90,9 +90,9 @@ class Filters:
                 return
 
 
-def sifted(reader: StoreReader, status: str | None, sieve: Sieve, limit: int | None, before: str | None
+def filtered(reader: StoreReader, status: str | None, sieve: Sieve, limit: int | None, before: str | None
            ) -> Iterator[CaptureRow]:
-    """What of a store passes, newest first, page by page as it is taken."""
+    """The captures of a store that pass, newest first, page by page as they are taken."""
     return Filters.pages(lambda count, after: reader.page(None, status, count, after, sieve), limit, before)
 
 

@@ -23,7 +23,7 @@ from schemas.manifest import Manifest
 from vllm_tap.client.client import Client
 from vllm_tap.demo.picture import heat_map
 from vllm_tap.demo.reference import F32, Reference
-from vllm_tap.demo.server import Server
+from vllm_tap.demo.server import DemoServer
 from vllm_tap.demo.stranger import read_rows, sealed_blocks
 from vllm_tap.tiny_model import tiny_model
 
@@ -56,7 +56,7 @@ class Line:
 
 
 def _command() -> str:
-    """How this terminal calls the command line: beside Python where nothing has put that on its path."""
+    """The command line as this terminal calls it: beside Python where nothing has put that on its path."""
     return "vllm-tap" if shutil.which("vllm-tap") else os.path.relpath(Path(sys.executable).with_name("vllm-tap"))
 
 
@@ -69,7 +69,7 @@ def main() -> int:
     folder = FOLDER / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     say(f"the model: {tiny_model()}")
-    server = Server(folder, ARM, keep)
+    server = DemoServer(folder, ARM, keep)
     try:
         say(f"starting vLLM with taps on {ARM}, the writer and the API (its lines: {server.log})")
         server.wait_ready(lambda line: console.print(f"    {line}", style="dim", markup=False))
@@ -92,7 +92,7 @@ def say(text: str) -> None:
     console.print(f"[bold cyan]▶[/] {text}", soft_wrap=True)
 
 
-def show(server: Server, folder: Path) -> bool:
+def show(server: DemoServer, folder: Path) -> bool:
     """Everything between the server's start and its stop; whether all of it agrees."""
     say("a chat and two more requests at the same time, through the openai package, each with its own capture")
     chat, *others = ask(server.url)

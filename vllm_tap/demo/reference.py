@@ -1,4 +1,4 @@
-"""What a plain Hugging Face forward says about the same tokens: the numbers that a capture must agree with."""
+"""A plain Hugging Face forward over the same tokens: the numbers that a capture must agree with."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from typing import Final
 from schemas.errors import TapError
 from vllm_tap.serve.guard import RUN
 
-__all__ = ["Server"]
+__all__ = ["DemoServer"]
 
 _READY_S: Final = 900.0  # a first start reads 4 GB and compiles: minutes, where disk or cores are slow
 _STOP_S: Final = 20.0
 
 
-class Server:
+class DemoServer:
     """A running ``vllm-tap serve``; with ``keep`` it lives on when this process ends."""
 
     def __init__(self, folder: Path, arm: str, keep: bool) -> None:

@@ -54,7 +54,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def npy_header(array: FileArray) -> bytes:
-    """What an npy file begins with."""
+    """The header of an npy file."""
     buffer = io.BytesIO()
     np.lib.format.write_array_header_2_0(  # type: ignore[no-untyped-call]
         buffer, {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape})

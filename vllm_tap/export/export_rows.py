@@ -40,7 +40,7 @@ class ExportRows:
             self.token_ids = tokens[self.positions]
 
     def site(self, site: str) -> SiteInfo:
-        """What the manifest says of a site."""
+        """The manifest's entry of a site."""
         return next(info for info in self.manifest.sites if info.site == site)
 
     def parts(self, site: str, layer: int) -> Iterator[tuple[Slice, npt.NDArray[np.bool_]]]:

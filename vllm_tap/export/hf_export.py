@@ -25,7 +25,7 @@ from vllm_tap.client.captures import Rows
 from vllm_tap.client.convert import need, token_table
 from vllm_tap.client.listing import Filters
 from vllm_tap.export.export_rows import ExportRows
-from vllm_tap.progress import Report, reporting
+from vllm_tap.progress import ProgressReport, reporting
 
 __all__ = ["export_hf"]
 
@@ -35,7 +35,7 @@ _OURS: Final = re.compile(r"data-[0-9]+-of-[0-9]+\.arrow|dataset_info\.json|stat
 
 def export_hf(store: Path, ref: str | None, out: Path | None, chosen: Callable[[Manifest], dict[str, list[int]]],
               tags: Mapping[str, str | None], context: int | None = None, force: bool = False,
-              progress: Report = False) -> list[Path]:
+              progress: ProgressReport = False) -> list[Path]:
     """Writes one capture, or all complete ones with these ``tags``, and returns the folder.
 
     All captures must have the sites and layers ``chosen`` of their manifests, decoded to rows of the same widths.

@@ -79,7 +79,7 @@ def _numbers(part: Slice) -> dict[str, npt.NDArray[Any]]:
 
 
 def _prefix(family: str) -> str:
-    """What the parameters of a codec were called by."""
+    """The prefix that a codec's parameters had."""
     return {"rp8": "rp_", "topk8": "topk_"}.get(family, "")
 
 

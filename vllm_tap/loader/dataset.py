@@ -27,9 +27,9 @@ from vllm_tap.client.captures import Layers
 from vllm_tap.client.listing import Where
 from vllm_tap.loader.epoch_plan import WINDOW_ROWS, EpochPlan, block_sizes, rows_between
 from vllm_tap.loader.row_files import RowFiles
-from vllm_tap.loader.row_index import BLOCK_ROWS, RowIndex, build_index, found_again, keys_of, name_of
+from vllm_tap.loader.row_index import BLOCK_ROWS, RowIndex, build_index, keys_of, name_of, relocated
 from vllm_tap.loader.row_window import Batch, Window, WindowMemory
-from vllm_tap.progress import Report
+from vllm_tap.progress import ProgressReport
 from vllm_tap.store import Store
 
 __all__ = ["Activations", "RowDataset", "activations", "rows"]
@@ -41,7 +41,7 @@ I64 = npt.NDArray[np.int64]
 def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = None, *,
          where: Where = None, codec: str | None = None, batch: int = 4096, dtype: torch.dtype = torch.float32,
          seed: int = 0, shuffle: bool = True, window: int = WINDOW_ROWS, rank: int | None = None,
-         world: int | None = None, verify: bool = False, progress: Report = False) -> RowDataset:
+         world: int | None = None, verify: bool = False, progress: ProgressReport = False) -> RowDataset:
     """The rows of a site and layer over all captures that ended, as batches of one epoch.
 
     Several sites or layers (``["resid_mid.3", "mlp_out.3"]``, or one site and a list of layers) come aligned: row i of
@@ -77,7 +77,7 @@ def _process(rank: int | None, world: int | None) -> tuple[int, int]:
 
 
 class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not looked into
-    """What ``rows`` gives: one epoch an iteration, batches already made (``DataLoader(…, batch_size=None)``).
+    """The dataset of ``rows``: one epoch an iteration, batches already made (``DataLoader(…, batch_size=None)``).
 
     ``set_epoch`` chooses another order of the same rows. ``state_dict`` says how far an iteration has come and
     ``load_state_dict`` lets the next one go on there; the order is the same again for the same seed, epoch, batch,
@@ -120,7 +120,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
     # ── going on where it was left ──────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this process has come in the iteration that is under way; it may be kept as JSON."""
+        """The position of this process in the iteration that is under way; may be kept as JSON."""
         worker, workers = _worker()
         return self._state(workers, {worker: self._done})
 
@@ -209,7 +209,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         except CorruptError:
             raise
         except StoreError:
-            moved = found_again(self.index)
+            moved = relocated(self.index)
             if np.array_equal(moved.frames, self.index.frames):
                 raise
             self.index = files.index = moved
@@ -223,7 +223,7 @@ def _worker() -> tuple[int, int]:
 
 
 class Activations(Iterator[torch.Tensor]):
-    """What ``activations`` gives: ``[batch, d_in]``, without end, in another order every epoch."""
+    """The iterator of ``activations``: ``[batch, d_in]``, without end, in another order every epoch."""
 
     def __init__(self, data: RowDataset) -> None:
         worker, workers = _worker()
@@ -257,7 +257,7 @@ class Activations(Iterator[torch.Tensor]):
         return found[self._name]
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches were taken, and of what order."""
+        """The number of batches taken, and the order that they are of."""
         return {**self.data.state_after(0, 0), "epoch": 0, "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How the rows of an index become the batches of an epoch: their order, and which of them a rank and a worker read."""
+"""The plan of an epoch: the order of an index's rows in its batches, and those that a rank and a worker read."""
 
 from __future__ import annotations
 

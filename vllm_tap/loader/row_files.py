@@ -99,7 +99,7 @@ class RowFiles:
             return self._frame(segment, offset)
 
     def _frame(self, segment: Segment, offset: int) -> FrameView:
-        """Of a file that rows may be erased from: the head alone, unless only the frame as a whole has checksums."""
+        """A frame of a file that rows may be erased from: its head, unless only the frame as a whole has checksums."""
         key, whole = (segment.number, offset), self._verify and self._maps.checksums(segment) is None
         view = None if whole else self._heads.get(key)
         if view is None:

@@ -1,4 +1,4 @@
-"""Which rows of a store a training run reads, and where each lies: arrays alone, so that workers share them.
+"""The rows of a store that a training run reads, and the place of each: arrays alone, so that workers share them.
 
 Rows are numbered in the order in which they lie on the disk (segment, frame, row); that order is cut into blocks of
 ``BLOCK_ROWS`` neighbours, which are read together.
@@ -23,9 +23,9 @@ from schemas.read.slices import Kind
 from schemas.sites import parse_site, site_named
 from vllm_tap.client.captures import Layers, layers_of
 from vllm_tap.client.listing import Filters, Where, wanted
-from vllm_tap.progress import Report, reporting
+from vllm_tap.progress import ProgressReport, reporting
 
-__all__ = ["BLOCK_ROWS", "RowIndex", "build_index", "found_again", "name_of"]
+__all__ = ["BLOCK_ROWS", "RowIndex", "build_index", "name_of", "relocated"]
 
 BLOCK_ROWS: Final = 128
 I32 = npt.NDArray[np.int32]
@@ -58,7 +58,7 @@ class RowIndex:
 
     @property
     def rows(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return len(self.position)
 
 
@@ -86,7 +86,7 @@ def keys_of(site: str | Sequence[str], layer: Layers) -> tuple[Key, ...]:
 
 
 def build_index(store: str | Path, keys: tuple[Key, ...], where: Where = None, codec: str | None = None,
-                progress: Report = False) -> RowIndex:
+                progress: ProgressReport = False) -> RowIndex:
     """The rows of all captures that have ended, that ``where`` chooses and that have every key.
 
     ``codec`` leaves out captures whose rows are stored otherwise. NotFoundError where nothing is left, SpecError where
@@ -189,7 +189,7 @@ def _by_frame(where: list[I64]) -> tuple[I64, tuple[I32, ...], tuple[I32, ...]]:
     return frames, tuple(frame), tuple(row)
 
 
-def found_again(index: RowIndex) -> RowIndex:
+def relocated(index: RowIndex) -> RowIndex:
     """The same rows, in the same order, where they lie by now: compaction moves them, and erasing beside them may.
 
     NotFoundError where one is not there any more, since its capture was deleted.

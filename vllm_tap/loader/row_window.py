@@ -22,8 +22,8 @@ Batch = dict[str, torch.Tensor]
 
 
 class WindowMemory:
-    """What windows are kept in, one after the other, and what is decoded from them: memory that is got from the system
-    anew takes longer than to fill it. It is used again when nobody looks at it. Pickled it is empty.
+    """Memory of windows, one after the other, and of decoded rows: getting it from the system takes longer than
+    filling it. It is used again when nobody looks at it. Pickled it is empty.
     """
 
     def __init__(self) -> None:

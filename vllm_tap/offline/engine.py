@@ -19,7 +19,7 @@ from schemas.wire.messages import Abandon, Own
 from vllm_tap.offline.job import CaptureJob
 from vllm_tap.offline.prompt_file import Prompt
 from vllm_tap.offline.resume import WORK, Resume
-from vllm_tap.serve.causes import helps, overheard
+from vllm_tap.serve.causes import advice_for, output_heard
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -33,7 +33,7 @@ _ANNOUNCE_S: Final = 60.0
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the prompts."""
+    """The outcome of the prompts."""
 
     captures: dict[str, int] = field(default_factory=dict)  # capture id → line
     refused: list[tuple[int, str]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Tally:
     rows: int = 0
 
     def rates(self, seconds: float) -> str:
-        """What was made in a second of ``seconds``."""
+        """Rows and tokens made per second of ``seconds``."""
         return f"{self.rows / seconds:,.0f} rows/s, {self.generated_tokens / seconds:.0f} tokens/s"
 
 
@@ -60,7 +60,7 @@ def start_engine(job: CaptureJob, endpoint: str) -> LLMEngine:
 
     parser.error = refuse
     try:
-        with overheard() as causes:  # the engine is a process of its own, whose log alone has why it ended
+        with output_heard() as causes:  # the engine is a process of its own, whose log alone has why it ended
             return LLMEngine.from_engine_args(
                 EngineArgs.from_cli_args(parser.parse_args(
                     ["--model", job.model, "--no-use-tqdm-on-load", *job.engine_args])))
@@ -69,7 +69,7 @@ def start_engine(job: CaptureJob, endpoint: str) -> LLMEngine:
             causes.hear(line)
         if isinstance(error, TapError) or (cause := causes.cause) is None:
             raise
-        helping = "" if (advice := helps(cause)) is None else f"; what helps: {advice}"
+        helping = "" if (advice := advice_for(cause)) is None else f"; what helps: {advice}"
         raise StartError(f"vLLM did not start: {cause}{helping}") from None
 
 
@@ -125,14 +125,14 @@ def generate(engine: LLMEngine, job: CaptureJob, resume: Resume, tally: Tally, c
 
 
 def _resolved(job: CaptureJob) -> Resolved | None:
-    """What the engine takes of the spec, once the store knows the engine."""
+    """The spec as the engine resolves it, once the store knows the engine."""
     with StoreReader(job.store) as reader:
         info = reader.engine()
     return None if info is None else resolve(job.spec(), info.armed, info.widths)
 
 
 def _rows(resolved: Resolved | None, prompt_len: int, generated: int) -> int:
-    """How many rows a prompt made."""
+    """The number of rows that a prompt made."""
     if resolved is None:
         return 0
     end = prompt_len + generated - 1
@@ -191,7 +191,7 @@ def load_tokenizer(job: CaptureJob) -> Any:
 
 
 def token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """What the model reads; ValueError where the tokenizer or its chat template raises anything at the prompt."""
+    """Tokens that the model reads; ValueError where the tokenizer or its chat template raises at the prompt."""
     if prompt.token_ids is not None:
         return prompt.token_ids
     try:

@@ -1,4 +1,4 @@
-"""What ``vllm-tap capture`` is asked for, checked before anything is started."""
+"""The job of ``vllm-tap capture``, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EVERYWHERE: Final = ("hidden", "q_heads", "kv_heads")  # sites of such rows are
 
 @dataclass(frozen=True, slots=True)
 class CaptureJob:
-    """What ``vllm-tap capture`` was asked for; TapError where it cannot be."""
+    """The arguments of ``vllm-tap capture``; TapError where they cannot be met."""
 
     prompts: PromptSource
     model: str
@@ -62,7 +62,7 @@ class CaptureJob:
 
     @property
     def armed(self) -> str:
-        """What to tap: ``arm``, else the sites asked for; where layers are listed, in no others, as nobody else asks
+        """Sites to tap: ``arm``, else the sites asked for; where layers are listed, in no others, as nobody else asks
         this engine. What only some blocks of some models have is tapped wherever it is.
         """
         if self.arm is not None:
@@ -88,7 +88,7 @@ class CaptureJob:
         return [parse_site(name.strip(), "--sites", ArgumentError) for name in names]
 
     def settings(self) -> dict[str, Any]:
-        """What makes one run another than the next, beside the prompts themselves."""
+        """Settings that tell one run from another, beside the prompts themselves."""
         known = {probe.name: load_probe(probe).about.fingerprint for probe in self.probes}
         return {"source": self.prompts.name, "model": self.model,
                 "armed": ",".join(self.sites_asked) if self.arm is None else self.arm,

@@ -1,4 +1,4 @@
-"""Where ``vllm-tap capture`` takes its prompts from: a file of JSON lines, or a Hugging Face dataset."""
+"""The source of prompts of ``vllm-tap capture``: a file of JSON lines, or a Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PromptSource:
 
     @property
     def name(self) -> str:
-        """What a prompt's id follows from, beside its number: it stays the same where the file is moved."""
+        """The name that a prompt's id follows from, beside its number: the same where the file is moved."""
         if not self.is_dataset:
             return Path(self.given).name
         place = self.given if self.given.startswith(HUB) else Path(self.given).resolve().name
@@ -106,7 +106,7 @@ def _check_size(folder: Path) -> None:
 
 
 def _kind(column: str, value: object) -> str:
-    """What the value of a column is, in the words of a file of prompts."""
+    """The kind of a column's value, in the words of a file of prompts."""
     if column in _KINDS:
         return _KINDS[column]
     if isinstance(value, list):

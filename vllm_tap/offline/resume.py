@@ -1,4 +1,4 @@
-"""Which prompts of a run are captured already, and under which ids the others go.
+"""Prompts of a run that are captured already, and the ids that the others go under.
 
 An id follows from what is done: the source, the number and text of the prompt, the model and how it is captured. So a
 run that was cut off, however, is the same run when it is started again: what came to its end stays, what was left half
@@ -20,7 +20,7 @@ from schemas.read.reader import CaptureRow, StoreReader
 from vllm_tap.client.listing import Filters
 from vllm_tap.offline.prompt_file import Prompt
 
-__all__ = ["WORK", "Resume", "is_whole", "look"]
+__all__ = ["WORK", "Resume", "is_whole", "read_resume"]
 
 WORK: Final = "tap.work"  # the tag that says what a capture was made by
 _WORK_CHARS: Final = 16
@@ -35,7 +35,7 @@ def is_whole(row: CaptureRow) -> bool:
 
 @dataclass(slots=True)
 class Resume:
-    """What is known before a run: whole captures by line, the ids of the others, what is to be deleted, and by line
+    """The state before a run: whole captures by line, the ids of the others, what is to be deleted, and by line
     why a prompt cannot be captured under its own id."""
 
     settings: dict[str, Any]
@@ -53,7 +53,7 @@ class Resume:
         return prompt.id or self._id(prompt, self.attempts.get(prompt.line, 0))
 
     def work_of(self, prompt: Prompt) -> str:
-        """What is done for a prompt, in 16 characters."""
+        """A digest of prompt and settings, in 16 characters."""
         return self._digest(prompt).hex()[:_WORK_CHARS]
 
     def _id(self, prompt: Prompt, attempt: int) -> str:
@@ -96,7 +96,7 @@ class Resume:
                                          "id is never used twice; give another, or none")
 
 
-def look(prompts: Iterator[Prompt], settings: dict[str, Any], reader: StoreReader) -> Resume:
+def read_resume(prompts: Iterator[Prompt], settings: dict[str, Any], reader: StoreReader) -> Resume:
     """Holds the prompts of a run against a store."""
     found = Resume(settings)
     deleted = {row.id for row in Filters("deleted").of(reader)}

@@ -32,7 +32,7 @@ from vllm_tap.exit import Ending
 from vllm_tap.offline.engine import Tally, generate, load_tokenizer, start_engine
 from vllm_tap.offline.job import CaptureJob
 from vllm_tap.offline.prompt_source import PromptSource
-from vllm_tap.offline.resume import Resume, is_whole, look
+from vllm_tap.offline.resume import Resume, is_whole, read_resume
 from vllm_tap.serve.services import make_socket_dir
 from vllm_tap.serve.writer_process import WriterProcess
 
@@ -120,7 +120,7 @@ def _run(job: CaptureJob, total: int, ending: Ending, writers: list[WriterProces
 
 
 def _count(prompts: PromptSource) -> int:
-    """How many prompts there are; TapError on a malformed one or an id used twice."""
+    """The number of prompts; TapError on a malformed one or an id used twice."""
     total = 0
     ids: dict[str, int] = {}
     for prompt in prompts:
@@ -132,10 +132,10 @@ def _count(prompts: PromptSource) -> int:
 
 
 def _look(job: CaptureJob) -> Resume:
-    """What earlier runs have left."""
+    """The state that earlier runs have left."""
     try:
         with StoreReader(job.store) as reader:
-            return look(iter(job.prompts), job.settings(), reader)
+            return read_resume(iter(job.prompts), job.settings(), reader)
     except TapError as error:
         raise TapError(f"{job.prompts.given}, {error}") from None
 
@@ -180,14 +180,14 @@ def _lines_of(job: CaptureJob, resume: Resume, tokenizer: Any) -> Iterator[dict[
 
 
 def _say_codec(console: Console, job: CaptureJob) -> None:
-    """What a legacy codec loses, before anybody relies on it."""
+    """Print the error of a legacy codec, before anybody relies on it."""
     codec = parse_codec(job.codec)
     if codec.family.legacy:
         console.print(f"rows are stored as {codec.identity}; error: {error_text(codec)}", soft_wrap=True, markup=False)
 
 
 def _await_ends(store: Path, tally: Tally, timeout_s: float) -> Counter[str]:
-    """How many captures have each status, once none is open (or after a bounded wait); ``aborted``: complete, but of a
+    """The number of captures by status, once none is open (or after a bounded wait); ``aborted``: complete, but of a
     generation that did not come to its own end.
     """
     deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Why an engine did not start: of hundreds of lines the one that says it, and what helps against it."""
+"""The cause of an engine that did not start: of hundreds of lines the one that says it, and the cure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-__all__ = ["Causes", "helps", "overheard"]
+__all__ = ["Causes", "advice_for", "output_heard"]
 
 _LAST_WORDS_S: Final = 2.0
 _LINE_BYTES_MAX: Final = 16 * 1024
@@ -34,7 +34,7 @@ _HELPS: Final = (
 
 
 class Causes:
-    """What was heard of why a program ends: of our own parts, and the last exception of any part."""
+    """Causes of a program's end heard in its output: of our own parts, and the last exception of any part."""
 
     def __init__(self) -> None:
         self.ours: str | None = None
@@ -53,13 +53,13 @@ class Causes:
         return self.ours or self.raised
 
 
-def helps(cause: str) -> str | None:
-    """What to give to vllm-tap, of a cause that vLLM names flags of its own for."""
+def advice_for(cause: str) -> str | None:
+    """The arguments of vllm-tap against a cause that vLLM names flags of its own for."""
     return next((advice for pattern, advice in _HELPS if pattern.search(cause)), None)
 
 
 @contextmanager
-def overheard() -> Iterator[Causes]:
+def output_heard() -> Iterator[Causes]:
     """Hears what this process, and whoever it starts inside, says on both its streams; all of it is passed on.
 
     What is started inside may live on: it is listened to until it ends. Where the block raises, its last words are

@@ -18,7 +18,7 @@ from typing import IO, Final
 from vllm_tap.serve.causes import Causes
 from vllm_tap.serve.guard import GRACE_S, RUN, session_members, signal_session
 
-__all__ = ["Child", "Guard", "Service"]
+__all__ = ["Output", "ServiceCommand", "ServiceProcess", "SessionGuard"]
 
 _LINE_BYTES_MAX: Final = 16 * 1024
 _LINES_KEPT: Final = 20
@@ -26,12 +26,12 @@ _POLL_S: Final = 0.03
 # Of a process that ends.
 _NOISE: Final = re.compile(r"\s*(nanobind: |- leaked |- \.\.\. skipped |See https://nanobind)")
 
-Report = Callable[[str, str], None]  # (name of the child, line)
+Output = Callable[[str, str], None]  # (name of the service, line)
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """What the supervisor keeps running.
+class ServiceCommand:
+    """The command of a service that the supervisor keeps running.
 
     It is ready when it printed a line that starts with ``ready_line`` (where given) and ``ready_url`` (where given)
     answers 200. ``restart``: start it again when it dies; else its death ends everything.
@@ -52,7 +52,7 @@ async def _exit_of(process: subprocess.Popen[bytes]) -> int:
     return status
 
 
-class Guard:
+class SessionGuard:
     """The process that ends every session when the supervisor is gone; started again where it dies itself."""
 
     def __init__(self, socket_dir: Path, pace: float = 1.0) -> None:
@@ -105,10 +105,10 @@ class Guard:
             self._write_fd = -1
 
 
-class Child:
+class ServiceProcess:
     """One run of a service."""
 
-    def __init__(self, service: Service, guard: Guard, report: Report) -> None:
+    def __init__(self, service: ServiceCommand, guard: SessionGuard, report: Output) -> None:
         self.service = service
         self.ready_line = asyncio.Event()
         self.last_lines: deque[str] = deque(maxlen=_LINES_KEPT)

@@ -41,7 +41,7 @@ def serve(config: ServeConfig) -> int:
 
 
 def open_captures(store: Path) -> int:
-    """How many captures of a store an engine still works on (at most 1,000 are counted)."""
+    """The number of captures of a store that an engine still works on (at most 1,000 are counted)."""
     reader = StoreReader(store)
     try:
         return len(reader.captures(status="running", limit=1000))

@@ -53,7 +53,7 @@ class CaptureRoutes:
             app.add_middleware(Embedded, reason=str(error))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """What the service must know of how vLLM was started."""
+        """Take from vLLM's arguments whether its server asks for a key."""
         self._keyed = any(getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")])
 
 

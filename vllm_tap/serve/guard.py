@@ -1,4 +1,4 @@
-"""What makes sure that nothing outlives ``vllm-tap serve``: two small programs in one file, standard library alone.
+"""Guard that nothing outlives ``vllm-tap serve``: two small programs in one file, standard library alone.
 
 ``guard.py guard``  reads "+PID" and "-PID" lines from its standard input, one for each session that the supervisor
                     starts or has seen end. When the input closes, the supervisor is gone, however it died: the

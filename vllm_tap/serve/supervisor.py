@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine_side.transport.ring_files import remove_orphans
-from vllm_tap.serve.causes import helps
-from vllm_tap.serve.child import Child, Guard, Service
+from vllm_tap.serve.causes import advice_for
+from vllm_tap.serve.child import Output, ServiceCommand, ServiceProcess, SessionGuard
 
 __all__ = ["Supervisor"]
 
@@ -38,8 +38,6 @@ _USAGE: Final = 2  # of a program that does not take its arguments
 _STOP_BY_S: Final = {"api": 5.0, "captures": 6.0, "engine": 12.5, "writer": STOP_S}
 _STOP_LOADING_S: Final = 3.0  # the same for a child that was never ready: it has nothing to finish
 
-Output = Callable[[str, str], None]
-
 
 class Supervisor:
     """Runs ``services``; ``output(name, line)`` gets their lines, and its own under the name "serve".
@@ -49,15 +47,15 @@ class Supervisor:
     and the children's death signal hang on it.
     """
 
-    def __init__(self, services: Sequence[Service], socket_dir: Path, output: Output,
+    def __init__(self, services: Sequence[ServiceCommand], socket_dir: Path, output: Output,
                  running: Callable[[], int], ready: Callable[[], None], pace: float = 1.0) -> None:
         self._services = services
         self._output = output
         self._running = running
         self._ready = ready
         self._pace = pace
-        self._guard = Guard(socket_dir, pace)
-        self._children: dict[str, Child] = {}
+        self._guard = SessionGuard(socket_dir, pace)
+        self._children: dict[str, ServiceProcess] = {}
         self._is_ready: dict[str, asyncio.Event] = {}
         self._stop = asyncio.Event()
         self._signals = 0
@@ -101,11 +99,11 @@ class Supervisor:
             tasks += [asyncio.create_task(self._keep(service)) for service in others]
         return tasks
 
-    async def _keep(self, service: Service) -> None:
+    async def _keep(self, service: ServiceCommand) -> None:
         """Runs a service, again where it dies and may be started again, until the stop."""
         restarts: deque[float] = deque()
         while not self._stop.is_set():
-            child = Child(service, self._guard, self._output)
+            child = ServiceProcess(service, self._guard, self._output)
             child.start()
             self._children[service.name] = child
             waiting = asyncio.create_task(self._until_ready(child))
@@ -130,7 +128,7 @@ class Supervisor:
             self._say(f"{died}: starting it again in {pause:.1f} s")
             await self._first_of(asyncio.sleep(pause), self._stop.wait())
 
-    async def _until_ready(self, child: Child) -> None:
+    async def _until_ready(self, child: ServiceProcess) -> None:
         service = child.service
         if service.ready_line is not None:
             await child.ready_line.wait()
@@ -190,7 +188,7 @@ class Supervisor:
                 remove_orphans()  # the memory that it had for the writer
         self._say(f"stopped in {time.monotonic() - began:.1f} s")
 
-    async def _stop_child(self, child: Child, left: Callable[[], float]) -> bool:
+    async def _stop_child(self, child: ServiceProcess, left: Callable[[], float]) -> bool:
         stopping = asyncio.create_task(child.stop(left()))
         while not stopping.done():
             await asyncio.wait([stopping], timeout=0.1)
@@ -243,7 +241,7 @@ def _status_text(status: int) -> str:
     return f"signal {-status}"
 
 
-def _quoted(child: Child) -> str:
+def _quoted(child: ServiceProcess) -> str:
     why = [] if (cause := child.causes.cause) is None else [f"why: {cause}"]
-    helping = [f"what helps: {advice}"] if cause is not None and (advice := helps(cause)) is not None else []
+    helping = [f"what helps: {advice}"] if cause is not None and (advice := advice_for(cause)) is not None else []
     return "".join(f"\n    {line}" for line in [*child.last_lines, *why, *helping]) or " none"

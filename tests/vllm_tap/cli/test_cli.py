@@ -707,8 +707,8 @@ def test_an_engine_that_does_not_start_says_why_and_what_helps(tmp_path: Path) -
 
 
 def test_what_is_said_beside_a_start_is_passed_on_and_heard(tmp_path: Path) -> None:
-    script = ("import os, subprocess, sys\nfrom vllm_tap.serve.causes import overheard\ntry:\n"
-              "    with overheard() as causes:\n        print('mine')\n"
+    script = ("import os, subprocess, sys\nfrom vllm_tap.serve.causes import output_heard\ntry:\n"
+              "    with output_heard() as causes:\n        print('mine')\n"
               "        subprocess.run([sys.executable, '-c', 'import sys; print(1); sys.exit(\"a.BError: theirs\")'])\n"
               "        raise ValueError\nexcept ValueError:\n    print('heard', causes.cause)\n")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)

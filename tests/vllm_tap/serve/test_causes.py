@@ -11,8 +11,8 @@ from vllm_tap.serve.model_config import read_config
 
 TALKS = """
 import os, sys
-from vllm_tap.serve.causes import overheard
-with overheard() as causes:
+from vllm_tap.serve.causes import output_heard
+with output_heard() as causes:
     os.write(1, b"\\rloading 1/5")
     sys.stdin.read()
     os.write(1, b"\\n" + b"x" * 100_000 + b"\\nSomeError: too little\\n")

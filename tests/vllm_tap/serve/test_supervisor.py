@@ -17,7 +17,7 @@ from schemas.checks import check_can_listen
 from schemas.errors import StartError
 from tests.programs.supervised import PACE
 from tests.support.processes import free_port, runs
-from vllm_tap.serve.child import Child, Guard, Service
+from vllm_tap.serve.child import ServiceCommand, ServiceProcess, SessionGuard
 from vllm_tap.serve.guard import session_members
 from vllm_tap.serve.services import ServeConfig, make_socket_dir, services
 from vllm_tap.tiny_model import tiny_model
@@ -191,7 +191,7 @@ def test_of_what_an_engine_raises_the_cause_is_told_last(start: Callable[..., Su
     ("    raise ValueError('x')", None), ("INFO 1-1 [a.py:1] Error handling: on", None), ("it said Error: x", None),
 ])
 def test_what_counts_as_raised(line: str, raised: str | None, tmp_path: Path) -> None:
-    child = Child(Service("engine", ()), Guard(tmp_path), lambda name, text: None)
+    child = ServiceProcess(ServiceCommand("engine", ()), SessionGuard(tmp_path), lambda name, text: None)
     child._take(line.encode())
     child._take(b"nanobind: leaked 3 types!")
     assert child.causes.cause == raised and list(child.last_lines) == [line]
