@@ -104,7 +104,7 @@ class AsyncClient:
                  api_key: str | None = None, retries: int = 4) -> None:
         self.base_url, self.wait_s = http.root(base_url), wait_s
         self._http = self._connection(**http.settings(self.base_url, timeout_s, api_key))
-        self._retry = http.Retry(retries)
+        self._retries = retries
         self._model: str | None = None
 
     async def __aenter__(self) -> AsyncClient:
@@ -254,17 +254,17 @@ class AsyncClient:
 
     async def _send(self, request: http.Request) -> httpx.Response:
         self._check_open()
-        tries = http.Attempts(self._retry, self.base_url, request)
+        attempts = http.Attempts(self._retries, self.base_url, request)
         while True:
             try:
                 answer: httpx.Response = await self._http.request(request.method, request.path, params=request.params,
                                                                   json=request.body)
             except httpx.HTTPError as error:
-                wait_s = tries.failed(error)
+                wait_s = attempts.failed(error)
             else:
                 if not answer.is_error:
                     return answer
-                wait_s = tries.refused(answer)
+                wait_s = attempts.refused(answer)
             await self._sleep(wait_s)
 
     async def _sleep(self, seconds: float) -> None:

@@ -30,7 +30,7 @@ from vllm_tap.client.captures import Rows, read_missing
 from vllm_tap.client.listing import Filters, Page
 from vllm_tap.errors import NotComplete, Unavailable, service_error
 
-__all__ = ["API_KEY", "Request", "Retry"]
+__all__ = ["API_KEY", "Attempts", "Request"]
 
 logger = logging.getLogger("vllm_tap")
 
@@ -38,6 +38,8 @@ API_KEY: Final = "VLLM_TAP_API_KEY"
 AnyPrompt = str | Sequence[Any]  # text, token ids, a list of either, or chat messages
 Spec = Mapping[str, Any] | CaptureSpec
 _BUSY: Final = (429, 503)
+_PAUSE_S: Final = 0.25  # before the first attempt that is made again; twice as long before each further one
+_PAUSE_S_MAX: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +51,6 @@ class Request:
     params: dict[str, Any] = field(default_factory=dict)
     body: dict[str, Any] | None = None
     again: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """At most ``times`` more tries, after 0.25 s, 0.5 s, … or what ``Retry-After`` asks for (at most ``most_s``)."""
-
-    times: int = 4
-    first_s: float = 0.25
-    most_s: float = 30.0
-
-    def after_answer(self, attempt: int, answer: httpx.Response) -> float | None:
-        """Seconds until the next try after an error answer; None where asking again would not help."""
-        if attempt >= self.times or answer.status_code not in _BUSY:
-            return None
-        asked = _retry_after_s(answer.headers.get("Retry-After"))
-        wait_s = self._backoff_s(attempt) if asked is None else asked
-        return wait_s if wait_s <= self.most_s else None
-
-    def after_failure(self, attempt: int, request: Request, error: httpx.HTTPError) -> float | None:
-        """The same where there was no answer: a request that may have arrived is sent again only if it may be."""
-        unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-        broken = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError) and request.again
-        return self._backoff_s(attempt) if attempt < self.times and (unsent or broken) else None
-
-    def _backoff_s(self, attempt: int) -> float:
-        return min(self.first_s * 2.0**attempt, self.most_s)
 
 
 def _retry_after_s(text: str | None) -> float | None:
@@ -242,26 +218,34 @@ def failure_of(base_url: str, request: Request, error: httpx.HTTPError) -> TapEr
 
 
 class Attempts:
-    """The tries of one request: seconds until the next one, or the error where there is none."""
+    """The attempts at one request: at most ``retries`` more, after 0.25 s, 0.5 s, … or what ``Retry-After`` asks for.
 
-    def __init__(self, retry: Retry, base_url: str, request: Request) -> None:
-        self._retry, self._base_url, self._request, self._failed = retry, base_url, request, 0
+    ``failed`` and ``refused`` give the seconds until the next one; they raise where it would not help or may not be.
+    """
+
+    def __init__(self, retries: int, base_url: str, request: Request) -> None:
+        self._retries, self._base_url, self._request, self._made = retries, base_url, request, 0
 
     def failed(self, error: httpx.HTTPError) -> float:
-        """There was no answer."""
-        wait_s = self._retry.after_failure(self._failed, self._request, error)
-        if wait_s is None:
+        """There was no answer: a request that may have arrived is sent again only if it may be."""
+        unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+        broken = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError) and self._request.again
+        if self._made >= self._retries or not (unsent or broken):
             raise failure_of(self._base_url, self._request, error) from None
-        return self._again(type(error).__name__, wait_s)
+        return self._again(type(error).__name__, self._backoff_s())
 
     def refused(self, answer: httpx.Response) -> float:
         """The answer is an error."""
-        wait_s = self._retry.after_answer(self._failed, answer)
-        if wait_s is None:
+        asked = _retry_after_s(answer.headers.get("Retry-After"))
+        wait_s = self._backoff_s() if asked is None else asked
+        if self._made >= self._retries or answer.status_code not in _BUSY or wait_s > _PAUSE_S_MAX:
             raise error_of(answer)
         return self._again(answer.status_code, wait_s)
 
+    def _backoff_s(self) -> float:
+        return min(_PAUSE_S * 2.0**self._made, _PAUSE_S_MAX)
+
     def _again(self, why: object, wait_s: float) -> float:
-        self._failed += 1
+        self._made += 1
         logger.info("%s %s: %s; trying again in %.2f s", self._request.method, self._request.path, why, wait_s)
         return wait_s

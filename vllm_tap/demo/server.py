@@ -7,8 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -38,11 +36,11 @@ class DemoServer:
                                             stderr=subprocess.STDOUT, start_new_session=keep)
 
     def wait_ready(self, tell: Callable[[str], None]) -> None:
-        """Until ``/readyz`` answers 200; TapError with the last lines where the server ends instead."""
+        """Until all services are ready; TapError with the last lines where the server ends instead."""
         began = time.monotonic()
         told = 0
-        while not self._ready():
-            lines = self.log.read_text(errors="replace").splitlines()
+        while "vllm-tap is ready" not in (said := self.log.read_text(errors="replace")):
+            lines = said.splitlines()
             if self.process.poll() is not None:
                 raise TapError("the server ended before it was ready:\n" + "\n".join(lines[-20:]))
             if time.monotonic() - began > _READY_S:
@@ -57,13 +55,6 @@ class DemoServer:
         """SIGTERM, and the exit status."""
         self.process.terminate()
         return self.process.wait(_STOP_S)
-
-    def _ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/readyz", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except (OSError, urllib.error.URLError):
-            return False
 
 
 def _free_port(wanted: int) -> int:
