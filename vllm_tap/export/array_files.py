@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import tempfile
 import zipfile
@@ -15,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FileArray", "npy_header", "plain", "replacing", "write_npz"]
+__all__ = ["FileArray", "plain", "replacing", "write_npy", "write_npz"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +52,12 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             raise
 
 
-def npy_header(array: FileArray) -> bytes:
-    """The header of an npy file."""
-    buffer = io.BytesIO()
+def write_npy(file: IO[bytes], array: FileArray) -> None:
+    """The bytes of an npy file."""
     np.lib.format.write_array_header_2_0(  # type: ignore[no-untyped-call]
-        buffer, {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape})
-    return buffer.getvalue()
+        file, {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape})
+    for block in array.blocks():
+        file.write(block.tobytes())
 
 
 def write_npz(path: Path, arrays: list[FileArray]) -> None:
@@ -66,6 +65,4 @@ def write_npz(path: Path, arrays: list[FileArray]) -> None:
     with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for array in arrays:
             with archive.open(f"{array.name}.npy", "w", force_zip64=True) as member:
-                member.write(npy_header(array))
-                for block in array.blocks():
-                    member.write(block.tobytes())
+                write_npy(member, array)

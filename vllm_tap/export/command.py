@@ -8,10 +8,8 @@ Rows of codecs that project are ``[rows, k]``. npz of a legacy codec is the layo
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +22,7 @@ from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
 from schemas.sites import ask_site, names_of, site_meant
-from vllm_tap.export.array_files import FileArray, npy_header, plain, replacing, write_npz
+from vllm_tap.export.array_files import FileArray, plain, replacing, write_npy, write_npz
 from vllm_tap.export.export_rows import ExportRows
 from vllm_tap.export.legacy_export import is_legacy, write_legacy
 
@@ -151,9 +149,7 @@ def _write_npy(folder: Path, arrays: list[FileArray], manifest: bytes) -> list[P
     for array in arrays:
         paths.append(folder / f"{array.name}.npy")
         with replacing(paths[-1]) as file:
-            file.write(npy_header(array))
-            for block in array.blocks():
-                shutil.copyfileobj(io.BytesIO(block.tobytes()), file)
+            write_npy(file, array)
     with replacing(folder / "manifest.json") as file:
         file.write(manifest)
     return [*paths, folder / "manifest.json"]
