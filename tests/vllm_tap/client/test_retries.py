@@ -151,8 +151,13 @@ def test_a_client_that_blocks_inside_a_running_event_loop() -> None:
 
 
 def test_ctrl_c_ends_what_is_waited_for() -> None:
-    with Client(Silent(lambda: os.kill(os.getpid(), signal.SIGINT)).url) as client, pytest.raises(KeyboardInterrupt):
-        client.capabilities()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test that runs in the background ignores it
+    try:
+        server = Silent(lambda: os.kill(os.getpid(), signal.SIGINT))
+        with Client(server.url) as client, pytest.raises(KeyboardInterrupt):
+            client.capabilities()
+    finally:
+        signal.signal(signal.SIGINT, before)
     with Client(Moody(reply(200, b'{"data": [{"id": "m"}]}')).url) as client:
         assert client.model() == "m"
 
