@@ -49,6 +49,9 @@ class EngineConfig:
         if not self.endpoint.startswith(("ipc://", "tcp://")):
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: must be ipc://PATH, or tcp://HOST:PORT of a writer "
                              "on another host")
+        if self.endpoint.startswith("tcp://") and self.endpoint.count(":") > 2 and "[" not in self.endpoint:
+            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: an address of IPv6 stands in brackets, as in "
+                             "tcp://[2001:db8::1]:5570")
         if self.endpoint.startswith("tcp://") != (self.curve is not None):
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}, VLLM_TAP_CURVE={str(self.curve or '')!r}: a writer "
                              "on another host (tcp://) needs a folder of keys, and no other does; `vllm-tap curve-keys "

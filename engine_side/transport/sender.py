@@ -112,6 +112,7 @@ class Sender:
         self._socket.set(zmq.RECONNECT_IVL, 50)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 500)
         secure_sender(self._socket, self._curve)
+        self._socket.set(zmq.IPV6, int("[" in self._endpoint))  # of an address alone: names stay what they are
         self._socket.connect(self._endpoint)
         next_ping, alone_since = 0.0, time.monotonic()
         deadline: float | None = None

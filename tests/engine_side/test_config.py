@@ -50,6 +50,7 @@ def test_probes_in_another_order_are_another_graph(tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"VLLM_TAP_ENDPOINT": "http://127.0.0.1:5555"}, "must be ipc://PATH"),
+        ({"VLLM_TAP_ENDPOINT": "tcp://::1:5570"}, "stands in brackets"),
         ({"VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "needs a folder of keys"),
         ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x", "VLLM_TAP_CURVE": "keys"}, "no other does"),
         ({"VLLM_TAP_CURVE": "/x", "VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "/x/sender.key_secret: no key"),

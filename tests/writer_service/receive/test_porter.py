@@ -421,6 +421,26 @@ def test_an_interface_may_be_named(tmp_path: Path) -> None:
         WriterProcess(tmp_path / "store", "--listen", "tcp://nowhere0:1", "--curve", str(tmp_path / "curve"))
 
 
+def _has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="no ::1 on this machine")
+@pytest.mark.parametrize("listen", ["[::1]", "[::]"])
+def test_a_sender_over_ipv6(tmp_path: Path, listen: str) -> None:
+    """An address in brackets, at both ends; an address of IPv4 goes on beside it where it listens to all."""
+    keys, port = make_sender(tmp_path / "curve", "gpu-1"), free_port()
+    with WriterProcess(tmp_path / "store", "--listen", f"tcp://{listen}:{port}", "--curve",
+                       str(tmp_path / "curve")) as writer:
+        for host in ["[::1]", "127.0.0.1"][: 1 + (listen == "[::]")]:
+            tapped = Tapped(f"tcp://{host}:{port}", curve=keys, ring_bytes=64 * MIB)
+            assert_whole(writer.store, tapped, tapped.whole(700), 700)
+            tapped.close()
+
+
 def test_too_few_descriptors_are_said_at_the_start(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(PROGRAMS / "few_descriptors.py"), "--store", str(tmp_path / "store"),
