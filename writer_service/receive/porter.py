@@ -7,13 +7,15 @@ accepts, counts, and carries bytes between each connection and one of its own to
  - Of those that have shown a key no peer on another host has more than its part.
  - A connection counts until the writer's end of it is known to be closed: the bound holds at every moment.
 
-It needs the standard library alone, and ends when the writer does: it sees the end of ``control``. Every round of its
+It needs the standard library alone, and ends when the writer does: it sees the end of ``control``, and where the writer
+is killed the system kills it, since one that stands still would keep the port and connections. Every round of its
 loop is counted where the writer sees it: a porter that goes round no more is killed and started anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -38,6 +40,7 @@ _BUFFER = 1 << 20
 _PAUSE_S = 0.1
 _IDLE_S = 0.5  # between two rounds where nothing comes: twice as often as the writer looks
 _LEAVE_S = 1.0
+_PR_SET_PDEATHSIG = 1
 _LASTING = ((socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
             (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
             (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000))  # a host that is dead gives its place back
@@ -353,6 +356,7 @@ def _send(sink: socket.socket, data: bytes | memoryview) -> bytes:
 
 def main() -> None:
     """The task is JSON in the first argument; every descriptor in it was made by the writer."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the writer
         signal.signal(number, signal.SIG_IGN)
     task = json.loads(sys.argv[1])

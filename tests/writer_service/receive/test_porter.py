@@ -354,6 +354,20 @@ def test_a_writer_that_stops_leaves_no_porter_that_stands_still(place: Place) ->
     assert not runs(porter)
 
 
+def test_a_writer_that_is_killed_leaves_no_porter_that_stands_still(place: Place) -> None:
+    """It would keep the port, and senders' connections to nobody: they come to the next writer at once."""
+    tapped = Tapped(place.writer.endpoint)
+    assert_whole(place.writer.store, tapped, tapped.whole(300), 300)
+    porter = place.porter()
+    assert until(lambda: _ignores(porter, signal.SIGTERM))
+    stopped(porter)
+    place.writer.kill()
+    assert until(lambda: not runs(porter))
+    place.writer.start()
+    assert_whole(place.writer.store, tapped, tapped.whole(500), 500)
+    tapped.close()
+
+
 @contextlib.contextmanager
 def porter_of(folder: Path) -> Iterator[PorterProcess]:
     """Without a writer: the test looks after it, in a time of its own."""
