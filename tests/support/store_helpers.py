@@ -232,8 +232,12 @@ class Sender:
             )
         )
         self.socket.send(greeting)
+        deadline = time.monotonic() + 60
         while True:
             answer = self.receive(10)
+            if answer is None and time.monotonic() < deadline:
+                self.socket.send(greeting)  # as an engine does: one on its way to a writer that was killed is lost
+                continue
             if isinstance(answer, Welcome):
                 self.durable = max(self.durable, answer.durable)
                 self.resend()
