@@ -12,16 +12,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from engine_side.transport.events import Event, decode, encode
+from engine_side.transport.events import Event, Mark, decode, encode
 
-__all__ = ["COPIES", "EXTRA", "Events", "Outbox", "Shared"]
+__all__ = ["COPIES", "EXTRA", "Events", "Outbox", "Regions", "Shared"]
 
 logger = logging.getLogger("vllm.tap")
 
@@ -97,6 +97,32 @@ class Shared:
     def blocks_at(self, offset: int, nbytes: int, count: int, stride: int) -> U8:
         """``count`` blocks of ``nbytes`` of the ring, ``stride`` apart, in place: uint8 [count, nbytes]."""
         return np.lib.stride_tricks.as_strided(self._bytes[offset:], (count, nbytes), (stride, 1), writeable=False)
+
+
+class Regions:
+    """Regions of the ring that hold rows, in the order of their allocation; used by the sender alone."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._marks: deque[Mark] = deque()
+        self._released: set[Mark] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ring that they take."""
+        return self._marks[-1][0] - self._shared.tail if self._marks else 0
+
+    def hold(self, mark: Mark) -> None:
+        """Keep a region until it is released."""
+        self._marks.append(mark)
+
+    def release(self, marks: Sequence[Mark]) -> None:
+        """Free regions, each once all that were allocated before it are free."""
+        self._released.update(marks)
+        while self._marks and self._marks[0] in self._released:
+            mark = self._marks.popleft()
+            self._released.discard(mark)
+            self._shared.tail = mark[0]
 
 
 class _Fence:

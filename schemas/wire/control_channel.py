@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import zmq
 
 from schemas import limits
 from schemas.errors import ConflictError, NotFoundError, ProtocolError, StoreError, TapError
-from schemas.ids import new_ulid
-from schemas.wire.curve import secure_sender
-from schemas.wire.identity import Nonces
-from schemas.wire.messages import Ack, Bye, Connect, Ping, Record, Refuse, Welcome, decode_from_writer, encode
+from schemas.wire.connection import Connection
+from schemas.wire.messages import Ack, Bye, Connect, Ping, Record, encode
+from schemas.wire.send_window import SendWindow
 
 __all__ = ["ControlChannel"]
 
@@ -47,17 +45,16 @@ def _refusal(code: str, reason: str) -> TapError:
 
 @dataclass(slots=True, eq=False)
 class _Item:
-    """One record on its way; ``seq`` is 0 until it is first sent."""
+    """One record on its way; made when it is first sent."""
 
     make: Callable[[int], Record]
     done: threading.Event | None  # of a caller who waits: to make one takes longer than all else that a post does
-    seq: int = 0
     data: bytes = b""
-    sent_s: float = 0.0
     error: TapError | None = None
 
-    def end(self) -> None:
-        """The writer holds it, or never will."""
+    def end(self, error: TapError | None = None) -> None:
+        """The writer holds it, or for ``error`` never will."""
+        self.error = self.error or error
         if self.done is not None:
             self.done.set()
 
@@ -74,18 +71,14 @@ class ControlChannel:
     """
 
     def __init__(self, endpoint: str, role: str, curve: Path | None = None) -> None:
-        self.endpoint, self.role, self._curve = endpoint, role, curve
+        self.endpoint, self.role = endpoint, role
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
         self._queued: deque[_Item] = deque()
-        self._sent: deque[_Item] = deque()
+        self.window: SendWindow[_Item] = SendWindow()
+        self.connection = Connection(endpoint, self.window, Connect("", role, 0, pid=os.getpid()), Ping, curve)
         self._fatal: TapError | None = None
         self._closing = False
-        self._stream, self._epoch, self._last_seq, self._covered = "", 0, 0, 0
-        self._new_stream()
-        self._welcomed = False
-        self._greeted = False  # a Hello went out on this connection
-        self._heard_s = float("-inf")
         self._waiting = 0  # callers that wait for their records
         self._urgent = threading.Event()  # one more of them
         self._wake_in, self._wake_out = socket.socketpair()
@@ -133,8 +126,8 @@ class ControlChannel:
         """Waits at most ``timeout_s`` seconds; whether nothing is left that the writer does not hold durably."""
         with self._hurrying(), self._lock:
             self._urgent.set()
-            self._empty.wait_for(lambda: not (self._queued or self._sent) or self._fatal is not None, timeout_s)
-            return not (self._queued or self._sent)
+            self._empty.wait_for(lambda: self._pending == 0 or self._fatal is not None, timeout_s)
+            return self._pending == 0
 
     @contextlib.contextmanager
     def _hurrying(self) -> Iterator[None]:
@@ -150,13 +143,17 @@ class ControlChannel:
     @property
     def alive(self) -> bool:
         """Whether the writer answered within the last three heartbeats."""
-        return self._welcomed and time.monotonic() - self._heard_s < _SILENT_S
+        return time.monotonic() - self.connection.heard_s < _SILENT_S
 
     @property
     def pending(self) -> int:
         """How many records the writer does not hold durably yet."""
         with self._lock:
-            return len(self._queued) + len(self._sent)
+            return self._pending
+
+    @property
+    def _pending(self) -> int:
+        return len(self._queued) + len(self.window.unacked)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Waits at most ``timeout_s`` seconds for what is queued, says Bye, and ends the thread."""
@@ -175,8 +172,7 @@ class ControlChannel:
                 raise self._fatal
             if self._closing:
                 raise StoreError("send to the writer at", self.endpoint, "the channel is closed")
-            waiting = len(self._queued) + len(self._sent)
-            if waiting >= limits.control_records_pending_max:
+            if (waiting := self._pending) >= limits.control_records_pending_max:
                 raise StoreError("send to the writer at", self.endpoint, f"{waiting} records wait already",
                                  "is the writer process running?")
             self._queued.append(item)
@@ -193,161 +189,67 @@ class ControlChannel:
     # ── the thread ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        context = zmq.Context()
-        dealer = None
         try:
+            self.connection.open()
             while not self._closing and self._fatal is None:
-                if dealer is None:
-                    dealer, opened_s = self._connect(context), time.monotonic()
-                self._turn(dealer)
-                if time.monotonic() - max(self._heard_s, opened_s) > _SILENT_S:
-                    dealer.close(linger=0)
-                    dealer = None
-            if dealer is not None and self._welcomed and self._fatal is None:
-                self._send(dealer, encode(Bye(seq=self._last_seq)))
+                self._turn()
+                if time.monotonic() - max(self.connection.heard_s, self.connection.opened_s) > _SILENT_S:
+                    self.connection.open()
+            if self.connection.welcome is not None:
+                self.connection.say(Bye(seq=self.window.last))
         except zmq.ZMQError as error:
             self._fail_all(StoreError("talk to the writer at", self.endpoint, error))
         finally:
-            if dealer is not None:
-                dealer.close(linger=200)
-            self._fail_all(self._fatal or StoreError("send to the writer at", self.endpoint, "the channel was closed"))
+            self._fail_all(StoreError("send to the writer at", self.endpoint, "the channel was closed"))
+            self.connection.close(linger_ms=200)
             self._wake_in.close()
             self._wake_out.close()
-            context.term()
 
-    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        dealer = context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.IMMEDIATE, 1)  # a Hello waits in no queue: of those that go out the writer may have each
-        dealer.setsockopt(zmq.MAXMSGSIZE, limits.message_header_bytes_max)
-        secure_sender(dealer, self._curve)
-        dealer.connect(self.endpoint)
-        self._hello(dealer)
-        return dealer
-
-    def _hello(self, dealer: zmq.Socket[bytes]) -> None:
-        self._welcomed = False
-        self._next_ping_s = time.monotonic() + _HEARTBEAT_S
-        self._greeted = self._send(dealer, encode(Connect(
-            stream=self._stream, role=self.role, epoch=self._epoch, pid=os.getpid(), nonces=self._nonces.draw(),
-            sent=self._last_seq)))
-        if not self._greeted:
-            self._nonces.withdraw()
-
-    def _turn(self, dealer: zmq.Socket[bytes]) -> None:
+    def _turn(self) -> None:
         """One round: wait, take the writer's answers, send what is queued, say that we live."""
-        poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN if self._greeted else zmq.POLLIN | zmq.POLLOUT)
-        poller.register(self._wake_out.fileno(), zmq.POLLIN)
-        events = dict(poller.poll(max(1, int((self._next_ping_s - time.monotonic()) * 1000))))
-        if self._wake_out.fileno() in events:
+        if self.connection.wait(wake=self._wake_out.fileno()):
             if not self._waiting:
                 self._urgent.wait(_GATHER_S)
             self._urgent.clear()
             self._wake_out.recv(4096)
-        if not self._greeted and events.get(dealer, 0) & zmq.POLLOUT:
-            self._hello(dealer)
-        for _ in range(64):  # then our own turn, however much arrives
-            if not dealer.poll(0):
-                break
-            self._take(dealer, dealer.recv_multipart())
-        if self._welcomed:
-            self._send_queued(dealer)
-        if time.monotonic() >= self._next_ping_s:
-            self._next_ping_s = time.monotonic() + _HEARTBEAT_S
-            if self._welcomed:
-                self._send(dealer, encode(Ping()))
+        for answer in self.connection.receive():
+            if isinstance(answer, Ack):
+                self._cover(answer)
+            elif answer is self.connection.refused:
+                self._fatal = ProtocolError(f"the writer refused this {self.role} ({answer.code}): {answer.reason}")
+            else:  # what was sent before is made and sent again
+                with self._lock:
+                    self._queued.extendleft(reversed(self.window.begin_again()))
+        if self.connection.welcome is not None:
+            self._number_queued()
+            self.window.send(lambda item: self.connection.send([item.data]))
+        self.connection.tend()
 
-    def _take(self, dealer: zmq.Socket[bytes], parts: list[bytes]) -> None:
-        try:
-            message = decode_from_writer(parts[0])
-        except msgspec.MsgspecError:
-            return  # not the writer's language: silence will make the connection anew
-        self._heard_s = time.monotonic()
-        match message:
-            case Welcome(durable=durable):
-                if durable < self._covered:
-                    # Another store, or one that lost what it had promised: what still waits starts a stream of its own.
-                    self._new_stream()
-                    self._hello(dealer)
-                    return
-                self._welcomed = True
-                self._nonces.welcomed()
-                self._resend(dealer, above=durable)
-                self._send(dealer, encode(Ping()))  # its Ack covers the others, and says which of them were refused
-            case Ack(durable=durable, refused=refused):
-                reasons = {seq: (code, reason) for seq, code, reason in refused}
-                self._refuse(reasons)
-                self._cover(durable)
-                if self._sent and time.monotonic() - self._sent[0].sent_s > _RESEND_S:
-                    self._resend(dealer)
-            case Refuse(code="hello" | "resend"):
-                self._hello(dealer)
-            case Refuse(code="fenced", stream=stream):
-                if stream == self._stream:  # a copy of this process goes on with it
-                    self._new_stream()
-                    self._hello(dealer)
-            case Refuse(code="disk" | "limit"):
-                self._welcomed = False  # nothing can be taken now: after a silence the connection is made anew
-            case Refuse(code=code, reason=reason):
-                self._fatal = ProtocolError(f"the writer refused this {self.role} ({code}): {reason}")
-
-    def _new_stream(self) -> None:
-        """A stream of its own name, numbered from 1; what was sent before is made and sent again."""
+    def _number_queued(self) -> None:
         with self._lock:
-            self._queued.extendleft(reversed(self._sent))
-            self._sent.clear()
-        self._stream, self._epoch, self._nonces = new_ulid(), time.time_ns() // 1_000_000, Nonces()
-        self._last_seq = self._covered = 0
-
-    def _send_queued(self, dealer: zmq.Socket[bytes]) -> None:
-        while True:
-            with self._lock:
-                if not self._queued:
-                    return
+            while self._queued:
                 item = self._queued.popleft()
                 try:
-                    item.data = encode(item.make(self._last_seq + 1))
+                    item.data = encode(item.make(self.window.last + 1))
                 except Exception as error:  # a caller's function must not end the channel for all others
-                    item.error = ProtocolError(f"the record could not be made: {error!r}")
-                    item.end()
-                    continue
-                self._last_seq += 1
-                item.seq = self._last_seq
-                self._sent.append(item)
-            self._send(dealer, item.data)
-            item.sent_s = time.monotonic()
+                    item.end(ProtocolError(f"the record could not be made: {error!r}"))
+                else:
+                    self.window.add(item)
 
-    def _resend(self, dealer: zmq.Socket[bytes], above: int = 0) -> None:
-        for item in [item for item in self._sent if item.seq > above]:
-            self._send(dealer, item.data)
-            item.sent_s = time.monotonic()
-
-    def _send(self, dealer: zmq.Socket[bytes], data: bytes) -> bool:
-        """Whether it went out; if not, the writer is away, and what it lacks is sent once more when it is back."""
-        try:
-            dealer.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def _refuse(self, reasons: dict[int, tuple[str, str]]) -> None:
-        for item in self._sent:
-            if item.seq in reasons:
-                item.error = _refusal(*reasons[item.seq])
-
-    def _cover(self, durable: int) -> None:
+    def _cover(self, ack: Ack) -> None:
         with self._lock:
-            while self._sent and self._sent[0].seq <= durable:
-                self._sent.popleft().end()
-            self._covered = max(self._covered, min(durable, self._last_seq))
+            for seq, code, reason in ack.refused:
+                if (item := self.window.unacked.get(seq)) is not None:
+                    item.error = _refusal(code, reason)
+            for item in self.window.cover(ack.durable):
+                item.end()
             self._empty.notify_all()
+        self.window.resend_after(_RESEND_S)
 
     def _fail_all(self, error: TapError) -> None:
         with self._lock:
             self._fatal = self._fatal or error
-            for item in [*self._sent, *self._queued]:
-                item.error = item.error or error
-                item.end()
-            self._sent.clear()
+            for item in [*self.window.begin_again(), *self._queued]:
+                item.end(self._fatal)
             self._queued.clear()
             self._empty.notify_all()

@@ -131,7 +131,7 @@ def test_the_steps_of_a_burst_are_put_together_in_memory_that_stays(writer: Writ
         tapped.finish(capture, prompt_len)
         manifest = manifest_of(writer.store, capture)
         assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
-        kept.append(tapped.sender._copied)
+        kept.append(tapped.sender.frames._copied)
     tapped.close()
     assert len(kept[0]) > 0 and kept[0] is kept[1]
 
@@ -251,7 +251,7 @@ def test_a_writer_that_is_away_costs_no_memory_by_the_step(tmp_path: Path) -> No
         time.sleep(0.001)
     until(lambda: not tapped.recorder.outbox)
     assert tapped.recorder.counters.dropped > 0
-    kept = len(tapped.sender._unacked)
+    kept = len(tapped.sender.window.unacked)
     tapped.close(timeout_s=1.0)
     assert kept < 100, kept
 

@@ -48,7 +48,7 @@ class Still(Tapped):
         return [type(message).__name__ for message in self.said()]
 
     def said(self) -> list[FromSender]:
-        return [decode_from_sender(outgoing.parts[0]) for outgoing in self.sender._unacked.values()]
+        return [decode_from_sender(outgoing.parts[0]) for outgoing in self.sender.window.unacked.values()]
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_the_ring_is_freed_in_the_order_in_which_it_was_taken(still: Still) -> N
     assert still.ring.shared.tail == 0
     still.sender._close_old_frames(force=True)
     assert still.ring.shared.tail == 0
-    still.sender._cover(still.sender._seq)
+    still.sender._cover(still.sender.window.last)
     assert still.ring.shared.tail == mark
 
 
@@ -120,10 +120,10 @@ def test_rows_wait_for_their_copy(still: Still) -> None:
     still.recorder.outbox.append(Run(ENTRY, slot, slot * 0, slot * 0, {"data": (offset, LAYERS * WIDTH * 4)},
                                      offset + 8192, offset + 8256, (mark, 0), copied=1))
     still.take()
-    assert not still.sender._pending, "the copy is under way"
+    assert not still.sender.frames.open, "the copy is under way"
     still.ring.shared.copied = 1
     still.take()
-    assert still.sender._pending
+    assert still.sender.frames.open
 
 
 class Holding:
@@ -179,7 +179,7 @@ def test_what_was_lost_on_the_way_is_sent_again(
     assert until(lambda: len(seqs(scripted)) > 5), seqs(scripted)
     assert seqs(scripted)[:6] == [1, 2, 3, 1, 2, 3] and holding.greeted == 1
     holding.durable = 3
-    assert until(lambda: not tapped.sender._unacked)
+    assert until(lambda: not tapped.sender.window.unacked)
 
 
 def test_an_ack_of_a_stream_that_is_no_more_covers_nothing(
@@ -196,7 +196,7 @@ def test_an_ack_of_a_stream_that_is_no_more_covers_nothing(
 
     scripted, tapped = script(answer)
     tapped.whole(20)
-    assert until(lambda: len(tapped.sender._unacked) == 3)
+    assert until(lambda: len(tapped.sender.window.unacked) == 3)
     waits = True
     assert until(lambda: greeted > 1)
     assert until(lambda: seqs(scripted)) and until(lambda: len(seqs(scripted)) == 3) and seqs(scripted) == [1, 2, 3]

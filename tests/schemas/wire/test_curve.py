@@ -133,10 +133,10 @@ def test_a_writer_that_stands_still_does_not_fill_memory(place: Place, monkeypat
         for first in range(0, 8192, 1024):  # 1 MiB each
             tapped.step(capture, first, 1024)
         tapped.finish(capture, 8192)
-        waiting = tapped.sender._unacked
+        waiting = tapped.sender.window.unacked
 
         def out() -> int:
-            return sum(outgoing.nbytes for seq, outgoing in list(waiting.items()) if seq < tapped.sender._next)
+            return sum(outgoing.nbytes for seq, outgoing in list(waiting.items()) if seq < tapped.sender.window.next)
 
         assert until(lambda: len(waiting) >= 9 and out() > 0, 20.0)
         assert out() <= 2 * MIB < sum(outgoing.nbytes for outgoing in waiting.values())

@@ -1,12 +1,14 @@
 """Senders of given identities, one at a time, in a process of their own.
 
 Each line of standard input is a word with its arguments, answered by a line when it is done: ``begin ENDPOINT STREAM
-EPOCH``, ``open CAPTURE ROWS``, ``step CAPTURE FIRST ROWS``, ``finish CAPTURE ROWS``, ``close``.
+EPOCH [CAPTURE ROWS]`` (with a capture that it had opened when it was cloned), ``open CAPTURE ROWS``, ``step CAPTURE
+FIRST ROWS``, ``finish CAPTURE ROWS``, ``close``.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 
 from engine_side.front.ticket import Ticket
@@ -26,16 +28,22 @@ class Clone(Tapped):
         self.recorder.open(capture, ticket, list(range(rows)), 0)
 
 
-def begin(endpoint: str, stream: str, epoch: str) -> Clone:
-    """With the identity that another may have as well."""
+def begin(endpoint: str, stream: str, epoch: str, *opened: str) -> Clone:
+    """With the identity that another may have as well, and what it had opened."""
+    cloned = threading.Event()
 
     class Same(Sender):
         def run(self, closing: Callable[[], bool]) -> None:
-            self.stream, self.epoch = stream, int(epoch)
+            cloned.wait()
+            self.window.stream, self.window.epoch = stream, int(epoch)
             super().run(closing)
 
     test_sender.Sender = Same  # type: ignore[misc]
-    return Clone(endpoint)
+    clone = Clone(endpoint)
+    if opened:
+        clone.open_as(opened[0], int(opened[1]))
+    cloned.set()
+    return clone
 
 
 def main() -> None:

@@ -66,9 +66,10 @@ class Identity:
         self.clones: list[Clone] = []
         self._words, self._idle = (endpoint, new_ulid(), time.time_ns() // 1_000_000), idle
 
-    def begin(self) -> Clone:
+    def begin(self, *opened: object) -> Clone:
+        """``opened``: a capture, and its rows, that it had opened when it was cloned."""
         clone = self._idle.pop()
-        clone.do("begin", *self._words)
+        clone.do("begin", *self._words, *opened)
         self.clones.append(clone)
         return clone
 
@@ -159,8 +160,7 @@ def test_a_capture_that_had_begun(writer: WriterProcess, identity: Identity, win
     first.do("open", capture, 40)
     first.do("step", capture, 0, 16)
     assert until(lambda: captured(writer.store, capture) == 16 * LAYERS)
-    second = identity.begin()
-    second.do("open", capture, 40)  # as it stood when the process was cloned
+    second = identity.begin(capture, 40)
     second.do("step", capture, 0, 16)
     assert manifest_of(writer.store, second.whole(25)).status == "complete"
     if not winner_lives:
@@ -264,11 +264,11 @@ def test_a_hello_that_never_went_out_is_told_to_nobody(tmp_path: Path) -> None:
             turns[0] += 1
             return draw(self)
 
-    tapped.sender._nonces = Counting()
+    tapped.sender.window.nonces = Counting()
     assert until(lambda: turns[0] >= 5)
     tapped.close()
     channel.close(0.1)
-    assert len(tapped.sender._nonces.draw()) == len(channel._nonces.draw()) == 1
+    assert len(tapped.sender.window.nonces.draw()) == len(channel.window.nonces.draw()) == 1
 
 
 def test_records_of_a_copy_are_not_lost(writer: WriterProcess) -> None:
@@ -280,10 +280,9 @@ def test_records_of_a_copy_are_not_lost(writer: WriterProcess) -> None:
         channel.submit(lambda seq: Own(seq, capture, 1, "", [], {}, 1), 30.0)
 
     own(first, names[0])
-    second._stream, second._epoch, second._welcomed = first._stream, first._epoch, False
-    second._nonces = Nonces()
-    second._last_seq = 0
-    assert isinstance(hello(writer.endpoint, None, greeting([9], 5, first._stream)), Refuse)
+    second.connection.welcome, second.window.nonces = None, Nonces()
+    second.window.stream, second.window.epoch, second.window.last = first.window.stream, first.window.epoch, 0
+    assert isinstance(hello(writer.endpoint, None, greeting([9], 5, first.window.stream)), Refuse)
     for channel, name in zip((second, first, second), names[1:], strict=True):
         own(channel, name)
     with StoreReader(writer.store) as reader:

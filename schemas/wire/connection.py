@@ -1,0 +1,160 @@
+"""The connection of a sender to its writer: greets it, hears its answers, tells it that the sender lives."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import zmq
+
+from schemas import limits
+from schemas.wire.curve import secure_sender
+from schemas.wire.messages import Ack, Bye, Connect, Ping, Refuse, Welcome, decode_from_writer, encode
+from schemas.wire.send_window import SendWindow
+
+__all__ = ["Connection"]
+
+A = TypeVar("A")
+
+logger = logging.getLogger("vllm.tap")
+
+_GREET_S: Final = 0.2  # between Hellos that no Welcome answers
+_ANSWERS_MAX: Final = 64  # taken at once, then the sender has its turn
+
+
+class Connection:
+    """The socket of the stream in ``window``, for one thread, between ``open`` and ``close``.
+
+    ``hello`` is what a Hello says beside the stream's name and numbers; ``ping`` makes a sign of life; ``curve`` is the
+    folder of keys where the writer is on another host.
+    """
+
+    welcome: Welcome | None = None  # None while the writer has not taken this connection's Hello
+    refused: Refuse | None = None  # final: nothing is said any more
+    heard_s = float("-inf")  # when the writer last took something of ours
+
+    def __init__(self, endpoint: str, window: SendWindow[Any], hello: Connect, ping: Callable[[], Ping],
+                 curve: Path | None) -> None:
+        self._endpoint, self._window, self._hello, self._ping, self._curve = endpoint, window, hello, ping, curve
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: Any = None
+
+    def open(self) -> None:
+        """Connect; a connection that was open is given up first."""
+        self._close_socket(linger_ms=0)
+        self._context = self._context or zmq.Context()
+        socket = self._socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.IMMEDIATE, 1)  # a Hello waits in no queue: of those that go out the writer may have each
+        socket.set(zmq.SNDHWM, limits.sender_window_frames_max)
+        socket.set(zmq.RCVHWM, 0)
+        socket.set(zmq.MAXMSGSIZE, limits.message_header_bytes_max)
+        socket.set(zmq.RECONNECT_IVL, 50)
+        socket.set(zmq.RECONNECT_IVL_MAX, 500)
+        secure_sender(socket, self._curve)
+        socket.set(zmq.IPV6, int("[" in self._endpoint))  # of an address alone: names stay what they are
+        socket.connect(self._endpoint)
+        self.opened_s = time.monotonic()
+        self.greet()
+
+    def close(self, linger_ms: int) -> None:
+        """Disconnect, after what was said last has gone out or ``linger_ms`` have passed."""
+        self._close_socket(linger_ms)
+        if self._context is not None:
+            self._context.term()
+
+    def _close_socket(self, linger_ms: int) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=linger_ms)
+
+    def send(self, parts: list[Any]) -> bool:
+        """Whether a message went out; if not, the writer is away, or has not taken what went out before."""
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def say(self, message: Ping | Bye) -> None:
+        """Send what has no number; where that cannot be, a Hello comes first when the writer is there again."""
+        if self.refused is None and not self.send([encode(message)]):
+            self.welcome, self._greeted = None, False
+
+    def greet(self) -> None:
+        """Say Hello; until a Welcome answers nothing else is to be sent."""
+        window, self.welcome = self._window, None
+        self._word_due_s = time.monotonic() + _GREET_S
+        self._greeted = self.send([encode(msgspec.structs.replace(
+            self._hello, stream=window.stream, epoch=window.epoch, nonces=window.nonces.draw(), sent=window.last))])
+        if not self._greeted:
+            window.nonces.withdraw()
+
+    def tend(self) -> None:
+        """Say Hello where the writer has taken none, else that the sender lives, when it is time for that."""
+        if self.refused is not None:
+            return
+        due = time.monotonic() >= self._word_due_s
+        if self.welcome is None and (due or (not self._greeted and self._socket.get(zmq.EVENTS) & zmq.POLLOUT)):
+            self.greet()
+        elif due:
+            self._word_due_s = time.monotonic() + limits.heartbeat_interval_ms / 1000
+            self.say(self._ping())
+
+    def wait(self, timeout_ms: int | None = None, wake: int | None = None) -> bool:
+        """Wait for an answer, for a writer to greet, for the file ``wake``, and no longer; whether it was the file.
+
+        Without ``timeout_ms`` until the next word is due.
+        """
+        if timeout_ms is None:
+            timeout_ms = max(1, int(1000 * (self._word_due_s - time.monotonic())))
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN if self._greeted else zmq.POLLIN | zmq.POLLOUT)
+        if wake is not None:
+            poller.register(wake, zmq.POLLIN)
+        return wake in dict(poller.poll(timeout_ms))
+
+    def receive(self) -> Iterator[Ack | Refuse | Welcome]:
+        """Acks, and what ends the stream: a Refuse, or a Welcome that does not hold what an earlier Ack promised.
+
+        After that Welcome, or the Refuse "fenced", the caller has its window begin again, and is greeted for here.
+        Whatever other Refuse comes out is final.
+        """
+        for _ in range(_ANSWERS_MAX):
+            try:
+                answer = decode_from_writer(self._socket.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return
+            except msgspec.MsgspecError as error:
+                logger.error("vllm-tap: the writer sent what is no answer: %s", error)
+                continue
+            if isinstance(answer, Refuse):
+                yield from self._take_refuse(answer)
+            elif isinstance(answer, Welcome) and answer.durable < self._window.covered:
+                yield from self._begun_again(answer)
+            elif isinstance(answer, Welcome):
+                self.welcome, self.heard_s = answer, time.monotonic()
+                self._window.nonces.welcomed()
+                self._window.resume(answer.durable)
+                self._word_due_s = self.heard_s
+            elif self.welcome is not None:  # else it may speak of a stream that is no more
+                self.heard_s = time.monotonic()
+                yield answer
+
+    def _take_refuse(self, answer: Refuse) -> Iterator[Refuse]:
+        if answer.code in ("hello", "resend"):
+            self.greet()
+        elif answer.code in ("disk", "limit"):
+            self.welcome = None  # nothing can be taken now: greet again, in a while
+        elif answer.code != "fenced":
+            self.refused = answer
+            yield answer
+        elif answer.stream == self._window.stream:
+            yield from self._begun_again(answer)
+
+    def _begun_again(self, answer: A) -> Iterator[A]:
+        self.welcome = None
+        yield answer
+        self.greet()
