@@ -61,7 +61,7 @@ class Sender:
         self.connection = Connection(endpoint, self.window, hello, lambda: Ping(self._state()), curve)
         self._endpoint, self._shared = endpoint, shared
         self._events, self._regions = Events(shared), Regions(shared)
-        self._told = TapCounters()  # by the recorder
+        self._recorder_counters = TapCounters()  # as the step told them last
         self._counters = TapCounters()  # of what happened here
         self.frames = FrameBuilder(info, shared, self._regions, self._counters, rank, self._number)
         self._slots: dict[int, str] = {}  # the capture of each
@@ -134,7 +134,7 @@ class Sender:
                 case Opened():
                     self._open(event)
                 case Counted(counters=counters):
-                    self._told = counters
+                    self._recorder_counters = counters
                 case Finished():
                     self._finish(event)
         return taken
@@ -204,7 +204,7 @@ class Sender:
     # ── to the writer and back ──────────────────────────────────────────────────────────────────────────────────
 
     def _state(self) -> messages.TapState:
-        counters = TapCounters(**{name: getattr(self._told, name) + getattr(self._counters, name)
+        counters = TapCounters(**{name: getattr(self._recorder_counters, name) + getattr(self._counters, name)
                                   for name in TapCounters.__struct_fields__})
         return messages.TapState(counters, self._shared.capacity, self._regions.nbytes, len(self.window.unacked))
 

@@ -32,7 +32,7 @@ _BEGIN_S: Final = 60.0
 
 
 class _Task(msgspec.Struct):
-    """What the process is told at its start."""
+    """Settings that the process reads at its start."""
 
     endpoint: str
     info: EngineInfo
@@ -44,7 +44,7 @@ class _Task(msgspec.Struct):
 
 
 class SenderProcess:
-    """The step's side of it: starts the process, sees its end, asks it to flush and end.
+    """The sender's process as the step sees it: starts it, notices its end, asks it to flush and end.
 
     It is started at once, since it takes a while to import what it needs, and sends from ``begin`` on.
     """
@@ -66,11 +66,11 @@ class SenderProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def begin(self, info: EngineInfo) -> None:
-        """What the engine is; StartError where the process has ended or does not begin. A second call does nothing."""
+        """Have it send for an engine; StartError where it has ended or does not begin. A second call does nothing."""
         if self._begun:
             return
         self._begun = True
@@ -101,7 +101,7 @@ class SenderProcess:
             self._watcher.join(1.0)
 
     def _watch(self) -> None:
-        """Waits without the interpreter, so it costs no step anything."""
+        """Wait for its end without the interpreter, so that it costs no step anything."""
         code = self._process.wait()
         known, self._shared.abandoned = self._shared.closing or self._shared.abandoned, 1
         if not known:
@@ -129,7 +129,3 @@ def main() -> None:
     sender.run(lambda: bool(shared.closing or shared.abandoned) or os.getppid() != task.engine)
     if os.getppid() != task.engine:
         shared.path.unlink(missing_ok=True)  # nobody else does
-
-
-if __name__ == "__main__":
-    main()

@@ -204,7 +204,7 @@ class Outbox:
 
 
 class Events:
-    """The other end of an ``Outbox``; used by the sender alone."""
+    """The reader of an ``Outbox``; used by the sender alone."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -213,11 +213,11 @@ class Events:
         self._fence = _Fence()
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
+        """Whether an event waits."""
         return self.first() is not None
 
     def first(self) -> Event | None:
-        """The oldest event that was not taken."""
+        """The oldest event that was not taken; None where there is none."""
         if self._first is None:
             size = self._whole(_SIZE)
             if size is not None and self._whole(_SIZE + size) is not None:
@@ -227,7 +227,7 @@ class Events:
         return self._first
 
     def take(self) -> None:
-        """The oldest has been seen to."""
+        """Take the oldest event off the queue."""
         self._first = None
 
     def _whole(self, nbytes: int) -> int | None:

@@ -40,13 +40,13 @@ class Connection:
     def __init__(self, endpoint: str, window: SendWindow[Any], hello: Connect, ping: Callable[[], Ping],
                  curve: Path | None) -> None:
         self._endpoint, self._window, self._hello, self._ping, self._curve = endpoint, window, hello, ping, curve
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._context = zmq.Context()
         self._socket: Any = None
 
     def open(self) -> None:
         """Connect; a connection that was open is given up first."""
-        self._close_socket(linger_ms=0)
-        self._context = self._context or zmq.Context()
+        if self._socket is not None:
+            self._socket.close(linger=0)
         socket = self._socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.IMMEDIATE, 1)  # a Hello waits in no queue: of those that go out the writer may have each
         socket.set(zmq.SNDHWM, limits.sender_window_frames_max)
@@ -62,13 +62,7 @@ class Connection:
 
     def close(self, linger_ms: int) -> None:
         """Disconnect, after what was said last has gone out or ``linger_ms`` have passed."""
-        self._close_socket(linger_ms)
-        if self._context is not None:
-            self._context.term()
-
-    def _close_socket(self, linger_ms: int) -> None:
-        if self._socket is not None:
-            self._socket.close(linger=linger_ms)
+        self._context.destroy(linger_ms)
 
     def send(self, parts: list[Any]) -> bool:
         """Whether a message went out; if not, the writer is away, or has not taken what went out before."""

@@ -44,7 +44,7 @@ def _refusal(code: str, reason: str) -> TapError:
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
+class _PendingRecord:
     """One record on its way; made when it is first sent."""
 
     make: Callable[[int], Record]
@@ -74,8 +74,8 @@ class ControlChannel:
         self.endpoint, self.role = endpoint, role
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
-        self._queued: deque[_Item] = deque()
-        self.window: SendWindow[_Item] = SendWindow()
+        self._queued: deque[_PendingRecord] = deque()
+        self.window: SendWindow[_PendingRecord] = SendWindow()
         self.connection = Connection(endpoint, self.window, Connect("", role, 0, pid=os.getpid()), Ping, curve)
         self._fatal: TapError | None = None
         self._closing = False
@@ -165,8 +165,8 @@ class ControlChannel:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _HEARTBEAT_S)
 
-    def _put(self, make: Callable[[int], Record], done: threading.Event | None = None) -> _Item:
-        item = _Item(make, done)
+    def _put(self, make: Callable[[int], Record], done: threading.Event | None = None) -> _PendingRecord:
+        item = _PendingRecord(make, done)
         with self._lock:
             if self._fatal is not None:
                 raise self._fatal

@@ -1,4 +1,4 @@
-"""What tells a sender from a copy of it: a process that was cloned, or a snapshot of one that was resumed twice.
+"""Nonces, which tell a sender from a copy of it: a process that was cloned, or a snapshot that was resumed twice.
 
 Both have the same stream and numbers, and whatever was drawn before. So a number is drawn for each Hello, and a Hello
 tells those of late: the writer keeps the newest of the Hello that it took last, and takes another only where that is
@@ -20,14 +20,14 @@ _kept: Final = 64  # of those before the last Welcome: which of them the writer 
 
 
 class Nonces:
-    """Of one stream."""
+    """Nonces of the Hellos of one stream, oldest first."""
 
     def __init__(self) -> None:
         self._drawn: list[int] = []
         self._kept = 0
 
     def draw(self) -> list[int]:
-        """One for a Hello that goes out now, behind those of before."""
+        """Draw one for a Hello that goes out now; all that it tells, the newest last."""
         # Not random bytes alone: a machine that is copied with its memory may draw the same ones for a moment.
         self._drawn.append((int.from_bytes(os.urandom(7), "little") ^ time.time_ns()) & (NONCE - 1) | NONCE)
         if len(self._drawn) > told_max:
@@ -36,10 +36,10 @@ class Nonces:
         return list(self._drawn)
 
     def withdraw(self) -> None:
-        """The Hello of the last one never went out."""
+        """Take the last one back, whose Hello never went out."""
         self._drawn.pop()
 
     def welcomed(self) -> None:
-        """The writer took one of them: which it took before does not matter any more."""
+        """Forget old ones: the writer took one, and which it took before does not matter any more."""
         del self._drawn[:-_kept]
         self._kept = len(self._drawn)

@@ -20,7 +20,7 @@ from schemas.spec import Armed, Resolved
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What an engine says of itself: enough to name every number it sends."""
+    """Description of an engine by itself: enough to name every number it sends."""
 
     model: str
     model_dtype: str
@@ -70,7 +70,7 @@ class Connect(Hello, tag="hello", forbid_unknown_fields=True):
 
 
 class TapCounters(msgspec.Struct):
-    """What an engine's tap did since its start; a row here is one of one layer.
+    """Counters of an engine's tap since its start; a row here is one of one layer.
 
     Fields that a writer does not know are passed over, here and in the Ping that carries them: a heartbeat that is
     refused would end the engine's captures.
@@ -87,7 +87,7 @@ class TapCounters(msgspec.Struct):
 
 
 class TapState(msgspec.Struct):
-    """How an engine's tap is."""
+    """State of an engine's tap."""
 
     counters: TapCounters
     ring_bytes: int
@@ -96,7 +96,7 @@ class TapState(msgspec.Struct):
 
 
 class Ping(msgspec.Struct, tag="ping"):
-    """Sign of life; answered by an Ack."""
+    """Heartbeat; answered by an Ack."""
 
     tap: TapState | None = None  # of an engine
 
@@ -284,7 +284,7 @@ def encode(message: Hello | FromSender | FromWriter) -> bytes:
 
 
 def unpack(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
-    """What a decoder reads; any bytes that it cannot read are a msgspec.DecodeError (or its ValidationError).
+    """Decode a message; any bytes that are none raise msgspec.DecodeError (or its ValidationError).
 
     msgspec itself lets UnicodeDecodeError and RecursionError through.
     """
@@ -295,15 +295,15 @@ def unpack(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
 
 
 def decode_from_sender(data: bytes | memoryview) -> FromSender:
-    """Raises msgspec.ValidationError or DecodeError on anything else."""
+    """A message of a sender; msgspec.ValidationError or DecodeError on anything else."""
     return unpack(_from_sender, data)  # type: ignore[no-any-return]
 
 
 def decode_from_writer(data: bytes | memoryview) -> FromWriter:
-    """Raises msgspec.ValidationError or DecodeError on anything else."""
+    """A message of the writer; msgspec.ValidationError or DecodeError on anything else."""
     return unpack(_from_writer, data)  # type: ignore[no-any-return]
 
 
 def decode_record(data: bytes | memoryview) -> Record:
-    """Raises msgspec.ValidationError or DecodeError on anything else."""
+    """A record; msgspec.ValidationError or DecodeError on anything else."""
     return unpack(_record, data)  # type: ignore[no-any-return]
