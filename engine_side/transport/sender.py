@@ -110,8 +110,8 @@ class Sender:
             logger.warning("vllm-tap: no writer answers at %s for %.0f s: does it run, and does it know this engine's "
                            "key?", self._endpoint, _ALONE_S)
         self._send_unsent()
-        self.connection.wait(_BUSY_POLL_MS if busy or self.frames.open else _IDLE_POLL_MS)
-        self._receive()
+        if self.connection.wait(_BUSY_POLL_MS if busy or self.frames.open else _IDLE_POLL_MS):
+            self._receive()
 
     # ── events to messages ──────────────────────────────────────────────────────────────────────────────────────
 

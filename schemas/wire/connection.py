@@ -57,6 +57,7 @@ class Connection:
         secure_sender(socket, self._curve)
         socket.set(zmq.IPV6, int("[" in self._endpoint))  # of an address alone: names stay what they are
         socket.connect(self._endpoint)
+        self._poller = zmq.Poller()
         self.opened_s = time.monotonic()
         self.greet()
 
@@ -97,18 +98,17 @@ class Connection:
             self._word_due_s = time.monotonic() + limits.heartbeat_interval_ms / 1000
             self.say(self._ping())
 
-    def wait(self, timeout_ms: int | None = None, wake: int | None = None) -> bool:
-        """Wait for an answer, for a writer to greet, for the file ``wake``, and no longer; whether it was the file.
+    def wait(self, timeout_ms: int | None = None, wake: int | None = None) -> dict[Any, int]:
+        """Wait for an answer, for a writer to greet, or for the file ``wake``; what is ready, by socket or file.
 
         Without ``timeout_ms`` until the next word is due.
         """
         if timeout_ms is None:
             timeout_ms = max(1, int(1000 * (self._word_due_s - time.monotonic())))
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN if self._greeted else zmq.POLLIN | zmq.POLLOUT)
+        self._poller.register(self._socket, zmq.POLLIN if self._greeted else zmq.POLLIN | zmq.POLLOUT)
         if wake is not None:
-            poller.register(wake, zmq.POLLIN)
-        return wake in dict(poller.poll(timeout_ms))
+            self._poller.register(wake, zmq.POLLIN)
+        return dict(self._poller.poll(timeout_ms))
 
     def receive(self) -> Iterator[Ack | Refuse | Welcome]:
         """Acks, and what ends the stream: a Refuse, or a Welcome that does not hold what an earlier Ack promised.

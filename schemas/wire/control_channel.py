@@ -207,7 +207,7 @@ class ControlChannel:
 
     def _turn(self) -> None:
         """One round: wait, take the writer's answers, send what is queued, say that we live."""
-        if self.connection.wait(wake=self._wake_out.fileno()):
+        if self._wake_out.fileno() in self.connection.wait(wake=self._wake_out.fileno()):
             if not self._waiting:
                 self._urgent.wait(_GATHER_S)
             self._urgent.clear()
