@@ -23,8 +23,7 @@ class OpenFrame:
 
     started_s: float
     runs: list[Run] = field(default_factory=list)
-    names: list[list[str]] = field(default_factory=list)  # by run, the capture of each distinct slot
-    inverse: list[Any] = field(default_factory=list)  # by run, row → index into its names
+    captures: list[tuple[list[str], Any]] = field(default_factory=list)  # by run, names and each row's index into them
     nbytes: int = 0
     steps: int = 0
     rows: int = 0
@@ -55,8 +54,7 @@ class FrameBuilder:
         frame = self.open.setdefault(run.entry, OpenFrame(time.monotonic()))
         frame.rows += rows
         frame.runs.append(run)
-        frame.names.append(names)
-        frame.inverse.append(inverse)
+        frame.captures.append((names, inverse))
         frame.nbytes += run.steps * sum(size for _, size in run.extents.values())
         frame.steps += run.steps
         if frame.nbytes >= limits.frame_bytes_target or frame.steps >= 1024:
@@ -65,7 +63,7 @@ class FrameBuilder:
     def close_of(self, capture: str) -> None:
         """Close the frames that have rows of a capture."""
         for entry, frame in list(self.open.items()):
-            if any(capture in names for names in frame.names):
+            if any(capture in names for names, _ in frame.captures):
                 self.close(entry)
 
     def close_old(self, force: bool) -> None:
@@ -88,11 +86,11 @@ class FrameBuilder:
 
     def _message(self, entry: Entry, frame: OpenFrame) -> tuple[Frame, bytes]:
         """The message of a frame, which has no number yet, and its row table."""
-        captures = list(dict.fromkeys(name for names in frame.names for name in names))
+        captures = list(dict.fromkeys(name for names, _ in frame.captures for name in names))
         number = {name: i for i, name in enumerate(captures)}
         capture = np.concatenate([
             np.tile(np.asarray([number[name] for name in names])[inverse], run.steps)
-            for run, names, inverse in zip(frame.runs, frame.names, frame.inverse, strict=True)
+            for run, (names, inverse) in zip(frame.runs, frame.captures, strict=True)
         ])
         table = RowTable(
             capture.astype(np.uint32),

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -17,8 +17,6 @@ from schemas.wire.messages import Ack, Bye, Connect, Ping, Refuse, Welcome, deco
 from schemas.wire.send_window import SendWindow
 
 __all__ = ["Connection"]
-
-A = TypeVar("A")
 
 logger = logging.getLogger("vllm.tap")
 
@@ -124,31 +122,23 @@ class Connection:
             except msgspec.MsgspecError as error:
                 logger.error("vllm-tap: the writer sent what is no answer: %s", error)
                 continue
-            if isinstance(answer, Refuse):
-                yield from self._take_refuse(answer)
-            elif isinstance(answer, Welcome) and answer.durable < self._window.covered:
-                yield from self._begun_again(answer)
-            elif isinstance(answer, Welcome):
-                self.welcome, self.heard_s = answer, time.monotonic()
-                self._window.nonces.welcomed()
-                self._window.resume(answer.durable)
-                self._word_due_s = self.heard_s
-            elif self.welcome is not None:  # else it may speak of a stream that is no more
-                self.heard_s = time.monotonic()
-                yield answer
-
-    def _take_refuse(self, answer: Refuse) -> Iterator[Refuse]:
-        if answer.code in ("hello", "resend"):
-            self.greet()
-        elif answer.code in ("disk", "limit"):
-            self.welcome = None  # nothing can be taken now: greet again, in a while
-        elif answer.code != "fenced":
-            self.refused = answer
-            yield answer
-        elif answer.stream == self._window.stream:
-            yield from self._begun_again(answer)
-
-    def _begun_again(self, answer: A) -> Iterator[A]:
-        self.welcome = None
-        yield answer
-        self.greet()
+            match answer:
+                case Welcome(durable=durable) if durable >= self._window.covered:
+                    self.welcome, self.heard_s = answer, time.monotonic()
+                    self._window.nonces.welcomed()
+                    self._window.resume(durable)
+                    self._word_due_s = self.heard_s
+                case Ack() if self.welcome is not None:  # else it may speak of a stream that is no more
+                    self.heard_s = time.monotonic()
+                    yield answer
+                case Refuse(code="hello" | "resend"):
+                    self.greet()
+                case Refuse(code="disk" | "limit"):
+                    self.welcome = None  # nothing can be taken now: greet again, in a while
+                case Welcome() | Refuse(code="fenced", stream=self._window.stream):
+                    self.welcome = None
+                    yield answer
+                    self.greet()
+                case Refuse(code=code) if code != "fenced":
+                    self.refused = answer
+                    yield answer
