@@ -56,7 +56,7 @@ Message = (Open | Finish | Dropped | Own | ClientFinish | Abandon | Delete | Hol
 
 
 class LogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One record with the stream that it came from; ``covered`` as in FrameHeader."""
+    """Record with the stream that it came from; ``covered`` as in FrameHeader."""
 
     stream: str
     epoch: int
@@ -75,7 +75,7 @@ _decoder = msgspec.msgpack.Decoder(LogEntry)
 
 
 def log_path(journal: Path, number: int) -> Path:
-    """Where log ``number`` lies."""
+    """Path of log ``number``."""
     return journal / f"control-{number:08d}.log"
 
 
@@ -137,7 +137,7 @@ def scrubbed_log(store: bytes, entries: Iterable[LogEntry], span: int) -> bytes:
 
 
 def span_of(path: Path) -> int:
-    """How many numbers below its own a log stands for; 0 where its head is not whole."""
+    """Count of numbers below its own that a log stands for; 0 where its head is not whole."""
     with path.open("rb") as file:
         head = file.read(_HEAD.size)
     return int(_HEAD.unpack(head)[2]) >> 8 if len(head) == _HEAD.size and head.startswith(MAGIC) else 0

@@ -1,4 +1,4 @@
-"""All file work of the writer: durable writes, appends from foreign memory, punching, renames, syncs.
+"""File work of the writer: durable writes, appends from foreign memory, punching, renames, syncs.
 
 Callers go through this module (``fs.datasync(fd)``), so that a test can put a failing disk behind it.
 """
@@ -50,7 +50,7 @@ def write_at(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
 
 
 def write_direct(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-    """As ``write_at``, for what nobody is about to read. Whole blocks of the first buffer go to the disk from where
+    """Write as ``write_at``, what nobody is about to read. Whole blocks of the first buffer go to the disk from where
     they lie, if that is at a multiple of ``direct_align``: no new pages of the page cache, and a fifth of the
     processor's time. What cannot be written in this way is written as usual, with the errors of that.
     """

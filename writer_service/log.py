@@ -1,4 +1,4 @@
-"""What the writer says on standard error: lines for people, or one JSON object a line."""
+"""Log of the writer on standard error: lines for people, or one JSON object a line."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _as_json = False
 
 
 def use_json() -> None:
-    """From now on, JSON."""
+    """Log JSON from now on."""
     global _as_json
     _as_json = True
 
 
 def warn(event: str, text: str, **fields: Any) -> None:
-    """Something is wrong."""
+    """Log that something is wrong."""
     _write("warning", event, text, fields)
 
 
 def info(event: str, text: str, **fields: Any) -> None:
-    """Something was done; people are told by numbers and files, programs by JSON."""
+    """Log that something was done, for programs alone: people have numbers and files."""
     if _as_json:
         _write("info", event, text, fields)
 

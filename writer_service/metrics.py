@@ -1,49 +1,61 @@
-"""The writer's metrics for Prometheus."""
+"""Counters of the main loop, and the page of metrics for Prometheus."""
 
 from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, field
 from socketserver import ThreadingMixIn
-from typing import Final, Protocol
+from typing import Annotated, Final, Protocol, get_type_hints
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, Histogram, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from schemas.wire.messages import TapState
-from writer_service.counters import Counters
-from writer_service.journal.journal import Journal
 
 requests_max: Final = 16  # at a time
 PREFIX: Final = "vllm_tap_writer_"
-HELP: Final = {
-    "frames": "Frames appended.",
-    "rows": "Rows in them; a row is a position with all layers of its frame.",
-    "frames_checksummed": "Frames whose rows got checksums as they came; others are read again to be sealed.",
-    "records": "Control records accepted.",
-    "payload_bytes": "Bytes of rows in frames.",
-    "acks": "Acknowledgements sent.",
-    "duplicates": "Messages that came again and were dropped.",
-    "gaps": "Messages that came before one that is missing.",
-    "malformed": "Messages that break the protocol.",
-    "refused": "Records and greetings that were refused.",
-    "rows_not_indexed": "Rows of captures that are closed, deleted or unknown.",
-    "rows_over_quota": "Rows that were not taken because the store was over its quota.",
-    "disk_errors": "File operations that failed.",
-    "commits": "Group commits that reached the disk.",
-    "sealed": "Segments that became blocks.",
-    "expired": "Captures deleted by retention.",
-    "rows_erased": "Rows of deleted captures that were erased inside blocks.",
-    "erasures_failed": "Erasures that could not be ended; they are tried again.",
-    "blocks_removed": "Blocks taken away whole.",
-    "dropped": "Rows (position x layer) that engines say they did not keep.",
-    "connections_refused": "Connections that were refused: no room, too many handshakes, one too slow, "
-                           "too many of an address.",
+@dataclass(slots=True)
+class Counters:
+    """Counts of the main loop since the writer's start, each the metric ``vllm_tap_writer_FIELD_total``."""
+
+    frames: Annotated[int, "Frames appended."] = 0
+    rows: Annotated[int, "Rows in them; a row is a position with all layers of its frame."] = 0
+    frames_checksummed: Annotated[
+        int, "Frames whose rows got checksums as they came; others are read again to be sealed."] = 0
+    records: Annotated[int, "Control records accepted."] = 0
+    payload_bytes: Annotated[int, "Bytes of rows in frames."] = 0
+    acks: Annotated[int, "Acknowledgements sent."] = 0
+    duplicates: Annotated[int, "Messages that came again and were dropped."] = 0
+    gaps: Annotated[int, "Messages that came before one that is missing."] = 0
+    malformed: Annotated[int, "Messages that break the protocol."] = 0
+    refused: Annotated[int, "Records and greetings that were refused."] = 0
+    rows_not_indexed: Annotated[int, "Rows of captures that are closed, deleted or unknown."] = 0
+    rows_over_quota: Annotated[int, "Rows that were not taken because the store was over its quota."] = 0
+    disk_errors: Annotated[int, "File operations that failed."] = 0
+    commits: Annotated[int, "Group commits that reached the disk."] = 0
+    sealed: Annotated[int, "Segments that became blocks."] = 0
+    expired: Annotated[int, "Captures deleted by retention."] = 0
+    rows_erased: Annotated[int, "Rows of deleted captures that were erased inside blocks."] = 0
+    erasures_failed: Annotated[int, "Erasures that could not be ended; they are tried again."] = 0
+    blocks_removed: Annotated[int, "Blocks taken away whole."] = 0
+    dropped: Annotated[dict[str, int], "Rows (position x layer) that engines say they did not keep."] = field(
+        default_factory=dict)  # by reason, as the next
+    connections_refused: Annotated[
+        dict[str, int], "Connections that were refused: no room, too many handshakes, one too slow, too many of an "
+                        "address."] = field(default_factory=dict)
+
+
+HELP: Final = {name: hint.__metadata__[0] for name, hint in get_type_hints(Counters, include_extras=True).items()}
+GAUGES: Final = {
+    "lag_seconds": "Age of the oldest thing received that is not durable.",
+    "catalog_lag_commits": "Durable commits that readers do not see yet.",
+    "store_bytes": "What the store takes of the disk.",
+    "recovery_seconds": "How long the start took to make journal and catalog whole.",
+    "recovery_cut_bytes": "Bytes that the start cut off because they were not whole.",
 }
 
 TAP_PREFIX: Final = "vllm_tap_engine_"
@@ -60,20 +72,15 @@ TAP_HELP: Final = {
 
 
 class State(Protocol):
-    """What is looked at besides the counters."""
+    """Numbers of a writer besides its counters; ``gauges`` by the names in GAUGES."""
 
     counters: Counters
-    recovery_s: float
-    recovery_cut_bytes: int
-
-    @property
-    def journal(self) -> Journal: ...
-
-    @property
-    def used_bytes(self) -> int: ...
+    sync_seconds: Histogram
 
     @property
     def taps(self) -> dict[str, TapState]: ...
+
+    def gauges(self) -> dict[str, float]: ...
 
 
 class _Reader(Collector):
@@ -84,29 +91,21 @@ class _Reader(Collector):
 
     def collect(self) -> Iterator[Metric]:
         state, counters = self._state, self._state.counters
-        for field in fields(counters):
-            value = getattr(counters, field.name)
+        for name, text in HELP.items():
+            value = getattr(counters, name)
             by_reason = isinstance(value, dict)
-            family = CounterMetricFamily(PREFIX + field.name, HELP[field.name], labels=["reason"] if by_reason else [])
+            family = CounterMetricFamily(PREFIX + name, text, labels=["reason"] if by_reason else [])
             for labels, number in [([key], n) for key, n in dict(value).items()] if by_reason else [([], value)]:
                 family.add_metric(labels, number)
             yield family
-        journal = state.journal
-        for name, text, number in (
-            ("lag_seconds", "Age of the oldest thing received that is not durable.", journal.lag_s(time.monotonic())),
-            ("catalog_lag_commits", "Durable commits that readers do not see yet.", journal.catalog.backlog),
-            ("store_bytes", "What the store takes of the disk.", state.used_bytes),
-            ("recovery_seconds", "How long the start took to make journal and catalog whole.", state.recovery_s),
-            ("recovery_cut_bytes", "Bytes that the start cut off because they were not whole.",
-             state.recovery_cut_bytes),
-        ):
-            yield GaugeMetricFamily(PREFIX + name, text, number)
-        yield from journal.sync_seconds.collect()
+        for name, number in state.gauges().items():
+            yield GaugeMetricFamily(PREFIX + name, GAUGES[name], number)
+        yield from state.sync_seconds.collect()
         yield from _of_taps(state.taps)
 
 
 def _of_taps(taps: dict[str, TapState]) -> Iterator[Metric]:
-    """What engines say of themselves, each under its stream's name."""
+    """Metrics that engines told of themselves, each under its stream's name."""
     for name, text in TAP_HELP.items():
         counter = CounterMetricFamily(TAP_PREFIX + name, text, labels=["engine"])
         for stream, tap in taps.items():
@@ -140,7 +139,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Who asks and goes, or says nothing, is none of ours."""
+        """Ignore clients that go, or say nothing."""
 
 
 class _Server6(_Server):
@@ -151,7 +150,7 @@ class _Handler(WSGIRequestHandler):
     timeout = 5.0  # seconds between two words of a request
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def serve_metrics(host: str, port: int, state: State) -> None:

@@ -1,4 +1,4 @@
-"""What the writer knows of each sender: how far it has come, and the memory it may read from."""
+"""State of each sender: how far it has come, and the memory that the writer may read from."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def map_ring(path: str | None, nbytes: int) -> Ring | None:
 
 @dataclass(slots=True)
 class SenderState:
-    """One stream. Numbers up to ``received`` were taken, up to ``durable`` they are on the disk.
+    """State of one stream. Numbers up to ``received`` were taken, up to ``durable`` they are on the disk.
 
     ``ahead`` holds numbers past ``received`` that already lie in the store: a resend of them is not stored again.
     """
@@ -109,13 +109,14 @@ class SenderState:
                 kept.pop()
 
     def covered(self, visible_is_enough: bool) -> int:
-        """What an Ack may cover. Engines need their memory back soon; all others want to read what they wrote."""
+        """Highest number that an Ack may cover. Engines need their memory back soon; others want to read what they wrote.
+        """
         if self.role != "engine":
             return self.settled
         return self.received if visible_is_enough else self.durable
 
     def ack(self, visible_is_enough: bool) -> Ack:
-        """What to tell the sender now; a refusal is repeated until an Ack covers it."""
+        """Ack for the sender now; a refusal is repeated until an Ack covers it."""
         durable = self.covered(visible_is_enough)
         answer = Ack(durable, self.received, list(self.refused))
         while self.refused and self.refused[0][0] <= durable:

@@ -10,25 +10,23 @@ import zmq
 from schemas.catalog.records import connect_read
 from schemas.errors import StartError, StoreError
 from schemas.store.paths import endpoint_name
-from schemas.wire.messages import Delete, TapState
+from schemas.wire.messages import TapState
 from writer_service import fs, log
 from writer_service.config import Config
 from writer_service.journal.group_commit import Batch, Waker
 from writer_service.journal.journal import Journal
 from writer_service.journal.open_segments import open_max
 from writer_service.metrics import serve_metrics
-from writer_service.receive.acks import Acks
-from writer_service.receive.capture_rules import CaptureRules, RefusedError
-from writer_service.receive.quota import Quota
+from writer_service.receive.capture_rules import CaptureRules
 from writer_service.receive.receiver import Receiver
-from writer_service.receive.senders import Senders
+from writer_service.receive.senders import Acks, Senders
 from writer_service.receive.sockets import Sockets, check_sockets
 from writer_service.recover.recovery import recover
 from writer_service.seal.sealer import Sealer, backlog_max
 from writer_service.sender_state import SenderState
 from writer_service.upkeep.cold_blocks import need_library
 from writer_service.upkeep.upkeep import Upkeep
-from writer_service.upkeep.usage import disk_bytes
+from writer_service.upkeep.usage import Quota, disk_bytes
 
 idle_poll_ms: Final = 200
 drain_s: Final = 2.0
@@ -36,7 +34,7 @@ settle_s: Final = 8.0
 
 
 class Writer:
-    """One store's writer. ``run`` returns after ``stop`` was set and everything is on the disk."""
+    """Writer of one store. ``run`` returns after ``stop`` was set and everything is on the disk."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -44,17 +42,17 @@ class Writer:
         check_sockets(config)
         began = time.monotonic()
         state = recover(config.store)
-        self.recovery_s, self.recovery_cut_bytes = time.monotonic() - began, state.cut_bytes
-        log.info("recovered", "journal and catalog are whole", seconds=round(self.recovery_s, 3),
-                  cut_bytes=state.cut_bytes, rebuilt=state.rebuilt, streams=len(state.streams))
+        self._recovery_s, self._recovery_cut_bytes = time.monotonic() - began, state.cut_bytes
+        log.info("recovered", "journal and catalog are whole", seconds=round(self._recovery_s, 3),
+                 cut_bytes=state.cut_bytes, rebuilt=state.rebuilt, streams=len(state.streams))
         self._uuid, self._lock_fd = state.uuid, state.lock
         self._waker = Waker()
         self._journal = Journal(config, state.uuid, state.next_log, state.next_segment, self._waker)
-        self.counters = self._journal.counters
+        self.counters, self.sync_seconds = self._journal.counters, self._journal.sync_seconds
         self.counters.erasures_failed = len(state.not_erased)
         self._db = connect_read(config.store / "catalog.sqlite")
         self._rules = CaptureRules(self._db)
-        self._sealer = Sealer(config.store, state.uuid, state.epoch, self._db, self._waker, self._journal.checksums)
+        self._sealer = Sealer(config.store, state.uuid, state.epoch, self._db, self._waker, self._journal)
         self._senders = Senders(self._db, self._journal, config.engine_lost_s)
         self._senders.restore(state.streams, self._rules.open_captures())
         self._upkeep = Upkeep(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
@@ -70,20 +68,16 @@ class Writer:
             serve_metrics(config.metrics_host, config.metrics_port, self)
 
     @property
-    def journal(self) -> Journal:
-        """What is appended to."""
-        return self._journal
-
-    @property
     def taps(self) -> dict[str, TapState]:
-        """What the engines that are connected said last, by stream."""
+        """Last words of the connected engines, by stream."""
         return {state.stream: state.tap for state in self._senders
                 if state.tap is not None and state.address is not None and not state.ended}
 
-    @property
-    def used_bytes(self) -> int:
-        """What the store takes of the disk."""
-        return self._quota.used
+    def gauges(self) -> dict[str, float]:
+        """Numbers of now, by the names of metrics.GAUGES."""
+        return {"lag_seconds": self._journal.lag_s(time.monotonic()),
+                "catalog_lag_commits": self._journal.catalog.backlog, "store_bytes": self._quota.used,
+                "recovery_seconds": self._recovery_s, "recovery_cut_bytes": self._recovery_cut_bytes}
 
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -97,7 +91,7 @@ class Writer:
                                     self._uuid, self.config.commit_bytes)
         poller = zmq.Poller()
         poller.register(self._waker.read_fd, zmq.POLLIN)
-        self._say_ready()
+        self._announce()
         last = time.monotonic()
         try:
             while not self.stop:
@@ -118,8 +112,8 @@ class Writer:
             self._sockets.leave()
             fs.close(self._lock_fd)
 
-    def _say_ready(self) -> None:
-        """Where it listens: in the store, for engines that start later, and for whoever started it."""
+    def _announce(self) -> None:
+        """Tell where it listens: in the store, for engines that start later, and to whoever started it."""
         try:
             fs.write_durable(self.config.store / endpoint_name(), self.config.endpoint.encode())
         except OSError as error:
@@ -135,12 +129,12 @@ class Writer:
         return len(self._journal.segments.retired) >= open_max or self._sealer.backlog >= backlog_max
 
     def _step(self, now: float, quiet: bool) -> None:
-        """Everything that is due between two receptions."""
+        """Do everything that is due between two receptions."""
         self._senders.forgive(self._sockets.look(now))
         self.counters.connections_refused = self._sockets.refused
         self._end_commit()
         self._take_catalog()
-        self._take_sealed(now)
+        self._sealer.step(now, busy=now < self._receiver.burst_until)
         self._take_upkeep(now)
         if self._upkeep.step(now, self._rules.applied):
             self._quota.measuring()
@@ -165,42 +159,13 @@ class Writer:
                              "start again: a damaged catalog is rebuilt")
 
     def _take_upkeep(self, now: float) -> None:
-        """What the upkeep did goes into the journal; what it needs of us is done."""
-        done = self._upkeep.take(now, self._journal.batch_number)
+        """Let quota and captures follow what upkeep found."""
+        done = self._upkeep.take(now, self._journal)
         if done is not None:
-            for change in done.changes:
-                self._journal.change(change)
-            self._journal.segments.retire_numbers(done.retire)
-            if done.rotate_log:
-                self._journal.rotate_log()
             if done.used_bytes is not None:
                 self._quota.measured(done.used_bytes)
-            self.counters.rows_erased += done.erased_rows
-            self.counters.erasures_failed += done.failures
-            self.counters.blocks_removed += done.removed_blocks
-            if done.changes or done.expired:
-                log.info("upkeep", "rows of deleted captures erased", rows=done.erased_rows,
-                          blocks_removed=done.removed_blocks, expired=len(done.expired), failures=done.failures)
             for capture in done.expired:
-                self._expire(capture)
-
-    def _expire(self, capture: str) -> None:
-        """Delete a capture as if somebody had asked for it."""
-        record = Delete(0, capture)
-        try:
-            effect = self._rules.accept("", 0, record)
-        except RefusedError:
-            return  # deleted or held meanwhile
-        if self._journal.try_append(SenderState("", 0, "writer"), record):
-            effect()
-            self.counters.expired += 1
-
-    def _take_sealed(self, now: float) -> None:
-        change = self._sealer.take(now, busy=now < self._receiver.burst_until)
-        if change is not None:
-            self._journal.change(change)
-            self.counters.sealed += 1
-            log.info("sealed", "a segment became a block", segment=change.number)
+                self._receiver.expire(capture)
 
     # ── answer ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -253,9 +218,8 @@ class Writer:
         self._journal.segments.retire(float("inf"), 0.0)
         for number in self._journal.segments.take_sealable():
             self._sealer.submit(number)
-        self._receiver.burst_until = 0.0
         while self._sealer.backlog:
-            self._take_sealed(0.0)
+            self._sealer.step(0.0)
             time.sleep(0.005)
         self._settle()
         self._sealer.close()

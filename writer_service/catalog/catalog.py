@@ -1,4 +1,4 @@
-"""What the writer does to the catalog: apply changes, index frames, keep statuses true.
+"""Changes of the catalog: apply what was journaled, index frames, keep statuses true.
 
 Everything here is a function of the journal alone and may be done twice: replaying a log or a segment changes nothing.
 """
@@ -53,7 +53,7 @@ def get_meta(db: sqlite3.Connection, key: str) -> str | None:
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing."""
+    """Do the block in one transaction, all or nothing."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield

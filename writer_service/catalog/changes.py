@@ -1,4 +1,4 @@
-"""What happens to a store, as the catalog must hear of it: journal entries, and these."""
+"""Changes of a store that the catalog must hear of: entries of the control logs, and these."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LogBegun:
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    """Nothing of deleted captures is left in a block."""
+    """A block of which nothing of deleted captures is left."""
 
     segment: int
     captures: list[str]

@@ -1,4 +1,4 @@
-"""What the entries of the control logs do to the catalog. Each may be applied twice."""
+"""Effects of the control logs' entries on the catalog. Each may be applied twice."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _UNTIDY_S: Final = 0.5  # between attempts to empty SQLite's log of what was del
 
 @dataclass(slots=True)
 class Batch:
-    """What was appended since the last commit; numbered from 1."""
+    """Appends since the last commit; numbered from 1."""
 
     number: int
     changes: list[Change] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(slots=True)
 class SyncResult:
-    """How the sync of a file up to ``tail`` ended."""
+    """Result of a file's sync up to ``tail``."""
 
     file: OpenSegment | ControlLog
     tail: int
@@ -61,7 +61,7 @@ class Waker:
         os.set_blocking(self._write_fd, False)
 
     def wake(self) -> None:
-        """Safe from any thread."""
+        """Wake the main loop; safe from any thread."""
         with contextlib.suppress(BlockingIOError):  # enough wake-ups are waiting already
             os.write(self._write_fd, b"x")
 
@@ -73,7 +73,7 @@ class Waker:
 
 
 class Syncer:
-    """One commit at a time: its files are synced side by side while the main loop goes on receiving."""
+    """Syncs one commit at a time, its files side by side, while the main loop goes on receiving."""
 
     def __init__(self, waker: Waker) -> None:
         self._waker = waker
@@ -132,7 +132,7 @@ class CatalogThread:
 
     @property
     def backlog(self) -> int:
-        """How many commits wait, the one being applied included."""
+        """Number of commits that wait, the one being applied included."""
         return self._queue.unfinished_tasks
 
     @property

@@ -27,11 +27,11 @@ from writer_service.catalog.changes import (
 )
 from writer_service.config import Config
 from writer_service.control_log import ControlLog, LogEntry, Message
-from writer_service.counters import Counters
 from writer_service.journal.checksum_cache import ChecksumCache
 from writer_service.journal.group_commit import Batch, CatalogThread, Syncer, SyncResult, Waker
 from writer_service.journal.open_segments import OpenSegment, SegmentSet
 from writer_service.journal.parallel_append import ParallelAppend, PendingAppend, ReceivedFrame
+from writer_service.metrics import Counters
 from writer_service.sender_state import SenderState
 
 SYNC_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -39,7 +39,7 @@ log_bytes_max: Final = 64 * 1024 * 1024
 
 
 class Journal:
-    """Appends come from the main loop alone; syncs and the catalog run beside it."""
+    """Journal of one store. Appends come from the main loop alone; syncs and the catalog run beside it."""
 
     def __init__(self, config: Config, uuid: bytes, next_log: int, next_segment: int, waker: Waker) -> None:
         self._config, self._uuid = config, uuid
@@ -79,7 +79,7 @@ class Journal:
     # ── append ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def append_frames(self, frames: Sequence[ReceivedFrame]) -> list[ProtocolError | None]:
-        """Frames from wherever their bytes lie: of each why it was not stored, None where it was.
+        """Append frames from wherever their bytes lie: of each why it was not stored, None where it was.
 
         OSError: nothing happened, all of them can come again.
         """
@@ -155,7 +155,7 @@ class Journal:
         return ControlLog.create(self.folder, number, self._uuid)
 
     def change(self, change: Change) -> None:
-        """Something that the catalog must hear of with the next commit."""
+        """Tell the catalog of a change with the next commit."""
         self._begin()
         self._batch.changes.append(change)
 

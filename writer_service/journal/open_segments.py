@@ -44,7 +44,7 @@ class OpenSegment:
 
     @property
     def key(self) -> Key:
-        """What its frames have in common."""
+        """Values that all its frames share."""
         made = self.made
         return made.site, made.codec, made.width, made.dtype, made.fingerprint
 

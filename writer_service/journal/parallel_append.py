@@ -1,4 +1,4 @@
-"""Frames on their way into segments: checked and written side by side, one thread a segment."""
+"""Append of received frames to segments: checked and written side by side, one thread a segment."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class PendingAppend:
 
 
 class ParallelAppend:
-    """Writes to several segments at once. Hashing and writing leave the interpreter to others."""
+    """Writer to several segments at once. Hashing and writing leave the interpreter to others."""
 
     def __init__(self, store: bytes, threads: int) -> None:
         self._store = store
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="lane")
 
     def write(self, appends: Sequence[PendingAppend]) -> None:
-        """All of them, in order within a segment. OSError: nothing was appended to any segment."""
+        """Write all of them, in order within a segment. OSError: nothing was appended to any segment."""
         lanes: dict[int, list[PendingAppend]] = {}
         for item in appends:
             lanes.setdefault(item.segment.number, []).append(item)

@@ -1,4 +1,4 @@
-"""Who may do what to which capture: the rules that every record is held against before it is journaled."""
+"""Rules of who may do what to which capture: every record is held against them before it is journaled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RefusedError(Exception):
 
 @dataclass(slots=True)
 class CaptureState:
-    """What the rules need to know of one capture."""
+    """State of one capture as far as the rules need it."""
 
     own: tuple[str, int] | None = None  # stream and number of its Own
     opener: tuple[str, int, str] | None = None  # stream, epoch, request
@@ -57,7 +57,7 @@ def _nothing() -> None:
 
 
 class CaptureRules:
-    """Standings of the captures in use, the rest looked up in the catalog, which may lag by a few commits."""
+    """Rules over the captures in use; others are looked up in the catalog, which may lag by a few commits."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -91,7 +91,7 @@ class CaptureRules:
     def accept(self, stream: str, epoch: int, record: Record) -> Effect:
         """Hold a record against the rules; RefusedError if it may not be stored.
 
-        The answer is called once the record lies in the log: until then nothing has changed.
+        The result is called once the record lies in the log: until then nothing has changed.
         """
         match record:
             case Own():
@@ -132,7 +132,7 @@ class CaptureRules:
                 and (state.finish_seq is None or seq < state.finish_seq))
 
     def refuse_rows(self, capture: str) -> None:
-        """The store is over its quota: nothing of the capture is taken."""
+        """Take nothing of the capture: the store is over its quota."""
         if (state := self.get(capture)) is not None:
             state.quota, state.batch = True, self.batch
 

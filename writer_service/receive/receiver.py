@@ -1,7 +1,8 @@
-"""What senders say: taken in order, checked, and written to the journal. Greetings, records, frames, and the end."""
+"""Receiver of messages: greetings, records, frames and byes are taken in order, checked and journaled."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Final
 
@@ -33,25 +34,24 @@ from writer_service.control_log import Message, Refused, RowsOverQuota
 from writer_service.journal.journal import Journal
 from writer_service.journal.parallel_append import ReceivedFrame
 from writer_service.journal.payload import find_payload
-from writer_service.receive.acks import Acks
 from writer_service.receive.capture_rules import CaptureRules, RefusedError
-from writer_service.receive.quota import Quota
-from writer_service.receive.senders import Senders
+from writer_service.receive.senders import Acks, Senders
 from writer_service.receive.sockets import Sockets, receive_at_once
 from writer_service.sender_state import SenderState
+from writer_service.upkeep.usage import Quota
 
 burst_bytes: Final = 2 * limits.frame_bytes_target  # so much waiting at once is a burst, which is not over for …
 burst_s: Final = 0.2
 
 
 class _Seq(msgspec.Struct):
-    """What can be read of a message that is otherwise malformed."""
+    """Number of a message that is otherwise malformed."""
 
     seq: int
 
 
 class _Greeting(msgspec.Struct, tag="hello"):
-    """What can be read of a Hello in another version's words."""
+    """Version of a Hello in another version's words."""
 
     version: int = limits.PROTOCOL_VERSION
 
@@ -269,6 +269,15 @@ class Receiver:
             deleted = set(self._rules.resolve(record.capture))
             for other in self._senders:
                 other.open_captures -= deleted
+
+    def expire(self, capture: str) -> None:
+        """Delete a capture as if somebody had asked for it; one that was deleted or held meanwhile stays."""
+        record = Delete(0, capture)
+        with contextlib.suppress(RefusedError):
+            effect = self._rules.accept("", 0, record)
+            if self._journal.try_append(SenderState("", 0, "writer"), record):
+                effect()
+                self._counters.expired += 1
 
     def _refuse(self, state: SenderState, seq: int, code: str, reason: str) -> None:
         if self._append(state, Refused(seq, code)):

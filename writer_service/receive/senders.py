@@ -1,4 +1,4 @@
-"""The senders that are known: greeting, finding by connection, closing what a vanished one left open."""
+"""Known senders: greeting, finding by connection, closing what a vanished one left open, and their answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from schemas.catalog.records import engine_json, nonce_of
 from schemas.ids import is_ulid
 from schemas.limits import PROTOCOL_VERSION
 from schemas.wire.identity import told_max
-from schemas.wire.messages import Connect, EngineInfo, Hello, Refuse
+from schemas.wire.messages import Connect, EngineInfo, FromWriter, Hello, Refuse, encode
 from writer_service.control_log import CapturesLost
 from writer_service.journal.journal import Journal
+from writer_service.metrics import Counters
 from writer_service.receive.capture_rules import number_max
-from writer_service.receive.sockets import is_remote
+from writer_service.receive.sockets import Sockets, is_remote
 from writer_service.recover.sequences import StreamSequence
 from writer_service.sender_state import SenderState, map_ring
 
@@ -59,7 +60,7 @@ class Senders:
         return state if state is not None and state.epoch == epoch else None
 
     def by_connection(self, address: bytes) -> SenderState | None:
-        """Who greeted on a connection."""
+        """Sender that greeted on a connection."""
         return self._by_address.get(address)
 
     def greet(self, address: bytes, hello: Connect) -> SenderState | Refuse:
@@ -124,7 +125,7 @@ class Senders:
             state.open_captures.clear()
 
     def forgive(self, seconds: float) -> None:
-        """This process stood still for so long: nobody else was silent."""
+        """Add a standstill of this process to all deadlines: nobody else was silent."""
         for state in self._streams.values():
             state.last_seen += seconds
 
@@ -190,7 +191,7 @@ class Senders:
         self._streams.pop(state.stream, None)
 
     def _disconnect(self, state: SenderState) -> None:
-        """Whatever comes from it next is answered with a Refuse("hello")."""
+        """Answer what comes from it next with a Refuse("hello")."""
         if state.address is not None:
             self._by_address.pop(state.address, None)
             state.address = None
@@ -205,6 +206,38 @@ def _is_copy(state: SenderState, hello: Connect) -> bool:
 
 
 def _journaled(hello: Connect, engine: EngineInfo | None) -> Hello:
-    """In words that the logs always had: the nonce lies where the process id does."""
+    """Words of a Hello that the logs always had: the nonce lies where the process id does."""
     words = {name: getattr(hello, name) for name in Hello.__struct_fields__}
     return Hello(**{**words, "engine": engine, "pid": hello.nonces[-1] if hello.nonces else hello.pid})
+
+
+class Acks:
+    """Answers to senders: at once, or an Ack at the end of the step, which covers everything before it too.
+
+    ``os_is_enough``: rows count as safe once the operating system has them.
+    """
+
+    def __init__(self, sockets: Sockets, counters: Counters, os_is_enough: bool) -> None:
+        self.os_is_enough = os_is_enough
+        self._sockets, self._counters = sockets, counters
+        self._want_ack: dict[str, SenderState] = {}
+
+    def send(self, address: bytes, message: FromWriter) -> None:
+        """Answer now."""
+        self._sockets.send(address, encode(message))
+
+    def start_over(self, address: bytes) -> None:
+        """Ask a sender for everything after its last Ack once more."""
+        self.send(address, Refuse("resend", "a sync failed; say Hello and send again"))
+
+    def ack(self, state: SenderState) -> None:
+        """Answer with an Ack at the end of this step."""
+        self._want_ack[state.stream] = state
+
+    def flush(self) -> None:
+        """Send the Acks that are due: a step ends."""
+        for state in self._want_ack.values():
+            if state.address is not None and not state.must_greet:
+                self.send(state.address, state.ack(self.os_is_enough))
+                self._counters.acks += 1
+        self._want_ack.clear()

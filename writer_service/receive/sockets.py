@@ -155,7 +155,7 @@ class Sockets:
             self._sockets[address[:1]].send_multipart([address[1:], data], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """What was said is still sent, for a moment. The paths stay: they may be another writer's by now."""
+        """Close the sockets; what was said is still sent, for a moment. The paths stay: another writer may have them."""
         for listener in self._listeners:
             listener.close()
         for socket in self._sockets.values():
@@ -164,7 +164,7 @@ class Sockets:
             self._authenticator.stop()
 
     def leave(self) -> None:
-        """After the context was ended: the porter has all of it now."""
+        """Let the porter go, after the context was ended: it has all answers now."""
         if self._porter is not None:
             self._porter.close()
 
@@ -180,7 +180,7 @@ def _router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
 
 
 def _inner(path: Path, letter: bytes) -> Path:
-    """Where the writer's own socket lies, behind the one that others know."""
+    """Path of the writer's own socket, behind the one that others know."""
     return path.with_name(f"{path.name}~{letter.decode()}")
 
 

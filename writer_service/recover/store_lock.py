@@ -1,4 +1,4 @@
-"""Who has a store: the lock that one writer holds, as it is taken and as others look at it."""
+"""Lock of a store, which one writer holds: taken by it, looked at by others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_free(store: Path) -> bool:
 
 
 def listens(store: Path) -> str | None:
-    """Where the writer that has the store listens, None where it does not say so yet."""
+    """Endpoint of the writer that has the store, None where it does not say so yet."""
     try:
         return (store / endpoint_name()).read_text()
     except FileNotFoundError:

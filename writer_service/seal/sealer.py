@@ -18,8 +18,9 @@ from schemas.catalog.records import load_frames
 from schemas.store.paths import open_name
 from writer_service import fs, log
 from writer_service.catalog.changes import SegmentGone, SegmentSealed
-from writer_service.journal.checksum_cache import ChecksumCache, FrameChecksums
+from writer_service.journal.checksum_cache import FrameChecksums
 from writer_service.journal.group_commit import Waker
+from writer_service.journal.journal import Journal
 from writer_service.seal.sealing import finish_cut, seal
 
 ENGINE_FIELDS: Final = ("model", "revision", "tokenizer", "vllm_version", "tap_version", "n_layers")
@@ -31,12 +32,12 @@ retry_s_max: Final = 64.0
 
 
 class Sealer:
-    """``submit`` names a segment that is wholly on the disk; ``take`` tells what has become of it."""
+    """Sealing of the segments that ``submit`` names, each wholly on the disk; ``step`` tells the journal of blocks."""
 
     def __init__(self, store: Path, uuid: bytes, epoch: int, db: sqlite3.Connection, waker: Waker,
-                 checksums: ChecksumCache) -> None:
+                 journal: Journal) -> None:
         self._store, self._uuid, self._epoch, self._db, self._waker = store, uuid, epoch, db, waker
-        self._checksums = checksums
+        self._journal = journal
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="seal")
         self._waiting: deque[int] = deque()
         self._running: tuple[Future[bool], int] | None = None
@@ -45,18 +46,17 @@ class Sealer:
 
     @property
     def backlog(self) -> int:
-        """How many segments wait or are being sealed."""
+        """Number of segments that wait or are being sealed."""
         return len(self._waiting) + (self._running is not None)
 
     def submit(self, number: int) -> None:
         """Seal a journal file when its turn comes; until then nothing is held for it."""
         self._waiting.append(number)
 
-    def take(self, now: float, busy: bool = False) -> SegmentSealed | SegmentGone | None:
-        """The segment that has become a block, or was empty, once. Then the next one begins, unless ``busy`` asks for
-        patience; what failed and is due at ``now`` waits again.
+    def step(self, now: float, busy: bool = False) -> None:
+        """Hand in the segment that has become a block, or was empty. Then begin with the next one, unless ``busy`` asks
+        for patience; what failed and is due at ``now`` waits again.
         """
-        change: SegmentSealed | SegmentGone | None = None
         if self._running is not None and self._running[0].done():
             (future, number), self._running = self._running, None
             if error := future.exception():
@@ -66,18 +66,18 @@ class Sealer:
                 log.warn("seal_failed", f"sealing segment {number}: {error}", segment=number, error=str(error))
             else:
                 self._delay.pop(number, None)
-                self._checksums.forget(number)
-                change = SegmentSealed(number) if future.result() else SegmentGone(number)
+                self._journal.checksums.forget(number)
+                self._journal.change(SegmentSealed(number) if future.result() else SegmentGone(number))
+                self._journal.counters.sealed += 1
+                log.info("sealed", "a segment became a block", segment=number)
         for number in [number for number, due in self._again.items() if due <= now]:
             del self._again[number]
             self._waiting.append(number)
         if self._running is None and self._waiting and (not busy or len(self._waiting) > patience_max):
             number = self._waiting.popleft()
-            known = load_frames(self._db, number)
-            cached = self._checksums.get(number)
+            known, cached = load_frames(self._db, number), self._journal.checksums.get(number)
             self._running = self._pool.submit(self._seal, number, self._engines(), known, cached), number
             self._running[0].add_done_callback(lambda _: self._waker.wake())
-        return change
 
     def close(self) -> None:
         """End the thread."""

@@ -262,7 +262,7 @@ def _attributes(
     number: int, frames: list[FrameView], end: int, columns: Columns, uuid: bytes, epoch: int,
     engines: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What a stranger needs to read the block without this project's code."""
+    """Attributes by which a stranger reads the block without this project's code."""
     frame = frames[0].frame
     streams: dict[tuple[str, int], list[int]] = {}
     for view in frames:

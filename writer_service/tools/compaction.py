@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 @dataclass(slots=True)
 class Compaction:
-    """What ``compact`` did; ``failed`` says of blocks why they were left as they are."""
+    """Result of ``compact``; ``failed`` says of blocks why they were left as they are."""
 
     blocks: int = 0
     cold: int = 0
@@ -100,7 +100,7 @@ def _size(folder: Path) -> int:
 
 def groups(store: Path, db: sqlite3.Connection, older_days: float | None, packed: bool = False
            ) -> list[tuple[list[int], int]]:
-    """Which blocks become one, of about ``block_bytes_target`` each, and how many bytes of rows they have."""
+    """Groups of blocks that become one, of about ``block_bytes_target``, each with its bytes of rows."""
     before_ms = float("inf") if older_days is None else time.time_ns() / 1e6 - older_days * 86_400_000
     found: list[tuple[list[int], int]] = []
     last: dict[tuple[Any, ...], int] = {}  # by what blocks must have in common: the group that is being filled

@@ -1,4 +1,4 @@
-"""What is bad in a store: rows by their capture, positions and layers, where they can be told."""
+"""Findings in a damaged store: rows by their capture, positions and layers, where they can be told."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ View = FrameView | ColdFrame
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding; rows are those of ``capture`` at ``positions`` in all of ``layers``. ``file`` is below the store."""
+    """Damage in ``file``, below the store; rows are those of ``capture`` at ``positions`` in all of ``layers``."""
 
     what: str
     file: str
@@ -36,7 +36,7 @@ class Finding:
 def lost_extents(
     db: sqlite3.Connection, segment: Segment, file: str, start: int = 0, stop: int = 2**63 - 1
 ) -> Iterator[Finding]:
-    """What the catalog has at bytes ``[start, stop)`` of a segment where no frame can be read."""
+    """Rows that the catalog has at bytes ``[start, stop)`` of a segment where no frame can be read."""
     query = "SELECT * FROM extents WHERE segment = ? AND offset >= ? AND offset < ? ORDER BY offset"
     lost = db.execute(query, (segment.number, start, stop))
     yield from extent_findings("the rows are not there", lost, segment, file)
@@ -51,7 +51,7 @@ def extent_findings(what: str, extents: Iterable[sqlite3.Row], segment: Segment,
 
 
 def row_findings(what: str, file: str, view: View, wrong: npt.NDArray[np.bool_]) -> Iterator[Finding]:
-    """Of a frame's rows those that are ``wrong`` [rows, layers]."""
+    """Rows of a frame that are ``wrong`` [rows, layers]."""
     names = [view.frame.captures[index] for index in view.table.capture.tolist()]
     yield from _named(what, file, view.offset, view.frame.site, names, view.table.position, view.frame.layers, wrong)
 
@@ -59,7 +59,7 @@ def row_findings(what: str, file: str, view: View, wrong: npt.NDArray[np.bool_])
 def block_row_findings(
     what: str, file: str, offset: int | None, block: Block, rows: I64, wrong: npt.NDArray[np.bool_]
 ) -> Iterator[Finding]:
-    """Of the ``rows`` of a block those that are ``wrong`` [rows, layers]; the place alone where none is."""
+    """Rows of a block, among ``rows``, that are ``wrong`` [rows, layers]; the place alone where none is."""
     names = [block.captures[index] if index < len(block.captures) else "?"
              for index in block.row["capture"][rows].tolist()]
     found = list(_named(what, file, offset, block.site, names, block.row["position"][rows], block.layers, wrong))

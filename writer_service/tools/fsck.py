@@ -36,7 +36,7 @@ recheck_s: Final = 0.5  # a writer may be moving or erasing what is being read
 
 @dataclass(slots=True)
 class Report:
-    """What was looked at, and what of it is bad."""
+    """Numbers of what was checked, and what of it is bad."""
 
     bad: list[Finding]
     segments: int = 0
@@ -112,8 +112,8 @@ def _check_merges(store: Path, uuid: bytes) -> Iterator[Finding]:
 
 
 def _check_erasures(store: Path) -> Iterator[Finding]:
-    """What erasing and removing leave beside the logs. A writer that runs has a redo record for a moment, and none is
-    left where it stopped."""
+    """Check what erasing and removing leave beside the logs. A writer that runs has a redo record for a moment, and none
+    is left where it stopped."""
     try:
         read_covered(store)
     except (OSError, StoreError) as error:

@@ -82,11 +82,11 @@ def remove_block(store: Path, number: int) -> None:
 
 
 def removed_name(store: Path, number: int) -> Path:
-    """Where a block lies while its files are removed one after the other."""
+    """Path of a block while its files are removed one after the other."""
     return store / "blocks" / f".removed-{WRITER}-{number:08d}"
 
 
 def finish_removals(store: Path) -> None:
-    """What a crash left of removed blocks goes."""
+    """Remove what a crash left of removed blocks."""
     for folder in (store / "blocks").glob(f".removed-{WRITER}-*"):
         fs.remove_tree(folder)

@@ -68,7 +68,7 @@ class Part:
 
     @property
     def seq(self) -> int:
-        """Of the newest rows: no other extent of the capture lies between."""
+        """Sequence number of the newest rows: no other extent of the capture lies between."""
         return self.seqs[-1]
 
 
@@ -81,12 +81,12 @@ class _Span:
 
     @property
     def stop(self) -> int:
-        """One past the last row."""
+        """Row after the last."""
         return self.start + len(self.source.rows)
 
 
 class ColdBlockWriter:
-    """What goes into a cold block, and the writing of it."""
+    """Writer of one cold block: its plan is made first, then its arrays are written."""
 
     def __init__(self, store: Path, maps: SegmentMaps, db: sqlite3.Connection, segment: Segment,
                  replaces: Sequence[int], strict: bool, packed: bool) -> None:
@@ -151,7 +151,7 @@ class ColdBlockWriter:
 
     def _source(self, maps: SegmentMaps, segment: Segment, extent: Extent, capture: str, strict: bool
                 ) -> Source | None:
-        """Where rows are copied from; CorruptError where the block does not bear out the catalog, or then None."""
+        """Source of an extent's rows; CorruptError where the block does not bear out the catalog, or then None."""
         place = f"{block_name(segment.number)} at {extent.offset}"
         rows = extent.rows[:, 1].astype(np.int64)
         try:
@@ -172,7 +172,7 @@ class ColdBlockWriter:
         return Source(view, rows, checksums)
 
     def write(self, folder: Path, uuid: bytes, number: int) -> None:
-        """All files of the block, each synced, below ``folder``."""
+        """Write all files of the block below ``folder``."""
         for index, stream in enumerate(self.declared):
             self._write_stream(folder / stream.name, index, stream)
         ids = list(dict.fromkeys(part.capture for part in self.parts))
@@ -227,7 +227,7 @@ class ColdBlockWriter:
     # ── streams ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _write_stream(self, folder: Path, index: int, stream: Stream) -> None:
-        """One shard: the chunks that are needed, a layer after the other, and the shard index ``[chunks, L]``."""
+        """Write one shard: the chunks that are needed, a layer after the other, and the shard index ``[chunks, L]``."""
         chunk_bytes = CHUNK_ROWS * stream.nbytes
         chunks, layers = self.needed.shape[1], len(self.layers)
         path = folder.joinpath("c", "0", "0", *["0"] * len(stream.shape))

@@ -110,13 +110,13 @@ def free_number(store: Path) -> int:
 
 
 def finish_cut(store: Path) -> None:
-    """What a crash left of cold blocks that had no name yet goes."""
+    """Remove what a crash left of cold blocks that had no name yet."""
     for folder in (store / "blocks").glob(f".compacting-{WRITER}-*"):
         fs.remove_tree(folder)
 
 
 def compacted(block: ColdBlock, number: int) -> Compacted:
-    """What the catalog is told of a cold block; frames that are not whole are left out."""
+    """Change that tells the catalog of a cold block; frames that are not whole are left out."""
     made = block.attributes
     frames = []
     for offset in block.first.tolist():

@@ -38,7 +38,7 @@ I64 = npt.NDArray[np.int64]
 
 
 class Redo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that is done to one block; offsets and bytes are of its main file."""
+    """Plan of all that is done to one block; offsets and bytes are of its main file."""
 
     segment: int
     heads: list[tuple[int, bytes]]  # where, and the new head
@@ -72,7 +72,7 @@ def write_redo(store: Path, redo: Redo) -> Path:
 
 
 def redo_all(store: Path) -> list[str]:
-    """What a crash left half done is done, before anything reads the blocks; why that was not possible, by record.
+    """Do what a crash left half done, before anything reads the blocks; why that was not possible, by record.
 
     Such a record stays, and nothing else is erased in its block: the next start tries it again.
     """
@@ -110,7 +110,7 @@ def read_redo(path: Path) -> Redo:
 
 
 def plan(store: Path, uuid: bytes, number: int, captures: Sequence[str]) -> Redo | None:
-    """What there is to do in a block; None where nothing is left of the captures."""
+    """Plan of what there is to do in a block; None where nothing is left of the captures."""
     block = open_block(store / block_name(number))
     wanted = [index for index, name in enumerate(block.captures) if name in set(captures)]
     gone = np.isin(block.row["capture"], wanted) & (block.row["flags"] & FLAG_ERASED == 0)
@@ -154,7 +154,7 @@ def _frames(block: Block, uuid: bytes, number: int) -> Iterator[tuple[FrameView 
 
 
 def _cut(view: FrameView, rows: I64) -> tuple[list[tuple[int, int]], list[int]]:
-    """Of a frame without ``rows``: the byte ranges of the file to clear, and the xxh3 of every stream after it."""
+    """Cut ``rows`` out of a frame: the byte ranges of the file to clear, and the xxh3 of every stream after it."""
     pieces = np.sort(view.pieces(np.arange(len(view.frame.layers)), rows).reshape(-1))
     first = np.flatnonzero(np.diff(pieces, prepend=-2) != 1)
     spans = [(int(pieces[a]), int(pieces[b - 1]) + 1) for a, b in pairwise([*first.tolist(), len(pieces)])]
@@ -173,7 +173,7 @@ def _cut(view: FrameView, rows: I64) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def apply(store: Path, redo: Redo) -> None:
-    """Do it; may be done any number of times."""
+    """Do what a plan says; may be done any number of times."""
     block = open_block(store / block_name(redo.segment))
     rows = np.frombuffer(redo.rows, "<u4").astype(np.int64)
     fd = fs.open_existing(block.main)

@@ -24,7 +24,7 @@ merged_bytes_max: Final = 8 * 1024 * 1024  # a deletion writes such a log anew
 
 
 def log_of(numbers: Sequence[int], number: int) -> int | None:
-    """Which of the logs that are there (ascending) has the records of log ``number``; None where none has."""
+    """Log, of those that are there (ascending), that has the records of log ``number``; None where none has."""
     at = bisect_left(numbers, number)
     return numbers[at] if at < len(numbers) else None
 
@@ -120,6 +120,6 @@ def _has(journal: Path, uuid: bytes, last: int, numbers: Sequence[int]) -> bool:
 
 
 def finish_merges(store: Path, uuid: bytes) -> None:
-    """What a crash left of merged logs goes: before anything reads logs, and before one is scrubbed."""
+    """Remove what a crash left of merged logs: before anything reads logs, and before one is scrubbed."""
     if left := superseded(store / journal_folder(), uuid):
         fs.remove_all(left)

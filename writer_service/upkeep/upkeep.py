@@ -23,6 +23,7 @@ from writer_service import log
 from writer_service.catalog.changes import Compacted, Erased, Scrubbed, SegmentGone
 from writer_service.control_log import log_numbers
 from writer_service.journal.group_commit import Waker
+from writer_service.journal.journal import Journal
 from writer_service.upkeep import block_removal, cold_blocks, log_merging
 from writer_service.upkeep.erasing import erase
 from writer_service.upkeep.scrubbing import scrub_log
@@ -38,7 +39,7 @@ UpkeepChange = Erased | Scrubbed | SegmentGone | Compacted
 
 @dataclass(slots=True)
 class Round:
-    """What one round found and did."""
+    """Result of one round."""
 
     changes: list[UpkeepChange] = field(default_factory=list)
     retire: set[int] = field(default_factory=set)  # open segments that hold rows to erase
@@ -86,8 +87,8 @@ class Upkeep:
         self._running.add_done_callback(lambda _: self._waker.wake())
         return True
 
-    def take(self, now: float, batch: int) -> Round | None:
-        """The round that ended; its changes go into commit ``batch``."""
+    def take(self, now: float, journal: Journal) -> Round | None:
+        """The round that ended; its changes are handed to the journal."""
         if self._running is None or not self._running.done():
             return None
         future, self._running = self._running, None
@@ -98,9 +99,20 @@ class Upkeep:
         done = future.result()
         self._due = now + (failed_rounds if done.failures else 1) * self._round_s
         if done.changes:
-            self._after_batch = batch
+            self._after_batch = journal.batch_number
         self._seen = {number: self._seen.get(number, now) for number in done.retire}
-        done.retire = {number for number, since in self._seen.items() if now - since >= retire_rounds * self._round_s}
+        journal.segments.retire_numbers(
+            {number for number, since in self._seen.items() if now - since >= retire_rounds * self._round_s})
+        for change in done.changes:
+            journal.change(change)
+        if done.rotate_log:
+            journal.rotate_log()
+        journal.counters.rows_erased += done.erased_rows
+        journal.counters.erasures_failed += done.failures
+        journal.counters.blocks_removed += done.removed_blocks
+        if done.changes or done.expired:
+            log.info("upkeep", "rows of deleted captures erased", rows=done.erased_rows,
+                     blocks_removed=done.removed_blocks, expired=len(done.expired), failures=done.failures)
         return done
 
     def close(self) -> None:
@@ -110,7 +122,7 @@ class Upkeep:
             self._db.close()
 
     def round(self) -> Round:
-        """One round, here and now."""
+        """Do one round, here and now."""
         done = Round()
         db, self._db = self._db or connect_read(self._store / "catalog.sqlite"), None
         try:

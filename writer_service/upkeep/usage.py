@@ -1,4 +1,4 @@
-"""How much of the disk a store takes, and how much of it a capture does."""
+"""Disk space: how much a store and a capture take, and the quota."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
 
 
 def disk_bytes(path: Path | os.DirEntry[str]) -> int:
-    """What a file or folder takes: erased pages do not count. Files that vanish meanwhile count nothing."""
+    """Disk space of a file or folder: erased pages do not count. Files that vanish meanwhile count nothing."""
     try:
         info = path.stat()
         if not stat.S_ISDIR(info.st_mode):
@@ -61,3 +61,32 @@ def capture_bytes(db: sqlite3.Connection, capture: str) -> int:
     """About how much erasing a capture gives back."""
     found = db.execute("SELECT total(bytes) FROM extents WHERE capture = ?", (capture,)).fetchone()
     return int(found[0])
+
+
+class Quota:
+    """A store over ``limit`` bytes (None: without one) takes no rows of captures that begin; all else goes on.
+
+    Between two measurements what is appended is added up.
+    """
+
+    def __init__(self, limit: int | None, used: int) -> None:
+        self.limit, self.used = limit, used
+        self._since = 0  # appended since the measurement that runs began
+
+    @property
+    def over(self) -> bool:
+        """Whether a capture that begins now gets no rows."""
+        return self.limit is not None and self.used >= self.limit
+
+    def appended(self, nbytes: int) -> None:
+        """Count bytes that came since the last measurement."""
+        self.used += nbytes
+        self._since += nbytes
+
+    def measuring(self) -> None:
+        """A measurement begins: it may see what is appended meanwhile, or not."""
+        self._since = 0
+
+    def measured(self, nbytes: int) -> None:
+        """Take the result of the measurement that ended."""
+        self.used = nbytes + self._since
