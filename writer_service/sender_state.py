@@ -109,8 +109,7 @@ class SenderState:
                 kept.pop()
 
     def covered(self, visible_is_enough: bool) -> int:
-        """Highest number that an Ack may cover. Engines need their memory back soon; others want to read what they wrote.
-        """
+        """Highest number that an Ack may cover. Engines need their memory back; others want to read what they wrote."""
         if self.role != "engine":
             return self.settled
         return self.received if visible_is_enough else self.durable

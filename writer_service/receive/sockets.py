@@ -155,7 +155,7 @@ class Sockets:
             self._sockets[address[:1]].send_multipart([address[1:], data], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close the sockets; what was said is still sent, for a moment. The paths stay: another writer may have them."""
+        """Close the sockets; answers are still sent, for a moment. The paths stay: another writer may have them."""
         for listener in self._listeners:
             listener.close()
         for socket in self._sockets.values():

@@ -112,8 +112,8 @@ def _check_merges(store: Path, uuid: bytes) -> Iterator[Finding]:
 
 
 def _check_erasures(store: Path) -> Iterator[Finding]:
-    """Check what erasing and removing leave beside the logs. A writer that runs has a redo record for a moment, and none
-    is left where it stopped."""
+    """Check what erasing and removing leave beside the logs. A running writer has a redo record for a moment; none is
+    left where it stopped."""
     try:
         read_covered(store)
     except (OSError, StoreError) as error:

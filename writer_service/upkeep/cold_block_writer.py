@@ -1,14 +1,18 @@
-"""The rows of other blocks as they go into a cold one (schemas/store/cold_block.py):
-writer by capture and layer, and written."""
+"""Writer of a cold block (schemas/store/cold_block.py): rows of other blocks, ordered by capture, a layer together.
+
+The shards are written here and not by zarr-python, which writes the chunks of a shard in Morton order instead of layer
+by layer, leaves out chunks of rows that are all zero, holds the whole shard in memory twice, takes a second to import,
+and writes past ``fs``, where syncs are ordered and faults are tried.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,17 +47,23 @@ def is_compressible(declared: Sequence[Stream]) -> bool:
     return len(declared) == 1
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Rows of a frame of an old block."""
+@dataclass(slots=True)
+class RowSource:
+    """Rows of a frame of an old block; ``start`` is the row of the new one that they begin at."""
 
     view: View
     rows: I64
     checksums: BlockChecksums
+    start: int = 0
+
+    @property
+    def stop(self) -> int:
+        """Row after the last, in the new block."""
+        return self.start + len(self.rows)
 
 
 @dataclass(slots=True)
-class Part:
+class FramePlan:
     """Rows of a capture that become one frame: extents that follow each other, in the same layers."""
 
     capture: str
@@ -63,26 +73,13 @@ class Part:
     layers: tuple[int, ...]
     era: int  # how many drops came before it
     seqs: list[int] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
+    sources: list[RowSource] = field(default_factory=list)
     rows: int = 0
 
     @property
     def seq(self) -> int:
         """Sequence number of the newest rows: no other extent of the capture lies between."""
         return self.seqs[-1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Rows of an old block, and where they go: ``start`` is a row of the new one."""
-
-    start: int
-    source: Source
-
-    @property
-    def stop(self) -> int:
-        """Row after the last."""
-        return self.start + len(self.source.rows)
 
 
 class ColdBlockWriter:
@@ -99,28 +96,26 @@ class ColdBlockWriter:
         self.damaged = False
         self.parts = self._plan(maps, db, strict)
         self.layers = sorted({layer for part in self.parts for layer in part.layers})
-        sources = [source for part in self.parts for source in part.sources]
-        self.starts = np.cumsum([0, *(len(source.rows) for source in sources)]).tolist()
-        rows = self.starts.pop()
+        self.sources = [source for part in self.parts for source in part.sources]
+        rows = 0
+        for source in self.sources:
+            source.start, rows = rows, rows + len(source.rows)
         if not rows:
             raise StoreError("compact", store / block_name(replaces[0]), "nothing in it can be read",
                              "vllm-tap fsck names what is damaged")
-        self.spans = [_Span(start, source) for start, source in zip(self.starts, sources, strict=True)]
         chunks = -(-rows // CHUNK_ROWS)
         self.present = np.zeros((rows, len(self.layers)), bool)
         self.checksum = np.zeros((rows, len(self.layers)), np.uint64)
-        for span in self.spans:
-            source, at = span.source, slice(span.start, span.stop)
-            layers = source.view.frame.layers
+        for source in self.sources:
+            at, layers = slice(source.start, source.stop), source.view.frame.layers
             columns = np.searchsorted(self.layers, layers)
             self.present[at, columns] = True
             self.checksum[at, columns] = source.checksums.of(source.view.offset, layers, source.rows).T
         padded = np.zeros((chunks * CHUNK_ROWS, len(self.layers)), bool)
         padded[:rows] = self.present
         self.needed: npt.NDArray[np.bool_] = np.asarray(padded.reshape(chunks, CHUNK_ROWS, -1).any(1)).T  # [L, chunks]
-        self.rank = np.where(self.needed, np.cumsum(self.needed).reshape(self.needed.shape) - 1, -1)
 
-    def _plan(self, maps: SegmentMaps, db: sqlite3.Connection, strict: bool) -> list[Part]:
+    def _plan(self, maps: SegmentMaps, db: sqlite3.Connection, strict: bool) -> list[FramePlan]:
         """The rows as frames. What is joined follows each other among all rows of its capture, with no drop between:
         then nothing that is said of the capture changes.
         """
@@ -129,10 +124,10 @@ class ColdBlockWriter:
         query = ("SELECT DISTINCT e.capture AS id, e.site AS site, c.stream AS stream, c.epoch AS epoch, "
                  "c.created_ms AS created_ms FROM extents e JOIN captures c ON c.id = e.capture "
                  f"WHERE e.segment IN ({', '.join('?' * len(self.replaces))})")
-        parts: list[Part] = []
+        parts: list[FramePlan] = []
         for row in db.execute(query, self.replaces).fetchall():
             drops = [drop.seq for drop in load_drops(db, row["id"]) if drop.site == row["site"]]
-            part: Part | None = None
+            part: FramePlan | None = None
             for extent in load_extents(db, row["id"], row["site"]):
                 segment = segments.get(extent.segment)
                 source = None if segment is None else self._source(maps, segment, extent, row["id"], strict)
@@ -142,7 +137,7 @@ class ColdBlockWriter:
                 era, most = bisect_left(drops, extent.seq), limits.frame_bytes_target // row_bytes
                 if part is None or (part.layers, part.era) != (extent.layers, era) \
                         or (part.rows + len(extent.rows)) * len(part.layers) > most:
-                    part = Part(row["id"], row["created_ms"], row["stream"], row["epoch"], extent.layers, era)
+                    part = FramePlan(row["id"], row["created_ms"], row["stream"], row["epoch"], extent.layers, era)
                     parts.append(part)
                 part.seqs.append(extent.seq)
                 part.sources.append(source)
@@ -150,7 +145,7 @@ class ColdBlockWriter:
         return sorted(parts, key=lambda part: (part.layers, part.created_ms, part.capture, part.seq))
 
     def _source(self, maps: SegmentMaps, segment: Segment, extent: Extent, capture: str, strict: bool
-                ) -> Source | None:
+                ) -> RowSource | None:
         """Source of an extent's rows; CorruptError where the block does not bear out the catalog, or then None."""
         place = f"{block_name(segment.number)} at {extent.offset}"
         rows = extent.rows[:, 1].astype(np.int64)
@@ -169,7 +164,7 @@ class ColdBlockWriter:
                 raise
             return None
         self.damaged |= not strict and isinstance(view, ColdFrame) and bool(view.wrong().any())
-        return Source(view, rows, checksums)
+        return RowSource(view, rows, checksums)
 
     def write(self, folder: Path, uuid: bytes, number: int) -> None:
         """Write all files of the block below ``folder``."""
@@ -181,9 +176,8 @@ class ColdBlockWriter:
         capture_at = {capture: at for at, capture in enumerate(ids)}
         sizes = [part.rows for part in self.parts]
         first = np.cumsum([0, *sizes])[:-1].astype(np.uint64)
-        sources = [span.source for span in self.spans]
-        row = {name: np.concatenate([getattr(source.view.table, name)[source.rows] for source in sources]).astype("<u4")
-               for name in ("position", "token_id", "flags")}
+        row = {name: np.concatenate([getattr(source.view.table, name)[source.rows] for source in self.sources]).astype(
+            "<u4") for name in ("position", "token_id", "flags")}
         row["capture"] = np.repeat([capture_at[part.capture] for part in self.parts], sizes).astype("<u4")
         for name, column in row.items():
             write_whole(folder / name, column, ("row",))
@@ -234,16 +228,16 @@ class ColdBlockWriter:
         path.parent.mkdir(parents=True)
         fd, at, sizes = fs.open_new(path), 0, list[int]()
         try:
-            for layer, begin, end in self._windows(chunk_bytes):
-                writer = self._gather(index, stream, layer, begin, end)
-                whole = [writer[start:start + chunk_bytes] for start in range(0, len(writer), chunk_bytes)]
+            step = max(1, gather_bytes // chunk_bytes)
+            for layer, begin in itertools.product(range(layers), range(0, chunks, step)):
+                rows = self._gather(index, stream, layer, begin, min(begin + step, chunks))
+                whole = [rows[start:start + chunk_bytes] for start in range(0, len(rows), chunk_bytes)]
                 written = whole if self.compressor is None else [pack(chunk, stream, folder) for chunk in whole]
                 sizes += map(len, written)
                 at = fs.write_at(fd, written, at)
-            table = np.full((chunks, layers, 2), MISSING, "<u8")
-            rank = self.rank.T[self.needed.T]
-            table[self.needed.T] = np.stack([np.cumsum([0, *sizes])[rank], np.asarray(sizes, np.int64)[rank]], axis=1)
-            footer = table.tobytes()
+            table = np.full((layers, chunks, 2), MISSING, "<u8")
+            table[self.needed] = np.stack([np.cumsum([0, *sizes])[:-1], sizes], axis=1)
+            footer = table.swapaxes(0, 1).tobytes()
             fs.write_at(fd, [footer, crc32c(footer).to_bytes(4, "little")], at)
             fs.datasync(fd)
         finally:
@@ -253,40 +247,23 @@ class ColdBlockWriter:
             shape, stream.dtype, stream.fill, (CHUNK_ROWS, 1, *stream.shape), stream_attributes(stream),
             ("row", "layer", "dim"), (chunks * CHUNK_ROWS, layers, *stream.shape), self.compressor))
 
-    def _windows(self, chunk_bytes: int) -> Iterator[tuple[slice, int, int]]:
-        """Layers × chunks ``[begin, end)`` that are writer at once, in the order of the file."""
-        chunks, layers = self.needed.shape[1], len(self.layers)
-        most = max(1, gather_bytes // chunk_bytes)
-        if chunks <= most:
-            step = most // chunks
-            yield from ((slice(layer, min(layer + step, layers)), 0, chunks) for layer in range(0, layers, step))
-        else:
-            for layer in range(layers):
-                edges = [*range(0, chunks, most), chunks]
-                yield from ((slice(layer, layer + 1), begin, end) for begin, end in pairwise(edges))
-
-    def _gather(self, index: int, stream: Stream, layers: slice, begin: int, end: int) -> memoryview:
-        """The chunks of a window as they lie in the file."""
-        needed, rank = self.needed[layers, begin:end], self.rank[layers]
-        numbers = rank[:, begin:end][needed]
-        if not len(numbers):
-            return memoryview(b"")
-        base = int(numbers[0]) * CHUNK_ROWS
+    def _gather(self, index: int, stream: Stream, layer: int, begin: int, end: int) -> memoryview:
+        """Chunks ``[begin, end)`` of a layer, those that are needed, as they lie in the file."""
+        needed = self.needed[layer, begin:end]
+        place = (np.cumsum(needed) - 1) * CHUNK_ROWS  # of a chunk's first row among what is gathered
         fill = np.full((), fill_of(stream), np.dtype(stream.dtype).newbyteorder("<")).tobytes()
-        out = np.frombuffer(bytearray(fill * (len(numbers) * CHUNK_ROWS * stream.nbytes // len(fill))), np.uint8)
-        out = out.reshape(-1, stream.nbytes)
-        wanted = self.layers[layers]
+        nbytes = int(needed.sum()) * CHUNK_ROWS * stream.nbytes
+        out = np.frombuffer(bytearray(fill * (nbytes // len(fill))), np.uint8).reshape(-1, stream.nbytes)
         low, high = begin * CHUNK_ROWS, end * CHUNK_ROWS
-        for span in self.spans[max(bisect_left(self.starts, low) - 1, 0):bisect_left(self.starts, high)]:
-            a, b = max(span.start, low), min(span.stop, high)
-            view = span.source.view
-            mine = [at for at, layer in enumerate(wanted) if layer in view.frame.layers]
-            if a >= b or not mine:
+        first = max(bisect_left(self.sources, low, key=lambda source: source.start) - 1, 0)
+        for source in itertools.takewhile(lambda source: source.start < high, self.sources[first:]):
+            a, b, layers = max(source.start, low), min(source.stop, high), source.view.frame.layers
+            if a >= b or self.layers[layer] not in layers:
                 continue
-            row = np.arange(a, b)
-            source = view.pieces([view.frame.layers.index(wanted[at]) for at in mine],
-                                 span.source.rows[a - span.start : b - span.start])
-            target = rank[np.asarray(mine)[:, None], row // CHUNK_ROWS] * CHUNK_ROWS + row % CHUNK_ROWS - base
-            section = view.section(index)
-            out[target] = section.lenient()[source] if isinstance(section, Packed) else section[source]
+            row = np.arange(a, b) - low
+            rows = source.rows[a - source.start : b - source.start]
+            pieces = source.view.pieces([layers.index(self.layers[layer])], rows)[0]
+            section = source.view.section(index)
+            out[place[row // CHUNK_ROWS] + row % CHUNK_ROWS] = (
+                section.lenient() if isinstance(section, Packed) else section)[pieces]
         return out.reshape(-1).data
