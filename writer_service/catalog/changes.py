@@ -34,6 +34,11 @@ class SegmentMade:
     width: int
     fingerprint: str
 
+    @classmethod
+    def of(cls, frame: Frame, number: int) -> SegmentMade:
+        """Segment ``number`` that takes such frames."""
+        return cls(number, frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentSealed:

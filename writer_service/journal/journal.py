@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client import Histogram
 
 from schemas.errors import ProtocolError
-from schemas.store.paths import WRITER
+from schemas.store.paths import journal_folder
 from schemas.store.segment import FrameHeader
 from writer_service import fs, log
 from writer_service.catalog.changes import (
@@ -44,7 +44,7 @@ class Journal:
     def __init__(self, config: Config, uuid: bytes, next_log: int, next_segment: int, waker: Waker) -> None:
         self._config, self._uuid = config, uuid
         self.counters = Counters()
-        self.folder = config.store / "writers" / WRITER / "journal"
+        self.folder = config.store / journal_folder()
         self._next_log = next_log
         self._log = self._new_log()
         self.segments = SegmentSet(config.store, next_segment, config.segment_bytes, config.lanes)

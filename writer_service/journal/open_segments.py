@@ -101,7 +101,7 @@ class SegmentSet:
             oldest = min(self._open, key=lambda segment: segment.last_append)
             self._open.remove(oldest)
             self.retired.append(oldest)
-        made = SegmentMade(self.take_number(), frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
+        made = SegmentMade.of(frame, self.take_number())
         path = self._store / open_name(made.number)
         fd = fs.open_new(path)
         try:

@@ -106,9 +106,7 @@ class Receiver:
         if isinstance(message, Connect):
             self._greet(address, message)
             return
-        state = self._senders.by_connection(address)
-        if state is None:
-            self._acks.send(address, Refuse("hello", "say Hello first"))
+        if (state := self._sender(address)) is None:
             return
         state.last_seen = time.monotonic()
         if isinstance(message, Ping) and state.must_greet:
@@ -126,6 +124,13 @@ class Receiver:
             else:
                 self._take_record(state, message)
 
+    def _sender(self, address: bytes) -> SenderState | None:
+        """Sender on a connection; one that did not greet is told to."""
+        state = self._senders.by_connection(address)
+        if state is None:
+            self._acks.send(address, Refuse("hello", "say Hello first"))
+        return state
+
     def _take_malformed(self, address: bytes, part: zmq.Frame, why: str) -> None:
         self._counters.malformed += 1
         try:  # to greet again would not help it
@@ -136,9 +141,7 @@ class Receiver:
             code = "malformed" if greeting.version == limits.PROTOCOL_VERSION else "version"
             self._acks.send(address, Refuse(code, f"Hello of protocol version {greeting.version}: {why[:1000]}"))
             return
-        state = self._senders.by_connection(address)
-        if state is None:
-            self._acks.send(address, Refuse("hello", "say Hello first"))
+        if (state := self._sender(address)) is None:
             return
         try:
             seq = unpack(_seq, part.buffer).seq

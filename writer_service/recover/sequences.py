@@ -98,13 +98,14 @@ def index_frames(db: sqlite3.Connection, state: Recovered, number: int, views: l
     known = {(row["stream"], row["epoch"], row["seq"])
              for row in db.execute("SELECT stream, epoch, seq, offset FROM frames WHERE segment = ?", (number,))
              if row["offset"] not in strays}
-    changes: list[Change] = [_made(views[0], number)] if views else []
+    changes: list[Change] = [SegmentMade.of(views[0].frame, number)] if views else []
     for view in views:
         header = view.header
         sequence = state.streams.setdefault(header.stream, StreamSequence(header.epoch, "engine"))
         sequence.note(header.epoch, header.covered, header.frame.seq)
         if (header.stream, header.epoch, header.frame.seq) not in known:
-            changes.append(_indexed(view, number))
+            changes.append(Indexed(header.stream, header.epoch, header.covered, number, view.offset, view.layout.total,
+                                   header.frame, view.table))
             if not _opened(db, header.frame.captures):
                 sequence.unopened.add(header.frame.seq)
     touched: set[str] = set()
@@ -118,17 +119,6 @@ def _opened(db: sqlite3.Connection, captures: list[str]) -> bool:
     """Whether every capture is known and was opened by somebody, or never will be."""
     query = "SELECT 1 FROM captures WHERE id = ? AND (stream IS NOT NULL OR deleted OR failed IS NOT NULL)"
     return all(db.execute(query, (capture,)).fetchone() for capture in captures)
-
-
-def _indexed(view: FrameView, number: int) -> Indexed:
-    header = view.header
-    return Indexed(header.stream, header.epoch, header.covered, number, view.offset, view.layout.total, header.frame,
-                   view.table)
-
-
-def _made(view: FrameView, number: int) -> SegmentMade:
-    frame = view.frame
-    return SegmentMade(number, frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
 
 
 def take_again(db: sqlite3.Connection, stream: str, sequence: StreamSequence) -> None:

@@ -18,13 +18,13 @@ import numpy as np
 from schemas.catalog.records import Segment, connect_read, load_segment, unpack_layers
 from schemas.errors import StoreError
 from schemas.read.reader import read_store_uuid
-from schemas.store.paths import WRITER, block_name, building_name, journal_folder, open_name
+from schemas.store.paths import block_name, building_name, journal_folder, open_name
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.recover.store_lock import is_free
 from writer_service.tools.findings import Finding, View, below, lost_extents
 from writer_service.tools.fsck_segments import check_block, check_cold, check_open
 from writer_service.upkeep.block_removal import COVERED, read_covered, removable
-from writer_service.upkeep.cold_blocks import need_library
+from writer_service.upkeep.cold_blocks import need_library, numbers_on_disk
 from writer_service.upkeep.erasing import read_redo, redo_paths
 from writer_service.upkeep.log_merging import damaged_heads, superseded
 
@@ -63,7 +63,7 @@ def fsck(store: Path, progress: Progress = lambda done, total: None) -> Report:
             report.bad.append(Finding(f"the catalog is damaged ({answer}); rebuild it", "catalog.sqlite"))
             return report
         report.captures = db.execute("SELECT count(*) FROM captures WHERE deleted = 0").fetchone()[0]
-        numbers = sorted(_numbers_on_disk(store) | {row["number"] for row in db.execute("SELECT number FROM segments")})
+        numbers = sorted(numbers_on_disk(store) | {row["number"] for row in db.execute("SELECT number FROM segments")})
         total, done = sum(_size(store, number) for number in numbers), 0
         for number in numbers:
             progress(done, total)
@@ -82,7 +82,7 @@ def fsck(store: Path, progress: Progress = lambda done, total: None) -> Report:
 
 
 def _check_logs(store: Path, uuid: bytes) -> Iterator[Finding]:
-    journal = store / "writers" / WRITER / "journal"
+    journal = store / journal_folder()
     numbers = log_numbers(journal)
     for number in numbers:
         path = log_path(journal, number)
@@ -129,12 +129,6 @@ def _check_erasures(store: Path) -> Iterator[Finding]:
             continue  # it is done
         except (OSError, StoreError, msgspec.DecodeError) as error:
             yield Finding(f"rows of deleted captures are half erased, and cannot be: {error}", below(store, path))
-
-
-def _numbers_on_disk(store: Path) -> set[int]:
-    journal = store / "writers" / WRITER / "journal"
-    names = [*(store / "blocks").glob(f"{WRITER}-*.zarr"), *journal.glob("[0-9]*.open")]
-    return {int(path.name.split(".")[0].rsplit("-", 1)[-1]) for path in names}
 
 
 def _place(store: Path, number: int) -> Path | None:

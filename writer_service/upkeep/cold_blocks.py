@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 from schemas.catalog.records import load_segment
 from schemas.errors import CorruptError, StoreError
 from schemas.read.segment_maps import SegmentMaps
-from schemas.store.cold_block import ColdBlock, ColdFrame, cold_attributes
+from schemas.store.cold_block import ColdBlock, cold_attributes
 from schemas.store.compressed import library
-from schemas.store.paths import WRITER, block_name, compacting_name, open_name
+from schemas.store.paths import WRITER, block_name, compacting_name, journal_folder
 from writer_service import fs
 from writer_service.catalog import catalog
 from writer_service.catalog.changes import Compacted, Indexed, SegmentGone, SegmentMade
@@ -101,12 +102,15 @@ def finish_replacing(store: Path, db: sqlite3.Connection) -> None:
         remove_replaced(store, db, left)
 
 
+def numbers_on_disk(store: Path) -> set[int]:
+    """Numbers of the sealed blocks and journal files that are there."""
+    names = [*(store / "blocks").glob(f"{WRITER}-*.zarr"), *(store / journal_folder()).glob("[0-9]*.open")]
+    return {int(path.name.split(".")[0].rsplit("-", 1)[-1]) for path in names}
+
+
 def free_number(store: Path) -> int:
     """A number that no segment has or had, where no writer gives them out."""
-    journal = (store / open_name(0)).parent
-    names = [*(store / "blocks").glob(f"{WRITER}-*.zarr"), *journal.glob("[0-9]*.open")]
-    used = [int(path.name.split(".")[0].rsplit("-", 1)[-1]) for path in names]
-    return max(int(block_removal.read_covered(store)["next_segment"]), *(number + 1 for number in used), 1)
+    return max(int(block_removal.read_covered(store)["next_segment"]) - 1, *numbers_on_disk(store), 0) + 1
 
 
 def finish_cut(store: Path) -> None:
@@ -120,14 +124,9 @@ def compacted(block: ColdBlock, number: int) -> Compacted:
     made = block.attributes
     frames = []
     for offset in block.first.tolist():
-        try:
-            frames.append(_indexed(block.frame(offset), number))
-        except CorruptError:
-            continue
+        with contextlib.suppress(CorruptError):
+            view = block.frame(offset)
+            header, frame = view.header, view.frame
+            frames.append(Indexed(header.stream, header.epoch, frame.seq, number, offset, 0, frame, view.table))
     return Compacted(SegmentMade(number, made["site"], made["codec"]["name"], made["model_dtype"], made["width"],
                                  made["fingerprint"]), list(made["replaces"]), frames)
-
-
-def _indexed(view: ColdFrame, number: int) -> Indexed:
-    header = view.header
-    return Indexed(header.stream, header.epoch, header.frame.seq, number, view.offset, 0, header.frame, view.table)
