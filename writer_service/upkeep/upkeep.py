@@ -98,15 +98,13 @@ class Upkeep:
             return None
         done = future.result()
         self._due = now + (failed_rounds if done.failures else 1) * self._round_s
-        if done.changes:
-            self._after_batch = journal.batch_number
         self._seen = {number: self._seen.get(number, now) for number in done.retire}
         journal.segments.retire_numbers(
             {number for number, since in self._seen.items() if now - since >= retire_rounds * self._round_s})
         for change in done.changes:
             journal.change(change)
-        if done.rotate_log:
-            journal.rotate_log()
+        if (done.rotate_log and journal.rotate_log()) or done.changes:  # else the next round would rotate once more
+            self._after_batch = journal.batch_number
         journal.counters.rows_erased += done.erased_rows
         journal.counters.erasures_failed += done.failures
         journal.counters.blocks_removed += done.removed_blocks
