@@ -27,16 +27,19 @@ from schemas.read import reader as reader_module
 from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
 from schemas.store.paths import journal_folder, redo_name
-from schemas.wire.messages import Finish, Open, StreamPart
+from schemas.wire.messages import Delete, Finish, Open, Own, StreamPart
 from tests.support.consistency import assert_rebuilt_equal, dump
 from tests.support.store_helpers import PROGRAMS, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.support.writers.power import Certain
 from writer_service import fs
 from writer_service.catalog import catalog
+from writer_service.config import Config
 from writer_service.control_log import log_numbers, log_path
 from writer_service.journal.group_commit import Waker
+from writer_service.journal.journal import Journal
 from writer_service.recover.recovery import recover
 from writer_service.seal import sealing
+from writer_service.sender_state import SenderState
 from writer_service.tools.fsck import fsck
 from writer_service.upkeep import block_removal
 from writer_service.upkeep.erasing import clear, plan, write_redo
@@ -396,6 +399,24 @@ def test_a_log_left_after_a_write_that_failed_ends_with_its_last_record(
         writer.stop()
     assert fsck(store).bad == []
     assert b"secret" not in log_path(store / journal_folder(), 1).read_bytes()
+
+
+def test_a_log_is_left_once(tmp_path: Path) -> None:
+    """The next round waits until the catalog knows the new log: else it would leave that one too."""
+    store, capture, sender = tmp_path / "store", new_ulid(), SenderState(new_ulid(), 1, "api")
+    state = recover(store)
+    journal = Journal(Config(store, "ipc:///nowhere"), state.uuid, state.next_log, state.next_segment, Waker())
+    upkeep = Upkeep(store, state.uuid, Waker(), round_s=0.0)
+    journal.append_entry(sender, Own(1, capture, 1, "", [], {"said": "secret"}, 7))
+    journal.append_entry(sender, Delete(2, capture))
+    journal.start_commit()
+    assert until(journal.end_commit) and until(lambda: journal.idle) and rows_in(store, "scrub")
+    assert upkeep.step(0.0, applied=1) and until(lambda: upkeep.take(0.0, journal))
+    assert log_numbers(store / journal_folder()) == [1, 2]
+    assert not upkeep.step(1.0, applied=1) and upkeep.step(1.0, applied=2)
+    upkeep.close()
+    journal.close()
+    fs.close(state.lock)
 
 
 def rows_in(store: Path, table: str) -> int:
