@@ -101,10 +101,10 @@ class _Reader(Collector):
         for name, number in state.gauges().items():
             yield GaugeMetricFamily(PREFIX + name, GAUGES[name], number)
         yield from state.sync_seconds.collect()
-        yield from _of_taps(state.taps)
+        yield from _tap_metrics(state.taps)
 
 
-def _of_taps(taps: dict[str, TapState]) -> Iterator[Metric]:
+def _tap_metrics(taps: dict[str, TapState]) -> Iterator[Metric]:
     """Metrics that engines told of themselves, each under its stream's name."""
     for name, text in TAP_HELP.items():
         counter = CounterMetricFamily(TAP_PREFIX + name, text, labels=["engine"])

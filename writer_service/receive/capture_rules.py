@@ -99,7 +99,7 @@ class CaptureRules:
             case Open():
                 return self._open(stream, epoch, record)
             case Finish() | Dropped():
-                return self._of_opener(stream, record)
+                return self._from_opener(stream, record)
             case ClientFinish():
                 return self._client_finish(record)
             case Abandon():
@@ -193,7 +193,7 @@ class CaptureRules:
 
         return effect
 
-    def _of_opener(self, stream: str, record: Finish | Dropped) -> Effect:
+    def _from_opener(self, stream: str, record: Finish | Dropped) -> Effect:
         state = self.get(record.capture)
         if state is None or state.opener is None:
             raise RefusedError("not_found", f"no open capture {record.capture[:40]!r}")

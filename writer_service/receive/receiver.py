@@ -197,7 +197,7 @@ class Receiver:
         if self._quota.limit is not None and self._rules.over_quota(frame.captures):
             self._write_waiting()
             if frame.seq == state.received + 1 and self._append(state, Refused(frame.seq, "quota")):
-                self._took(state, frame.seq)
+                self._advance(state, frame.seq)
                 self._counters.rows_over_quota += rows
             return
         state.waiting += 1
@@ -229,10 +229,10 @@ class Receiver:
             if fault is not None:
                 self._refuse_frame(received.state, received.frame.seq, fault)
             else:
-                self._took_frame(received.state, received.frame, received.table)
+                self._note_frame(received.state, received.frame, received.table)
 
-    def _took_frame(self, state: SenderState, frame: Frame, table: RowTable) -> None:
-        self._took(state, frame.seq)
+    def _note_frame(self, state: SenderState, frame: Frame, table: RowTable) -> None:
+        self._advance(state, frame.seq)
         self._quota.appended(sum(part.nbytes for part in frame.streams))
         if self._acks.os_is_enough:
             self._acks.ack(state)
@@ -257,7 +257,7 @@ class Receiver:
         if not self._append(state, record):
             return
         effect()
-        self._took(state, record.seq)
+        self._advance(state, record.seq)
         self._counters.records += 1
         if isinstance(record, Open):
             state.open_captures.add(record.capture)
@@ -285,7 +285,7 @@ class Receiver:
     def _refuse(self, state: SenderState, seq: int, code: str, reason: str) -> None:
         if self._append(state, Refused(seq, code)):
             state.refused.append((seq, code, reason[:1000]))
-            self._took(state, seq)
+            self._advance(state, seq)
 
     def _take_bye(self, state: SenderState, bye: Bye) -> None:
         self._acks.ack(state)
@@ -302,6 +302,6 @@ class Receiver:
             self._acks.ack(state)
         return done
 
-    def _took(self, state: SenderState, seq: int) -> None:
+    def _advance(self, state: SenderState, seq: int) -> None:
         state.received = seq
         self._journal.note(state)

@@ -51,10 +51,10 @@ class Compaction:
 
 
 def compact(store: Path, older_days: float | None = None, progress: Progress = lambda done, total: None,
-            packed: bool = False) -> Compaction:
+            compress: bool = False) -> Compaction:
     """Compact every sealed block whose captures were all made more than ``older_days`` ago (None: every one).
 
-    ``packed``: those with rows as they are become compressed (schemas.store.compressed), cold ones of before too.
+    ``compress``: those with rows as they are become compressed (schemas.store.compressed), cold ones of before too.
 
     StartError where a writer has the store; OSError leaves the store as it was, or with fewer blocks to compact.
     """
@@ -64,14 +64,14 @@ def compact(store: Path, older_days: float | None = None, progress: Progress = l
     try:
         made = Compaction()
         number = state.next_segment
-        planned = groups(store, db, older_days, packed)
+        planned = groups(store, db, older_days, compress)
         total, done = sum(nbytes for _, nbytes in planned), 0
         waiting = deque(planned)
         while waiting:
             numbers, nbytes = waiting.popleft()
             progress(done, total)
             try:
-                change = build(store, uuid, db, number, numbers, packed=packed)
+                change = build(store, uuid, db, number, numbers, compress=compress)
             except (StoreError, ValueError, KeyError) as error:
                 if len(numbers) > 1:  # those that are whole become cold without the one that is not
                     waiting.extendleft(([old], nbytes // len(numbers)) for old in numbers)
@@ -98,14 +98,14 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def groups(store: Path, db: sqlite3.Connection, older_days: float | None, packed: bool = False
+def groups(store: Path, db: sqlite3.Connection, older_days: float | None, compress: bool = False
            ) -> list[tuple[list[int], int]]:
     """Groups of blocks that become one, of about ``block_bytes_target``, each with its bytes of rows."""
     before_ms = float("inf") if older_days is None else time.time_ns() / 1e6 - older_days * 86_400_000
     found: list[tuple[list[int], int]] = []
     last: dict[tuple[Any, ...], int] = {}  # by what blocks must have in common: the group that is being filled
     for row in db.execute("SELECT * FROM segments WHERE sealed = 1 ORDER BY number").fetchall():
-        if row["cold"] and not (packed and _is_compressible(store, row)):
+        if row["cold"] and not (compress and _is_compressible(store, row)):
             continue
         query = ("SELECT max(created_ms) FROM captures WHERE id IN (SELECT capture FROM extents WHERE segment = ?)")
         youngest_ms = db.execute(query, (row["number"],)).fetchone()[0]
@@ -130,8 +130,8 @@ def _is_compressible(store: Path, row: sqlite3.Row) -> bool:
         attributes = cold_attributes(store / block_name(row["number"]))
     except (OSError, ValueError, KeyError):
         return False  # fsck says what is lost
-    unpacked = attributes is not None and attributes.get("compression") is None
-    return unpacked and is_compressible(codecs.streams(row["codec"], row["width"], row["dtype"]))
+    plain = attributes is not None and attributes.get("compression") is None
+    return plain and is_compressible(codecs.streams(row["codec"], row["width"], row["dtype"]))
 
 
 def replace(store: Path, db: sqlite3.Connection, change: Compacted) -> None:

@@ -86,12 +86,12 @@ class ColdBlockWriter:
     """Writer of one cold block: its plan is made first, then its arrays are written."""
 
     def __init__(self, store: Path, maps: SegmentMaps, db: sqlite3.Connection, segment: Segment,
-                 replaces: Sequence[int], strict: bool, packed: bool) -> None:
+                 replaces: Sequence[int], strict: bool, compress: bool) -> None:
         self.segment, self.replaces = segment, list(replaces)
         self.declared = codecs.streams(segment.codec, segment.width, segment.dtype)
         self.olds = [json.loads((store / block_name(old) / "zarr.json").read_text())["attributes"] for old in replaces]
         self.compressor = None
-        if is_compressible(self.declared) and (packed or any(old.get("compression") for old in self.olds)):
+        if is_compressible(self.declared) and (compress or any(old.get("compression") for old in self.olds)):
             self.compressor = compressor(self.declared[0])
         self.damaged = False
         self.parts = self._plan(maps, db, strict)

@@ -39,10 +39,10 @@ def need_library(store: Path) -> None:
 
 
 def build(store: Path, uuid: bytes, db: sqlite3.Connection, number: int, replaces: Sequence[int],
-          strict: bool = True, packed: bool = False) -> Compacted:
+          strict: bool = True, compress: bool = False) -> Compacted:
     """Make the cold block ``number`` of the rows that the catalog knows in the blocks ``replaces``, all of one kind.
 
-    ``packed``: compressed where its codec has one stream alone; one that replaces a compressed block always is.
+    ``compress`` it where its codec has one stream alone; one that replaces a compressed block always is.
 
     StoreError where a row does not match its checksum, OSError where the disk fails: nothing has changed then. Not
     ``strict``, because rows beside them must go: damaged rows are carried over with the checksum that tells, and
@@ -57,7 +57,7 @@ def build(store: Path, uuid: bytes, db: sqlite3.Connection, number: int, replace
         fs.remove_tree(folder)
     maps = SegmentMaps(store, uuid)
     try:
-        writer = ColdBlockWriter(store, maps, db, segment, replaces, strict, packed)
+        writer = ColdBlockWriter(store, maps, db, segment, replaces, strict, compress)
         fs.make_dirs(folder)
         writer.write(folder, uuid, number)
         block = ColdBlock.open(folder)

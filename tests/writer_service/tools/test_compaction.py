@@ -223,7 +223,7 @@ def test_where_what_unpacks_is_not_installed(sample: Sample, store: Path, monkey
         bare.setitem(sys.modules, "numcodecs", None)
         assert fsck(store).bad == []  # nothing is compressed
         assert "numcodecs" not in bare_start(store)
-    compact(store, packed=True)
+    compact(store, compress=True)
     with monkeypatch.context() as bare:
         bare.setitem(sys.modules, "numcodecs", None)
         with pytest.raises(StoreError, match=r"\.zarr: numcodecs is not installed \(pip install 'vllm-tap\[zstd\]'\)"):
@@ -275,7 +275,7 @@ def test_the_loader_goes_on(sample: Sample, store: Path, packed: bool) -> None:
                          seed=3)
     before, begun = list(batches()), batches()
     seen = [next(begun) for _ in range(3)]
-    compact(store, packed=packed)
+    compact(store, compress=packed)
     assert seen + list(begun) == before and len(before) > 8
     assert list(batches()) == before
     with WriterProcess(store, "--keep-s", "0.05") as writer, Sender(writer.endpoint, role="api") as api:
@@ -509,7 +509,7 @@ def test_a_reader_meets_it(sample: Sample, store: Path) -> None:
 def packed(sample: Sample, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Compacted, and the rows that are stored as they are compressed."""
     store = Path(shutil.copytree(sample.store, tmp_path_factory.mktemp("packed") / "store"))
-    compact(store, packed=True)
+    compact(store, compress=True)
     return store
 
 
@@ -520,9 +520,9 @@ def test_compressed_rows_are_the_same(sample: Sample, packed: Path, tmp_path: Pa
     assert [block.attributes.get("compression") for block in cold_blocks_of(packed)].count("blosc") == 1
     plain = Path(shutil.copytree(sample.store, tmp_path / "plain"))
     compact(plain)
-    done = compact(plain, packed=True)  # of what is cold already, what can be smaller
+    done = compact(plain, compress=True)  # of what is cold already, what can be smaller
     assert (done.blocks, done.cold, done.failed) == (1, 1, []) and done.bytes_after < done.bytes_before
-    assert compact(plain, packed=True).blocks == 0
+    assert compact(plain, compress=True).blocks == 0
     assert answers(plain, sample.captures) == before
     assert_consistent(plain)
 
@@ -576,7 +576,7 @@ def test_a_delete_leaves_compressed_rows_compressed(sample: Sample, tmp_path: Pa
             engine.finish(capture, end=ROWS, output=ROWS - 8)
         engine.wait()
         writer.stop()
-    compact(store, packed=True)
+    compact(store, compress=True)
     block, = cold_blocks_of(store)
     assert block.packed is not None
     with block.main.open("r+b") as file:
@@ -617,7 +617,7 @@ def test_who_follows_a_capture_meets_it(sample: Sample, store: Path, packed: boo
             followers[name].look(reader)
         with StoreReader(store) as late:  # who has mapped nothing yet
             begun = followers["long"].take(late)
-            compact(store, packed=packed)
+            compact(store, compress=packed)
             for name in sample.captures:
                 sent = begun if name == "long" else b""
                 while followers[name].todo:
