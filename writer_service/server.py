@@ -58,8 +58,7 @@ class Writer:
         self._upkeep = Upkeep(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
                               config.retain_bytes, self._journal.segments.take_number)
         self._quota = Quota(config.quota_bytes, disk_bytes(config.store / "blocks"))
-        for number in state.to_seal:
-            self._sealer.submit(number)
+        self._sealer.submit(state.to_seal)
         try:
             need_library(config.store)
         except StoreError as error:
@@ -142,15 +141,7 @@ class Writer:
         if quiet or self._receiver.heard > 2 * len(self._senders):
             self._receiver.heard = 0
             self._senders.find_lost(now)
-        self._journal.segments.retire(now, self.config.seal_idle_s)
-        for number in self._journal.segments.take_sealable():
-            self._sealer.submit(number)
-        for bad in self._journal.segments.drop_poisoned():
-            self._journal.checksums.forget(bad.number)
-            if bad.tail == bad.good:
-                self._sealer.submit(bad.number)
-            log.warn("segment_poisoned", f"segment {bad.number} takes no more frames after a failed sync",
-                      segment=bad.number)
+        self._sealer.submit(self._journal.take_sealable(now, self.config.seal_idle_s))
         self._journal.commit_if_due(now)
         self._rules.batch = self._journal.batch_number
         self._acks.flush()
@@ -215,9 +206,7 @@ class Writer:
         self._upkeep.close()
         self._take_upkeep(time.monotonic())
         self._settle()
-        self._journal.segments.retire(float("inf"), 0.0)
-        for number in self._journal.segments.take_sealable():
-            self._sealer.submit(number)
+        self._sealer.submit(self._journal.take_sealable(float("inf"), 0.0))
         while self._sealer.backlog:
             self._sealer.step(0.0)
             time.sleep(0.005)

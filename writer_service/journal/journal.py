@@ -247,6 +247,19 @@ class Journal:
                     isinstance(change, SegmentMade) and change.number in made):
                 self.change(change)
 
+    def take_sealable(self, now: float, idle_s: float) -> list[int]:
+        """Numbers of segments that take no more frames and are wholly on the disk. They are closed; the caller seals
+        them.
+        """
+        self.segments.retire(now, idle_s)
+        ready = self.segments.take_sealable()
+        for bad in self.segments.drop_poisoned():
+            self.checksums.forget(bad.number)
+            ready += [bad.number] if bad.tail == bad.good else []
+            log.warn("segment_poisoned", f"segment {bad.number} takes no more frames after a failed sync",
+                     segment=bad.number)
+        return ready
+
     def close(self) -> None:
         """End the threads; the catalog is left clean."""
         self._appender.close()

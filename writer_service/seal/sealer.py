@@ -9,7 +9,7 @@ import json
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -49,9 +49,9 @@ class Sealer:
         """Number of segments that wait or are being sealed."""
         return len(self._waiting) + (self._running is not None)
 
-    def submit(self, number: int) -> None:
-        """Seal a journal file when its turn comes; until then nothing is held for it."""
-        self._waiting.append(number)
+    def submit(self, numbers: Iterable[int]) -> None:
+        """Seal journal files when their turn comes; until then nothing is held for them."""
+        self._waiting.extend(numbers)
 
     def step(self, now: float, busy: bool = False) -> None:
         """Hand in the segment that has become a block, or was empty. Then begin with the next one, unless ``busy`` asks
