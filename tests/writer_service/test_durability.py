@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from schemas.catalog.records import connect_write
-from schemas.errors import CorruptError, SpecError, StoreError
+from schemas.errors import CorruptError, StoreError
 from schemas.ids import new_ulid
 from schemas.read.journal_tail import FrameAt, JournalTail
 from schemas.read.reader import StoreReader, read_store_uuid
@@ -314,7 +314,7 @@ def test_a_commit_is_in_the_catalog_whole_or_not_at_all(tmp_path: Path) -> None:
     batch = Batch(1, [own, Indexed(STREAM, 5, 1, 1, 0, 100, odd, RowTable.from_bytes(table, 3))], log_position=(1, 99))
     with contextlib.closing(connect_write(tmp_path / "catalog.sqlite")) as db:
         before = catalog.get_meta(db, "log")
-        with pytest.raises(SpecError):
+        with pytest.raises(StoreError):
             group_commit._apply(db, batch)
         assert catalog.get_meta(db, "log") == before
         assert db.execute("SELECT count(*) FROM captures").fetchone()[0] == 0
