@@ -31,9 +31,8 @@ def register() -> None:
 
     check_installed()
     check_encoders()
-    from engine_side.seams import compile_cache, front_end, http_routes, loader, runner, scheduler
+    from engine_side.seams import front_end, http_routes, loader, runner, scheduler
 
-    compile_cache.connect()
     loader.connect()
     runner.connect()
     scheduler.connect()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from engine_side import worker
-from engine_side.config import from_environment
+from engine_side.config import VARIABLES, from_environment
 from engine_side.seams.patching import when_imported, wrap, wrap_when_imported
 from engine_side.seams.self_test import self_test
 from engine_side.seams.tapping import plan_arming, tap_model
@@ -25,13 +25,32 @@ _PLAN: Final = "vllm_tap_plan"
 
 
 def connect() -> None:
-    """Install the wrappers."""
+    """Install the wrappers, and salt vLLM's caches of compiled graphs."""
+    _salt_caches()
     wrap_when_imported("vllm.model_executor.model_loader.base_loader", {"BaseModelLoader.load_model": _load_model})
     wrap_when_imported("vllm.v1.worker.lora_model_runner_mixin", {
         "LoRAModelRunnerMixin.load_lora_model": _load_lora_model,
     })
     when_imported("vllm.v1.worker.gpu_worker", lambda module: _wrap_worker(module, "Worker"))
     when_imported("vllm.v1.worker.cpu_worker", lambda module: _wrap_worker(module, "CPUWorker"))
+
+
+def _salt_caches() -> None:
+    """Make the compile-cache keys of this process depend on what is armed when they are made.
+
+    ``vllm.envs.compile_factors`` hashes every key of ``environment_variables``, so one more key changes every cache
+    key. Without that, an untapped artifact would be loaded for a tapped engine in silence. Our own variables enter with
+    a constant: they are read from the environment by us, and a store's address must not change what is compiled.
+    """
+    import vllm.envs
+
+    variables = getattr(vllm.envs, "environment_variables", None)
+    if not isinstance(variables, dict) or not hasattr(vllm.envs, "compile_factors"):
+        raise StartError("vllm-tap: looked for vllm.envs.environment_variables and compile_factors, not found: "
+                         "compiled graphs of untapped models could be reused")
+    variables["VLLM_TAP_SALT"] = lambda: config.salt() if (config := from_environment()) else None
+    for name in VARIABLES:
+        variables[name] = lambda: None
 
 
 def _load_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

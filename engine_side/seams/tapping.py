@@ -15,7 +15,9 @@ from torch import nn
 from engine_side import worker
 from engine_side.config import TAP_VERSION, EngineConfig, untested
 from engine_side.seams import fusions, projections, residuals, unchanged
+from engine_side.seams.recorded_step import discover
 from engine_side.tap.architectures import (
+    BY_STRUCTURE,
     BY_TRANSFORMERS,
     SHARED_OUT,
     Family,
@@ -25,6 +27,7 @@ from engine_side.tap.architectures import (
     find_embedding,
     find_points,
     find_sums,
+    is_known,
 )
 from engine_side.tap.probe_scores import scorer
 from engine_side.tap.staging import Staging, allocate
@@ -40,10 +43,13 @@ logger = logging.getLogger("vllm.tap")
 
 @dataclass(frozen=True, slots=True)
 class ArmingPlan:
-    """Sites and probes to arm on a model of ``family``, as they are known before its weights are read."""
+    """Sites and probes to arm on a model of ``family``, as they are known before its weights are read.
+
+    Without a family the sites are found by structure once they are.
+    """
 
     config: EngineConfig
-    family: Family
+    family: Family | None
     asked: Mapping[str, list[int] | None]  # layers by site; None: all that have it
     probes: Mapping[Registered, LoadedProbe]
 
@@ -55,7 +61,8 @@ class ArmingPlan:
 
 def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     """Allocate staging, install taps, make recorder and sender; StartError where rows would not be what they should."""
-    config, family, asked, probes, tapped = plan.config, plan.family, plan.asked, plan.probes, plan.tapped
+    config, asked, probes, tapped = plan.config, plan.asked, plan.probes, plan.tapped
+    family = plan.family or discover(model, vllm_config)
     _warn(config, next(model.parameters()).device)
     model_config = vllm_config.model_config
     architectures, n_layers = list(model_config.architectures), model_config.get_total_num_hidden_layers()
@@ -92,14 +99,32 @@ def plan_arming(vllm_config: Any, config: EngineConfig) -> ArmingPlan:
     it would run another's code.
     """
     model_config = vllm_config.model_config
-    if "transformers" in str(getattr(model_config, "model_impl", "")) and not (
-            BY_TRANSFORMERS & set(model_config.architectures)):
+    names = list(model_config.architectures)
+    if is_known(names) and "transformers" in str(getattr(model_config, "model_impl", "")) and not (
+            BY_TRANSFORMERS & set(names)):
         raise StartError("vllm-tap: model_impl='transformers': taps know vLLM's own code of "
-                         f"{', '.join(model_config.architectures)}; leave it out")
-    plan = ArmingPlan(config, family_of(list(model_config.architectures), model_config.hf_text_config),
-                      layers_by_site(config.arm), {probe: load_probe(probe) for probe in config.probes})
+                         f"{', '.join(names)}; leave it out")
+    family = family_of(names, model_config.hf_text_config) if is_known(names) else None
+    plan = ArmingPlan(config, family, layers_by_site(config.arm),
+                      {probe: load_probe(probe) for probe in config.probes})
     _check_parallel(plan, vllm_config)
+    if family is None:
+        _check_unknown(plan, names, vllm_config)
     return plan
+
+
+def _check_unknown(plan: ArmingPlan, names: list[str], vllm_config: Any) -> None:
+    """StartError where sites of an architecture that is not in the table cannot be found by structure."""
+    start = (f"vllm-tap: {', '.join(names)} is not in the table of architectures, and its sites cannot be found by "
+             "structure")
+    if absent := [site for site in plan.tapped if site not in BY_STRUCTURE]:
+        raise StartError(f"{start}: {', '.join(absent)} is not among those; valid: {', '.join(BY_STRUCTURE)}")
+    if getattr(vllm_config.model_config, "is_multimodal_model", False):
+        raise StartError(f"{start}: it takes images or sound, whose positions are not looked into")
+    if vllm_config.lora_config is not None:
+        raise StartError(f"{start} in a model with adapters: leave out --enable-lora")
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        raise StartError(f"{start} with data_parallel_size={vllm_config.parallel_config.data_parallel_size}: valid: 1")
 
 
 def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:

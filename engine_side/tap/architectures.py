@@ -37,8 +37,9 @@ class Family:
 
     ``embedded`` names the sites whose first rows are those of ``embedding``, bit for bit: not ``resid_pre`` where a
     model scales its embeddings or adds positions to them. ``names``: the sites of TransformerLens's names that are not
-    the same everywhere (schemas.sites.BY_MODEL). ``refused``: why a model's configuration takes sites away. ``sums``:
-    whether the stream after a block is what entered it, ``attn_out`` and ``mlp_out`` added.
+    the same everywhere (schemas.sites.BY_MODEL). ``refused``: why a model lacks sites. ``sums``: whether the stream
+    after a block is what entered it, ``attn_out`` and ``mlp_out`` added. ``found``: by site and layer, the places of a
+    model that is not in the table, below the model.
     """
 
     layers: str
@@ -50,10 +51,14 @@ class Family:
         "attn.hook_out": "attn_out", "mlp.hook_out": "mlp_out", "hook_embed": "embed"})
     refused: Mapping[str, str] = field(default_factory=dict)
     sums: bool = True
+    found: Mapping[str, Mapping[int, ModulePath]] = field(default_factory=dict)
 
 
 # Newer vLLM runs these by Transformers' classes, told to or not; of the others taps know vLLM's own code alone.
 BY_TRANSFORMERS: Final = frozenset({"GPTNeoXForCausalLM"})
+# Sites that are looked for by structure where an architecture is not in the table.
+BY_STRUCTURE: Final = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "attn_out_raw", "mlp_out_raw",
+                       "embed", "final_norm")
 # Rows of these are a rank's share of the heads or of the MLP under tensor parallelism; the others are whole everywhere.
 SHARED_OUT: Final = ("mlp_post", "q", "k", "v", "q_rot", "k_rot", "z")
 
@@ -194,6 +199,10 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
         found = f"{len(blocks)}" if isinstance(blocks, nn.ModuleList) else type(blocks).__name__
         raise StartError(f"vllm-tap: looked for {n_layers} blocks at {family.layers}, found {found}")
     for site in sites:
+        if site in family.found:
+            yield from (TapPoint(site, layer, _part(model, place.path), place.rule, hidden, place.meaning)
+                        for layer, place in family.found[site].items())
+            continue
         places = family.block if SITES[site].per_layer else family.model
         roots = list(enumerate(blocks)) if SITES[site].per_layer else [(0, model)]
         points = [] if (place := places.get(site)) is None else [
@@ -249,6 +258,11 @@ def find_embedding(model: nn.Module, family: Family, sites: tuple[str, ...]) -> 
     if not isinstance(embedding, nn.Module):
         raise StartError(f"vllm-tap: looked for the embedding table at {family.embedding}, not found")
     return Embedding(family.embedding, embedding, held)
+
+
+def is_known(names: Sequence[str]) -> bool:
+    """Whether one of a model's architectures is in the table."""
+    return any(name in ARCHITECTURES for name in names)
 
 
 def family_of(names: Sequence[str], config: object) -> Family:

@@ -35,7 +35,7 @@ class Rule:
     """Rule that makes rows of a call: of its arguments (``before``) or of its result.
 
     ``instead``: the call gets the staged rows for its first argument, which it only reads. ``unquantized``: vLLM is
-    told to call with rows, not with codes of them.
+    told to call with rows, not with codes of them. ``written``: rows are what the call has written into an argument.
     """
 
     before: bool
@@ -43,6 +43,7 @@ class Rule:
     method: str = "forward"
     instead: bool = False
     unquantized: bool = False
+    written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,35 @@ RULES: Final[dict[str, Rule]] = {
 }
 
 
+def rule_of(name: str) -> Rule:
+    """The rule of a name: one of ``RULES``, or one made for what was found by structure.
+
+    ``argument a``, ``arguments a + b`` (what is given of both), ``result 0``, ``results 0 + 1``, ``written a``, each of
+    which may end with ``× factor``. An argument without a name is ``*`` and its number.
+    """
+    if name in RULES:
+        return RULES[name]
+    rest, _, by = name.partition(" × ")
+    side, _, which = rest.partition(" ")
+    parts, factor = which.split(" + "), float(by or 1)
+
+    def given(call: Call) -> torch.Tensor:
+        values = (call.get(part, int(part[1:]) if part[0] == "*" else 0) for part in parts)
+        found = [value for value in values if value is not None]
+        return _total(found, factor)
+
+    def made(_module: Any, result: Any) -> torch.Tensor:
+        return _total([result[int(part)] if isinstance(result, tuple | list) else result for part in parts], factor)
+
+    return Rule(True, given) if side.startswith("argument") else Rule(False, given, written=True) \
+        if side == "written" else Rule(False, made)
+
+
+def _total(tensors: list[Any], factor: float) -> torch.Tensor:
+    total = tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
+    return total if factor == 1 else total * factor
+
+
 def install(points: Iterable[TapPoint], staging: Staging,
             projection_writers: Mapping[int, Callable[[Any, torch.Tensor], None]] | None = None) -> None:
     """Wrap every point's module once.
@@ -141,7 +171,7 @@ def install(points: Iterable[TapPoint], staging: Staging,
     for _, points_of in groupby(ordered, key=lambda point: id(point.module)):
         taps = list(points_of)
         module = taps[0].module
-        if any(RULES[tap.rule].unquantized for tap in taps):
+        if any(rule_of(tap.rule).unquantized for tap in taps):
             # Else an fp8 model's activation quantizes them before.
             module.requires_unquantized_input = True
         copies = [(tap.site, tap.rule, staging.of_layer(tap.site, tap.layer)) for tap in taps]
@@ -157,8 +187,9 @@ def install(points: Iterable[TapPoint], staging: Staging,
                 module.register_buffer(_name(site), buffer, persistent=False)
             else:
                 setattr(module, _name(site), buffer)
-        for method, group in groupby(copies, key=lambda copy: RULES[copy[1]].method):
-            put(module, method, _tapped(found(module, method), [(_name(site), RULES[rule]) for site, rule, _ in group]))
+        for method, group in groupby(copies, key=lambda copy: rule_of(copy[1]).method):
+            rules = [(_name(site), rule_of(rule)) for site, rule, _ in group]
+            put(module, method, _tapped(found(module, method), rules))
 
 
 def _name(site: str) -> str:
@@ -200,7 +231,8 @@ def _tapped(forward: Forward, taps: list[tuple[str, Rule]]) -> Forward:
                 args, kwargs = _with_first(args, kwargs, staged.view(rows.shape))
         result = forward(self, *args, **kwargs)
         for name, rule in after:
-            _stage(getattr(self, name), rule.rows(self, result))
+            rows = rule.rows(Call(places, args, kwargs)) if rule.written else rule.rows(self, result)
+            _stage(getattr(self, name), rows)
         return result
 
     return tapped

@@ -71,6 +71,61 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_MOE = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
+_LAST = ["sliding_attention", "sliding_attention", "full_attention"]
+_SMALL = {"vocab_size": 512, "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512, "initializer_range": 0.1,
+          "bos_token_id": 1, "eos_token_id": 2}
+_GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.05, "residual_multiplier": 0.22,
+            "logits_scaling": 4.0}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 64}
+# Families that are in no table of taps: their sites are found by structure.
+UNLISTED: dict[str, dict[str, Any]] = {
+    "gpt2": _SMALL,
+    "gptj": {**_SMALL, "rotary_dim": 16},
+    "granite": {**_COMMON, **_GRANITE},
+    "granitemoehybrid": {**_COMMON, **_GRANITE, **_MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2,
+                         "shared_intermediate_size": 96, "layer_types": ["mamba", "mamba", "attention"],
+                         "mamba_expand": 2, "position_embedding_type": "rope"},
+    "olmo2": _COMMON,
+    "olmo3": {**_COMMON, "sliding_window": 64},
+    "olmoe": {**_COMMON, "num_experts": 8, "num_experts_per_tok": 2},
+    "smollm3": _COMMON,
+    "stablelm": _COMMON,
+    "starcoder2": _COMMON,
+    "falcon": {**{key: value for key, value in _COMMON.items() if key not in ("intermediate_size",
+                                                                              "num_key_value_heads")},
+               "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": False,
+               "alibi": False},
+    "falcon_h1": {**_COMMON, **_HEADS, **_MAMBA, "mamba_d_ssm": 256},
+    "phi": _COMMON,
+    "cohere2": {**_COMMON, "sliding_window": 64, "layer_types": _THREE},
+    "glm4": {**_COMMON, **_HEADS, "partial_rotary_factor": 0.5},
+    "glm4_moe": {**_COMMON, **_HEADS, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+                 "first_k_dense_replace": 1, "moe_intermediate_size": 96, "n_shared_experts": 1},
+    "gpt_oss": {**_COMMON, **_HEADS, **_MOE, "sliding_window": 64, "layer_types": _THREE},
+    "llama4_text": {**_COMMON, **_HEADS, "intermediate_size_mlp": 192, "num_local_experts": 4,
+                    "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 128},
+    "gemma4_text": {**_COMMON, **_HEADS, "tie_word_embeddings": True, "sliding_window": 64, "layer_types": _LAST,
+                    "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
+                    "global_head_dim": 32},
+    "exaone4": {**_COMMON, "sliding_window": 64, "layer_types": _LAST},
+    "ernie4_5": {**_COMMON, **_HEADS},
+    "seed_oss": {**_COMMON, **_HEADS},
+    "nemotron": {**_COMMON, **_HEADS, "partial_rotary_factor": 0.5},
+    "nemotron_h": {**_COMMON, **_HEADS, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*-",
+                   "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "expand": 2,
+                   "chunk_size": 64},
+    "bloom": {"vocab_size": 512, "hidden_size": 128, "n_layer": 3, "n_head": 4, "initializer_range": 0.1,
+              "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    # Four streams a token, of which a block is given all.
+    "gemma3n_text": {**_COMMON, **_HEADS, "intermediate_size": [192, 192, 192], "tie_word_embeddings": True,
+                     "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32, "laurel_rank": 16,
+                     "num_kv_shared_layers": 0, "sliding_window": 64, "activation_sparsity_pattern": [0.0, 0.0, 0.0],
+                     "layer_types": _LAST},
+}
+
+
 RECIPE = 1  # part of the cache key: raise it whenever the same configuration would give other weights
 
 
@@ -79,7 +134,7 @@ def family_model(name: str, dtype: str) -> Path:
     compiled graphs go by its path.
     """
     family, more = CONFIGURATIONS.get(name, (name, {}))
-    said = {**FAMILIES[family], **more}
+    said = {**(FAMILIES.get(family) or UNLISTED[family]), **more}
     text = json.dumps([RECIPE, said, transformers.__version__], sort_keys=True)
     folder = cache_dir() / "families" / f"{family}-{dtype}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not folder.is_dir():
@@ -92,6 +147,8 @@ def family_model(name: str, dtype: str) -> Path:
                 for parameter in model.parameters():
                     if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide their use
                         parameter += 0.2 * torch.randn_like(parameter)
+                    elif not parameter.isfinite().all() or not parameter.any():  # left as memory was, or as zeros
+                        parameter.copy_(0.1 * torch.randn_like(parameter))
             model.to(getattr(torch, dtype)).save_pretrained(Path(building) / "model")
             with contextlib.suppress(OSError):  # another process was faster: its files are the same
                 (Path(building) / "model").rename(folder)

@@ -1,0 +1,120 @@
+"""One step of a model, recorded: what every module was given and returned, as rows.
+
+Every module's ``forward`` is replaced on the instance for the length of the step, and put back. What lies inside a
+decoder block is handed over when the block ends, so that never more than a block's tensors are kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Rows [tokens, width] in float64 that a call was given or has made, and the rule by which a tap takes them."""
+
+    rule: str
+    rows: torch.Tensor
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module: ``given`` as it was before the call, ``made`` as it was right after."""
+
+    path: str
+    module: nn.Module
+    began: int
+    ids: torch.Tensor | None  # whole numbers that it was given first
+    given: list[Value]
+    ended: int = 0
+    made: list[Value] = field(default_factory=list)
+
+
+class Recording:
+    """The calls of a step of ``model``, for the length of a ``with`` block; ``outside`` has those outside its blocks.
+
+    ``width``: of the rows that are kept. ``kernels``: ids of the modules whose results become ``noise``, since a step
+    without a cache leaves them zero or unwritten. ``block_ended(block, inside)``: called as each of ``blocks`` ends.
+    """
+
+    def __init__(self, model: nn.Module, width: int, blocks: Sequence[str], kernels: Container[int],
+                 noise: Callable[[torch.Tensor], None], block_ended: Callable[[Call, list[Call]], None]) -> None:
+        self.model, self.width, self.blocks, self.kernels = model, width, frozenset(blocks), kernels
+        self.noise, self.block_ended = noise, block_ended
+        self.outside: list[Call] = []
+        self._inside: list[Call] = []
+        self._in_block = False
+        self._clock = count()
+        self._undo: list[tuple[nn.Module, Any]] = []
+
+    def __enter__(self) -> list[Call]:
+        for path, module in self.model.named_modules():
+            if type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList):
+                self._undo.append((module, module.__dict__.get("forward")))
+                module.forward = self._recording(path, module)
+        return self.outside
+
+    def __exit__(self, *_: object) -> None:
+        for module, own in self._undo:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+    def _recording(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+        named = [name for name, parameter in inspect.signature(forward).parameters.items()
+                 if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)]
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            arguments = {**{named[i] if i < len(named) else f"*{i}": a for i, a in enumerate(args)}, **kwargs}
+            tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+            first = next(iter(tensors.values()), None)
+            ids = first.detach().clone() if first is not None and not first.is_floating_point() else None
+            call = Call(path, module, next(self._clock), ids, self._values("argument", tensors))
+            self._in_block |= path in self.blocks
+            result = forward(*args, **kwargs)
+            if id(module) in self.kernels:
+                self.noise(result if isinstance(result, torch.Tensor) else tensors.get("output", first))
+            call.ended = next(self._clock)
+            call.made = self._made(call, result, tensors)
+            self._keep(call)
+            return result
+
+        return recording
+
+    def _made(self, call: Call, result: Any, tensors: Mapping[str, torch.Tensor]) -> list[Value]:
+        """What a call has returned, and what of its arguments it has written."""
+        results = enumerate(result if isinstance(result, tuple | list) else [result])
+        before = {value.rule.partition(" ")[2]: value.rows for value in call.given}
+        return self._values("result", {str(number): one for number, one in results}) + [
+            value for value in self._values("written", tensors)
+            if not torch.equal(value.rows, before[value.rule.partition(" ")[2]])]
+
+    def _keep(self, call: Call) -> None:
+        if call.path in self.blocks:
+            self._in_block = False
+            self.block_ended(call, self._inside)
+            self._inside = []
+        else:
+            (self._inside if self._in_block else self.outside).append(call)
+
+    def _values(self, side: str, tensors: Mapping[str, Any]) -> list[Value]:
+        return [Value(f"{side} {name}", rows) for name, tensor in tensors.items()
+                if (rows := _rows(tensor, self.width)) is not None]
+
+
+def _rows(value: Any, width: int) -> torch.Tensor | None:
+    """A tensor as rows of ``width``; None where it is none."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+        return None
+    if value.shape[-1] != width or value.numel() != value.shape[-2] * width:
+        return None
+    return value.detach().reshape(-1, width).to("cpu", torch.float64, copy=True)

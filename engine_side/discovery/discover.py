@@ -1,0 +1,227 @@
+"""Sites of a model that no table knows: found in one recorded step by what defines them, or refused with the reason.
+
+The stream is what a block returns and the next is given, in every block, and what the final norm, called again with it
+alone, turns into what it had returned; it begins with the embeddings. Names of modules say nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from engine_side.discovery.calls import Call, Recording
+from engine_side.discovery.identities import ROUNDINGS, Explained, Place, Stream, Term, close, explain, forms
+from engine_side.tap.architectures import BY_STRUCTURE, Family, ModulePath
+from schemas.errors import StartError
+
+ROWS: Final = 8  # of the recorded step: eight times the width is equations enough for three factors
+
+
+_MEANING: Final = {
+    "resid_pre": "residual stream as the block gets it (found by structure)",
+    "resid_mid": "residual stream after attention (found by structure)",
+    "resid_post": "residual stream as the next block gets it (found by structure)",
+    "attn_out": "output of attention, or of what the layer has in its stead, as added to the residual stream",
+    "mlp_out": "MLP output as added to the residual stream",
+    "attn_out_raw": "attention output before its norm",
+    "mlp_out_raw": "MLP output before its norm",
+    "embed": "rows of the embedding table, before any scaling",
+    "final_norm": "output of the final norm, after its weight",
+}
+
+
+class Discovery:
+    """The search: fed with a recorded step as it runs, it has the sites at the end."""
+
+    def __init__(self, model: nn.Module, n_layers: int, width: int, dtype: torch.dtype, ids: torch.Tensor,
+                 is_kernel: Callable[[nn.Module], bool], factors: Sequence[float]) -> None:
+        self.model, self.width, self.ids, self.factors = model, width, ids, factors
+        self.dtype, self.tolerance = dtype, ROUNDINGS[dtype]
+        self.kernels = {id(module) for module in model.modules() if is_kernel(module)}
+        self.layers, self.blocks = self._find_blocks(n_layers)
+        self.streams: list[Stream] | None = None
+        self._last: Call | None = None
+        self._first: Call | None = None
+        self._waiting: tuple[Call, list[Call]] | None = None  # the first block, until the second says what a stream is
+        self._count = 0
+        self._mixing = {path for path, module in model.named_modules()
+                        if any(id(part) in self.kernels for part in module.modules())}
+
+    def recorded(self, noise: Callable[[torch.Tensor], None]) -> Recording:
+        """The recording, for the length of one step."""
+        return Recording(self.model, self.width, self.blocks, self.kernels, noise, self._block_ended)
+
+    def _find_blocks(self, n_layers: int) -> tuple[str, list[str]]:
+        named = dict(self.model.named_modules())  # each module once, by its first path
+        lists = [path for path, module in named.items()
+                 if isinstance(module, nn.ModuleList) and len(module) == n_layers and f"{path}.0" in named
+                 and any(id(part) in self.kernels for part in module.modules())]
+        outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+        if len(outer) != 1:
+            raise _refused(f"looked for one list of {n_layers} blocks with attention in them, found "
+                           f"{', '.join(outer) or 'none'}")
+        return outer[0], [f"{outer[0]}.{layer}" for layer in range(n_layers)]
+
+    def _block_ended(self, block: Call, inside: list[Call]) -> None:
+        if self._count >= len(self.blocks) or block.path != self.blocks[self._count]:
+            raise _refused(f"{block.path} ran where {self.blocks[min(self._count, len(self.blocks) - 1)]} was to run: "
+                           "blocks run in another order, or more than once")
+        self._count += 1
+        if self._first is None:
+            self._first, self._waiting, self._last = block, (block, inside), block
+            return
+        assert self._last is not None
+        into, out = forms(block.given, "argument"), forms(self._last.made, "result")
+        if self.streams is None:
+            self.streams = [Stream(a, b) for a, given in into.items() for b, made in out.items()
+                            if close(given, made, self.tolerance / 10)]
+        else:
+            self.streams = [stream for stream in self.streams if stream.into in into and stream.out in out
+                            and close(into[stream.into], out[stream.out], self.tolerance / 10)]
+        if not self.streams:
+            raise _refused(f"nothing that {self._last.path} returns, nor a sum of two of it, is given to {block.path}")
+        self._explain()
+        self._waiting, self._last = (block, inside), block
+
+    def _explain(self) -> None:
+        """Explain the block that waited, in each way in which it may carry the stream."""
+        assert self._waiting is not None and self.streams is not None
+        block, inside = self._waiting
+        given, made = forms(block.given, "argument"), forms(block.made, "result")
+        for stream in self.streams:
+            pre, post = given.get(stream.into), made.get(stream.out)
+            if pre is None and not stream.explained:  # the first block is given no residual yet
+                pre = given.get(_first_of(stream.into))
+            stream.explained.append(
+                "it is not given the stream as the others are" if pre is None or post is None
+                else explain(pre, post, inside, block.path, self.tolerance, self._mixes))
+
+    def _mixes(self, call: Call) -> bool:
+        return call.path in self._mixing
+
+    def found(self, outside: Sequence[Call]) -> Family:
+        """The sites; StartError says why they cannot be told."""
+        if self._count != len(self.blocks) or self.streams is None:
+            raise _refused(f"{self._count} of {len(self.blocks)} blocks ran" if self._count != len(self.blocks)
+                           else "a model of one block says nothing of what blocks hand on")
+        self._explain()
+        assert self._first is not None and self._last is not None
+        begins = self._begins(outside)
+        reasons, admitted = [], []
+        for stream in self.streams:
+            wrong = next((f"block {layer}: {one}" for layer, one in enumerate(stream.explained)
+                          if isinstance(one, str)), None)
+            norm = None if wrong else self._final_norm(stream, outside)
+            if wrong or norm is None:
+                wrong = wrong or "no norm behind the last block makes its result of it alone"
+                reasons.append(f"{stream.into}: {wrong}")
+            else:
+                admitted.append((stream, norm))
+        if len(admitted) != 1:
+            raise _refused("; ".join(reasons) if not admitted else
+                           f"the stream may be {' or '.join(stream.into for stream, _ in admitted)}")
+        return self._sites(*admitted[0], begins)
+
+    def _factor(self, found: float) -> float | None:
+        """The number that the model multiplies by: one, or of its configuration; None where it is neither."""
+        return next((factor for factor in (1.0, *self.factors) if abs(found - factor) <= 10 * self.tolerance * factor),
+                    None)
+
+    def _begins(self, outside: Sequence[Call]) -> tuple[str, torch.Tensor]:
+        """The embedding: the one module that was given the tokens alone."""
+        assert self._first is not None
+        found = [call for call in outside if call.ids is not None and call.began < self._first.began and call.made
+                 and call.ids.numel() == self.ids.numel() and torch.equal(call.ids.flatten().cpu(), self.ids)
+                 and not any(other.path.startswith(f"{call.path}." if call.path else "") for other in outside
+                             if other is not call and other.made)]
+        if len(found) != 1:
+            raise _refused("looked for one module that turns tokens into rows, found "
+                           f"{', '.join(call.path for call in found) or 'none'}")
+        return found[0].path, found[0].made[0].rows
+
+    def _final_norm(self, stream: Stream, outside: Sequence[Call]) -> Call | None:
+        """The module behind the last block that makes of the stream alone what it made in the step."""
+        assert self._last is not None
+        rows = forms(self._last.made, "result")[stream.out]
+        for call in sorted(outside, key=lambda call: call.began):
+            if call.began < self._last.ended or not call.made or next(call.module.children(), None) is not None:
+                continue
+            parameter = next(call.module.parameters(), None)
+            if parameter is not None and parameter.dim() > 1:
+                continue
+            like = next(self.model.parameters())
+            again = call.module(rows.to(like.device, self.dtype))
+            again = again[0] if isinstance(again, tuple) else again
+            if close(again.reshape(-1, self.width).to("cpu", torch.float64), call.made[0].rows, self.tolerance):
+                return call
+        return None
+
+    def _sites(self, stream: Stream, norm: Call, begins: tuple[str, torch.Tensor]) -> Family:
+        assert self._first is not None
+        explained = [one for one in stream.explained if isinstance(one, Explained)]
+        absent: dict[str, str] = {}
+        found: dict[str, dict[int, ModulePath]] = {site: {} for site in BY_STRUCTURE}
+        for layer, (path, block) in enumerate(zip(self.blocks, explained, strict=True)):
+            places = {"resid_pre": Place("", stream.into), "resid_post": Place("", stream.out),
+                      **self._inner(block, absent)}
+            for site, place in places.items():
+                found[site][layer] = ModulePath(f"{path}.{place.path}".rstrip("."), place.rule, _MEANING[site])
+        found["embed"][0] = ModulePath(begins[0], "result 0", _MEANING["embed"])
+        found["final_norm"][0] = ModulePath(norm.path, norm.made[0].rule, _MEANING["final_norm"])
+        self._check_alike(found)
+        found = {site: places for site, places in found.items() if places and site not in absent}
+        given = forms(self._first.given, "argument")
+        entered = given.get(stream.into, given.get(_first_of(stream.into)))
+        bare = entered is not None and torch.equal(entered, begins[1])
+        raw = {f"{part}.hook_out": f"{site}_raw" if f"{site}_raw" in found else site
+               for part, site in (("attn", "attn_out"), ("mlp", "mlp_out"))}
+        return Family(
+            self.layers, {}, {}, begins[0], ("embed", "resid_pre") if bare else ("embed",),
+            {**raw, "hook_embed": "embed"}, absent, not absent and all(len(block.terms) <= 2 for block in explained),
+            found)
+
+    def _check_alike(self, found: Mapping[str, Mapping[int, ModulePath]]) -> None:
+        """StartError where blocks of the same modules would have different sites: one of them was told wrong."""
+        alike: dict[tuple[tuple[str, type], ...], tuple[int, dict[str, tuple[str, str]]]] = {}
+        for layer, path in enumerate(self.blocks):
+            modules = tuple((name, type(module)) for name, module in self.model.get_submodule(path).named_modules())
+            sites = {site: (place.path.removeprefix(path), place.rule) for site, places in found.items()
+                     if site not in ("embed", "final_norm") and (place := places.get(layer)) is not None}
+            other, expected = alike.setdefault(modules, (layer, sites))
+            if sites != expected:
+                differs = sorted(site for site in sites.keys() | expected if sites.get(site) != expected.get(site))
+                raise _refused(f"blocks {other} and {layer} are made of the same modules, and differ in "
+                               f"{', '.join(differs)}")
+
+    def _inner(self, block: Explained, absent: dict[str, str]) -> dict[str, Place]:
+        """Places of the sites inside a block; why there is none is put into ``absent``."""
+        places = {"resid_mid": block.mid[0]} if block.mid else {}
+        for site, terms in (("attn_out", [term for term in block.terms if term.mixes]),
+                            ("mlp_out", [term for term in block.terms if not term.mixes])):
+            if len(terms) == 1 and (factor := self._factor(terms[0].factor)) is not None:
+                place = terms[0].places[0]
+                places[site] = place if factor == 1 else Place(place.path, f"{place.rule} × {factor!r}")
+                if terms[0].raw:
+                    places[f"{site}_raw"] = terms[0].raw[0]
+            elif terms:
+                absent.setdefault(site, _why_not(terms))
+        return places
+
+
+def _first_of(rule: str) -> str:
+    """``argument a`` of ``arguments a + b``: the first block is given no residual yet."""
+    return "argument " + rule.partition(" ")[2].partition(" + ")[0]
+
+
+def _why_not(terms: Sequence[Term]) -> str:
+    if len(terms) > 1:
+        return f"{len(terms)} tensors are added in its place: {', '.join(term.places[0].path for term in terms)}"
+    return f"it is added times {terms[0].factor:.4g}, which the configuration does not name"
+
+
+def _refused(why: str) -> StartError:
+    return StartError("vllm-tap: this architecture is not in the table, and its sites are not found by structure: "
+                      f"{why}")

@@ -1,0 +1,187 @@
+"""Sites of a decoder block by what defines them: sums that the stream fulfils, and no names.
+
+    resid_post = resid_pre + α · attn_out + α · mlp_out,    resid_mid = resid_pre + α · attn_out
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from engine_side.discovery.calls import Call, Value
+
+TERMS_MAX: Final = 3
+# How far apart equal tensors may be, of their length, and a sum, of the stream's numbers: roundings of a model's dtype.
+ROUNDINGS: Final = {torch.float32: 2e-5, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+SHARE_MIN: Final = 3  # of that: a term of less proves nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tap finds rows: ``rule`` of the module at ``path`` below the block."""
+
+    path: str
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """What a block adds to the stream: ``factor`` times the rows at any of ``places``, the outermost first.
+
+    ``mixes``: it comes from attention, or from what a layer has in its stead. ``raw``: the places of what was normed
+    to make it, none where it is added as it is.
+    """
+
+    factor: float
+    places: tuple[Place, ...]
+    mixes: bool
+    raw: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A block as a sum: its terms, and the places of the stream between them."""
+
+    terms: tuple[Term, ...]
+    mid: tuple[Place, ...]
+
+
+@dataclass(slots=True)
+class Stream:
+    """One way in which a block may carry the stream: the rules of what it gets and of what it returns."""
+
+    into: str
+    out: str
+    explained: list[Explained | str] = field(default_factory=list)  # by layer; a text says why not
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Whether rows are equal but for rounding: ``tolerance`` of their length."""
+    return bool((a - b).norm() <= tolerance * b.norm())
+
+
+def forms(values: Sequence[Value], sign: str) -> dict[str, torch.Tensor]:
+    """A block's tensors and the sums of two of them, by rule: ``"argument a"``, ``"arguments a + b"``."""
+    single = {value.rule: value.rows for value in values if value.rule.startswith(sign)}
+    pairs = {f"{sign}s {a.removeprefix(sign + ' ')} + {b.removeprefix(sign + ' ')}": single[a] + single[b]
+             for a, b in itertools.combinations(single, 2)}
+    return single | pairs
+
+
+def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block: str, tolerance: float,
+            mixes: Callable[[Call], bool]) -> Explained | str:
+    """What ``inside`` a block adds up to ``post - pre``; a text says why it cannot be told.
+
+    Numbers count by what the stream has in their place, since so they are rounded: a few channels, and the first
+    token, are a thousand times larger than all others in many models.
+    """
+    candidates = _distinct(inside, block, (pre, post), tolerance)
+    if not bool(post.isfinite().all() & pre.isfinite().all()):
+        return "the stream is not finite"
+    size = pre.abs() + post.abs()
+    weight = 1 / (size + 1e-2 * size.square().mean(dim=-1, keepdim=True).sqrt())
+    step = post - pre
+    found = _solve(weight * step, [weight * rows for rows, _ in candidates], tolerance)
+    if not found:
+        return f"what it adds to the stream is no sum of up to {TERMS_MAX} of the {len(candidates)} tensors made in it"
+    if len(found) > 1:
+        return f"what it adds to the stream is a sum in {len(found)} ways"
+    numbers, factors = found[0]
+    for number, factor in zip(numbers, factors, strict=True):
+        share = abs(factor) * _rms(weight * candidates[number][0])
+        if share < SHARE_MIN * tolerance:
+            return f"{candidates[number][1][0][1].path} is {share:.1e} of the stream: too little to prove"
+    terms = tuple(_term(factor, candidates[number], inside, block, tolerance, mixes)
+                  for number, factor in zip(numbers, factors, strict=True))
+    mid: tuple[Place, ...] = ()
+    mixing = [(term, candidates[number][0]) for term, number in zip(terms, numbers, strict=True) if term.mixes]
+    if len(terms) > 1 and len(mixing) == 1:
+        term, rows = mixing[0]
+        mid = _places_of(pre + term.factor * rows, inside, block, tolerance)
+    return Explained(terms, mid)
+
+
+Candidate = tuple[torch.Tensor, list[tuple[Call, Place]]]  # rows, and who has made them
+
+
+def _distinct(inside: Sequence[Call], block: str, streams: Sequence[torch.Tensor], tolerance: float
+              ) -> list[Candidate]:
+    """Tensors made in a block, those of equal rows together; neither nothing, nor the stream itself."""
+    found: list[Candidate] = []
+    for call in sorted(inside, key=lambda call: call.began):
+        for value in call.made:
+            rows = value.rows
+            if not bool(rows.isfinite().all()) or not bool(rows.any()) or any(
+                    close(rows, stream, tolerance) for stream in streams):
+                continue
+            maker = call, Place(_below(call.path, block), value.rule)
+            same = next((makers for other, makers in found if close(rows, other, tolerance / 10)), None)
+            if same is None:
+                found.append((rows, [maker]))
+            else:
+                same.append(maker)
+    return found
+
+
+def _rms(numbers: torch.Tensor) -> float:
+    return float(numbers.square().mean().sqrt())
+
+
+def _solve(step: torch.Tensor, candidates: Sequence[torch.Tensor], off_max: float
+           ) -> list[tuple[tuple[int, ...], list[float]]]:
+    """The fewest candidates whose multiples add up to ``step``, but for ``off_max``: their numbers and factors."""
+    if not candidates or _rms(step) <= off_max:
+        return []
+    share = off_max / _rms(step)
+    every = torch.stack([*candidates, step]).flatten(1)
+    lengths = every.norm(dim=1, keepdim=True)
+    gram = (every / lengths) @ (every / lengths).T
+    found = []
+    for count in range(1, TERMS_MAX + 1):
+        for numbers in itertools.combinations(range(len(candidates)), count):
+            part = gram[list(numbers)][:, list(numbers)]
+            if float(torch.linalg.det(part)) < 1e-8:
+                continue  # nearly the same tensors
+            along = torch.linalg.solve(part, gram[list(numbers), -1])
+            if 1 - float(along @ gram[list(numbers), -1]) > max(4 * share**2, 1e-12):
+                continue
+            factors = along / lengths[list(numbers), 0] * lengths[-1, 0]
+            if _rms(factors @ every[list(numbers)] - every[-1]) <= off_max:
+                found.append((numbers, factors.tolist()))
+        if found:
+            return found
+    return []
+
+
+def _term(factor: float, candidate: Candidate, inside: Sequence[Call], block: str, tolerance: float,
+          mixes: Callable[[Call], bool]) -> Term:
+    _, makers = candidate
+    places = tuple(place for _, place in makers)
+    innermost = makers[-1][0]
+    weight = getattr(innermost.module, "weight", None)
+    raw: list[tuple[Call, Place]] = []
+    if isinstance(weight, torch.Tensor) and weight.dim() == 1 and weight.numel() == candidate[0].shape[-1] and \
+            innermost.given:  # a norm: what was it given?
+        raw = [(call, Place(_below(call.path, block), value.rule)) for call in inside for value in call.made
+               if call is not innermost and close(value.rows, innermost.given[0].rows, tolerance / 10)]
+    came = any(mixes(call) for call, _ in (*makers, *raw))
+    return Term(factor, places, came, tuple(place for _, place in sorted(raw, key=lambda one: one[0].began)))
+
+
+def _places_of(rows: torch.Tensor, inside: Sequence[Call], block: str, tolerance: float) -> tuple[Place, ...]:
+    """Where a call in a block is given ``rows`` (as they are, or as a sum of two tensors), or makes them."""
+    found = []
+    for call in sorted(inside, key=lambda call: call.began):
+        for made in ({value.rule: value.rows for value in call.given}, {v.rule: v.rows for v in call.made},
+                     {rule: sums for rule, sums in forms(call.given, "argument").items() if "+" in rule}):
+            found += [Place(_below(call.path, block), rule) for rule, other in made.items()
+                      if close(other, rows, tolerance)]
+    return tuple(found)
+
+
+def _below(path: str, block: str) -> str:
+    return path.removeprefix(block).removeprefix(".")

@@ -1,0 +1,276 @@
+"""Sites by structure, on models made for it: every way in which blocks carry a stream, and every way to be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine_side.discovery.discover import ROWS, Discovery
+from engine_side.tap.architectures import Family
+from engine_side.tap.taps import Call, rule_of
+from schemas.errors import StartError
+
+WIDTH, LAYERS, VOCABULARY = 32, 3, 64
+IDS = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[:ROWS]
+
+
+class Kernel(nn.Module):
+    """Attention without a cache: it hands on memory as it was."""
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(query, float("nan"))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.kernel, self.out = nn.Linear(WIDTH, 16), Kernel(), nn.Linear(16, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.out(self.kernel(self.proj(hidden)))  # type: ignore[no-any-return]
+
+
+class Mlp(nn.Module):
+    def __init__(self, scale: float = 1) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH), scale
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(hidden))) * self.scale  # type: ignore[no-any-return]
+
+
+class WritingMlp(Mlp):
+    """One that returns nothing."""
+
+    def forward(self, hidden: torch.Tensor, output: torch.Tensor) -> None:  # type: ignore[override]
+        output.copy_(super().forward(hidden))
+
+
+class Norm(nn.Module):
+    """With a residual it adds first, in place, and returns both, as fused ones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.1 * torch.randn(WIDTH))
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is not None:
+            residual += hidden
+            hidden = residual
+        normed = hidden / hidden.norm(dim=-1, keepdim=True) * self.weight
+        return normed if residual is None else (normed, residual)
+
+
+class Block(nn.Module):
+    """Parts of which every kind of block is made."""
+
+    def __init__(self, kind: str, layer: int) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, layer
+        self.norm1, self.norm2, self.attention = Norm(), Norm(), Attention()
+        small = {"tiny": 1e-7, "small": 3e-4, "small once": 1e-7 if layer == 1 else 1.0}
+        self.mlp = WritingMlp() if kind == "writes" else Mlp(small.get(kind, 1))
+        self.post1, self.post2, self.mlp2 = Norm(), Norm(), Mlp()
+        if kind == "kinds":
+            delattr(self, "mlp" if layer == 0 else "attention")
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        attention, mlp = getattr(self, "attention", None), getattr(self, "mlp", None)
+        match self.kind:
+            case "pair":
+                residual, hidden = (hidden.clone(), self.norm1(hidden)) if residual is None else \
+                    self.norm1(hidden, residual)[::-1]
+                hidden, residual = self.norm2(attention(hidden), residual)
+                return mlp(hidden), residual
+            case "stale":
+                mid = hidden + attention(self.norm1(hidden))
+                return mid + mlp(self.norm2(mid)), mid
+            case "sandwich":
+                mid = hidden + self.post1(attention(self.norm1(hidden)))
+                return mid + self.post2(mlp(self.norm2(mid)))
+            case "post-norm":
+                mid = hidden + self.post1(attention(hidden))
+                return mid + self.post2(mlp(mid))
+            case "parallel":
+                normed = self.norm1(hidden)
+                return hidden + attention(normed) + mlp(normed)
+            case "granite" | "unnamed factor":
+                factor = 0.22 if self.kind == "granite" else 0.31
+                mid = hidden + factor * attention(self.norm1(hidden))
+                return mid + factor * mlp(self.norm2(mid))
+            case "writes":
+                mid = hidden + attention(self.norm1(hidden))
+                made = torch.empty_like(mid)
+                mlp(self.norm2(mid), output=made)
+                return mid + made
+            case "kinds":  # attention in the first block, an MLP in the others
+                return hidden + (mlp if self.layer else attention)(self.norm1(hidden))
+            case "two":
+                mid = hidden + attention(self.norm1(hidden))
+                normed = self.norm2(mid)
+                return mid + mlp(normed) + self.mlp2(normed)
+            case "norms after":  # as opt-350m
+                mid = self.norm1(hidden + attention(hidden))
+                return self.norm2(mid + mlp(mid))
+            case "scaled stream":
+                mid = hidden + attention(self.norm1(hidden))
+                return 0.5 * (mid + mlp(self.norm2(mid)))
+            case "no module":
+                mid = hidden + attention(self.norm1(hidden))
+                return mid + mlp(self.norm2(mid)) + torch.sin(mid)
+            case _:
+                mid = hidden + attention(self.norm1(hidden))
+                return mid + mlp(self.norm2(mid))
+
+
+class Model(nn.Module):
+    """Embedding, blocks and a norm, put together as ``kind`` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.embed, self.position = kind, nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(ROWS, WIDTH)
+        self.layers = nn.ModuleList(Block(kind, layer) for layer in range(LAYERS))
+        self.norm = Norm()
+        if kind == "two lists":
+            self.others = nn.ModuleList(Block(kind, layer) for layer in range(LAYERS))
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self.embed(input_ids), None
+        if self.kind == "positions":
+            hidden = hidden + self.position(positions)
+        if self.kind == "scaled embeddings":
+            hidden = 4 * hidden
+        order = [2, 0, 1] if self.kind == "other order" else [0, 1, 1, 2] if self.kind == "twice" else range(LAYERS)
+        for layer in order:
+            if self.kind == "pair":
+                hidden, residual = self.layers[layer](positions, hidden, residual)
+            else:
+                hidden = self.layers[layer](positions, hidden)
+            if self.kind == "stale":
+                hidden, _ = hidden
+            if self.kind == "between blocks":
+                hidden = hidden + 0.1 * torch.cos(hidden)
+        if self.kind == "pair":
+            return self.norm(hidden, residual)[0]  # type: ignore[no-any-return]
+        if self.kind == "norm of another":
+            hidden = 2 * hidden + 1
+        return hidden if self.kind == "no norm" else self.norm(hidden)
+
+
+def find(model: Model, factors: tuple[float, ...] = (0.22, 6.0)) -> Family:
+    noise = torch.Generator().manual_seed(2)
+    search = Discovery(model, LAYERS, WIDTH, torch.float32, IDS, lambda module: isinstance(module, Kernel), factors)
+    with torch.inference_mode():
+        with search.recorded(lambda rows: rows.copy_(torch.randn(rows.shape, generator=noise))) as outside:
+            model(IDS, torch.arange(ROWS))
+        return search.found(outside)
+
+
+EVERY = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "embed", "final_norm"}
+
+
+@pytest.mark.parametrize(("kind", "sites"), [
+    ("pair", EVERY),
+    ("single", EVERY),
+    ("stale", EVERY),
+    ("sandwich", EVERY | {"attn_out_raw", "mlp_out_raw"}),
+    ("post-norm", EVERY | {"attn_out_raw", "mlp_out_raw"}),
+    ("parallel", EVERY - {"resid_mid"}),
+    ("granite", EVERY),
+    ("writes", EVERY),
+    ("positions", EVERY),
+    ("scaled embeddings", EVERY),
+    ("kinds", EVERY - {"resid_mid"}),
+    ("two", EVERY - {"mlp_out"}),
+    ("unnamed factor", EVERY - {"attn_out", "mlp_out"}),
+    ("tiny", EVERY - {"resid_mid", "mlp_out"}),  # an MLP that adds nothing
+])
+def test_sites_are_found_and_their_rules_take_the_right_rows(kind: str, sites: set[str]) -> None:
+    """Each place, read by the rule that a tap would use, in a step of its own, against the sums that define it."""
+    model = Model(kind)
+    family = find(model)
+    assert set(family.found) == sites
+    assert ("resid_pre" in family.embedded) is (kind not in ("positions", "scaled embeddings"))
+    assert not any("forward" in vars(module) for module in model.modules())  # all is as it was
+    rows = taken(model, family)
+    for layer in range(LAYERS):
+        held = {site: value for (site, at), value in rows.items() if at == layer}
+        if {"attn_out", "mlp_out"} <= set(family.found):
+            added = sum(held.get(site, torch.zeros(())) for site in ("attn_out", "mlp_out"))
+            torch.testing.assert_close(held["resid_pre"] + added, held["resid_post"])
+        if "resid_mid" in held and "attn_out" in held:
+            torch.testing.assert_close(held["resid_pre"] + held["attn_out"], held["resid_mid"])
+        if layer:
+            torch.testing.assert_close(held["resid_pre"], rows["resid_post", layer - 1])
+    torch.testing.assert_close(rows["final_norm", 0], model.norm(rows["resid_post", LAYERS - 1]))
+    torch.testing.assert_close(rows["embed", 0], model.embed.weight[IDS])
+
+
+def taken(model: Model, family: Family) -> dict[tuple[str, int], torch.Tensor]:
+    """Rows of every place in a step, by the rules of taps."""
+    rows: dict[tuple[str, int], torch.Tensor] = {}
+    for site, places in family.found.items():
+        for layer, place in places.items():
+            _watch(model.get_submodule(place.path), place.rule,
+                   lambda made, key=(site, layer): rows.update({key: made.clone()}))
+    torch.manual_seed(3)
+    for kernel in (module for module in model.modules() if isinstance(module, Kernel)):
+        kernel.forward = lambda query: torch.randn_like(query)  # type: ignore[method-assign]
+    with torch.no_grad():
+        model(IDS, torch.arange(ROWS))
+    return rows
+
+
+def _watch(module: nn.Module, name: str, keep: Callable[[torch.Tensor], None]) -> None:
+    rule, forward = rule_of(name), module.forward
+    places = {name: number for number, name in enumerate(forward.__code__.co_varnames[1:])} if hasattr(
+        forward, "__code__") else {}
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if rule.before:
+            keep(rule.rows(Call(places, args, kwargs)))
+        result = forward(*args, **kwargs)
+        if not rule.before:
+            keep(rule.rows(Call(places, args, kwargs)) if rule.written else rule.rows(module, result))
+        return result
+
+    module.forward = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("kind", "why"), [
+    ("norms after", "no sum of up to 3"),
+    ("scaled stream", "no sum of up to 3"),
+    ("no module", "no sum of up to 3"),
+    ("small", "(mlp is .* of the stream: too little to prove|a sum in 2 ways)"),
+    ("small once", "blocks 0 and 1 are made of the same modules, and differ in mlp_out, resid_mid"),
+    ("between blocks", "nothing that layers.0 returns"),
+    ("other order", "layers.2 ran where layers.0 was to run"),
+    ("twice", "layers.1 ran where layers.2 was to run"),
+    ("two lists", "looked for one list of 3 blocks with attention in them, found layers, others"),
+    ("norm of another", "no norm behind the last block"),
+    ("no norm", "no norm behind the last block"),
+])
+def test_what_is_no_stream_is_refused_with_its_reason(kind: str, why: str) -> None:
+    with pytest.raises(StartError, match=f"not found by structure: .*{why}"):
+        find(Model(kind))
+
+
+@pytest.mark.parametrize("scale", [0, 1e-5])
+def test_attention_that_adds_nothing_is_not_offered(scale: float) -> None:
+    """A step that leaves zeros in its place would make the MLP all that a block adds, and the stream its own sum."""
+    model = Model("single")
+    for block in model.layers:
+        block.attention.out.weight.data *= scale
+        block.attention.out.bias.data *= scale
+    assert set(find(model).found) == EVERY - {"attn_out", "resid_mid"}
+
+
+def test_an_unnamed_factor_is_said() -> None:
+    family = find(Model("unnamed factor"))
+    assert "it is added times 0.31, which the configuration does not name" in family.refused["attn_out"]
+    assert find(Model("unnamed factor"), (0.31,)).refused == {}
