@@ -35,7 +35,7 @@ from schemas.wire.messages import TapCounters
 from tests.support.engines.taken_rows import SPECS, TOKENS, Row, Seen, staging, ticket_of, token_of, wanted, write
 
 OURS = str(Path(worker.__file__).parent)
-STEPS = 70
+STEPS = 112  # the last request begins in step 10, has 46 steps, and is stalled for 54 at most
 at_steps = st.sets(st.integers(0, STEPS - 1))
 
 
