@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Final
 
 import numpy as np
@@ -41,8 +41,8 @@ class Recorder:
     """
 
     staging: Staging
-    dtype: str
-    on_full: str
+    dtype: InitVar[str]  # of the model
+    on_full: InitVar[str]  # "drop" or "wait": see ``bursts``
     to_host: DeviceToHost
     # Nothing overwrites staging, positions and token ids between a step and the next call of any kind: rows of a step
     # with a prompt are taken in that call, when the tokens of the step before theirs are out.
@@ -61,12 +61,12 @@ class Recorder:
     drafts_max: int = 0  # rows of a request in a step whose positions may be taken again by the next
     computed_before_step: I64 | None = None  # of the step that is being looked at, where it has drafts
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, dtype: str, on_full: str) -> None:
         scratch, capacity = self.to_host.scratch, self.to_host.ring.capacity
         block_bytes_max = capacity // 4 if scratch is None else min(capacity // 8, scratch.capacity // 4)
-        self.layouts = Layouts(self.staging, self.dtype, self.captures, block_bytes_max, scratch is not None)
+        self.layouts = Layouts(self.staging, dtype, self.captures, block_bytes_max, scratch is not None)
         self.schedule = CopySchedule(self.to_host, self.counters)
-        self.bursts = Bursts(self.to_host, self.on_full, self.counters, self.captures, self.layouts, self.schedule)
+        self.bursts = Bursts(self.to_host, on_full, self.counters, self.captures, self.layouts, self.schedule)
         self.lifecycle = CaptureLifecycle(self.staging, self.to_host, self.captures, self.counters)
 
     @property

@@ -127,7 +127,7 @@ def test_no_guess_stands_for_a_row_that_was_dropped(engine: Engine, monkeypatch:
     assert worker.CURRENT is not None and worker.CURRENT.recorder is not None
     allocate, chance = Ring.allocate, np.random.default_rng(3)
     monkeypatch.setattr(Ring, "allocate", lambda ring, n: allocate(ring, n) if chance.random() < 0.6 else None)
-    monkeypatch.setattr(worker.CURRENT.recorder, "on_full", "drop")
+    monkeypatch.setattr(worker.CURRENT.recorder.bursts, "on_full", "drop")
     lucky = 0
     for one in engine.run(PROMPTS, [PARAMS] * len(PROMPTS), [{"codec": "raw"}] * len(PROMPTS)):
         assert engine.check(one) < ALL_ROWS * (one.prompt_len + LENGTH - 1)
