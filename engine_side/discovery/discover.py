@@ -21,9 +21,9 @@ ROWS: Final = 8  # of the recorded step: eight times the width is equations enou
 
 
 _MEANING: Final = {
-    "resid_pre": "residual stream as the block gets it (found by structure)",
-    "resid_mid": "residual stream after attention (found by structure)",
-    "resid_post": "residual stream as the next block gets it (found by structure)",
+    "resid_pre": "residual stream as the block gets it",
+    "resid_mid": "residual stream after attention",
+    "resid_post": "residual stream as the next block gets it",
     "attn_out": "output of attention, or of what the layer has in its stead, as added to the residual stream",
     "mlp_out": "MLP output as added to the residual stream",
     "attn_out_raw": "attention output before its norm",

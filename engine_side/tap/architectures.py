@@ -200,7 +200,8 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
         raise StartError(f"vllm-tap: looked for {n_layers} blocks at {family.layers}, found {found}")
     for site in sites:
         if site in family.found:
-            yield from (TapPoint(site, layer, _part(model, place.path), place.rule, hidden, place.meaning)
+            yield from (TapPoint(site, layer, _part(model, place.path), place.rule, hidden,
+                                 f"{place.meaning} (found by structure)")
                         for layer, place in family.found[site].items())
             continue
         places = family.block if SITES[site].per_layer else family.model

@@ -80,7 +80,7 @@ class Reference:
         """By site and layer, as far as Hugging Face shows them."""
         self.rows_of.clear()
         with torch.inference_mode():
-            base = self.model.base_model
+            base = getattr(self.model, "model", self.model.base_model)
             made = base(torch.tensor([tokens]))
             self.rows_of["final_norm", 0] = made.last_hidden_state[0]
             self.rows_of["embed", 0] = self.model.get_input_embeddings().weight[torch.tensor(tokens)]
