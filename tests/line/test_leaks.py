@@ -24,13 +24,20 @@ from schemas.ids import new_ulid
 from schemas.read import held_files
 from schemas.read.reader import StoreReader
 from tests.engine_side.transport.test_sender_process import TappedProcess
+from tests.programs.weighing import weigh
 from tests.support.api_stack import Stack, stack_in
 from tests.support.footprint import ROWS, Footprint, at_rest, footprint
 from tests.support.store_helpers import WriterProcess, until
 from vllm_tap import Client
 
 SPEC = {"sites": ["resid_post", "attn_out"], "layers": [1, 3], "codec": "raw"}
-GROWTH_BYTES_MAX = 4096  # of memory, a capture: a thirtieth of what a reader works out for each and keeps for a while
+# Of memory in use, a capture: a thirtieth of what a reader works out for each and keeps for a while. It is bounded:
+#  - the API's by what a reader keeps, a million rows: flat (107 MB) from the 1,650th of the captures here on;
+#  - the writer's by what it remembers of captures, 20,000 of them (``capture_rules.remembered_max``), and a name for
+#    each block, of which there is one every frame or two here, else one every 256 MiB: together 1.7 KB a capture.
+# What a process holds of the system is more: malloc keeps what was freed, in an arena of each thread, and that grew by
+# steps, by 11 KB a capture of the API's in one run, while its memory in use stayed.
+GROWTH_BYTES_MAX = 4096
 many = pytest.mark.parametrize("captures", [
     300, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 
@@ -149,21 +156,30 @@ class Traffic:
 
 
 @pytest.fixture
-def stack() -> Iterator[Stack]:
-    """A writer that seals after every frame or two, so that there are many blocks: in memory, where that is quick."""
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    """A writer that seals after every frame or two, so that there are many blocks: in memory, where that is quick.
+
+    API and writer tell what memory they have in use (``weigh``).
+    """
+    monkeypatch.setenv("WEIGHED", str(tmp_path))
+    monkeypatch.setenv("PYTHONMALLOC", "malloc")
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="tap-leaks-", dir=shared) as folder, stack_in(Path(folder)) as stack:
-        stack.start_writer("writer_service", "--segment-bytes", "4096", "--seal-idle-s", "0.2", "--keep-s", "0.2",
-                           "--durability", "os")
+        stack.start_writer("tests.programs.weighed_writer", "--segment-bytes", "4096", "--seal-idle-s", "0.2",
+                           "--keep-s", "0.2", "--durability", "os")
         stack.processes["writer"].wait_ready()
         stack.start_upstream()
-        stack.start_api()
+        stack.start_api(program="tests.programs.weighed_api")
         stack.wait_ready()
         yield stack
 
 
+def sealed(stack: Stack) -> bool:
+    return until(lambda: not list((stack.store / "writers/w0/journal").glob("*.open")), 60.0)
+
+
 def looks(stack: Stack) -> dict[str, Footprint]:
-    assert until(lambda: not list((stack.store / "writers/w0/journal").glob("*.open")), 60.0)
+    assert sealed(stack)
     stack.http.close()
     # The service closes connections to upstream that were not used for five seconds when it next uses one.
     time.sleep(6.0)
@@ -172,17 +188,13 @@ def looks(stack: Stack) -> dict[str, Footprint]:
 
 
 def growth(seen: list[int]) -> float:
-    """By step, of the second half: the median between any two, so that one step up does not count for all.
-
-    What a reader keeps of captures, a million rows, is full after about 2,300 of those here. Steps come: each thread
-    that serves a slice has its arena of malloc, which keeps what the largest took, and which threads run differs.
-    """
+    """By step, of the second half: the median between any two, so that one step up does not count for all."""
     late = enumerate(seen[len(seen) // 2:])
     return statistics.median((b - a) / (j - i) for (i, a), (j, b) in combinations(late, 2))
 
 
 @many
-def test_api_and_writer(stack: Stack, captures: int) -> None:
+def test_api_and_writer(stack: Stack, tmp_path: Path, captures: int) -> None:
     soak = captures > 1000
     traffic = Traffic(stack, "x" * (400 if soak else 24))
     stack.http.post("/v1/completions", json=traffic.body(
@@ -193,14 +205,17 @@ def test_api_and_writer(stack: Stack, captures: int) -> None:
     memory: dict[str, list[int]] = {"api": [], "writer": []}
     for _ in range(10):
         traffic.go(captures // 20)
-        for name, seen in memory.items():
-            seen.append(footprint(stack.processes[name].child.pid, stack.store).anonymous)
+        if soak:
+            assert sealed(stack)
+            for name, seen in memory.items():
+                seen.append(weigh(stack.processes[name].child.pid, tmp_path))
     after = looks(stack)
     for name in ("api", "writer"):
         print(name, "descriptors", sum(before[name].files.values()), "→", sum(after[name].files.values()), "maps",
               sum(before[name].maps.values()) + before[name].unnamed, "→",
-              sum(after[name].maps.values()) + after[name].unnamed, "memory, MB",
-              [round(seen / 1e6, 1) for seen in (before[name].anonymous, *memory[name])])
+              sum(after[name].maps.values()) + after[name].unnamed, "held of the system, MB",
+              round(before[name].anonymous / 1e6, 1), "→", round(after[name].anonymous / 1e6, 1), "in use, MB",
+              [round(seen / 1e6, 2) for seen in memory[name]])
         assert after[name].open == before[name].open
         assert after[name].files[ROWS] <= held_files.files_max and after[name].maps[ROWS] <= held_files.files_max
         assert not after[name].files["removed"] and not after[name].maps["removed"]

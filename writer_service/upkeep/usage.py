@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import stat
@@ -41,10 +42,14 @@ class Usage:
 
     def measure(self) -> int:
         """Bytes of all blocks and of the open segments."""
-        there = {path.name: path for path in (self._store / "blocks").glob(f"{WRITER}-*.zarr")}
-        self._blocks = {name: self._blocks[name] if name in self._blocks else disk_bytes(path)
-                        for name, path in there.items()}
-        unnamed = sum(disk_bytes(path) for path in (self._store / "blocks").glob(".*"))  # being sealed, or taken away
+        measured, unnamed = {}, 0
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._store / "blocks") as entries:
+            for entry in entries:
+                if entry.name.startswith("."):  # being sealed, or taken away
+                    unnamed += disk_bytes(entry)
+                elif entry.name.startswith(f"{WRITER}-") and entry.name.endswith(".zarr"):
+                    measured[entry.name] = self._blocks.get(entry.name) or disk_bytes(entry)
+        self._blocks = measured
         unsealed = sum(disk_bytes(path) for path in (self._store / journal_folder()).glob("[0-9]*.open"))
         return sum(self._blocks.values()) + unnamed + unsealed
 
