@@ -16,7 +16,7 @@ refusals_kept_max = limits.control_records_pending_max  # no sender waits for mo
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class MappedRing:
     """A sender's ring file, mapped read-only; ``nbytes`` of it may be named by extents."""
 
     fd: int
@@ -39,7 +39,7 @@ class Ring:
         os.close(self.fd)
 
 
-def map_ring(path: str | None, nbytes: int) -> Ring | None:
+def map_ring(path: str | None, nbytes: int) -> MappedRing | None:
     """The ring that a Hello names, None where it cannot be read: payload must then come in parts."""
     if not path or nbytes <= 0:
         return None
@@ -56,7 +56,7 @@ def map_ring(path: str | None, nbytes: int) -> Ring | None:
     except (OSError, ValueError):
         os.close(fd)
         return None
-    return Ring(fd, view, nbytes)
+    return MappedRing(fd, view, nbytes)
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class SenderState:
     durable: int = 0
     settled: int = 0  # up to here the catalog, and so every reader, knows
     ahead: set[int] = field(default_factory=set)
-    ring: Ring | None = None
+    ring: MappedRing | None = None
     last_seen: float = 0.0
     tap: TapState | None = None  # what an engine said of itself with its last Ping
     must_greet: bool = False  # told to start again from ``durable``; nothing is taken before its Hello, logged anew

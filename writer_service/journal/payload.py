@@ -14,10 +14,10 @@ from schemas.native.native_loops import loops_for
 from schemas.store.frame_hashes import hash_streams
 from schemas.store.row_checksums import piece_bytes_min
 from schemas.wire.messages import Frame
-from writer_service.sender_state import Ring
+from writer_service.sender_state import MappedRing
 
 
-def find_payload(frame: Frame, ring: Ring | None, parts: Sequence[memoryview]) -> list[list[memoryview]]:
+def find_payload(frame: Frame, ring: MappedRing | None, parts: Sequence[memoryview]) -> list[list[memoryview]]:
     """The buffers of each stream in order, of its size; ProtocolError otherwise.
 
     ``frame`` has passed check_frame: extents fit its runs.
