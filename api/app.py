@@ -12,9 +12,9 @@ from api import errors
 from api.auth.guard import Guard, Who, by_key
 from api.auth.keys import KeyFile
 from api.config import Config, is_loopback
+from api.description import REFUSED, describe
 from api.generate.upstream import new_client
 from api.metrics import CountRequests, Metrics
-from api.openapi import describe
 from api.routes import about, captures, generate, holds, live, maps, page, slices
 from api.service import Service
 from schemas.wire.control_channel import ControlChannel
@@ -47,7 +47,7 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
             await app.state.service.close()
 
     app = FastAPI(title="vllm-tap", summary="Read the inside of large language models while they serve.",
-                  lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
+                  lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None, responses=REFUSED)
     errors.install(app)
     describe(app)
     for part in (slices, generate, captures, holds, live, maps, about, page):  # what is asked most is found first

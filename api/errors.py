@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from schemas.errors import (
+    ArgumentError,
     ConflictError,
     CorruptError,
     LimitError,
@@ -39,6 +40,7 @@ log = logging.getLogger("vllm_tap.api")
 # The first class that fits wins, so a subclass stands before its base.
 _STATUS: tuple[tuple[type[TapError], int, str], ...] = (
     (NotArmedError, 400, "not_armed"),
+    (ArgumentError, 400, "invalid_parameter"),
     (SpecError, 400, "invalid_capture"),
     (ConflictError, 409, "conflict"),
     (NotFoundError, 404, "not_found"),
@@ -132,6 +134,19 @@ def _methods(request: Request) -> list[str]:
     return sorted(methods)
 
 
+def refused_parameter(request: Request, error: dict[str, Any]) -> Json:
+    """The answer to the first of pydantic's errors about a query: the parameter's description says what is valid."""
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, TapError):  # of a check of our own
+        return tap_response(cause)
+    name, value = str(error["loc"][1]), error["input"]
+    fields = {name: field for each in request.scope["route"].dependant.query_params
+              for name, field in each.field_info.annotation.model_fields.items()}
+    refusal = BadParam(name, value, f"valid: {fields[name].description}" if name in fields else
+                       f"unknown parameter; valid: {', '.join(fields)}")
+    return error_response(refusal.status, refusal.code, refusal.message, refusal.param)
+
+
 def install(app: FastAPI) -> None:
     """Gives every error of ``app``, the framework's own included, this shape."""
 
@@ -163,9 +178,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _validation(request: Request, error: RequestValidationError) -> Json:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first.get("loc", ()))
-        return error_response(422, "invalid_parameter", f"{where}: {first.get('msg', 'invalid')}", where or None)
+        return refused_parameter(request, error.errors()[0])
 
     @app.exception_handler(Exception)
     async def _any(request: Request, error: Exception) -> Json:

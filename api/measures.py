@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from tokenize import TokenError
 from typing import Any, Final, cast
@@ -23,24 +22,37 @@ from safetensors.numpy import load as load_safetensors
 
 from api.errors import BadParam
 from api.slices.reading import end_of
-from schemas.manifest import Manifest, Missing
+from schemas.manifest import Manifest, Missing, SiteInfo
 from schemas.read.reader import StoreReader
 from schemas.spec import intervals
 
-__all__ = ["MEASURES", "Cells", "Pair", "cells", "read_direction"]
+__all__ = ["Cells", "MapRequest", "cells", "read_direction"]
 
-MEASURES: Final = ("norm", "cosine", "distance", "projection")
 _NUMBERS_AT_ONCE: Final = 1 << 21  # of a block of rows, as float64 16 MiB
 
 F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """The capture that is shown and, where there is one, the capture that it is held against."""
+class MapRequest:
+    """What a map is of: positions ``[start, stop)`` of some layers of a site, by a measure.
+
+    ``against`` is the capture that the shown one is held against, ``position`` the one that ``cosine`` compares with.
+    """
 
     shown: Manifest
-    against: Manifest | None = None
+    against: Manifest | None
+    site: str
+    layers: list[int]
+    start: int
+    stop: int
+    measure: str
+    position: int | None = None
+
+    @property
+    def info(self) -> SiteInfo:
+        """The site as the shown capture stored it."""
+        return next(info for info in self.shown.sites if info.site == self.site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,8 @@ class Cells:
     """A map over positions ``[start, stop)``.
 
     ``values`` float64 ``[layers, n]``, NaN where there is no number; ``token_ids`` int64 ``[n]``, -1 where unknown;
-    ``missing`` says for each layer which rows are not there and why, ``of`` which capture (by index in the pair).
+    ``missing`` says for each layer which rows are not there and why, and of which capture: 0 the one shown, 1 the one
+    that it is held against.
     """
 
     values: F64
@@ -56,40 +69,39 @@ class Cells:
     missing: list[tuple[int, Missing, int]]
 
 
-def cells(reader: StoreReader, owner: str, pair: Pair, site: str, layers: Sequence[int], start: int, stop: int,
-          measure: str, position: int | None = None, direction: F64 | None = None) -> Cells:
-    """The map of some layers of a site, read block by block so that little of it is in memory at a time.
+def cells(reader: StoreReader, owner: str, asked: MapRequest, direction: F64 | None = None) -> Cells:
+    """The numbers of a map, read block by block so that little of it is in memory at a time.
 
-    ``position`` is the one that ``cosine`` compares with, ``direction`` float64 ``[width]`` or ``[layers, width]``.
-    BadParam where a row that is needed for every cell is missing, or a direction does not fit.
+    ``direction`` float64 ``[width]`` or ``[layers, width]``. BadParam where a row that is needed for every cell is
+    missing, or a direction does not fit.
     """
-    values = np.full((len(layers), stop - start), np.nan)
-    token_ids = _known_tokens(pair.shown, start, stop)
+    shown, site, start = asked.shown, asked.site, asked.start
+    values = np.full((len(asked.layers), asked.stop - start), np.nan)
+    token_ids = _known_tokens(shown, start, asked.stop)
     if direction is not None:
-        direction = _fitting(direction, pair.shown, site, len(layers))
-    for rows, same in _alike(pair, site, layers):
-        width = max(1, *(info.decoded_width for info in pair.shown.sites if info.site == site))
-        step = max(1, _NUMBERS_AT_ONCE // (width * len(same)))
+        direction = _fitting(direction, asked)
+    for rows, layers in _alike(asked):
+        step = max(1, _NUMBERS_AT_ONCE // (max(1, asked.info.decoded_width) * len(layers)))
         anchor = None
-        if measure == "projection" and direction is not None:
+        if direction is not None:
             anchor = direction[rows][:, None]
-        elif position is not None:
-            anchor = _row_at(reader, owner, pair.shown, site, same, position)
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
-            here = reader.slice(pair.shown.id, site, same, first, last, owner)
+        elif asked.position is not None:
+            anchor = _row_at(reader, owner, asked, layers)
+        for first in range(start, asked.stop, step):
+            last = min(first + step, asked.stop)
+            here = reader.slice(shown.id, site, layers, first, last, owner)
             x, positions = here.values().astype(np.float64), here.positions.astype(np.int64)
             token_ids[positions - start] = here.token_ids
             other = anchor
-            if pair.against is not None:
-                there = reader.slice(pair.against.id, site, same, first, last, owner)
+            if asked.against is not None:
+                there = reader.slice(asked.against.id, site, layers, first, last, owner)
                 positions, mine, theirs = np.intersect1d(positions, there.positions, True, True)
                 x, other = x[:, mine], there.values().astype(np.float64)[:, theirs]
                 if x.shape[-1] != other.shape[-1]:
-                    raise BadParam("against", pair.against.id, f"its rows of {site} have {other.shape[-1]} numbers, "
-                                   f"those of {pair.shown.id} {x.shape[-1]}")
-            values[np.ix_(np.array(rows), positions - start)] = _measured(measure, x, other)
-    return Cells(values, token_ids, _missing(pair, site, layers, start, stop))
+                    raise BadParam("against", asked.against.id, f"its rows of {site} have {other.shape[-1]} numbers, "
+                                   f"those of {shown.id} {x.shape[-1]}")
+            values[np.ix_(np.array(rows), positions - start)] = _measured(asked.measure, x, other)
+    return Cells(values, token_ids, _missing(asked))
 
 
 def read_direction(data: bytes) -> F64:
@@ -149,9 +161,9 @@ def _length(x: F64) -> F64:
     return result
 
 
-def _fitting(direction: F64, shown: Manifest, site: str, n_layers: int) -> F64:
+def _fitting(direction: F64, asked: MapRequest) -> F64:
     """The direction as ``[layers, width]``."""
-    info = next(info for info in shown.sites if info.site == site)
+    site, info, n_layers = asked.site, asked.info, len(asked.layers)
     if info.decoded_width != info.width:
         raise BadParam("measure", "projection", f"{site} is stored as {info.codec}, which decodes to {info.decoded}; a "
                        "direction of the model does not apply to that")
@@ -162,37 +174,38 @@ def _fitting(direction: F64, shown: Manifest, site: str, n_layers: int) -> F64:
     return np.broadcast_to(direction, (n_layers, info.width))
 
 
-def _row_at(reader: StoreReader, owner: str, shown: Manifest, site: str, layers: list[int], position: int) -> F64:
-    found = reader.slice(shown.id, site, layers, position, position + 1, owner)
+def _row_at(reader: StoreReader, owner: str, asked: MapRequest, layers: list[int]) -> F64:
+    position = asked.position or 0
+    found = reader.slice(asked.shown.id, asked.site, layers, position, position + 1, owner)
     if not len(found.positions):
         reason = found.missing[0].reason if found.missing else "not a position of this capture"
-        raise BadParam("position", position, f"the row of {site} there is missing ({reason}); choose another")
+        raise BadParam("position", position, f"the row of {asked.site} there is missing ({reason}); choose another")
     return found.values().astype(np.float64)
 
 
-def _alike(pair: Pair, site: str, layers: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The layers in groups that have the same rows: (their indices in ``layers``, the layers)."""
+def _alike(asked: MapRequest) -> list[tuple[list[int], list[int]]]:
+    """The layers in groups that have the same rows: (their indices in ``asked.layers``, the layers)."""
     groups: dict[object, list[int]] = {}
-    gaps = [_gaps(manifest, site) for manifest in (pair.shown, pair.against) if manifest is not None]
-    for index, layer in enumerate(layers):
+    gaps = [_gaps(manifest, asked.site) for manifest in (asked.shown, asked.against) if manifest is not None]
+    for index, layer in enumerate(asked.layers):
         groups.setdefault(tuple(tuple(of.get(layer, ())) for of in gaps), []).append(index)
-    return [(rows, [layers[row] for row in rows]) for rows in groups.values()]
+    return [(rows, [asked.layers[row] for row in rows]) for rows in groups.values()]
 
 
 def _gaps(manifest: Manifest, site: str) -> dict[int, list[Missing]]:
     return {row.layer: row.missing for row in manifest.rows if row.site == site}
 
 
-def _missing(pair: Pair, site: str, layers: Sequence[int], start: int, stop: int) -> list[tuple[int, Missing, int]]:
+def _missing(asked: MapRequest) -> list[tuple[int, Missing, int]]:
     """What is not there, clipped to the range: what was asked for and is missing, and what was not asked for."""
     found = []
-    for of, manifest in enumerate((pair.shown, pair.against)):
+    for of, manifest in enumerate((asked.shown, asked.against)):
         if manifest is None:
             continue
-        gaps = _gaps(manifest, site)
-        for layer in layers:
-            for gap in [*gaps.get(layer, []), *_not_asked(manifest, stop)]:
-                first, last = max(gap.start, start), min(gap.stop, stop)
+        gaps = _gaps(manifest, asked.site)
+        for layer in asked.layers:
+            for gap in [*gaps.get(layer, []), *_not_asked(manifest, asked.stop)]:
+                first, last = max(gap.start, asked.start), min(gap.stop, asked.stop)
                 if first < last:
                     found.append((layer, Missing(first, last, gap.reason), of))
     return found

@@ -57,7 +57,7 @@ class _Scored:
         self._probe: Probe | None = None
         self._waiting: dict[int, tuple[int, int, Any]] = {}  # by position: token id, flags and scores
         self._drops = 0  # number of the last that was told
-        self.follower = Follower(capture, events.owner, SiteQuery([(self.site, None)], []), 0, self._event)
+        self.follower = Follower(capture, events.owner, SiteQuery(site=[self.site]), 0, self._event)
 
     def look(self, reader: StoreReader) -> None:
         """Finds what there is to send."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import httpx
@@ -13,11 +13,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from api.auth.guard import GENERATIONS
+from api.description import answers, body, json_content
 from api.errors import BadParam, Json
 from api.generate.generation import parse_body
 from api.generate.upstream import ClientGone, passed, read_body
 from api.service import Service, service_of
-from api.slices.formats import DTYPES, available_formats
+from api.slices.formats import DTYPES, FORMATS, available_formats
 from schemas import limits
 from schemas.codecs import CODECS, DEFAULT_CODEC
 from schemas.errors import TapError
@@ -25,12 +26,15 @@ from schemas.sites import SITES, lens_name
 from schemas.spec import parse_spec, resolve
 from schemas.wire.messages import EngineInfo
 
-router = APIRouter()
+router = APIRouter(tags=["service"])
+_OBJECT: Final = {"type": "object"}
 
 _LIMITS = ("spec_", "tag_", "capture", "slice", "map", "wait_", "alias_")
 
 
-@router.get("/v1/capabilities", tags=["service"])
+@router.get("/v1/capabilities", responses=answers(json_content({
+    "armed": {"resid_post": {"layers": [0, 1], "width": 1024}}, "formats": list(FORMATS),
+    "limits": {"slice_bytes_max": 1 << 30}})))
 async def capabilities(request: Request) -> Json:
     """What can be captured here and how it can be read; ``engine`` is null until one has connected."""
     service = service_of(request)
@@ -69,13 +73,14 @@ def _armed(engine: EngineInfo, site: str) -> dict[str, Any]:
             "transformer_lens": lens_name(site, engine.armed.names)}
 
 
-@router.get("/healthz", tags=["service"])
+@router.get("/healthz", openapi_extra={"security": []}, responses=answers(json_content({"status": "ok"})))
 async def healthz() -> Json:
     """200 while the process lives."""
     return Json({"status": "ok"})
 
 
-@router.get("/readyz", tags=["service"])
+@router.get("/readyz", responses=answers(json_content({
+    "status": "ready", "checks": {"writer": "ok", "engine": "ok", "upstream": "ok"}})))
 async def readyz(request: Request) -> Json:
     """200 when a generation with a capture can be served, else 503 naming what is not ready."""
     service = service_of(request)
@@ -121,7 +126,7 @@ async def _upstream(service: Service) -> str:
     return "ok" if answer.status_code == 200 else f"/health answers {answer.status_code}"
 
 
-@router.get("/metrics", tags=["service"], response_class=PlainTextResponse)
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
     service = service_of(request)
@@ -130,23 +135,32 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/v1/models", tags=["upstream"])
-@router.get("/v1/models/{model:path}", tags=["upstream"])
-@router.get("/version", tags=["upstream"])
-@router.post("/tokenize", tags=["upstream"])
-@router.post("/detokenize", tags=["upstream"])
-@router.post("/v1/messages/count_tokens", tags=["upstream"])
+_OTHERS: Final = "What the model server answers, its errors included."
+_PASSED: Final = {**answers(json_content({"object": "list"}), 408, 413, 502),
+                  "4XX": {"description": _OTHERS, "content": json_content({"error": {"message": "…"}})}}
+_COUNTED: Final = {"model": "Qwen/Qwen3-0.6B", "messages": [{"role": "user", "content": "Hello"}]}
+_upstream_routes = APIRouter(tags=["upstream"], responses=_PASSED)
+
+
+@_upstream_routes.get("/v1/models")
+@_upstream_routes.get("/v1/models/{model:path}", openapi_extra={"parameters": [{
+    "name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "example": "Qwen/Qwen3-0.6B"}]})
+@_upstream_routes.get("/version")
+@_upstream_routes.post("/tokenize", openapi_extra=body(_OBJECT, {"model": "Qwen/Qwen3-0.6B", "prompt": "Hello"}))
+@_upstream_routes.post("/detokenize", openapi_extra=body(_OBJECT, {"model": "Qwen/Qwen3-0.6B", "tokens": [9707]}))
+@_upstream_routes.post("/v1/messages/count_tokens", openapi_extra=body(_OBJECT, _COUNTED))
 async def others(request: Request) -> Response:
     """vLLM's own routes, passed through."""
     service = service_of(request)
     try:
         data = await read_body(request, service.config.body_bytes_max)
         if request.method == "POST":
-            body = parse_body(data)
-            if body.get("capture") is not None:
-                raise BadParam("capture", body["capture"], f"taken by {', '.join(GENERATIONS)} only")
+            asked = parse_body(data)
+            if asked.get("capture") is not None:
+                raise BadParam("capture", asked["capture"], f"taken by {', '.join(GENERATIONS)} only")
         return await passed(service, request, data)
     except ClientGone:
         return Response(status_code=499)
 
 
+router.include_router(_upstream_routes)

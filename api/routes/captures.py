@@ -2,80 +2,83 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request
-from starlette.datastructures import QueryParams
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
-from api.errors import BadParam, Json
+from api.description import DONE, answers, json_content
+from api.errors import Json
 from api.live.waiting import FINAL, poll
-from api.service import check_ref, owner_of, service_of
-from api.slices.query import check_known, one_of, seconds
+from api.parameters import SITE_SCHEMA, ULID, Parameters, Ref, Route, Seconds, digits
+from api.service import owner_of, service_of
 from schemas import limits
-from schemas.catalog.filters import WHEN, Sieve, read_sieve
-from schemas.errors import ArgumentError, NotFoundError
+from schemas.catalog.filters import WHEN, read_sieve
+from schemas.errors import NotFoundError
 from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest
 from schemas.wire.messages import Delete
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
+
+_ROW: Final = {"id": ULID, "owner": "", "status": "complete", "created_ms": 1769860800000, "tags": {"run": "a"},
+               "aliases": [f"cmpl-{ULID}"], "sites": ["resid_post"], "prompt_len": 5, "total_len": 13,
+               "finish_reason": "length", "hold": False, "adapter": ""}
+_MANIFEST: Final = {"id": ULID, "status": "complete", "prompt_len": 5, "total_len": 13, "expected": 12, "captured": 12,
+                    "missing": 0}
+_CHARS: Final = f"1 to {limits.filter_chars_max} characters"
+_Text = Annotated[str, Field(min_length=1, max_length=limits.filter_chars_max)]
+_Time = Annotated[str, Field(examples=["2026-01-31T12:00:00Z"]), WithJsonSchema({"anyOf": [
+    {"type": "integer", "minimum": 0, "maximum": 10**15 - 1}, {"type": "string", "format": "date-time"}]})]
 
 
-LIST: Final = ("limit", "before", "status", "tag", "model", "site", "since", "until", "text")
+class ListParameters(Parameters):
+    """A page of captures, and what it is narrowed by."""
+
+    limit: Annotated[int, Field(ge=1, le=limits.captures_page_max), BeforeValidator(digits)] = Field(
+        default=100, description=f"1 to {limits.captures_page_max}", examples=[20])
+    before: str | None = Field(
+        default=None, pattern=r"^[0-7][0-9A-HJKMNP-TV-Z]{25}(\.(0|[1-9][0-9]{0,5}))?$", examples=[ULID],
+        description="a capture id, such as the answer's next: list what is older")
+    status: str | None = Field(default=None, pattern=rf"^({'|'.join(STATUSES)})$", examples=["complete"],
+                               description=", ".join(STATUSES))
+    tag: list[_Text] = Field(default=[], max_length=limits.filter_tags_max, examples=[["run=a"]], description=(
+        f"key=value, or a key alone, {_CHARS}; at most {limits.filter_tags_max}, all must be there"))
+    model: _Text | None = Field(default=None, description=f"the model's name, or that of a LoRA adapter, {_CHARS}")
+    site: Annotated[str, WithJsonSchema(SITE_SCHEMA)] | None = Field(
+        default=None, description="a site that was captured", examples=["resid_post"])
+    since: _Time | None = Field(default=None, description=f"made at this time or later: {WHEN}")
+    until: _Time | None = Field(default=None, description=f"made before this time: {WHEN}")
+    text: _Text | None = Field(default=None, description=f"part of an id, a name or a tag, {_CHARS}")
 
 
-@router.get("/v1/captures", tags=["captures"])
-async def captures(
-    request: Request,
-    limit: Annotated[str, Query(description=f"1 to {limits.captures_page_max}")] = "100",
-    before: Annotated[str | None, Query(description="A capture id: list what is older.")] = None,
-    status: Annotated[str | None, Query(description=", ".join(STATUSES))] = None,
-    tag: Annotated[list[str] | None, Query(description="key=value, or a key alone; repeatable, all must be there.")
-                   ] = None,
-    model: Annotated[str | None, Query(description="The model's name, or that of a LoRA adapter.")] = None,
-    site: Annotated[str | None, Query(description="A site that was captured.")] = None,
-    since: Annotated[str | None, Query(description=f"Made at this time or later: {WHEN}.")] = None,
-    until: Annotated[str | None, Query(description=f"Made before this time: {WHEN}.")] = None,
-    text: Annotated[str | None, Query(description="Part of an id, a name or a tag.")] = None,
-) -> Json:
+class WaitParameters(Parameters):
+    """Whether the answer waits until the status is final, and how long at most."""
+
+    wait: Literal["complete"] | None = Field(default=None, description="complete")
+    timeout: Seconds = 10.0
+
+
+@router.get("/v1/captures", tags=["captures"],
+            responses=answers(json_content({"object": "list", "data": [_ROW], "next": None}), 400, 404))
+async def captures(request: Request, asked: Annotated[ListParameters, Query()]) -> Json:
     """The caller's captures, newest first; ``next`` is the ``before`` of the next page, null on the last."""
-    params = request.query_params
-    check_known(params, LIST, ("tag",))
-    if not limit.isdecimal() or not limit.isascii() or not 1 <= int(limit[:9]) <= limits.captures_page_max:
-        raise BadParam("limit", limit, f"valid: 1 to {limits.captures_page_max}")
-    if before is not None and split_capture_id(before) is None:
-        raise BadParam("before", before, "must be a capture id, such as the answer's next")
-    one_of(params, "status", STATUSES)
-    owner, sieve = owner_of(request), _sieve(params)
+    owner = owner_of(request)
+    sieve = read_sieve(asked.tag, asked.model, asked.site, asked.since, asked.until, asked.text)
     rows, following = await service_of(request).read(
-        lambda reader: reader.page(owner, status, int(limit), before, sieve))
+        lambda reader: reader.page(owner, asked.status, asked.limit, asked.before, sieve))
     return Json({"object": "list", "data": [msgspec.to_builtins(row) for row in rows], "next": following})
 
 
-def _sieve(params: QueryParams) -> Sieve:
-    try:
-        return read_sieve(params.getlist("tag"), *map(params.get, ("model", "site", "since", "until", "text")))
-    except ArgumentError as error:
-        raise BadParam(error.field, error.value, error.reason) from None
-
-
-@router.get("/v1/captures/{ref}", tags=["captures"])
-async def manifest(
-    request: Request,
-    ref: str,
-    wait: Annotated[str | None, Query(description="complete")] = None,
-    timeout: Annotated[str | None, Query(description="Seconds to wait at most.")] = None,
-) -> Json:
+@router.get("/v1/captures/{ref}", tags=["captures"], responses=answers(json_content(_MANIFEST), 400, 404))
+async def manifest(request: Request, ref: Ref, asked: Annotated[WaitParameters, Query()]) -> Json:
     """The manifest; for a name of several captures, their ids.
 
     With ``wait=complete`` the answer comes when the status is final, or as it is when ``timeout`` seconds have passed.
     """
-    params = request.query_params
-    check_known(params, ("wait", "timeout"))
-    wait, timeout_s = one_of(params, "wait", ("complete",)), seconds(timeout)
-    service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
+    service, owner = service_of(request), owner_of(request)
 
     def final() -> bool:
         reader = service.reader()
@@ -87,8 +90,8 @@ async def manifest(
         return as_json(reader.manifest(ref, owner)) if len(samples) == 1 else {"id": ulid_of(samples[0]),
                                                                                "captures": samples}
 
-    if wait is not None:
-        await poll(service, final, bool, timeout_s)
+    if asked.wait is not None:
+        await poll(service, final, bool, asked.timeout)
     return Json(await service.read(lambda _: answer()))
 
 
@@ -106,11 +109,10 @@ def as_json(found: Manifest) -> dict[str, Any]:
             "missing": found.expected - found.captured}
 
 
-@router.delete("/v1/captures/{ref}", tags=["captures"], status_code=204, response_class=Response)
-async def delete(request: Request, ref: str) -> Response:
+@router.delete("/v1/captures/{ref}", tags=["captures"], status_code=204, response_class=Response, responses=DONE)
+async def delete(request: Request, ref: Ref) -> Response:
     """Hides a capture (with all its samples) for good, and lets its bytes go; 409 while it is held."""
-    service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
-
+    service, owner = service_of(request), owner_of(request)
     target, last = await service.read(lambda reader: reader.target(ref, owner))
     await service.submit(lambda seq: Delete(seq=seq, capture=target))
 

@@ -15,6 +15,7 @@ import httpx
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.description import generation_answers, generation_body
 from api.errors import ApiError, BadParam, Json, OverQuota
 from api.generate.done_finder import DoneFinder, last_event
 from api.generate.generation import Plan, check_owned, parse_body, plan, salt, wish
@@ -39,7 +40,7 @@ from schemas.errors import LimitError, SpecError, StoreError, TapError
 from schemas.read.reader import StoreReader
 from schemas.wire.messages import EngineInfo, Own
 
-router = APIRouter()
+router = APIRouter(tags=["generate"])
 log = logging.getLogger("vllm_tap.api")
 
 _NEVER_BEGUN: Final = ("the engine never began it: is the plugin loaded in the model server, and does the server's "
@@ -47,25 +48,30 @@ _NEVER_BEGUN: Final = ("the engine never began it: is the plugin loaded in the m
 _TAIL_BYTES: Final = 16 * 1024  # of a stream, to find its last event in
 
 
-@router.post("/v1/completions", tags=["generate"])
+def _route(protocol: Protocol) -> dict[str, Any]:
+    return {"path": protocol.path, "responses": generation_answers(protocol),
+            "openapi_extra": generation_body(protocol)}
+
+
+@router.post(**_route(COMPLETION))
 async def completions(request: Request) -> Response:
     """A completion; the body is vLLM's, plus ``capture``."""
     return await generate(request, COMPLETION)
 
 
-@router.post("/v1/chat/completions", tags=["generate"])
+@router.post(**_route(CHAT))
 async def chat_completions(request: Request) -> Response:
     """A chat completion; the body is vLLM's, plus ``capture``."""
     return await generate(request, CHAT)
 
 
-@router.post("/v1/responses", tags=["generate"])
+@router.post(**_route(RESPONSES))
 async def responses(request: Request) -> Response:
     """A response, as agents ask for it; the body is vLLM's, plus ``capture``."""
     return await generate(request, RESPONSES)
 
 
-@router.post("/v1/messages", tags=["generate"])
+@router.post(**_route(MESSAGES))
 async def messages(request: Request) -> Response:
     """A message of Anthropic's protocol; the body is vLLM's, plus ``capture``."""
     return await generate(request, MESSAGES)

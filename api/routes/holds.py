@@ -5,27 +5,29 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from api.description import DONE
 from api.live.waiting import poll
-from api.service import check_ref, owner_of, service_of
+from api.parameters import Ref
+from api.service import owner_of, service_of
 from schemas.wire.messages import Hold
 
 router = APIRouter()
 
 
-@router.put("/v1/captures/{ref}/hold", tags=["captures"], status_code=204, response_class=Response)
-async def hold(request: Request, ref: str) -> Response:
+@router.put("/v1/captures/{ref}/hold", tags=["captures"], status_code=204, response_class=Response, responses=DONE)
+async def hold(request: Request, ref: Ref) -> Response:
     """Holds a capture with all its samples."""
     return await _set(request, ref, True)
 
 
-@router.delete("/v1/captures/{ref}/hold", tags=["captures"], status_code=204, response_class=Response)
-async def release(request: Request, ref: str) -> Response:
+@router.delete("/v1/captures/{ref}/hold", tags=["captures"], status_code=204, response_class=Response, responses=DONE)
+async def release(request: Request, ref: Ref) -> Response:
     """Releases it."""
     return await _set(request, ref, False)
 
 
 async def _set(request: Request, ref: str, on: bool) -> Response:
-    service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
+    service, owner = service_of(request), owner_of(request)
     target, last = await service.read(lambda reader: reader.target(ref, owner))
     await service.submit(lambda seq: Hold(seq=seq, capture=target, on=on))
     await poll(service, lambda: service.reader().capture(last, owner).hold is on, bool, service.config.submit_s)

@@ -8,52 +8,71 @@ import json
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Final
+from functools import partial
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request
-from starlette.datastructures import QueryParams
+from pydantic import AfterValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
+from api.description import answers, event_content
 from api.errors import ApiError, BadParam, body, status_of
 from api.live.follower import Follower, choose
 from api.live.waiting import FINAL, poll
+from api.parameters import REF_SCHEMA, ULID, EventId, Parameters, Ref, Route, Sites, digits
 from api.service import Service, check_ref, owner_of, service_of
 from api.slices.formats import cast
-from api.slices.query import SiteQuery, check_known, one_of, parse_site_query
+from api.slices.query import OneSiteQuery, SiteQuery
 from api.slices.sending import Bounded
 from schemas import limits
-from schemas.errors import NotFoundError, TapError
+from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
 from schemas.read.reader import LiveRows, Progress, StoreReader
-from schemas.sites import names_of
+from schemas.sites import ask_site, names_of
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 log = logging.getLogger("vllm_tap.api")
 
 _QUIET_S: Final = 10.0  # after this long without an event a comment is sent, so that nothing on the way gives up
 _PROGRESS_S: Final = 0.1  # between two looks of a stream that tells of progress
 _DTYPES: Final = ("float32", "float16", "bfloat16")
+_PROGRESS: Final = (f'event: finish\ndata: {{"id":"{ULID}","status":"complete","expected":12,"captured":12,'
+                    '"missing":0,"prompt_len":5,"total_len":13,"finish_reason":"length"}\n\n')
+_ROWS: Final = (f'event: rows\nid: 17\ndata: {{"id":"{ULID}","site":"resid_post","layers":[0],"positions":[5],'
+                '"token_ids":[198],"flags":[1],"durable":false,"dtype":"float32","shape":[1,1,2],'
+                '"values":"AACAPwAAAEA="}\n\n')
 
 
-@router.get("/v1/captures/{ref}/events", tags=["captures"], response_class=Response)
-async def events(
-    request: Request,
-    ref: str,
-    also: Annotated[list[str] | None, Query(description="Other captures that it tells of; repeatable.")] = None,
-    site: Annotated[list[str] | None, Query(description="Sites whose rows it tells as well; repeatable.")] = None,
-) -> Response:
+class EventParameters(Parameters):
+    """What a stream tells of beside its capture."""
+
+    also: list[Annotated[str, AfterValidator(partial(check_ref, param="also")), WithJsonSchema(REF_SCHEMA)]] = Field(
+        default=[], max_length=limits.watched_max - 1, examples=[[ULID]],
+        description=f"other captures that it tells of, at most {limits.watched_max - 1}")
+    site: Sites = Field(default=[], max_length=limits.watched_max, description=(
+        f"sites whose rows it tells as well, at most {limits.watched_max}"))
+
+
+class LiveParameters(OneSiteQuery):
+    """Which rows are told as they come, from where on."""
+
+    dtype: Literal["float32", "float16", "bfloat16"] = Field(default="float32", description=", ".join(_DTYPES))
+    after: EventId | None = Field(default=None, examples=[17], description=(
+        "the id of the last event of this stream that was had; default: from the beginning. Also as the header "
+        "Last-Event-ID"))
+
+
+@router.get("/v1/captures/{ref}/events", tags=["captures"], response_class=Response,
+            responses=answers(event_content(_PROGRESS), 400, 404))
+async def events(request: Request, ref: Ref, asked: Annotated[EventParameters, Query()]) -> Response:
     """How far a capture is, as server-sent events: ``progress`` whenever that changes, ``finish`` at its end.
 
     One stream can carry all that somebody watches: several captures, and rows of sites, float32, of those that have
     them. The captures of a name of several have events of their own; the stream ends when all are final.
     """
-    params = request.query_params
-    check_known(params, ("also", "site"), ("also", "site"))
-    service, owner, sites = service_of(request), owner_of(request), parse_site_query(params).sites
-    refs = [check_ref(ref), *(check_ref(each, "also") for each in params.getlist("also"))]
-    if len(refs) > limits.watched_max:
-        raise BadParam("also", f"{len(refs) - 1} of them", f"at most {limits.watched_max - 1}")
+    service, owner, refs = service_of(request), owner_of(request), [ref, *asked.also]
+    sites = [ask_site(name, "site", ArgumentError) for name in asked.site]
 
     def named() -> list[str]:
         reader = service.reader()
@@ -68,40 +87,25 @@ async def events(
     return EventStream(service, _watched(service, captures, owner, sites))
 
 
-@router.get("/v1/captures/{ref}/live", tags=["captures"], response_class=Response)
-async def live(
-    request: Request,
-    ref: str,
-    site: Annotated[str | None, Query(description="Site or TransformerLens name.")] = None,
-    layer: Annotated[list[str] | None, Query(description='"3", "0,2", "a:b:c" or "all"; repeatable.')] = None,
-    dtype: Annotated[str | None, Query(description=", ".join(_DTYPES))] = None,
-    after: Annotated[str | None, Query(description="The id of the last event that was had; default: from the "
-                                                   "beginning. Also as the header Last-Event-ID.")] = None,
-) -> Response:
+@router.get("/v1/captures/{ref}/live", tags=["captures"], response_class=Response,
+            responses=answers(event_content(_ROWS), 400, 404))
+async def live(request: Request, ref: Ref, query: Annotated[LiveParameters, Query()]) -> Response:
     """Rows of one site as they are computed, as server-sent events; those that are not yet durable say so."""
-    service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
-    params = request.query_params
-    check_known(params, ("site", "layer", "dtype", "after"), ("site", "layer"))
-    if len(params.getlist("site")) > 1:
-        raise BadParam("site", params.getlist("site"), "one site; open a stream for each")
-    query = parse_site_query(params)
-    kind = one_of(params, "dtype", _DTYPES) or "float32"
-    last = _after(params, request.headers.get("last-event-id"))
+    service, owner = service_of(request), owner_of(request)
+    last = _last_event(request.headers.get("last-event-id")) if query.after is None else query.after
     captures = await poll(service, lambda: service.reader().samples(ref, owner), bool, 1.0)
     if len(captures) > 1:
         raise ApiError(400, "several_captures", f"{ref!r} names {len(captures)} captures; ask for one: "
                        + ", ".join(captures[:8]), "ref")
     await service.read(lambda reader: choose(reader, captures[0], owner, query))  # what is wrong with it is a 4xx
-    return EventStream(service, _rows(service, captures[0], owner, query, kind, last))
+    return EventStream(service, _rows(service, captures[0], owner, query, last))
 
 
-def _after(params: QueryParams, header: str | None) -> int:
-    text = params.get("after", header)
-    if text is None:
-        return 0
-    if not text.isdecimal() or not text.isascii() or len(text) > 18:
-        raise BadParam("after", text, "must be the id of an event of this stream")
-    return int(text)
+def _last_event(header: str | None) -> int:
+    try:
+        return 0 if header is None else int(str(digits(header)))
+    except ValueError:
+        raise BadParam("Last-Event-ID", header, "must be the id of an event of this stream") from None
 
 
 # ── progress, and rows beside it ────────────────────────────────────────────────────────────────────────────────────
@@ -132,8 +136,9 @@ class _Watched:
             return None
         layers, names = manifest.resolved["layers"], names_of(manifest.engine)
         sites = [(names.get(site, site), layer) for site, layer in self.sites]
-        return [Follower(self.capture, self.owner, SiteQuery([(site, layer)], []), 0, self._event)
-                for site, layer in sites if layers.get(site) and layer in (None, *layers[site])]
+        found = [site if layer is None else f"{site}.{layer}" for site, layer in sites
+                 if layers.get(site) and layer in (None, *layers[site])]
+        return [Follower(self.capture, self.owner, SiteQuery(site=[name]), 0, self._event) for name in found]
 
     def _event(self, site: str, rows: LiveRows) -> bytes:
         return _event("rows", _row_event(self.capture, site, rows, "float32"))
@@ -168,11 +173,11 @@ async def _watched(service: Service, captures: list[str], owner: str, sites: Seq
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _rows(service: Service, capture: str, owner: str, query: SiteQuery, dtype: str, after: int
+async def _rows(service: Service, capture: str, owner: str, query: LiveParameters, after: int
                 ) -> AsyncIterator[bytes]:
     # The id comes with a frame's last piece: who comes back with it has had all of the frame.
     follower = Follower(capture, owner, query, after, lambda site, rows: _event(
-        "rows", _row_event(capture, site, rows, dtype), None if rows.more else rows.seq))
+        "rows", _row_event(capture, site, rows, query.dtype), None if rows.more else rows.seq))
     with service.feed.follow([capture], owner) as moved:
         while True:
             moved.clear()

@@ -2,94 +2,90 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Query, Request
-from starlette.datastructures import QueryParams
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from starlette.responses import Response
 
+from api.description import answers, json_content
 from api.errors import BadParam, Json
 from api.generate.token_text import texts
 from api.generate.upstream import ClientGone, read_body
 from api.live.waiting import FINAL
-from api.measures import MEASURES, Cells, Pair, cells, read_direction
+from api.measures import F64, Cells, MapRequest, cells, read_direction
+from api.parameters import REF_SCHEMA, ULID, Position, RangeParameters, Ref, Route
 from api.service import check_ref, owner_of, service_of
-from api.slices.query import SliceQuery, check_known, one_of, parse_slice_query
-from api.slices.reading import end_of, past_the_end, sole
+from api.slices.query import OneSiteQuery, SiteQuery
+from api.slices.reading import captured, end_of, past_the_end, sole
 from schemas import limits
 from schemas.errors import LimitError, NotFoundError
 from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
 from schemas.wire.messages import EngineInfo
 
-router = APIRouter()
+router = APIRouter(route_class=Route)
 
-_Site = Annotated[str | None, Query(description="Site or TransformerLens name; default the first captured.")]
-_Layer = Annotated[list[str] | None, Query(description='"3", "0,2", "a:b:c" or "all"; repeatable.')]
-_Start = Annotated[str | None, Query(description="First position.")]
-_Stop = Annotated[str | None, Query(description="Position past the last one.")]
-
-_PARAMS = ("site", "layer", "start", "stop", "measure", "position", "against")
-
-
-@dataclass(frozen=True, slots=True)
-class _MapQuery:
-    rows: SliceQuery  # site, layers, range
-    measure: str
-    position: int | None
-    against: str | None
+_MAP: Final = {"capture": ULID, "site": "resid_post", "measure": "norm", "layers": [0], "start": 0, "stop": 2,
+               "token_ids": [9707, 11], "values": [[12.5, 3.25]], "missing": []}
+_TOKENS: Final = {"capture": ULID, "start": 0, "stop": 2, "token_ids": [9707, 11], "texts": ["Hello", ","]}
+_UPLOADED: Final = {"requestBody": {"required": True, "content": {"application/octet-stream": {
+    "schema": {"type": "string", "format": "binary"}}}}}
+_NEEDS: Final = ("cosine needs either position or against, distance needs against, norm and projection take neither")
 
 
-@router.get("/v1/captures/{ref}/map", tags=["captures"])
-async def map_of(
-    request: Request,
-    ref: str,
-    site: _Site = None,
-    layer: _Layer = None,
-    start: _Start = None,
-    stop: _Stop = None,
-    measure: Annotated[str | None, Query(description="norm (default), cosine, distance")] = None,
-    position: Annotated[str | None, Query(description="Of cosine: the position to compare with.")] = None,
-    against: Annotated[str | None, Query(description="Of cosine and distance: another capture.")] = None,
-) -> Json:
+class ProjectionParameters(RangeParameters, OneSiteQuery):
+    """The part of a capture whose rows are projected on an uploaded direction."""
+
+    measure: Literal["projection"] = Field(default="projection", description=(
+        "projection: with a direction in the body only that makes sense"))
+
+
+class MapParameters(RangeParameters, OneSiteQuery):
+    """The part of a capture that is drawn, and by which number."""
+
+    measure: Literal["norm", "cosine", "distance"] = Field(default="norm", description=(
+        "norm, cosine, distance; projection needs a direction: POST it as the body (npy or safetensors)"))
+    position: Position | None = Field(default=None, examples=[3], description=(
+        f"of cosine: the position to compare with, 0 to {limits.position_max}"))
+    against: Annotated[str, AfterValidator(partial(check_ref, param="against")), WithJsonSchema(REF_SCHEMA)] | None = (
+        Field(default=None, examples=[ULID], description="of cosine and distance: another capture"))
+
+    @model_validator(mode="after")
+    def _check_measure(self) -> MapParameters:
+        others = (self.position is not None) + (self.against is not None)
+        if others != (self.measure != "norm") or (self.measure == "distance" and self.against is None):
+            raise BadParam("measure", self.measure, _NEEDS)
+        return self
+
+
+@router.get("/v1/captures/{ref}/map", tags=["captures"], responses=answers(json_content(_MAP), 400, 404, 413, 416))
+async def map_of(request: Request, ref: Ref, query: Annotated[MapParameters, Query()]) -> Json:
     """``values`` [layers][positions], null where there is no number; ``missing`` says which rows are not there, why."""
-    return await _answer(request, ref, None)
+    return await _answer(request, ref, query)
 
 
-@router.post("/v1/captures/{ref}/map", tags=["captures"])
-async def projection(
-    request: Request,
-    ref: str,
-    site: _Site = None,
-    layer: _Layer = None,
-    start: _Start = None,
-    stop: _Stop = None,
-    measure: Annotated[str | None, Query(description="projection")] = None,
-) -> Response:
+@router.post("/v1/captures/{ref}/map", tags=["captures"], openapi_extra=_UPLOADED, responses=answers(
+    json_content({**_MAP, "measure": "projection"}), 400, 404, 408, 413, 416))
+async def projection(request: Request, ref: Ref, query: Annotated[ProjectionParameters, Query()]) -> Response:
     """The same for the projection on a direction: the body is npy or safetensors, [width] or [layers, width]."""
     try:
         data = await read_body(request, limits.map_direction_bytes_max)
     except ClientGone:
         return Response(status_code=499)
-    return await _answer(request, ref, data)
+    return await _answer(request, ref, query, read_direction(data))
 
 
-@router.get("/v1/captures/{ref}/tokens", tags=["captures"])
-async def tokens(
-    request: Request,
-    ref: str,
-    start: _Start = None,
-    stop: _Stop = None,
-) -> Json:
+@router.get("/v1/captures/{ref}/tokens", tags=["captures"], responses=answers(json_content(_TOKENS), 400, 404, 416))
+async def tokens(request: Request, ref: Ref, query: Annotated[RangeParameters, Query()]) -> Json:
     """Token ids and, where the model that made them still serves, each token's text (else null).
 
     Of a capture that is being made as many as its rows tell of without a gap, or none yet.
     """
-    query = parse_slice_query(_only(request.query_params, ("start", "stop")), None)
-    service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
+    service, owner = service_of(request), owner_of(request)
     last = query.start + limits.map_positions_max
     last = last if query.stop is None else min(last, query.stop)
 
@@ -118,82 +114,54 @@ def _tokens_of_rows(reader: StoreReader, running: Manifest, start: int, stop: in
     return ids
 
 
-async def _answer(request: Request, ref: str, data: bytes | None) -> Json:
-    query = _query(request.query_params, data is not None)
-    service, owner, ref = service_of(request), owner_of(request), check_ref(ref)
-    direction = None if data is None else read_direction(data)
+async def _answer(request: Request, ref: str, query: MapParameters | ProjectionParameters,
+                  direction: F64 | None = None) -> Json:
+    service, owner = service_of(request), owner_of(request)
+    other, position = (query.against, query.position) if isinstance(query, MapParameters) else (None, None)
 
     def read(reader: StoreReader) -> dict[str, Any]:
         shown = sole(reader, ref, owner)
-        against = None if query.against is None else sole(reader, query.against, owner)
-        site, layers = _chosen(shown, query.rows)
+        against = None if other is None else sole(reader, other, owner)
+        site, layers = _chosen(shown, query)
         if against is not None:
-            _chosen(against, SliceQuery([(site, None)], [",".join(map(str, layers))], 0, None, "", "", None, 0))
-        start, stop = _range(shown, against, query.rows)
+            _chosen(against, SiteQuery(site=[site], layer=[",".join(map(str, layers))]))
+        start, stop = _range(shown, against, query)
         width = max((info.decoded_width for info in shown.sites if info.site == site), default=0)
         numbers = (stop - start) * len(layers) * max(width, 1) * (1 if against is None else 2)
         if numbers > limits.map_numbers_max or stop - start > limits.map_positions_max:
             fit = min(limits.map_positions_max, limits.map_numbers_max * (stop - start) // numbers)
             raise LimitError("positions of a map", stop - start, max(fit, 0), "ask for fewer positions or layers")
-        found = cells(reader, owner, Pair(shown, against), site, layers, start, stop, query.measure, query.position,
-                      direction)
-        return _json(shown, against, site, layers, query, found, start, stop)
+        asked = MapRequest(shown, against, site, layers, start, stop, query.measure, position)
+        return _json(asked, cells(reader, owner, asked, direction))
 
     return Json(await service.read_map(read, owner))
 
 
-def _query(params: QueryParams, uploaded: bool) -> _MapQuery:
-    rows = parse_slice_query(_only(params, _PARAMS), None)
-    if len(rows.sites) > 1:
-        raise BadParam("site", params.getlist("site"), "a map is of one site")
-    measure = one_of(params, "measure", MEASURES) or ("projection" if uploaded else "norm")
-    if (measure == "projection") != uploaded:
-        raise BadParam("measure", measure, "projection needs a direction: POST it as the body (npy or safetensors)"
-                       if measure == "projection" else "with a direction in the body only projection makes sense")
-    position, against = params.get("position"), params.get("against")
-    if position is not None and (not position.isdecimal() or not position.isascii() or len(position) > 10):
-        raise BadParam("position", position, f"valid: a position from 0 to {limits.position_max}")
-    if (position is not None) + (against is not None) != {"cosine": 1, "distance": 1}.get(measure, 0) or (
-            measure == "distance" and against is None):
-        raise BadParam("measure", measure, "cosine needs either position or against, distance needs against, "
-                       "norm and projection take neither")
-    return _MapQuery(rows, measure, None if position is None else int(position),
-                     None if against is None else check_ref(against))
-
-
-def _only(params: QueryParams, valid: tuple[str, ...]) -> QueryParams:
-    """The part of the parameters that slices have too; BadParam for an unknown one, or one given more than once."""
-    check_known(params, valid, ("layer",))
-    return QueryParams([(name, value) for name, value in params.multi_items()
-                        if name in ("site", "layer", "start", "stop")])
-
-
-def _chosen(manifest: Manifest, query: SliceQuery) -> tuple[str, list[int]]:
+def _chosen(manifest: Manifest, query: SiteQuery) -> tuple[str, list[int]]:
     """The site and its layers; NotFoundError where the capture has no such rows."""
-    captured: dict[str, list[int]] = manifest.resolved.get("layers", {})
-    if not captured:
+    has = captured(manifest)
+    if not has:
         raise NotFoundError(f"capture {manifest.id} is {manifest.status} and has no rows")
-    first = SliceQuery(query.sites or [(next(iter(captured)), None)], query.layers, 0, None, "", "", None, 0)
-    (site, layers), = first.choose(captured, manifest.engine).items()
+    first = query if query.site else SiteQuery(site=[next(iter(has))], layer=query.layer)
+    (site, layers), = first.choose(has, manifest.engine).items()
     return site, layers
 
 
-def _range(shown: Manifest, against: Manifest | None, query: SliceQuery) -> tuple[int, int]:
+def _range(shown: Manifest, against: Manifest | None, query: RangeParameters) -> tuple[int, int]:
     end = max(end_of(manifest) for manifest in (shown, against) if manifest is not None)
     if 0 < query.start >= end:
         raise past_the_end("start", query.start, end)
     return query.start, end if query.stop is None else min(query.stop, end)
 
 
-def _json(shown: Manifest, against: Manifest | None, site: str, layers: list[int], query: _MapQuery, found: Cells,
-          start: int, stop: int) -> dict[str, Any]:
-    info = next(info for info in shown.sites if info.site == site)
-    names = [shown.id, None if against is None else against.id]
+def _json(asked: MapRequest, found: Cells) -> dict[str, Any]:
+    shown, info = asked.shown, asked.info
+    names = [shown.id, None if asked.against is None else asked.against.id]
     return {
-        "capture": shown.id, "status": shown.status, "site": site, "measure": query.measure,
-        "position": query.position, "against": names[1], "codec": info.codec, "decoded": info.decoded,
-        "width": info.decoded_width, "start": start, "stop": stop, "end": end_of(shown),
-        "prompt_len": shown.prompt_len, "layers": layers,
+        "capture": shown.id, "status": shown.status, "site": asked.site, "measure": asked.measure,
+        "position": asked.position, "against": names[1], "codec": info.codec, "decoded": info.decoded,
+        "width": info.decoded_width, "start": asked.start, "stop": asked.stop, "end": end_of(shown),
+        "prompt_len": shown.prompt_len, "layers": asked.layers,
         "token_ids": [None if token < 0 else token for token in found.token_ids.tolist()],
         "values": [[None if number != number else number for number in row] for row in _short(found.values)],
         "missing": [{"layer": layer, **msgspec.to_builtins(gap), "capture": names[of]}

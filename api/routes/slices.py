@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Annotated, Final
 
 import xxhash
-from fastapi import APIRouter, Request
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from api.description import answers, json_content
 from api.errors import ApiError, BadParam
 from api.live.waiting import FINAL, poll
-from api.service import check_ref, owner_of, service_of
+from api.parameters import ULID, Ref, Route
+from api.service import owner_of, service_of
 from api.slices.entity_tags import same_entity
-from api.slices.formats import DTYPES, FORMATS, MEDIA_TYPES
-from api.slices.query import SliceQuery, parse_slice_query
+from api.slices.formats import MEDIA_TYPES
+from api.slices.query import SliceQuery
 from api.slices.reading import Answer, Held, captured, end_of, past_the_end, read_slices, slice_bytes, sole
 from api.slices.sending import tell_stalled
 from api.slow_heads import ENDS_WHAT_IT_CLOSES
@@ -26,16 +27,7 @@ from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
 from schemas.sites import SITES
 
-
-class _Plain(APIRoute):
-    """The endpoint alone: it checks its query itself, in this service's own words."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-        return handler
-
-
-router = APIRouter(route_class=_Plain)
+router = APIRouter(route_class=Route)
 
 _PIECE_BYTES: Final = 1 << 20  # of one write to the socket
 _SHORT_BYTES: Final = 1 << 16
@@ -43,41 +35,32 @@ _ENCODING: Final = 2  # grows when the same rows become other bytes
 _BYTES: Final = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})", re.ASCII)
 
 
-_QUERY: Final = {  # as the description has it
-    "site": "Site or TransformerLens name, or several by commas; repeatable.",
-    "layer": '"3", "0,2", "a:b:c" or "all"; repeatable.',
-    "start": "First position.",
-    "stop": "Position past the last one.",
-    "positions": 'Positions and ranges, such as "0,5,8:12"; instead of start and stop.',
-    "format": ", ".join(FORMATS),
-    "dtype": ", ".join(DTYPES),
-    "wait": "complete, rows",
-    "timeout": "Seconds to wait at most.",
-    "rows": "accepted (default); rejected: the drafts of speculative decoding that were not accepted.",
-}
+_BINARY: Final = {kinds[0]: {"schema": {"type": "string", "format": "binary"}}
+                  for name, kinds in MEDIA_TYPES.items() if name != "json"}
+_CONTENT: Final = {**_BINARY, **json_content({"capture": ULID, "positions": [0], "token_ids": [9707],
+                                              "arrays": {"resid_post.0": [[1.0, 2.0]]}})}
+_PATH: Final = "/v1/captures/{ref}/activations"
+_ANSWERS: Final = {**answers(_CONTENT, 400, 404, 406, 413, 416, 504),
+                   304: {"description": "The slice is as it was."}}
 
 
-_ROUTE: Final[dict[str, Any]] = {"path": "/v1/captures/{ref}/activations", "tags": ["captures"], "openapi_extra": {
-    "parameters": [{"name": name, "in": "query", "required": False, "description": about}
-                   for name, about in _QUERY.items()]}}
-
-
-@router.get(**_ROUTE, response_class=Response)
-@router.head(**_ROUTE, response_class=Response, description="What GET would answer, without its body: size, ETag, "
-                                                            "rows, what is missing.")
-async def activations(request: Request) -> Response:
+@router.get(_PATH, tags=["captures"], response_class=Response,
+            responses={**_ANSWERS, 206: {"description": "A part of it.", "content": _CONTENT}})
+@router.head(_PATH, tags=["captures"], response_class=Response, responses=_ANSWERS,
+             description="What GET would answer, without its body: size, ETag, rows, what is missing.")
+async def activations(request: Request, ref: Ref, asked: Annotated[SliceQuery, Query()]) -> Response:
     """A slice; what is missing is named in X-Tap-Missing and never filled in."""
-    service, ref = service_of(request), check_ref(request.path_params["ref"])
-    query = parse_slice_query(request.query_params, request.headers.get("accept"))
+    service = service_of(request)
+    query = asked.accepting(None if "format" in request.query_params else request.headers.get("accept"))
 
     def look() -> tuple[Manifest, bool]:
         manifest = sole(service.reader(), ref, owner_of(request))
         return manifest, manifest.status in FINAL or _rows_there(manifest, query)
 
     if query.wait:
-        manifest, there = await poll(service, look, lambda found: found[1], query.timeout_s)
+        manifest, there = await poll(service, look, lambda found: found[1], query.timeout)
         if not there:
-            raise ApiError(504, "timeout", f"capture {manifest.id} is {manifest.status} after {query.timeout_s:g} s; "
+            raise ApiError(504, "timeout", f"capture {manifest.id} is {manifest.status} after {query.timeout:g} s; "
                            "ask again, or without wait to get the rows that are there")
     # All in one go, since each turn of a thread takes as long as reading a page of rows.
     return await service.read(
@@ -108,7 +91,7 @@ def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: Sl
         raise BadParam("rows", "rejected", f"of one site at a time: name one of {', '.join(chosen)}")
     end = end_of(manifest)
     if 0 < query.start >= end and not query.rejected:
-        raise past_the_end("positions" if query.several else "start", query.start, end)
+        raise past_the_end("start" if query.positions is None else "positions", query.start, end)
     tag = _tag(manifest, chosen, query)
     if tag and same_entity(request, tag):
         return Response(status_code=304, headers={"ETag": tag, "Vary": "Accept"})

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -19,28 +19,31 @@ import numpy.typing as npt
 
 from schemas.native.native_loops import loops_for
 
-__all__ = ["DTYPES", "FORMATS", "MEDIA_TYPES", "Arrays", "available_formats", "cast", "encode", "itemsize", "narrow"]
+__all__ = ["DTYPES", "FORMATS", "MEDIA_TYPES", "Arrays", "Dtype", "Format", "available_formats", "cast", "encode",
+           "itemsize", "narrow"]
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 Buffers = list[bytes | memoryview]
 
-DTYPES: Final = ("float32", "float16", "bfloat16", "codes")
-MEDIA_TYPES: Final[dict[str, tuple[str, ...]]] = {
+Dtype = Literal["float32", "float16", "bfloat16", "codes"]
+Format = Literal["safetensors", "npy", "npz", "arrow", "json"]
+DTYPES: Final[tuple[Dtype, ...]] = get_args(Dtype)
+FORMATS: Final[tuple[Format, ...]] = get_args(Format)
+MEDIA_TYPES: Final[dict[Format, tuple[str, ...]]] = {
     "safetensors": ("application/vnd.safetensors", "application/x-safetensors", "application/octet-stream"),
     "npy": ("application/x-npy", "application/vnd.numpy"),
     "npz": ("application/x-npz",),
     "arrow": ("application/vnd.apache.arrow.file",),
     "json": ("application/json",),
 }
-FORMATS: Final = tuple(MEDIA_TYPES)
 _NUMBERS_A_PIECE: Final = 128  # of them NumPy takes as much longer than machine code as Python does of one hash
 _SAFETENSORS: Final = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8", "int16": "I16", "uint16": "U16",
                        "int32": "I32", "uint32": "U32", "int64": "I64", "uint64": "U64"}
 
 
 @cache
-def available_formats() -> tuple[str, ...]:
+def available_formats() -> tuple[Format, ...]:
     """The formats that this installation can write; arrow needs pyarrow."""
     return tuple(name for name in FORMATS if name != "arrow" or importlib.util.find_spec("pyarrow") is not None)
 

@@ -20,7 +20,7 @@ from schemas.read.reader import StoreReader
 
 __all__ = ["inline"]
 
-_ALL: Final = SliceQuery([], [])  # every site and layer, as safetensors of float32
+_ALL: Final = SliceQuery()  # every site and layer, as safetensors of float32
 Chosen = list[tuple[Manifest, dict[str, list[int]]]]
 
 

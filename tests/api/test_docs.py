@@ -10,7 +10,7 @@ from api.app import create_app
 from api.config import Config
 from api.metrics import Metrics
 from api.slices.formats import DTYPES, FORMATS
-from api.slices.query import _PARAMS
+from api.slices.query import SliceQuery
 from schemas.manifest import STATUSES
 from tests.support.api_stack import ROOT
 
@@ -46,7 +46,7 @@ def test_options(option: str) -> None:
     assert f"`{option}`" in PAGE
 
 
-@pytest.mark.parametrize("name", [*_PARAMS, *FORMATS, *DTYPES, *STATUSES])
+@pytest.mark.parametrize("name", [*SliceQuery.model_fields, *FORMATS, *DTYPES, *STATUSES])
 def test_parameters_formats_and_statuses(name: str) -> None:
     assert f"`{name}`" in PAGE
 

@@ -302,7 +302,7 @@ def test_sites_read_at_different_moments_end_where_the_first_one_does(stack: Sta
     with StoreReader(stack.store) as reader:
         manifest = reader.manifest(capture)
         pieces = [reader.slice(capture, "resid_post", [0], 0, 5), reader.slice(capture, "attn_out", [0], 0, 8)]
-    answer = encoded(manifest, pieces, SliceQuery([], [], 0, None, "safetensors", "float32", None, 0.0))
+    answer = encoded(manifest, pieces, SliceQuery())
     assert (answer.start, answer.stop, answer.rows) == (0, 5, 5)
 
 
@@ -347,11 +347,11 @@ def test_a_slice_is_counted_with_all_the_memory_that_making_it_takes(
     stack: Stack, codec: str, format_: str, dtype: str
 ) -> None:
     ulid = stack.complete("x" * 1500, max_tokens=1, capture={"codec": codec}).json()["capture"]["id"]
-    query = SliceQuery([], [], 0, 300 if format_ == "json" else None, format_, dtype, None, 0.0)
+    query = SliceQuery.model_validate({"stop": 300 if format_ == "json" else None, "format": format_, "dtype": dtype})
     chosen = {"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}
     with StoreReader(stack.store) as reader:
         manifest = reader.manifest(ulid)
-        row = SliceQuery([], [], 0, 1, format_, dtype, None, 0.0)
+        row = query.model_copy(update={"stop": 1})
         encoded(manifest, [reader.slice(ulid, "resid_post", [0], 0, 1)], row)  # what is imported for it stays
         tracemalloc.start()
         try:

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from typer.main import get_command
 
 from api.auth.keys import make_key
-from api.routes.captures import LIST as service_list
+from api.routes.captures import ListParameters
 from schemas.catalog.filters import milliseconds
 from schemas.errors import ArgumentError, SpecError, StartError, TapError
 from schemas.ids import new_ulid
@@ -136,7 +136,7 @@ def test_ls_takes_the_filters_of_the_service(stored: Stored, asked: list[str], f
 
 
 def test_all_lists_know_the_same_filters() -> None:
-    names = {"tags" if name == "tag" else name for name in service_list}
+    names = {"tags" if name == "tag" else name for name in ListParameters.model_fields}
     for each in (Client.captures, AsyncClient.captures, TapStore.captures):
         assert set(inspect.signature(each).parameters) - {"self"} == names
     assert {field.name for field in fields(Filters)} == names - {"limit", "before"}

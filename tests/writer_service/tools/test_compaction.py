@@ -15,10 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from starlette.datastructures import QueryParams
 
 from api.live.follower import Follower
-from api.slices.query import parse_site_query
+from api.slices.query import SiteQuery
 from schemas import codecs
 from schemas.catalog.records import connect_write
 from schemas.errors import CorruptError, NotFoundError, SpecError, StartError, StoreError
@@ -608,7 +607,7 @@ def test_the_command_says_what_was_gained(sample: Sample, store: Path) -> None:
 def test_who_follows_a_capture_meets_it(sample: Sample, store: Path, packed: bool) -> None:
     """Found before, taken after: the rows are the same, wherever they lie by then; so are those of an open reader."""
     wanted = dict[str, dict[int, Any]]()
-    followers = {name: Follower(capture, "", parse_site_query(QueryParams("site=resid_post&layer=1")), 0, event)
+    followers = {name: Follower(capture, "", SiteQuery(site=["resid_post"], layer=["1"]), 0, event)
                  for name, capture in sample.captures.items()}
     with StoreReader(store) as reader:
         for name, capture in sample.captures.items():
