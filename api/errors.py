@@ -4,6 +4,7 @@
     ├── BadParam             a query parameter or body field: 400, naming field, value and what would be valid
     └── OverQuota            the caller's captures would take more bytes than its key allows: 413
     schemas.errors.TapError  mapped by ``status_of``
+    └── NotCaptured          a site or layer that the capture does not have: 404
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from schemas.errors import (
     TapError,
 )
 
-__all__ = ["ApiError", "BadParam", "Json", "OverQuota", "error_response", "install", "status_of", "stopped"]
+__all__ = ["ApiError", "BadParam", "Json", "NotCaptured", "OverQuota", "error_response", "install",
+           "status_of", "stopped"]
 
 log = logging.getLogger("vllm_tap.api")
 
@@ -49,6 +51,14 @@ _STATUS: tuple[tuple[type[TapError], int, str], ...] = (
     (StoreError, 503, "store_unavailable"),
     (ProtocolError, 503, "writer_refused"),
 )
+
+
+class NotCaptured(NotFoundError):
+    """A site or layer that a capture does not have; ``param`` is the parameter that names it."""
+
+    def __init__(self, param: str, value: str, has: str) -> None:
+        super().__init__(f"{param} = {value}: {has}")
+        self.param = param
 
 
 class ApiError(Exception):
@@ -118,7 +128,7 @@ def error_response(status: int, code: str, message: str, param: str | None = Non
 def tap_response(error: TapError) -> Json:
     """Any shared error as an answer."""
     status, code = status_of(error)
-    param = None
+    param = error.param if isinstance(error, NotCaptured) else None
     if isinstance(error, SpecError):
         param = error.name_of(error.field)
     headers = {"Retry-After": "1"} if status == 503 else None

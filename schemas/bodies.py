@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
 from schemas import limits
-from schemas.errors import LimitError
+from schemas.errors import ArgumentError, LimitError
 from schemas.spec import CaptureSpec
 
 __all__ = ["Message", "Named", "Receive", "again", "aside", "check_values", "has_key", "in_body", "is_meant",
@@ -137,7 +137,7 @@ def _listed(path: str, items: list[Any], depth: int) -> Iterator[Named]:
 
 def in_body(data: bytes, content_type: str) -> list[Named]:
     """The same of a body as it was sent, JSON or a form; nothing of what is neither. LimitError where too much would
-    have to be parsed, and the text has a key that reads like it.
+    have to be parsed, and the text has a key that reads like it; ArgumentError for a form of too many fields.
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
@@ -146,7 +146,10 @@ def in_body(data: bytes, content_type: str) -> list[Named]:
     if not may_name(data):
         return []
     if kind == "application/x-www-form-urlencoded":
-        pairs = parse_qsl(data.decode(errors="replace"), keep_blank_values=True, max_num_fields=_FORM_FIELDS)
+        if data.count(b"&") >= _FORM_FIELDS:
+            raise ArgumentError("body", f"a form of {data.count(b'&') + 1} fields", f"at most {_FORM_FIELDS} are "
+                                "looked at, and one of these may name a capture; send fewer, or JSON")
+        pairs = parse_qsl(data.decode(errors="replace"), keep_blank_values=True)
         return [Named(name, value) for name, value in pairs if reads_like(name)]
     try:
         check_values(data)

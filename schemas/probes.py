@@ -182,8 +182,11 @@ def _place(registered: Registered, metadata: Mapping[str, str]) -> tuple[str, in
     try:
         site, layer = parse_site(said)
     except SpecError as error:
-        raise _bad(registered, field, said, error.reason if said else 'in its metadata, such as "resid_post", or '
-                   "NAME=FILE@resid_post.12") from None
+        if said:
+            raise StartError(f"probe {registered.name!r}: {registered.path}: {field} = {said!r}: {error.reason}"
+                             ) from None
+        raise _bad(registered, field, said, 'in its metadata, such as "resid_post", or NAME=FILE@resid_post.12'
+                   ) from None
     if site not in SITES or SITES[site].ids:
         raise _bad(registered, field, said, "a site whose rows are numbers of the model: no ids, no other probe")
     if not SITES[site].per_layer:
@@ -192,7 +195,7 @@ def _place(registered: Registered, metadata: Mapping[str, str]) -> tuple[str, in
         if not (text.isascii() and text.isdecimal() and len(text) <= 4):
             raise _bad(registered, "layer", text, "a 0-based layer, such as 12")
         if layer not in (None, int(text)):
-            raise _bad(registered, "layer", text, f"is not the layer that {said!r} fixes")
+            raise _bad(registered, "layer", text, f"the layer that {said!r} fixes")
         layer = int(text)
     if layer is None:
         raise _bad(registered, field, said, f"which layer? {site}.12 says so, and so does layer in the metadata")

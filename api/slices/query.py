@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
-from api.errors import ApiError, BadParam
+from api.errors import ApiError, BadParam, NotCaptured
 from api.parameters import OneSite, Parameters, RangeParameters, Seconds, Sites
 from api.slices.formats import DTYPES, FORMATS, MEDIA_TYPES, Dtype, Format, available_formats
 from schemas import limits
@@ -41,7 +41,7 @@ class SiteQuery(Parameters):
             asked, fixed = ask_site(name, "site", ArgumentError)
             site = site_meant(asked, names, asked, "site", ArgumentError)
             if site not in captured:
-                raise NotFoundError(f"site {site!r} is not in this capture; it has: {', '.join(captured) or 'no rows'}")
+                raise NotCaptured("site", site, f"is not in this capture, which has {', '.join(captured) or 'no site'}")
             chosen.setdefault(site, set()).update(self._layers(site, fixed, captured[site], n_layers))
         if not any(chosen.values()):
             raise NotFoundError("this capture asked for nothing: no site, or no layer of one")
@@ -62,7 +62,9 @@ class SiteQuery(Parameters):
         elif not self.layer:
             asked = set(have)
         if absent := sorted(asked - set(have)) or ([] if asked else self.layer):
-            raise NotFoundError(f"layer {absent} of {site} is not in this capture; it has: {have}")
+            there = f"layers {', '.join(map(str, have))}" if have else "no layer"
+            raise NotCaptured("layer" if fixed is None else "site", ",".join(map(str, absent)),
+                              f"of {site} this capture has {there}")
         return asked
 
 

@@ -72,6 +72,8 @@ def _fault(scope: Scope, fields: Container[str], messages: deque[Message]
             raise LimitError("bytes of the body", len(data), limits.request_body_bytes_max)
     except LimitError as error:
         return 413, "too_large", f"{error}; a body that may name a capture is looked into as far as that", None
+    except ArgumentError as error:
+        return 400, "invalid_parameter", str(error), None
     query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
     found += [Named(name, value) for name, value in query if reads_like(name)]
     if not found:

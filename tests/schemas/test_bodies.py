@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from api.embedded import Embedded
 from engine_side.front.unheard import Unheard
 from schemas import limits
 from schemas.bodies import Message, Receive, aside, has_key, in_body, named
-from schemas.errors import LimitError
+from schemas.errors import ArgumentError, LimitError
 
 FORM = "multipart/form-data; boundary=x"
 
@@ -39,6 +39,30 @@ def test_a_form_is_looked_through_in_one_go(line: bytes) -> None:
 
     assert in_body(data, FORM) == []
     assert cost(lambda: in_body(data, FORM)) < 5 * cost(lambda: sum(1 for _ in data))
+
+
+def test_a_form_of_too_many_fields_is_refused_where_one_may_name_a_capture() -> None:
+    """Else the one that does would be passed on unseen."""
+    fields = b"&".join(b"a=%d" % number for number in range(1000))
+
+    assert in_body(fields, "application/x-www-form-urlencoded") == []
+    with pytest.raises(ArgumentError, match="body = 'a form of 1001 fields': at most 1000"):
+        in_body(fields + b"&capture=1", "application/x-www-form-urlencoded")
+
+    async def app(scope: dict[str, object], receive: Receive, send: Callable[[Message], Awaitable[None]]) -> None:
+        raise AssertionError("it was passed on")
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": fields + b"&capture=1"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    sent: list[Message] = []
+    scope = {"type": "http", "method": "POST", "path": "/v1/x", "query_string": b"",
+             "headers": [(b"content-type", b"application/x-www-form-urlencoded")]}
+    asyncio.run(Unheard(app, lambda scope: ())(scope, receive, send))
+    assert sent[0]["status"] == 400 and b"1001 fields" in sent[1]["body"]
 
 
 def test_large_bodies_are_looked_at_beside_the_loop() -> None:

@@ -81,8 +81,11 @@ def prompt_of(line: int, row: dict[str, Any]) -> Prompt:
 
 def _check(kind: str, value: Any) -> None:
     if kind == "prompt_token_ids":
-        if not isinstance(value, list) or not value or not all(map(_is_token, value)):
+        if not isinstance(value, list) or not value:
             raise ArgumentError(kind, value, "must be a list of at least one token id")
+        for number, token in enumerate(value):
+            if not _is_token(token):
+                raise ArgumentError(f"{kind}[{number}]", token, "must be a token id, a whole number from 0 on")
         return
     if kind == "messages":
         if not isinstance(value, list) or not value:

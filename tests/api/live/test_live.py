@@ -259,7 +259,7 @@ def test_deleted_while_followed(stack: Stack, engine: EnginePlayer) -> None:
 
 
 @pytest.mark.parametrize(("path", "status", "param"), [
-    ("live?site=nothing", 400, "site"), ("live?site=attn_out", 404, None), ("live?layer=1", 404, None),
+    ("live?site=nothing", 400, "site"), ("live?site=attn_out", 404, "site"), ("live?layer=1", 404, "layer"),
     ("live?layer=x", 400, "layer"), ("live?dtype=int8", 400, "dtype"), ("live?after=x", 400, "after"),
     ("live?after=-1", 400, "after"), ("live?what=1", 400, "what"), ("live?site=resid_post&site=attn_out", 400, "site"),
     ("events?what=1", 400, "what"), ("events?site=nothing", 400, "site"), ("events?also=a/b", 404, "also"),

@@ -140,7 +140,7 @@ def test_against_another_capture(stack: Stack, capture: str, holed: str, measure
     ("start=9999", 416, "the capture has"),
     ("site=mlp_out", 404, "mlp_out"),
     ("site=resid_post&site=attn_out", 400, "more than once"),
-    ("layer=9", 404, "layer [9]"),
+    ("layer=9", 404, "layer = 9"),
     ("dtype=float32", 400, "unknown parameter"),
 ])
 def test_wrong_questions(stack: Stack, capture: str, query: str, status: int, said: str) -> None:

@@ -275,6 +275,9 @@ def test_what_the_capture_does_not_have(stack: Stack, capture: str, query: str, 
     if status == 416:
         assert answer.json()["error"]["param"] == query.partition("=")[0]
         assert answer.headers["content-range"] == f"positions */{END}"
+    else:
+        assert answer.json()["error"]["param"] == query.rpartition("&")[2].partition("=")[0]
+        assert "[" not in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("spec", [{"sites": []}, {"layers": []}])

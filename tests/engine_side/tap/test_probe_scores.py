@@ -104,12 +104,12 @@ def nan_at(array: npt.NDArray[np.float32], *at: int) -> npt.NDArray[np.float32]:
     (None, {"names": "[1, 2, 3]"}, "3 different names"),
     (None, {"names": "[\"a\""}, "3 different names"),
     (None, {"activation": "relu"}, "activation = 'relu': valid: none or sigmoid"),
-    (None, {"site": "residual"}, "site = 'residual': valid: unknown site"),
+    (None, {"site": "residual"}, "site = 'residual': unknown site"),
     (None, {"site": ""}, "in its metadata"),
     (None, {"site": "experts"}, "a site whose rows are numbers of the model"),
     (None, {"site": "probe.other"}, "a site whose rows are numbers of the model"),
     (None, {"layer": "two"}, "layer = 'two': valid: a 0-based layer"),
-    (None, {"site": "resid_post.3"}, "layer = '1': valid: is not the layer that 'resid_post.3' fixes"),
+    (None, {"site": "resid_post.3"}, "layer = '1': valid: the layer that 'resid_post.3' fixes"),
 ])
 def test_files_that_are_refused(
     tmp_path: Path, tensors: dict[str, npt.NDArray[Any]] | None, metadata: dict[str, str], says: str
