@@ -84,7 +84,7 @@ def _listen(config: Config) -> socket.socket:
     return listening
 
 
-class _Server(uvicorn.Server):
+class _ApiServer(uvicorn.Server):
     """A server whose signals are handled here: being asked to stop is a clean end, with exit status 0."""
 
     @contextmanager
@@ -94,7 +94,7 @@ class _Server(uvicorn.Server):
 
 async def _serve(app: FastAPI, config: Config, listening: socket.socket) -> None:
     # h11 bounds the headers of a request (64 KiB); the faster httptools would take them without end.
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on",
+    server = _ApiServer(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on",
                                     http=bounded_heads(config.head_s), limit_concurrency=limits.connections_max,
                                     timeout_graceful_shutdown=round(config.stop_grace_s) + 3, timeout_keep_alive=30))
     serving = asyncio.ensure_future(server.serve([listening]))

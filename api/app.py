@@ -9,14 +9,14 @@ import httpx
 from fastapi import FastAPI
 
 from api import errors
-from api.auth.guard import Guard, Who, by_key
+from api.auth.guard import AccessGuard, Who, by_key
 from api.auth.keys import KeyFile
 from api.config import Config, is_loopback
 from api.description import REFUSED, describe
 from api.generate.upstream import new_client
 from api.metrics import CountRequests, Metrics
 from api.routes import about, captures, generate, holds, live, maps, page, slices
-from api.service import Service
+from api.service import ApiService
 from schemas.wire.control_channel import ControlChannel
 
 __all__ = ["create_app"]
@@ -36,7 +36,7 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.service = Service(config, metrics, ControlChannel(config.endpoint, "api"),
+        app.state.service = ApiService(config, metrics, ControlChannel(config.endpoint, "api"),
                                     new_client(config.upstream, config.upstream_connect_s, transport))
         if keys is not None:
             app.state.service.quotas.of = keys.quota_bytes
@@ -52,6 +52,6 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
     describe(app)
     for part in (slices, generate, captures, holds, live, maps, about, page):  # what is asked most is found first
         app.include_router(part.router)
-    app.add_middleware(Guard, config=config, who=who)
+    app.add_middleware(AccessGuard, config=config, who=who)
     app.add_middleware(CountRequests, metrics=metrics)
     return app

@@ -17,13 +17,13 @@ __all__ = ["Config"]
 
 
 def keys_file(store: Path, keys: Path | None) -> Path:
-    """Where the keys of a store lie, if nobody says otherwise."""
+    """Path of a store's keys, if nobody says otherwise."""
     return keys or store / KEYS_FILE
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Where the store, the writer and the upstream are, and what one request may take. Times in seconds."""
+    """Places of store, writer and upstream, and limits of a request. Times in seconds."""
 
     store: Path
     endpoint: str  # the writer's, ipc://…: it is on this host, as its store is
@@ -68,7 +68,7 @@ class Config:
 
     @property
     def keys_file(self) -> Path:
-        """Where the API keys lie."""
+        """Path of the API keys."""
         return keys_file(self.store, self.keys)
 
 

@@ -28,9 +28,9 @@ from api.app import create_app
 from api.auth.guard import GENERATIONS, by_address
 from api.config import Config
 from api.errors import error_response
-from api.generate.in_process import Asked, InProcess, asked
+from api.generate.in_process import InProcess, ServerRequest, server_request
 from api.page_files import FILES
-from api.service import Service
+from api.service import ApiService
 from schemas.bodies import again, aside, in_body, whole
 from schemas.errors import LimitError
 
@@ -72,39 +72,39 @@ class Embedded:
         if scope["method"] == "POST" and path in GENERATIONS:
             messages = await whole(receive)
             if await aside(_asks, messages):
-                await self._answer(Asked(scope), path, again(messages, receive), send)
+                await self._answer(ServerRequest(scope), path, again(messages, receive), send)
             elif not self.capture_all or not await self._captured(scope, path, messages, receive, send):
                 await self.app(scope, again(messages, receive), send)
         elif path in ("/v1/capabilities", "/v1/captures") or path.startswith("/v1/captures/"):
-            await self._answer(Asked(scope), path, receive, send)
+            await self._answer(ServerRequest(scope), path, receive, send)
         elif path == _PAGE:
             await RedirectResponse(f"{scope.get('root_path', '')}{_PAGE}/")(scope, receive, send)
         elif path.startswith(_PAGE) and path.removeprefix(_PAGE) in FILES:  # nothing else: no key is asked for there
-            await self._answer(Asked(scope), path.removeprefix(_PAGE), receive, send)
+            await self._answer(ServerRequest(scope), path.removeprefix(_PAGE), receive, send)
         else:
             if path in ("/metrics", "/metrics/") and (service := self._running()) is not None:
                 service.metrics.look(service.channel)
             await self.app(scope, receive, send)
 
-    def _running(self) -> Service | None:
+    def _running(self) -> ApiService | None:
         return None if self.service is None else getattr(self.service.state, "service", None)
 
-    async def _answer(self, request: Asked, path: str, receive: Receive, send: Send) -> None:
+    async def _answer(self, request: ServerRequest, path: str, receive: Receive, send: Send) -> None:
         if self.service is None:
             refusal = error_response(503, "captures_unavailable", f"no captures here: {self.reason}")
             await refusal(request.scope, receive, send)
             return
-        asked.set(request)
+        server_request.set(request)
         await self.service({**request.scope, "path": path, "root_path": "", "state": {}}, receive, send)
 
     async def _captured(self, scope: Scope, path: str, messages: deque[Message], receive: Receive, send: Send) -> bool:
         """Whether a generation that did not ask for it was captured and answered; the service's refusals are not sent.
 
-        Until upstream is asked an answer is the service's own: a refusal, from whichever of its parts.
+        Until upstream is server_request an answer is the service's own: a refusal, from whichever of its parts.
         """
         if self.service is None or messages[-1]["type"] == "http.disconnect":
             return False
-        service, request, refusal = self.service.state.service, Asked(scope), b"the writer does not answer"
+        service, request, refusal = self.service.state.service, ServerRequest(scope), b"the writer does not answer"
 
         async def upstreams(message: Message) -> None:
             nonlocal refusal

@@ -86,7 +86,7 @@ def stopped() -> ApiError:
 
 
 class OverQuota(ApiError):
-    """No more captures for this owner; not 429, since asking again changes nothing, or little."""
+    """Refusal of captures that an owner's quota has no room for; not 429, since asking again changes little."""
 
     def __init__(self, owner: str, used: int, coming: int, more: int, quota: int) -> None:
         """Bytes that there are, that requests in flight may yet add, that this one's captures would take."""
@@ -136,7 +136,7 @@ def tap_response(error: TapError) -> Json:
 
 
 def _methods(request: Request) -> list[str]:
-    """What the path can be asked with, by any of its routes; the framework names those of the first alone."""
+    """Methods of the path, by any of its routes; the framework names those of the first alone."""
     methods: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

@@ -1,4 +1,4 @@
-"""Who follows a capture is woken when it moves: one look at the store for all, and none while nobody follows."""
+"""Followers of captures, woken when these move: one look at the store for all, and none while nobody follows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 
 import anyio
 
-from api.auth.shares import fits, share
+from api.auth.limits import fits, share
 from api.errors import ApiError
 from schemas import limits
 from schemas.errors import TapError
@@ -31,12 +31,12 @@ class Moved(asyncio.Event):
         self._captures = set[str]()
 
     def tell(self, capture: str) -> None:
-        """It may have moved."""
+        """Notes a capture that may have moved."""
         self._captures.add(capture)
         self.set()
 
     def take(self) -> set[str]:
-        """Those that may have moved since this was last asked; waits anew from now on."""
+        """Captures that may have moved since this was last asked; waits anew from now on."""
         self.clear()
         taken, self._captures = self._captures, set()
         return taken

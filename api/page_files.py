@@ -26,16 +26,16 @@ _TYPES: Final = {".js": "text/javascript", ".css": "text/css", ".html": "text/ht
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _PageFile:
     data: bytes
     media_type: str
     etag: str
 
 
-def _load(path: Path) -> _File:
+def _load(path: Path) -> _PageFile:
     data = path.read_bytes()
     media_type = _TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    return _File(data, media_type, f'"{xxhash.xxh3_64_hexdigest(data)}"')
+    return _PageFile(data, media_type, f'"{xxhash.xxh3_64_hexdigest(data)}"')
 
 
 FILES: Final = {  # what a browser may ask for without a key, by path

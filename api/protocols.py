@@ -1,4 +1,4 @@
-"""What differs between the routes that generate: their requests, their names, and how their streams end."""
+"""Protocols of the routes that generate: their requests, their names, and how their streams end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Protocol:
     captured_from: tuple[int, ...] = ()  # … and a field for a spec
 
     def count(self, body: Mapping[str, Any]) -> int:
-        """How many captures a request makes; BadParam where that cannot be told."""
+        """Number of captures that a request makes; BadParam where that cannot be told."""
         n = _n(body.get("n"))
         if n > 1 and not self.samples:
             raise BadParam("n", n, f"{self.path} has one answer, and would not heed it; leave it out")
@@ -81,7 +81,7 @@ def _n(value: object) -> int:
 
 
 def _prompts(prompt: object) -> int:
-    """How many prompts a completion has: text or one list of token ids is one; a list of those is many."""
+    """Number of prompts of a completion: text or one list of token ids is one; a list of those is many."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         return len(prompt)
     return 1

@@ -1,4 +1,4 @@
-"""What every request needs: the store's reader, the channel to the writer, the upstream client, the metrics."""
+"""The service behind every request: the store's reader, the channel to the writer, the upstream client, the metrics."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import anyio
 import httpx
 from fastapi import Request
 
-from api.auth.quotas import Quotas
-from api.auth.shares import share
+from api.auth.limits import Quotas, share
 from api.config import Config
 from api.errors import ApiError, stopped
 from api.feed import Feed
@@ -29,7 +28,7 @@ from schemas.read.reader import StoreReader
 from schemas.wire.control_channel import ControlChannel
 from schemas.wire.messages import Abandon, Record
 
-__all__ = ["Service", "owner_of", "service_of"]
+__all__ = ["ApiService", "owner_of", "service_of"]
 
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ _MAPS: Final = 2  # that are computed at a time, each by a core
 
 
 @dataclass(slots=True)
-class Service:
+class ApiService:
     """The parts of one running API process; made when it starts, closed when it stops."""
 
     config: Config
@@ -151,10 +150,10 @@ class Service:
             self._reader.close()
 
 
-def service_of(request: Request) -> Service:
+def service_of(request: Request) -> ApiService:
     """The service behind a request."""
     service = request.app.state.service
-    assert isinstance(service, Service)
+    assert isinstance(service, ApiService)
     return service
 
 

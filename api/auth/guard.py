@@ -1,4 +1,4 @@
-"""Who may ask for anything, and how much at once. Nothing is answered that did not pass here, but for ``OPEN``.
+"""Access: owners of requests, and how much each asks at once. Nothing is answered without it, but for ``OPEN``.
 
 Without keys only this machine may ask, and the browser of its user must not be talked into it: a stranger's page may
 point a name of its own at 127.0.0.1 and then read what "its" server answers; the Host header gives it away.
@@ -21,7 +21,7 @@ from api.errors import ApiError, error_response
 from api.page_files import FILES
 from api.protocols import PROTOCOLS
 
-__all__ = ["GENERATIONS", "OPEN", "Guard", "Who", "by_address", "by_key"]
+__all__ = ["GENERATIONS", "OPEN", "AccessGuard", "Who", "by_address", "by_key"]
 
 Who = Callable[[Scope], str]  # whose a request is, "" where there is but one; ApiError where it may not ask
 
@@ -30,7 +30,7 @@ OPEN: Final = frozenset(("/healthz", *FILES))
 GENERATIONS: Final = tuple(PROTOCOLS)
 
 
-class Guard:
+class AccessGuard:
     """ASGI middleware: refuses whom ``who`` does not know, and answers 429 over an owner's limits.
 
     What ``who`` says becomes ``request.state.owner``. What a request holds until it has been answered, or not, it gives

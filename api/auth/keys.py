@@ -58,7 +58,7 @@ def check_name(name: str) -> str:
 
 
 def read_keys(path: Path) -> list[Key]:
-    """What the file holds; FileNotFoundError where there is none, StartError where it cannot be trusted."""
+    """Keys of the file; FileNotFoundError where there is none, StartError where it cannot be trusted."""
     try:
         with path.open("rb") as file:
             mode, data = os.fstat(file.fileno()).st_mode, file.read()
@@ -105,7 +105,7 @@ def revoke_key(path: Path, name: str) -> None:
 
 
 def set_quota(path: Path, name: str, quota_bytes: int) -> None:
-    """How many bytes its captures may take from now on, 0 for any; NotFoundError where ``name`` has no key in use."""
+    """Bounds the bytes of a name's captures from now on, 0 for any; NotFoundError where ``name`` has no key in use."""
     with _changing(path) as keys:
         _check_in_use(keys, name)
         keys[:] = [msgspec.structs.replace(key, quota_bytes=quota_bytes) if key.name == name and not key.revoked_ms
@@ -153,7 +153,7 @@ class KeyFile:
         return found[0] if found else None
 
     def quota_bytes(self, owner: str) -> int:
-        """How many bytes the owner's captures may take, 0 for any."""
+        """Bytes that the owner's captures may take, 0 for any."""
         self._refreshed()
         return self._quotas.get(owner, 0)
 

@@ -44,7 +44,7 @@ class DoneFinder:
         return data, b""
 
     def rest(self) -> bytes:
-        """What was held back when the stream ended."""
+        """Bytes that were held back when the stream ended."""
         held, self._held = self._held, b""
         return held
 

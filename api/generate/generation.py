@@ -1,4 +1,4 @@
-"""What a generation request with a ``capture`` field means: the spec, how many captures, the body for upstream."""
+"""Generation requests with a ``capture`` field: the spec, how many captures, the body for upstream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from schemas.ids import new_ulid, sample_id, split_capture_id
 from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
 from schemas.wire.messages import EngineInfo
 
-__all__ = ["Plan", "Wish", "check_owned", "parse_body", "plan", "salt", "wish"]
+__all__ = ["CaptureRequest", "Plan", "capture_request", "check_owned", "parse_body", "plan", "salt_cache"]
 
 _PREFIXES: Final = ("", *(protocol.id_prefix for protocol in PROTOCOLS.values()))
 _UNTAGGED: Final = re.compile(r"0\.[01]\b.*\.dev")  # as of 0.1.dev9837+g1a2b3c4d5
@@ -74,7 +74,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
     return body
 
 
-def salt(body: dict[str, Any], owner: str, secret: bytes) -> bool:
+def salt_cache(body: dict[str, Any], owner: str, secret: bytes) -> bool:
     """Gives a generation a prefix cache of its owner's own; whether that changed the body, as it does with keys alone.
 
     Else how much of a prompt was cached, as manifest, usage and time tell it, tells what others have asked. A caller's
@@ -117,7 +117,7 @@ def _is_before(engine: EngineInfo, version: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class CaptureRequest:
     """A request with a ``capture`` field, checked as far as that goes without knowing the engine."""
 
     spec: CaptureSpec
@@ -127,7 +127,7 @@ class Wish:
     body: dict[str, Any]  # without the field
 
 
-def wish(body: dict[str, Any], protocol: Protocol, request_id: str | None) -> Wish:
+def capture_request(body: dict[str, Any], protocol: Protocol, request_id: str | None) -> CaptureRequest:
     """Checks a parsed body and takes the ``capture`` field out of it; SpecError, LimitError or ApiError."""
     spec = parse_spec(body.pop("capture"))
     if body.get("use_beam_search"):
@@ -153,11 +153,11 @@ def wish(body: dict[str, Any], protocol: Protocol, request_id: str | None) -> Wi
                        "taken for; send another, or a ULID of your own as capture.id")
     if not isinstance(body.get("vllm_xargs") or {}, dict):
         raise BadParam("vllm_xargs", body["vllm_xargs"], "must be an object")
-    return Wish(spec, count, protocol, request_id, body)
+    return CaptureRequest(spec, count, protocol, request_id, body)
 
 
-def plan(asked: Wish, engine: EngineInfo | None) -> Plan:
-    """What to tell the writer and upstream; SpecError, NotArmedError or ApiError where the engine cannot do it."""
+def plan(asked: CaptureRequest, engine: EngineInfo | None) -> Plan:
+    """Words for the writer and upstream; SpecError, NotArmedError or ApiError where the engine cannot do it."""
     engine = _known(engine)
     if _is_before(engine, asked.protocol.captured_from):
         raise BadParam("capture", "…", f"requests of {asked.protocol.path} have no field for a spec in vLLM "
@@ -183,7 +183,7 @@ def plan(asked: Wish, engine: EngineInfo | None) -> Plan:
                 stored_bytes(asked, resolved, engine, len(spec)))
 
 
-def check_inline(asked: Wish, resolved: Resolved, engine: EngineInfo) -> None:
+def check_inline(asked: CaptureRequest, resolved: Resolved, engine: EngineInfo) -> None:
     """LimitError where the rows are surely too many for the answer, as far as that is known before the tokens are."""
     sizes = asked.protocol.texts(asked.body)
     lengths = [each if isinstance(each, int) else 1 for each in sizes]  # of text at least one token
@@ -195,8 +195,8 @@ def check_inline(asked: Wish, resolved: Resolved, engine: EngineInfo) -> None:
                          limits.inline_bytes_max, 'ask for fewer layers or positions, or return: "reference"')
 
 
-def stored_bytes(asked: Wish, resolved: Resolved, engine: EngineInfo, spec_bytes: int) -> int:
-    """What the captures will take in the store: rows, token ids, tags and spec, as an owner's bytes are counted.
+def stored_bytes(asked: CaptureRequest, resolved: Resolved, engine: EngineInfo, spec_bytes: int) -> int:
+    """Bytes that the captures will take in the store: rows, token ids, tags and spec, as an owner's bytes are counted.
 
     Of prompt and, where the caller bounds them, generated tokens. What is text counts as long as text mostly is.
     """
@@ -216,7 +216,7 @@ def stored_bytes(asked: Wish, resolved: Resolved, engine: EngineInfo, spec_bytes
 
 def _rows(positions: str | list[tuple[int, int]], lengths: list[int], generated: int = 0,
           longest: int = limits.position_max) -> int:
-    """How many rows prompts of so many tokens have, and what is generated after each of them.
+    """Number of rows of prompts of so many tokens, and of what is generated after each.
 
     A caller may send thousands of prompts, and thousands of ranges.
     """

@@ -18,7 +18,7 @@ import anyio
 import httpx
 from starlette.types import ASGIApp, Message, Scope
 
-__all__ = ["Asked", "InProcess", "asked"]
+__all__ = ["InProcess", "ServerRequest", "server_request"]
 
 log = logging.getLogger("vllm_tap.api")
 
@@ -26,18 +26,18 @@ _MESSAGES: Final = 16  # of an answer that wait for who reads it
 
 
 @dataclass(slots=True)
-class Asked:
+class ServerRequest:
     """A request as the server has it, and whether anything was asked of ``app`` for it."""
 
     scope: Scope
     upstream: bool = False
 
 
-asked: Final[ContextVar[Asked]] = ContextVar("asked")  # the request that is being answered
+server_request: Final[ContextVar[ServerRequest]] = ContextVar("server_request")  # the request that is being answered
 
 
 class InProcess(httpx.AsyncBaseTransport):
-    """Leads to ``app``, which must be there before the first request; its requests come from the caller ``asked``."""
+    """Leads to ``app``, which must be there before the first request; the caller is that of ``server_request``."""
 
     def __init__(self) -> None:
         self.app: ASGIApp | None = None
@@ -46,10 +46,10 @@ class InProcess(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """The answer, its body not yet read; RemoteProtocolError where the application gives none."""
         assert self.app is not None
-        asked.get().upstream = True
-        outer, (path, _, query) = asked.get().scope, request.url.raw_path.partition(b"?")
+        server_request.get().upstream = True
+        outer, (path, _, query) = server_request.get().scope, request.url.raw_path.partition(b"?")
         root = outer.get("root_path", "")
-        call = _Call(await request.aread())
+        call = _AppCall(await request.aread())
         scope = {**outer, "method": request.method, "path": root + unquote(path.decode("ascii")),
                  "raw_path": root.encode() + path, "query_string": query, "state": dict(outer.get("state", {})),
                  "headers": [(name.lower(), value) for name, value in request.headers.raw]}
@@ -65,7 +65,7 @@ class InProcess(httpx.AsyncBaseTransport):
         return httpx.Response(start["status"], headers=start["headers"], stream=call)
 
 
-class _Call(httpx.AsyncByteStream):
+class _AppCall(httpx.AsyncByteStream):
     """One request to an application. Closed before its end, it is a client that left."""
 
     task: asyncio.Task[None]
@@ -110,6 +110,6 @@ class _Call(httpx.AsyncByteStream):
                 yield message["body"]
 
     async def aclose(self) -> None:
-        """What is still to come is not wanted."""
+        """Leaves the answer, whatever is still to come."""
         self._gone.set()
         self._take.close()

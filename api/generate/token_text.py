@@ -10,7 +10,7 @@ from typing import Final
 
 import httpx
 
-from api.service import Service
+from api.service import ApiService
 
 __all__ = ["texts"]
 
@@ -21,7 +21,7 @@ _AT_ONCE: Final = 8
 _ANSWER_S: Final = 5.0
 
 
-async def texts(service: Service, token_ids: Sequence[int]) -> list[str | None]:
+async def texts(service: ApiService, token_ids: Sequence[int]) -> list[str | None]:
     """One text for each id; None where the server does not say. A part of a character shows as U+FFFD."""
     known: OrderedDict[int, str] = service.token_texts
     unknown = [token for token in dict.fromkeys(token_ids) if token not in known]

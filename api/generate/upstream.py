@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from api.errors import ApiError, stopped
-from api.service import Service, owner_of, service_of
+from api.service import ApiService, owner_of, service_of
 
 __all__ = ["ClientGone", "Relay", "caller_headers", "forward_headers", "new_client", "read_body", "send",
            "while_connected"]
@@ -92,7 +92,7 @@ def caller_headers(request: Request, drop: frozenset[str] = frozenset()) -> list
     return forward_headers(request.headers.items(), drop | _KEYS if owner_of(request) else drop)
 
 
-async def send(service: Service, request: httpx.Request) -> httpx.Response:
+async def send(service: ApiService, request: httpx.Request) -> httpx.Response:
     """The upstream's answer, its body not yet read; ApiError 503 or 502 where there is none."""
     try:
         return await service.upstream.send(request, stream=True)
@@ -105,7 +105,7 @@ async def send(service: Service, request: httpx.Request) -> httpx.Response:
         raise broken(service, error) from None
 
 
-def broken(service: Service, error: httpx.HTTPError | httpx.StreamError) -> ApiError:
+def broken(service: ApiService, error: httpx.HTTPError | httpx.StreamError) -> ApiError:
     """The answer where upstream broke off, or was closed because the service stops."""
     if service.stopping.is_set():
         return stopped()
@@ -114,7 +114,7 @@ def broken(service: Service, error: httpx.HTTPError | httpx.StreamError) -> ApiE
                     f"{str(error) or type(error).__name__}")
 
 
-async def while_connected(service: Service, request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(service: ApiService, request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``; where the caller leaves first, ``work`` is cancelled and ClientGone raised.
 
     The request's body must have been read: what comes after it is the end of the connection. A stop of the service
@@ -142,7 +142,7 @@ async def _disconnected(request: Request) -> None:
 class Relay(StreamingResponse):
     """A streamed answer from upstream, which is closed whatever ends the streaming."""
 
-    def __init__(self, service: Service, upstream: httpx.Response, chunks: AsyncIterator[bytes],
+    def __init__(self, service: ApiService, upstream: httpx.Response, chunks: AsyncIterator[bytes],
                  headers: dict[str, str] | None = None) -> None:
         super().__init__(chunks, upstream.status_code)
         self.service, self.upstream = service, upstream
@@ -164,7 +164,7 @@ class Relay(StreamingResponse):
                 await self.upstream.aclose()
 
 
-async def passed(service: Service, request: Request, data: bytes) -> Response:
+async def passed(service: ApiService, request: Request, data: bytes) -> Response:
     """A request that is none of our business: passed on and back, byte by byte."""
     path = request.scope["path"]  # as it was asked for: that of ``request.url`` is made with what Host says
     if not {".", ".."}.isdisjoint(path.split("/")):  # they would be resolved on the way, to a route that is not ours

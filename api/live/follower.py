@@ -27,7 +27,7 @@ def choose(reader: StoreReader, capture: str, owner: str, query: SiteQuery) -> t
 
 
 class Follower:
-    """What one stream of rows has sent. Frames are sent once; what was sent before it was durable is made up for.
+    """Progress of one stream of rows. Frames are sent once; what was sent before it was durable is made up for.
 
     ``event`` makes the bytes that are sent of rows, given their site.
     """

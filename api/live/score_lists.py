@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from api.errors import body, status_of
 from api.generate.generation import Plan
-from api.service import Service
+from api.service import ApiService
 from schemas import limits
 from schemas.errors import TapError
 from schemas.probes import Probe
@@ -24,7 +24,7 @@ BROKEN: Final = (TapError, sqlite3.Error, OSError)  # where the store cannot be 
 
 
 def about(index: int, capture: str, name: str, probe: Probe | None) -> dict[str, Any]:
-    """What a list of scores is of; ``probe`` is what the capture's own engine has under the name, if it is known."""
+    """Head of a list of scores; ``probe`` is what the capture's own engine has under the name, if it is known."""
     head = {"capture": capture, "index": index, "probe": name}
     return head if probe is None else {**head, "layer": probe.layer, "names": probe.names,
                                        "fingerprint": probe.fingerprint}
@@ -40,7 +40,7 @@ def rows_of(positions: npt.NDArray[np.uint32], token_ids: npt.NDArray[np.uint32]
 
 
 def url_of(capture: str, name: str) -> str:
-    """Where the scores can be read."""
+    """Address of the scores as a slice."""
     return f"/v1/captures/{capture}/activations?site={PROBE}{name}"
 
 
@@ -51,7 +51,7 @@ def refused(error: Exception) -> dict[str, Any]:
     return body(503, "store_unavailable", f"the store cannot be read now: {error}")
 
 
-async def answer_scores(service: Service, planned: Plan, owner: str) -> list[dict[str, Any]]:
+async def answer_scores(service: ApiService, planned: Plan, owner: str) -> list[dict[str, Any]]:
     """The field ``scores`` of an answer: by capture and probe its scores, or where they can be read.
 
     From the first list on with which they were more than ``limits.answer_scores_max`` numbers together, lists have a
@@ -80,7 +80,7 @@ async def answer_scores(service: Service, planned: Plan, owner: str) -> list[dic
         return [refused(error)]
 
 
-async def missing_scores(service: Service, planned: Plan, owner: str) -> list[dict[str, Any]]:
+async def missing_scores(service: ApiService, planned: Plan, owner: str) -> list[dict[str, Any]]:
     """The field ``scores`` of a stream's capture event: by capture and probe which positions have no score, and why.
 
     Of those beyond ``limits.score_lists_streamed_max``, which did not come with the tokens, where they can be read.

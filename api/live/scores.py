@@ -23,7 +23,7 @@ from api.generate.done_finder import last_event
 from api.generate.generation import Plan
 from api.live.follower import Follower
 from api.live.score_lists import BROKEN, about, refused, rows_of
-from api.service import Service
+from api.service import ApiService
 from api.slices.query import SiteQuery
 from schemas import limits
 from schemas.probes import Probe
@@ -66,7 +66,7 @@ class _Scored:
             self._probe = reader.probes(self.capture, self._events.owner).get(self.name)
 
     def dropped(self, reader: StoreReader) -> bytes:
-        """What is known by now not to come."""
+        """Event of scores that are known by now not to come."""
         if not self.follower.site or not (drops := reader.drops(self.capture, self.site, self._drops)):
             return b""
         self._drops = drops[-1].seq
@@ -74,7 +74,7 @@ class _Scored:
             {"start": drop.start, "stop": drop.stop, "reason": drop.reason} for drop in drops]})
 
     def end(self, reader: StoreReader) -> bytes:
-        """Of the drafts that still wait those that were accepted; to be called when the capture is final."""
+        """Event of waiting drafts that were accepted; to be called when the capture is final."""
         waiting, self._waiting = self._waiting, {}
         if not waiting:
             return b""
@@ -118,7 +118,7 @@ class ScoreEvents:
     At most ``limits.score_lists_streamed_max`` lists are followed, in the order of captures and probes.
     """
 
-    service: Service
+    service: ApiService
     planned: Plan
     owner: str
     _lists: list[_Scored] = field(default_factory=list)
@@ -180,7 +180,7 @@ class ScoreEvents:
                 yield b""
 
     def ready(self, tail: bytes) -> bytes:
-        """What is there to be sent now; ``tail`` is the end of the stream so far, whose chunks tell model and time."""
+        """Events to be sent now; ``tail`` is the end of the stream so far, whose chunks tell model and time."""
         if not self._lists:
             return b""
         self._begin(tail)
@@ -190,7 +190,7 @@ class ScoreEvents:
             return b""
 
     async def rest(self, tail: bytes) -> AsyncIterator[bytes]:
-        """Everything that has not been sent; to be asked for once, when the captures are final."""
+        """Events that have not been sent; to be asked for once, when the captures are final."""
         if not self._lists:
             return
         self._begin(tail)

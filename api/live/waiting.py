@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 import anyio
 
-from api.service import Service
+from api.service import ApiService
 from schemas import manifest
 from schemas.errors import NotFoundError, TapError
 from schemas.read.reader import StoreReader
@@ -24,7 +24,7 @@ _FIRST_S, _LAST_S = 0.01, 0.25  # the pauses between looks grow from one to the 
 _APPEARS_S: Final = 0.5  # what is durable shows in the catalog within this time
 
 
-async def poll(service: Service, look: Callable[[], T], enough: Callable[[T], bool], timeout_s: float) -> T:
+async def poll(service: ApiService, look: Callable[[], T], enough: Callable[[T], bool], timeout_s: float) -> T:
     """The first ``look()`` that is ``enough``, else the last one before ``timeout_s`` seconds have passed.
 
     ``look`` runs in a thread; NotFoundError from it is raised only after a moment, since what is durable may not be in
@@ -44,7 +44,7 @@ async def poll(service: Service, look: Callable[[], T], enough: Callable[[T], bo
         pause_s = min(_LAST_S, pause_s * 1.5)
 
 
-async def status_of_all(service: Service, ids: Sequence[str], timeout_s: float) -> str:
+async def status_of_all(service: ApiService, ids: Sequence[str], timeout_s: float) -> str:
     """One status for the captures of a request; waits until all are final, at most ``timeout_s`` seconds."""
     known: dict[str, str] = {}
 
@@ -78,7 +78,7 @@ def combined(statuses: set[str]) -> str:
     return "empty"
 
 
-async def settle(service: Service, ids: Sequence[str], reason: str) -> None:
+async def settle(service: ApiService, ids: Sequence[str], reason: str) -> None:
     """Closes captures that no engine begins within ``settle_s`` seconds, so that none stays pending for ever.
 
     The service closes what is still ``unsettled`` when it stops.

@@ -1,4 +1,4 @@
-"""What the service says of itself: capabilities, health, metrics; and vLLM's own routes that clients need."""
+"""The service about itself: capabilities, health, metrics; and vLLM's own routes that clients need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from api.description import answers, body, json_content
 from api.errors import BadParam, Json
 from api.generate.generation import parse_body
 from api.generate.upstream import ClientGone, passed, read_body
-from api.service import Service, service_of
+from api.service import ApiService, service_of
 from api.slices.formats import DTYPES, FORMATS, available_formats
 from schemas import limits
 from schemas.codecs import CODECS, DEFAULT_CODEC
@@ -36,7 +36,7 @@ _LIMITS = ("spec_", "tag_", "capture", "slice", "map", "wait_", "alias_")
     "armed": {"resid_post": {"layers": [0, 1], "width": 1024}}, "formats": list(FORMATS),
     "limits": {"slice_bytes_max": 1 << 30}})))
 async def capabilities(request: Request) -> Json:
-    """What can be captured here and how it can be read; ``engine`` is null until one has connected."""
+    """Sites that can be captured here and how rows can be read; ``engine`` is null until one has connected."""
     service = service_of(request)
     try:
         engine = await service.read(lambda reader: reader.engine())
@@ -95,11 +95,11 @@ async def readyz(request: Request) -> Json:
         "message": f"not ready: {lacking}", "type": "server_error", "param": None, "code": "not_ready"}}, 503)
 
 
-def _writer(service: Service) -> str:
+def _writer(service: ApiService) -> str:
     return "ok" if service.channel.alive else f"no answer at {service.config.endpoint}"
 
 
-async def _engine(service: Service) -> str:
+async def _engine(service: ApiService) -> str:
     try:
         engine = await service.read(lambda reader: reader.engine())
     except TapError as error:
@@ -107,7 +107,7 @@ async def _engine(service: Service) -> str:
     return "ok" if engine is not None else "none has connected to the writer"
 
 
-async def _capture_all(service: Service) -> str:
+async def _capture_all(service: ApiService) -> str:
     """Whether the engine can do what is to be captured of requests that bring no spec."""
     try:
         engine = await service.read(lambda reader: reader.engine())
@@ -118,7 +118,7 @@ async def _capture_all(service: Service) -> str:
     return "ok"
 
 
-async def _upstream(service: Service) -> str:
+async def _upstream(service: ApiService) -> str:
     try:
         answer = await service.upstream.get("/health", timeout=2.0)
     except httpx.HTTPError as error:

@@ -96,7 +96,7 @@ async def manifest(request: Request, ref: Ref, asked: Annotated[WaitParameters, 
 
 
 def ulid_of(capture: str) -> str:
-    """What the samples of one request have in common."""
+    """ULID that the samples of one request have in common."""
     split = split_capture_id(capture)
     assert split is not None
     return split[0]

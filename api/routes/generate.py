@@ -18,7 +18,7 @@ from starlette.responses import Response
 from api.description import generation_answers, generation_body
 from api.errors import ApiError, BadParam, Json, OverQuota
 from api.generate.done_finder import DoneFinder, last_event
-from api.generate.generation import Plan, check_owned, parse_body, plan, salt, wish
+from api.generate.generation import Plan, capture_request, check_owned, parse_body, plan, salt_cache
 from api.generate.upstream import (
     ClientGone,
     Relay,
@@ -34,7 +34,7 @@ from api.live.score_lists import answer_scores, missing_scores
 from api.live.scores import ScoreEvents
 from api.live.waiting import settle, status_of_all
 from api.protocols import CHAT, COMPLETION, MESSAGES, RESPONSES, Protocol
-from api.service import Service, owner_of, service_of
+from api.service import ApiService, owner_of, service_of
 from api.slices.inline import inline
 from schemas.errors import LimitError, SpecError, StoreError, TapError
 from schemas.read.reader import StoreReader
@@ -85,7 +85,7 @@ async def generate(request: Request, protocol: Protocol) -> Response:
         body = parse_body(data)
         if owner := owner_of(request):
             check_owned(body, protocol, owner, await _engine(service) if protocol.salted_from else None)
-        changed = salt(body, owner, service.salt_secret)
+        changed = salt_cache(body, owner, service.salt_secret)
         planned = None
         if "capture" in body and body["capture"] is None:
             del body["capture"]
@@ -100,28 +100,29 @@ async def generate(request: Request, protocol: Protocol) -> Response:
         return Response(status_code=499)  # nobody reads it; the number shows in the metrics
 
 
-async def _engine(service: Service) -> EngineInfo | None:
-    """What serves, None as long as that is not known."""
+async def _engine(service: ApiService) -> EngineInfo | None:
+    """The engine that serves, None as long as that is not known."""
     try:
         return await service.read(StoreReader.engine)
     except TapError:
         return None
 
 
-async def _plan(service: Service, request: Request, body: dict[str, Any], protocol: Protocol
+async def _plan(service: ApiService, request: Request, body: dict[str, Any], protocol: Protocol
                 ) -> Plan | None:
-    """What is to be captured, its bytes reserved; None where all requests are, and this one, which did not ask for it,
-    cannot be.
+    """The plan of the captures, its bytes reserved.
+
+    None where all requests are captured, and this one, which did not ask for it, cannot be.
     """
     request_id = request.headers.get("x-request-id")
     if "capture" in body:
-        asked = wish(body, protocol, request_id)
+        asked = capture_request(body, protocol, request_id)
         planned = plan(asked, await service.read(StoreReader.engine))
         await _reserve(service, request, planned)
         return planned
     engine = await service.read(StoreReader.engine)
     try:
-        asked = wish({**body, "capture": json.loads(service.config.capture_all)}, protocol, request_id)
+        asked = capture_request({**body, "capture": json.loads(service.config.capture_all)}, protocol, request_id)
         planned = plan(asked, engine)
         await _reserve(service, request, planned)
     except (BadParam, OverQuota, SpecError, LimitError) as error:
@@ -131,8 +132,8 @@ async def _plan(service: Service, request: Request, body: dict[str, Any], protoc
     return planned
 
 
-async def _reserve(service: Service, request: Request, planned: Plan) -> None:
-    """Until the request ends, however it does; what its captures took by then is in the store, or is in a moment."""
+async def _reserve(service: ApiService, request: Request, planned: Plan) -> None:
+    """Reserves bytes until the request ends; what its captures took by then is in the store, or is in a moment."""
     request.state.at_end.callback(await service.quotas.reserve(owner_of(request), planned.ulid, planned.nbytes))
 
 
@@ -143,7 +144,7 @@ def _check_content_type(request: Request) -> None:
         raise BadParam("Content-Type", found, "valid: application/json")
 
 
-async def _captured(service: Service, request: Request, planned: Plan) -> Response:
+async def _captured(service: ApiService, request: Request, planned: Plan) -> Response:
     await _own(service, planned, owner_of(request))
     headers = caller_headers(request, frozenset(("x-request-id", "accept-encoding", "content-type")))
     asked = service.upstream.build_request("POST", request.scope["path"], content=planned.body, headers=[
@@ -167,7 +168,7 @@ async def _captured(service: Service, request: Request, planned: Plan) -> Respon
         raise
 
 
-async def _own(service: Service, planned: Plan, owner: str) -> None:
+async def _own(service: ApiService, planned: Plan, owner: str) -> None:
     created_ms = time.time_ns() // 1_000_000
 
     def make(seq: int) -> Own:
@@ -182,13 +183,13 @@ async def _own(service: Service, planned: Plan, owner: str) -> None:
         raise
 
 
-def _abandon(service: Service, planned: Plan, reason: str) -> None:
+def _abandon(service: ApiService, planned: Plan, reason: str) -> None:
     """Closes the captures of a request that never reached the engine; the writer hears of it in its own time."""
     service.metrics.captures.labels("abandoned").inc()
     service.abandon(planned.ulid, reason)
 
 
-async def _refused(service: Service, planned: Plan, answer: httpx.Response) -> Response:
+async def _refused(service: ApiService, planned: Plan, answer: httpx.Response) -> Response:
     """Upstream's own error, with its status and its words."""
     service.metrics.upstream_failures.labels("status").inc()
     try:
@@ -201,7 +202,7 @@ async def _refused(service: Service, planned: Plan, answer: httpx.Response) -> R
     return _copy(answer, content)
 
 
-async def _plain(service: Service, request: Request, planned: Plan, answer: httpx.Response) -> Response:
+async def _plain(service: ApiService, request: Request, planned: Plan, answer: httpx.Response) -> Response:
     async def read() -> bytes:
         try:
             return await answer.aread()
@@ -225,7 +226,7 @@ async def _plain(service: Service, request: Request, planned: Plan, answer: http
     return Json(body, answer.status_code, headers={**headers, "x-tap-capture": planned.ulid})
 
 
-async def _field(service: Service, planned: Plan, owner: str) -> dict[str, Any]:
+async def _field(service: ApiService, planned: Plan, owner: str) -> dict[str, Any]:
     """The ``capture`` field of an answer; waits a little for the captures to be final."""
     wait_s = service.config.inline_wait_s if planned.inline else service.config.status_wait_s
     status = await status_of_all(service, planned.ids, wait_s)
@@ -237,7 +238,7 @@ async def _field(service: Service, planned: Plan, owner: str) -> dict[str, Any]:
     return {**field, "inline": await inline(service, planned.ids, owner)} if planned.inline else field
 
 
-async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Response, owner: str
+async def _with_capture_event(service: ApiService, planned: Plan, answer: httpx.Response, owner: str
                               ) -> AsyncIterator[bytes]:
     """Upstream's events byte by byte; scores of probes between them as they come, and ours before ``data: [DONE]``, or
     in the event that is the protocol's last.
@@ -276,7 +277,7 @@ async def _with_capture_event(service: Service, planned: Plan, answer: httpx.Res
             service.spawn(settle(service, planned.ids, "the stream ended before the engine began"))
 
 
-async def _last(service: Service, planned: Plan, tail: bytes, done: bytes, owner: str) -> bytes:
+async def _last(service: ApiService, planned: Plan, tail: bytes, done: bytes, owner: str) -> bytes:
     """The end of a stream, ``done`` being upstream's: with the field in its last event, or in one of our own before it.
 
     That is a chunk without choices, otherwise like the last one: clients take a chunk's usage as the final one.

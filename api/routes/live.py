@@ -21,10 +21,10 @@ from api.errors import ApiError, BadParam, body, status_of
 from api.live.follower import Follower, choose
 from api.live.waiting import FINAL, poll
 from api.parameters import REF_SCHEMA, ULID, EventId, Parameters, Ref, Route, Sites, digits
-from api.service import Service, check_ref, owner_of, service_of
+from api.service import ApiService, check_ref, owner_of, service_of
 from api.slices.formats import cast
 from api.slices.query import OneSiteQuery, SiteQuery
-from api.slices.sending import Bounded
+from api.slices.sending import StallLimited
 from schemas import limits
 from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
@@ -45,7 +45,7 @@ _ROWS: Final = (f'event: rows\nid: 17\ndata: {{"id":"{ULID}","site":"resid_post"
 
 
 class EventParameters(Parameters):
-    """What a stream tells of beside its capture."""
+    """Captures and sites that a stream tells of beside its own capture."""
 
     also: list[Annotated[str, AfterValidator(partial(check_ref, param="also")), WithJsonSchema(REF_SCHEMA)]] = Field(
         default=[], max_length=limits.watched_max - 1, examples=[[ULID]],
@@ -66,7 +66,7 @@ class LiveParameters(OneSiteQuery):
 @router.get("/v1/captures/{ref}/events", tags=["captures"], response_class=Response,
             responses=answers(event_content(_PROGRESS), 400, 404))
 async def events(request: Request, ref: Ref, asked: Annotated[EventParameters, Query()]) -> Response:
-    """How far a capture is, as server-sent events: ``progress`` whenever that changes, ``finish`` at its end.
+    """Progress of a capture as server-sent events: ``progress`` whenever that changes, ``finish`` at its end.
 
     One stream can carry all that somebody watches: several captures, and rows of sites, float32, of those that have
     them. The captures of a name of several have events of their own; the stream ends when all are final.
@@ -120,7 +120,7 @@ class _Watched:
         self.followers: list[Follower] | None = None  # of the sites that it has, once it is known which
 
     def look(self, reader: StoreReader) -> Progress:
-        """How far it is; finds rows to send. What is final by then has all its rows among them."""
+        """Progress of the capture; finds rows to send. What is final by then has all its rows among them."""
         try:
             found = reader.progress(self.capture, self.owner)
             if self.followers is None and self.sites:
@@ -144,7 +144,7 @@ class _Watched:
         return _event("rows", _row_event(self.capture, site, rows, "float32"))
 
 
-async def _watched(service: Service, captures: list[str], owner: str, sites: Sequence[tuple[str, int | None]]
+async def _watched(service: ApiService, captures: list[str], owner: str, sites: Sequence[tuple[str, int | None]]
                    ) -> AsyncIterator[bytes]:
     left = {capture: _Watched(capture, owner, sites) for capture in captures}
     with service.feed.follow(captures, owner) as moved:
@@ -173,7 +173,7 @@ async def _watched(service: Service, captures: list[str], owner: str, sites: Seq
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _rows(service: Service, capture: str, owner: str, query: LiveParameters, after: int
+async def _rows(service: ApiService, capture: str, owner: str, query: LiveParameters, after: int
                 ) -> AsyncIterator[bytes]:
     # The id comes with a frame's last piece: who comes back with it has had all of the frame.
     follower = Follower(capture, owner, query, after, lambda site, rows: _event(
@@ -205,7 +205,7 @@ def _row_event(capture: str, site: str, rows: LiveRows, dtype: str) -> dict[str,
 # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _until(service: Service, moved: asyncio.Event) -> AsyncIterator[bytes]:
+async def _until(service: ApiService, moved: asyncio.Event) -> AsyncIterator[bytes]:
     """Ends when ``moved`` is set; comments until then. ApiError where the service stops."""
     waits = [asyncio.ensure_future(moved.wait()), asyncio.ensure_future(service.stopping.wait())]
     try:
@@ -226,10 +226,10 @@ def _event(kind: str, data: dict[str, Any], number: int | None = None) -> bytes:
     return f"{head}data: {json.dumps(data, separators=(',', ':'))}\n\n".encode("ascii")
 
 
-class EventStream(Bounded):
+class EventStream(StallLimited):
     """Events on their way; an error on the way is the last of them."""
 
-    def __init__(self, service: Service, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, service: ApiService, events: AsyncIterator[bytes]) -> None:
         super().__init__(self._guarded(events), service.config.slice_stall_s, media_type="text/event-stream",
                          headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 

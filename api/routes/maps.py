@@ -16,9 +16,9 @@ from api.errors import BadParam, Json
 from api.generate.token_text import texts
 from api.generate.upstream import ClientGone, read_body
 from api.live.waiting import FINAL
-from api.measures import F64, Cells, MapRequest, cells, read_direction
 from api.parameters import REF_SCHEMA, ULID, Position, RangeParameters, Ref, Route
 from api.service import check_ref, owner_of, service_of
+from api.slices.measures import F64, Cells, MapRequest, cells, read_direction
 from api.slices.query import OneSiteQuery, SiteQuery
 from api.slices.reading import captured, end_of, past_the_end, sole
 from schemas import limits

@@ -20,7 +20,7 @@ from api.service import owner_of, service_of
 from api.slices.entity_tags import same_entity
 from api.slices.formats import MEDIA_TYPES
 from api.slices.query import SliceQuery
-from api.slices.reading import Answer, Held, captured, end_of, past_the_end, read_slices, slice_bytes, sole
+from api.slices.reading import EncodedSlice, SliceMemory, captured, end_of, past_the_end, read_slices, slice_bytes, sole
 from api.slices.sending import tell_stalled
 from api.slow_heads import ENDS_WHAT_IT_CLOSES
 from schemas.manifest import Manifest
@@ -79,7 +79,7 @@ def _rows_there(manifest: Manifest, query: SliceQuery) -> bool:
 
 
 def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: SliceQuery) -> Response:
-    """What the capture has of it, read and encoded; runs in a thread."""
+    """Reads and encodes what the capture has of it; runs in a thread."""
     service, owner = service_of(request), owner_of(request)
     if not manifest.resolved:
         # Never begun, or failed: the reader knows which, and its NotFoundError says so.
@@ -95,7 +95,7 @@ def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: Sl
     tag = _tag(manifest, chosen, query)
     if tag and same_entity(request, tag):
         return Response(status_code=304, headers={"ETag": tag, "Vary": "Accept"})
-    held = Held(service, owner, slice_bytes(service.config, manifest, chosen, query))
+    held = SliceMemory(service, owner, slice_bytes(service.config, manifest, chosen, query))
     try:
         answer = read_slices(reader, manifest, chosen, query, owner)
         size = answer.size
@@ -153,8 +153,8 @@ class _Sending(Response):
     A caller who takes nothing for ``slice_stall_s`` seconds, or up to a tenth more, is cut off.
     """
 
-    def __init__(self, answer: Answer, held: Held, headers: dict[str, str], media_type: str, part: slice, status: int
-                 ) -> None:
+    def __init__(self, answer: EncodedSlice, held: SliceMemory, headers: dict[str, str], media_type: str, part: slice,
+                 status: int) -> None:
         super().__init__(None, status, headers, media_type)
         self.held, self.pieces = held, list(_pieces(answer, part))
 
@@ -179,7 +179,7 @@ class _Sending(Response):
             self.held.release()
 
 
-def _pieces(answer: Answer, part: slice) -> Iterator[bytes | memoryview]:
+def _pieces(answer: EncodedSlice, part: slice) -> Iterator[bytes | memoryview]:
     """The bytes of a part of an answer: long buffers cut, short ones joined, since each piece takes time to send."""
     before, short = 0, list[memoryview]()
     for buffer in answer.buffers:

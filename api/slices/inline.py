@@ -10,9 +10,9 @@ from typing import Any, Final
 import msgspec
 
 from api.errors import ApiError, body, status_of
-from api.service import Service
+from api.service import ApiService
 from api.slices.query import SliceQuery
-from api.slices.reading import Held, captured, read_slices, slice_bytes
+from api.slices.reading import SliceMemory, captured, read_slices, slice_bytes
 from schemas import limits
 from schemas.errors import LimitError, TapError
 from schemas.manifest import Manifest
@@ -24,7 +24,7 @@ _ALL: Final = SliceQuery()  # every site and layer, as safetensors of float32
 Chosen = list[tuple[Manifest, dict[str, list[int]]]]
 
 
-async def inline(service: Service, ids: Sequence[str], owner: str) -> dict[str, Any]:
+async def inline(service: ApiService, ids: Sequence[str], owner: str) -> dict[str, Any]:
     """The field ``inline``: by capture id the rows of all its sites and layers, as safetensors in base64.
 
     An ``error`` in their place where they cannot be had: the generation is answered all the same, and its captures can
@@ -32,7 +32,7 @@ async def inline(service: Service, ids: Sequence[str], owner: str) -> dict[str, 
     """
     try:
         chosen, numbers = await service.read(lambda reader: _choose(service, reader, ids, owner))
-        held = Held(service, owner, numbers)
+        held = SliceMemory(service, owner, numbers)
         try:
             found = await service.read(lambda reader: {manifest.id: _read(reader, manifest, layers, owner)
                                                        for manifest, layers in chosen})
@@ -47,8 +47,8 @@ async def inline(service: Service, ids: Sequence[str], owner: str) -> dict[str, 
     return {"format": _ALL.format, "dtype": _ALL.dtype, "captures": found}
 
 
-def _choose(service: Service, reader: StoreReader, ids: Sequence[str], owner: str) -> tuple[Chosen, int]:
-    """What is to be read of each capture, and the memory that takes; LimitError where it is too much for an answer."""
+def _choose(service: ApiService, reader: StoreReader, ids: Sequence[str], owner: str) -> tuple[Chosen, int]:
+    """Layers to read of each capture, and the memory they take; LimitError where that is too much for an answer."""
     manifests = [reader.manifest(capture, owner) for capture in ids]
     chosen = [(each, _ALL.choose(captured(each), each.engine)) for each in manifests]
     nbytes = sum(info.decoded_width * 4 * row.captured

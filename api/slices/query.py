@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
 from api.errors import ApiError, BadParam, NotCaptured
 from api.parameters import OneSite, Parameters, RangeParameters, Seconds, Sites
@@ -20,7 +20,8 @@ __all__ = ["OneSiteQuery", "SiteQuery", "SliceQuery"]
 _SLICE: Final = re.compile(r"(-?[0-9]{1,4})?:(-?[0-9]{1,4})?(?::([1-9][0-9]{0,3}))?", re.ASCII)
 _LAYER: Final = r"^(all|[0-9]{1,4}(,[0-9]{1,4})*|(-?[0-9]{1,4})?:(-?[0-9]{1,4})?(:[1-9][0-9]{0,3})?)$"
 _POSITIONS: Final = r"^[0-9]{1,10}(:[0-9]{1,10})?(,[0-9]{1,10}(:[0-9]{1,10})?)*$"
-_Layer = Annotated[str, Field(pattern=_LAYER, max_length=8 * limits.layers_max)]
+_Layer = Annotated[str, Field(pattern=_LAYER, max_length=8 * limits.layers_max),
+                   WithJsonSchema({"type": "string", "pattern": _LAYER})]
 
 
 class SiteQuery(Parameters):
@@ -75,7 +76,7 @@ class OneSiteQuery(SiteQuery):
 
 
 class SliceQuery(RangeParameters, SiteQuery):
-    """What a slice is to hold, and how."""
+    """Rows that a slice is to hold, and their format."""
 
     positions: str | None = Field(default=None, pattern=_POSITIONS, examples=["0,5,8:12"], description=(
         f'positions and ranges, such as "0,5,8:12", at most {limits.slice_ranges_max} of them; instead of start and '

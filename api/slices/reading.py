@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from api.auth.shares import fits, share
+from api.auth.limits import fits, share
 from api.config import Config
 from api.errors import ApiError, BadParam
-from api.service import Service
+from api.service import ApiService
 from api.slices.formats import Arrays, encode, itemsize, narrow
 from api.slices.query import SliceQuery
 from schemas import limits
@@ -28,7 +28,7 @@ from schemas.errors import LimitError
 from schemas.manifest import Manifest, Missing
 from schemas.read.reader import Slice, StoreReader
 
-__all__ = ["Answer", "Held", "captured", "encoded", "read_slices", "slice_bytes", "sole"]
+__all__ = ["EncodedSlice", "SliceMemory", "captured", "encoded", "read_slices", "slice_bytes", "sole"]
 
 # While it is made, a slice lies in memory as stored, as float32 and as what is sent; measured, per float32.
 _TIMES, _JSON_TIMES = 4, 20
@@ -79,13 +79,13 @@ def slice_bytes(config: Config, manifest: Manifest, chosen: dict[str, list[int]]
     return numbers * 4 * (_JSON_TIMES if query.format == "json" else _TIMES)
 
 
-class Held:
+class SliceMemory:
     """Memory that a slice takes until its last byte is sent; ApiError 429 where all together would be too much.
 
     For any thread.
     """
 
-    def __init__(self, service: Service, owner: str, nbytes: int) -> None:
+    def __init__(self, service: ApiService, owner: str, nbytes: int) -> None:
         self.service, self.owner, self.nbytes = service, owner, 0
         held, limit = service.slice_bytes, service.config.slices_in_flight_bytes_max
         with service.slice_lock:
@@ -96,7 +96,7 @@ class Held:
             self._set(nbytes)
 
     def only(self, nbytes: int) -> None:
-        """What is left of it: the answer, once it is made."""
+        """Keeps no more than the answer takes, once it is made."""
         with self.service.slice_lock:
             self._set(nbytes)
 
@@ -110,7 +110,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EncodedSlice:
     """Encoded rows and what the headers say of them."""
 
     buffers: list[bytes | memoryview]
@@ -158,14 +158,14 @@ class Answer:
 
 
 def read_slices(reader: StoreReader, manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery,
-                owner: str) -> Answer:
+                owner: str) -> EncodedSlice:
     """Rows present at every site and layer asked for, encoded."""
     return encoded(manifest, [
         _joined([reader.slice(manifest.id, site, layers, start, stop, owner, query.rejected)
                  for start, stop in query.ranges]) for site, layers in chosen.items()], query)
 
 
-def encoded(manifest: Manifest, slices: Sequence[Slice], query: SliceQuery) -> Answer:
+def encoded(manifest: Manifest, slices: Sequence[Slice], query: SliceQuery) -> EncodedSlice:
     """The rows that all of the slices have, one after the other in one format."""
     # While a capture runs, a site that is read later may reach further.
     start, stop = slices[0].start, min(piece.stop for piece in slices)
@@ -191,7 +191,7 @@ def encoded(manifest: Manifest, slices: Sequence[Slice], query: SliceQuery) -> A
     meta = {"capture": manifest.id, "dtype": query.dtype, "model_dtype": slices[0].dtype, **about}
     missing = merged(Missing(gap.start, min(gap.stop, stop), gap.reason)
                      for piece in slices for gap in piece.missing if gap.start < stop)
-    return Answer(encode(query.format, arrays, index, query.dtype, meta), len(positions), start, stop, missing,
+    return EncodedSlice(encode(query.format, arrays, index, query.dtype, meta), len(positions), start, stop, missing,
                    about)
 
 
@@ -230,7 +230,7 @@ def _joined(parts: Sequence[Slice]) -> Slice:
 
 
 def _about(slices: Sequence[Slice]) -> dict[str, str]:
-    """What the numbers are, as JSON by site: a projection's are not the row's own, and what was kept may be little."""
+    """Meaning of the numbers, as JSON by site: a projection's are not the row's own, and little may be kept."""
     known = {piece.site: identified(piece.codec) for piece in slices}
     energy = {piece.site: kept for piece in slices if (kept := piece.kept_energy()) is not None}
     about: dict[str, dict[str, Any]] = {

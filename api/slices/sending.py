@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Mapping
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-__all__ = ["Bounded", "tell_stalled"]
+__all__ = ["StallLimited", "tell_stalled"]
 
 log = logging.getLogger("vllm_tap.api")
 
 
-class Bounded(StreamingResponse):
+class StallLimited(StreamingResponse):
     """A streamed answer; a caller who takes nothing of it for ``stall_s`` seconds is cut off."""
 
     def __init__(self, content: AsyncIterator[bytes | memoryview], stall_s: float, media_type: str,

@@ -29,7 +29,7 @@ from api.config import Config
 from api.errors import ApiError
 from api.metrics import Metrics
 from api.service import Service
-from api.slices.reading import Held
+from api.slices.reading import SliceMemory
 from schemas import limits
 from schemas.catalog.tables import CAPTURE_BYTES
 from schemas.codecs import streams
@@ -202,14 +202,15 @@ def test_no_key_takes_all_that_they_share(stack: Stack) -> None:
             assert [refused(lambda: follow("alice")) for _ in range(half + 1)] == [False] * half + [True]
             assert [refused(lambda: follow("bob")) for _ in range(half)] == [False] * half
             assert refused(lambda: follow("carol"))
-        held = [Held(service, "alice", 300)]
-        assert refused(lambda: Held(service, "alice", 300))
-        held += [Held(service, "bob", 600), Held(service, "carol", 100)]
-        assert refused(lambda: Held(service, "carol", 200))
+        held = [SliceMemory(service, "alice", 300)]
+        assert refused(lambda: SliceMemory(service, "alice", 300))
+        held += [SliceMemory(service, "bob", 600), SliceMemory(service, "carol", 100)]
+        assert refused(lambda: SliceMemory(service, "carol", 200))
         for each in held:
             each.release()
-        huge = Held(service, "alice", 5000)  # it would never be served otherwise
-        assert refused(lambda: Held(service, "alice", 1)) and not refused(lambda: Held(service, "bob", 400))
+        huge = SliceMemory(service, "alice", 5000)  # it would never be served otherwise
+        assert refused(lambda: SliceMemory(service, "alice", 1))
+        assert not refused(lambda: SliceMemory(service, "bob", 400))
         huge.release()
         done = threading.Event()
         slow = [asyncio.create_task(service.read_map(lambda _: done.wait(10), "alice")) for _ in range(8)]

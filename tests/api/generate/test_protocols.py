@@ -15,7 +15,7 @@ from msgspec import structs
 from api.auth.keys import make_key
 from api.errors import ApiError, BadParam
 from api.generate.done_finder import DoneFinder
-from api.generate.generation import check_owned, plan, wish
+from api.generate.generation import capture_request, check_owned, plan
 from api.protocols import CHAT, MESSAGES, PROTOCOLS, RESPONSES
 from schemas.ids import new_ulid
 from schemas.store.paths import KEYS_FILE
@@ -201,7 +201,7 @@ def test_messages_of_an_old_vllm_are_not_captured() -> None:
                                         ("0.1.dev9837+g1a2b3c4d5.cu129", MESSAGES, True), ("0.26.0", CHAT, True),
                                         ("0.26.0", RESPONSES, True)):
         engine = structs.replace(engine_info("float32"), vllm_version=version)
-        asked = wish({"capture": {}}, protocol, None)
+        asked = capture_request({"capture": {}}, protocol, None)
         if captured:
             assert plan(asked, engine).response_id.startswith(protocol.id_prefix)
         else:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from api.generate.generation import plan, wish
+from api.generate.generation import capture_request, plan
 from api.protocols import COMPLETION
 from schemas import limits
 from schemas.errors import LimitError
@@ -322,7 +322,7 @@ def test_too_much_for_an_answer(stack: Stack) -> None:
 def test_many_prompts_and_ranges_are_soon_counted(lengths: list[int]) -> None:
     """The service does nothing else meanwhile."""
     spec = {**SPEC, "return": "inline", "positions": [[2 * at, 2 * at + 1] for at in range(4000)]}
-    asked = wish({"prompt": [[1] * length for length in lengths], "capture": spec}, COMPLETION, None)
+    asked = capture_request({"prompt": [[1] * length for length in lengths], "capture": spec}, COMPLETION, None)
     began_s = time.process_time()
     if lengths[-1] == 1:
         assert plan(asked, engine_info("bfloat16")).count == 4096

@@ -1,4 +1,4 @@
-"""What a map of a capture shows: one number for each layer × position, computed from the stored rows.
+"""Measures of a map: one number for each layer × position, computed from the stored rows.
 
     norm         |x|, the length of the row
     cosine       of the row and the one at a chosen position, in the same layer; or, against another capture, of the
@@ -35,7 +35,7 @@ F64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class MapRequest:
-    """What a map is of: positions ``[start, stop)`` of some layers of a site, by a measure.
+    """The part of a capture that a map shows: positions ``[start, stop)`` of some layers of a site, by a measure.
 
     ``against`` is the capture that the shown one is held against, ``position`` the one that ``cosine`` compares with.
     """
@@ -197,7 +197,7 @@ def _gaps(manifest: Manifest, site: str) -> dict[int, list[Missing]]:
 
 
 def _missing(asked: MapRequest) -> list[tuple[int, Missing, int]]:
-    """What is not there, clipped to the range: what was asked for and is missing, and what was not asked for."""
+    """Missing rows, clipped to the range: what was asked for and is missing, and what was not asked for."""
     found = []
     for of, manifest in enumerate((asked.shown, asked.against)):
         if manifest is None:

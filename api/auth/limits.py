@@ -1,8 +1,8 @@
-"""What a key's captures may take: what there is and what its requests in flight may yet add, against its quota."""
+"""Limits of owners: what all keys share, so divided that none shuts out the others, and the bytes each key may take."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +11,22 @@ import anyio
 from api.errors import OverQuota
 from schemas.read.reader import StoreReader
 
-__all__ = ["Quotas"]
+__all__ = ["Quotas", "fits", "share"]
+
+
+def share(limit: int, owner: str) -> int:
+    """Part of ``limit`` that one owner may have: half, or all on a service without keys, where there is but one."""
+    return max(1, limit // 2) if owner else limit
+
+
+def fits(held: Counter[str], owner: str, more: int, limit: int) -> bool:
+    """Whether an owner may have so much more beside what all hold; where nobody holds anything it may be any amount.
+
+    So one may hold more than its share, but it never counts for more: the others still get theirs.
+    """
+    mine = held[owner]
+    others = sum(min(amount, share(limit, other)) for other, amount in held.items() if other != owner)
+    return not (mine or others) or (others + mine + more <= limit and (not mine or mine + more <= share(limit, owner)))
 
 
 @dataclass(frozen=True, slots=True)
