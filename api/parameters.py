@@ -10,8 +10,19 @@ from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Final, get_origin
 
 from fastapi import Path
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -41,23 +52,44 @@ REF_SCHEMA: Final[dict[str, Any]] = {
 
 
 class Route(APIRoute):
-    """A route that refuses a parameter given twice, where it is no list: FastAPI would take the last."""
+    """A route that takes the request, names in its path and one model of its query, which pydantic checks.
+
+    FastAPI describes it; its own way to an endpoint takes 0.1 ms more, 5 % of a slice of one row.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-        models = [field.field_info.annotation for field in self.dependant.query_params]
-        lists = {name for model in models if model is not None for name, field in model.model_fields.items()
+        endpoint, names = self.endpoint, self.dependant.path_params
+        models = {field.name: field.field_info.annotation for field in self.dependant.query_params}
+        lists = {name for model in models.values() if model is not None for name, field in model.model_fields.items()
                  if get_origin(field.annotation) is list}
 
-        async def handle_once(request: Request) -> Response:
-            params = request.query_params
-            if models and len(params) < len(params.multi_items()):
-                for name in params.keys() - lists:
-                    if len(given := params.getlist(name)) > 1:
-                        raise BadParam(name, given, "given more than once")
-            return await handle(request)
+        async def handle(request: Request) -> Response:
+            values = {field.name: field.validate(request.path_params[field.alias], {}, loc=("path", field.alias))[0]
+                      for field in names}
+            if models:
+                given = _given(request.query_params, lists)
+                values |= {name: _checked(model, given) for name, model in models.items()}
+            answer: Response = await endpoint(request, **values)
+            return answer
 
-        return handle_once
+        return handle
+
+
+def _given(params: QueryParams, lists: set[str]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for name in params:
+        values = params.getlist(name)
+        if len(values) > 1 and name not in lists:
+            raise BadParam(name, values, "given more than once")
+        given[name] = values if name in lists else values[0]
+    return given
+
+
+def _checked(model: Any, given: dict[str, Any]) -> Any:
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise RequestValidationError([{**each, "loc": ("query", *each["loc"])} for each in error.errors()]) from None
 
 
 class Parameters(BaseModel):

@@ -50,8 +50,7 @@ _ANSWERS: Final = {**answers(_CONTENT, 400, 404, 406, 413, 416, 504),
              description="What GET would answer, without its body: size, ETag, rows, what is missing.")
 async def activations(request: Request, ref: Ref, asked: Annotated[SliceQuery, Query()]) -> Response:
     """A slice; what is missing is named in X-Tap-Missing and never filled in."""
-    service = service_of(request)
-    query = asked.accepting(None if "format" in request.query_params else request.headers.get("accept"))
+    service, query = service_of(request), asked.accepting(request.headers.get("accept"))
 
     def look() -> tuple[Manifest, bool]:
         manifest = sole(service.reader(), ref, owner_of(request))

@@ -104,7 +104,7 @@ class SliceQuery(RangeParameters, SiteQuery):
     def _find_ranges(self) -> SliceQuery:
         if self.positions is None:
             self._ranges = [(self.start, limits.position_max if self.stop is None else self.stop)]
-        elif self.start or self.stop is not None:
+        elif self.model_fields_set & {"start", "stop"}:
             raise BadParam("positions", self.positions, "either positions, or start and stop")
         else:
             self._ranges = _merged(self.positions)
@@ -112,13 +112,13 @@ class SliceQuery(RangeParameters, SiteQuery):
         return self
 
     def accepting(self, accept: str | None) -> SliceQuery:
-        """The query in the format of an Accept header, None where a format was named.
+        """The query in the format of an Accept header, where it names none itself.
 
-        BadParam where that cannot hold the dtype, ApiError 406 where none of the header's types can be had.
+        BadParam where the format cannot hold the dtype, ApiError 406 where none of the header's types can be had.
         """
         query, available = self, available_formats()
-        if accept:
-            query = self.model_copy(update={"format": _accepted_format(accept)})
+        if accept and "format" not in self.model_fields_set and (found := _accepted_format(accept)) != self.format:
+            query = self.model_copy(update={"format": found})
         if query.format not in available:
             raise BadParam("format", query.format, f"needs pyarrow on the server; valid: {', '.join(available)}")
         if query.dtype == "bfloat16" and query.format in ("npy", "npz", "arrow"):
