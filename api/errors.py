@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -34,8 +34,8 @@ from schemas.errors import (
     TapError,
 )
 
-__all__ = ["ApiError", "BadParam", "Json", "NotCaptured", "OverQuota", "error_response", "install",
-           "status_of", "stopped"]
+__all__ = ["BROKEN", "ApiError", "BadParam", "Json", "NotCaptured", "OverQuota", "body_of", "error_response", "install",
+           "several_captures", "stopped"]
 
 log = logging.getLogger("vllm_tap.api")
 
@@ -80,6 +80,12 @@ class BadParam(ApiError):
         super().__init__(400, "invalid_parameter", f"{param} = {shown}: {valid}", param)
 
 
+def several_captures(ref: str, captures: Sequence[str]) -> ApiError:
+    """The answer where one capture is needed, and a name stands for several."""
+    shown = ", ".join(captures[:8]) + (", …" if len(captures) > 8 else "")
+    return ApiError(400, "several_captures", f"{ref!r} names {len(captures)} captures; ask for one: {shown}", "ref")
+
+
 def stopped() -> ApiError:
     """The answer where this service is being stopped."""
     return ApiError(503, "stopping", "the service is being stopped", headers={"Retry-After": "5"})
@@ -110,6 +116,24 @@ def body(status: int, code: str, message: str, param: str | None = None) -> dict
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+BROKEN: Final = (ApiError, TapError, sqlite3.Error, OSError)  # what reading the store may end with
+
+
+def body_of(error: Exception) -> dict[str, Any]:
+    """The error object of what is in ``BROKEN``, where it is a part of an answer that has begun."""
+    if isinstance(error, ApiError):
+        return body(error.status, error.code, error.message, error.param)
+    if isinstance(error, TapError):
+        return body(*status_of(error), str(error), _param_of(error))
+    return body(503, "store_unavailable", f"the store cannot be read now: {error}")
+
+
+def _param_of(error: TapError) -> str | None:
+    if isinstance(error, SpecError):
+        return error.name_of(error.field)
+    return error.param if isinstance(error, NotCaptured) else None
+
+
 class Json(Response):
     """JSON in ASCII: callers and upstream may send halves of surrogate pairs, which UTF-8 cannot hold."""
 
@@ -128,11 +152,8 @@ def error_response(status: int, code: str, message: str, param: str | None = Non
 def tap_response(error: TapError) -> Json:
     """Any shared error as an answer."""
     status, code = status_of(error)
-    param = error.param if isinstance(error, NotCaptured) else None
-    if isinstance(error, SpecError):
-        param = error.name_of(error.field)
     headers = {"Retry-After": "1"} if status == 503 else None
-    return error_response(status, code, str(error), param, headers)
+    return error_response(status, code, str(error), _param_of(error), headers)
 
 
 def _methods(request: Request) -> list[str]:

@@ -29,6 +29,7 @@ class Protocol:
     """
 
     path: str
+    meaning: str  # of an answer
     id_prefix: str
     texts: Callable[[Mapping[str, Any]], list[int | bytes]]  # of each prompt how many tokens it has, or its text
     bounds: tuple[str, ...] = ("max_completion_tokens", "max_tokens")  # of what is generated, the first that is there
@@ -134,13 +135,15 @@ def _check_tools(path: str, tools: object) -> None:
                            "one request, which cannot be captured under one id; leave it out, and run it yourself")
 
 
-COMPLETION: Final = Protocol("/v1/completions", "cmpl-", _completion, lists=True)
-CHAT: Final = Protocol("/v1/chat/completions", "chatcmpl-", _spoken("messages"))
+COMPLETION: Final = Protocol("/v1/completions", "A completion", "cmpl-", _completion, lists=True)
+CHAT: Final = Protocol("/v1/chat/completions", "A chat completion", "chatcmpl-", _spoken("messages"))
 RESPONSES: Final = Protocol(
-    "/v1/responses", "resp_", _spoken("instructions", "input", "previous_input_messages"), ("max_output_tokens",),
+    "/v1/responses", "A response, as agents ask for it", "resp_",
+    _spoken("instructions", "input", "previous_input_messages"), ("max_output_tokens",),
     samples=False, place=("response",), check=_check_response,
     ends=tuple(f"event: response.{end}\n".encode() for end in ("completed", "incomplete", "failed")))
 MESSAGES: Final = Protocol(
-    "/v1/messages", "chatcmpl-", _spoken("system", "messages"), ("max_tokens",), samples=False, place=(),
+    "/v1/messages", "A message of Anthropic's protocol", "chatcmpl-", _spoken("system", "messages"), ("max_tokens",),
+    samples=False, place=(),
     ends=(b"event: message_stop\n",), salted_from=(0, 27, 1), captured_from=(0, 29))
 PROTOCOLS: Final = {each.path: each for each in (COMPLETION, CHAT, RESPONSES, MESSAGES)}

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import sqlite3
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from api.errors import body, status_of
+from api.errors import BROKEN, body_of
 from api.generate.generation import Plan
 from api.service import ApiService
 from schemas import limits
-from schemas.errors import TapError
 from schemas.probes import Probe
 from schemas.read.reader import StoreReader
 from schemas.sites import PROBE
 
-__all__ = ["BROKEN", "about", "answer_scores", "missing_scores", "refused", "rows_of", "url_of"]
-
-BROKEN: Final = (TapError, sqlite3.Error, OSError)  # where the store cannot be read, the generation goes on
+__all__ = ["about", "answer_scores", "missing_scores", "rows_of", "url_of"]
 
 
 def about(index: int, capture: str, name: str, probe: Probe | None) -> dict[str, Any]:
@@ -42,13 +38,6 @@ def rows_of(positions: npt.NDArray[np.uint32], token_ids: npt.NDArray[np.uint32]
 def url_of(capture: str, name: str) -> str:
     """Address of the scores as a slice."""
     return f"/v1/captures/{capture}/activations?site={PROBE}{name}"
-
-
-def refused(error: Exception) -> dict[str, Any]:
-    """The error object in the place of scores that cannot be read."""
-    if isinstance(error, TapError):
-        return body(*status_of(error), str(error))
-    return body(503, "store_unavailable", f"the store cannot be read now: {error}")
 
 
 async def answer_scores(service: ApiService, planned: Plan, owner: str) -> list[dict[str, Any]]:
@@ -77,7 +66,7 @@ async def answer_scores(service: ApiService, planned: Plan, owner: str) -> list[
     try:
         return await service.read(read)
     except BROKEN as error:  # the generation is answered all the same; its scores can be read as slices
-        return [refused(error)]
+        return [body_of(error)]
 
 
 async def missing_scores(service: ApiService, planned: Plan, owner: str) -> list[dict[str, Any]]:
@@ -100,4 +89,4 @@ async def missing_scores(service: ApiService, planned: Plan, owner: str) -> list
     try:
         return await service.read(read)
     except BROKEN as error:
-        return [refused(error)]
+        return [body_of(error)]

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from api.errors import ApiError
+from api.errors import BROKEN, ApiError, body_of
 from api.feed import Moved
 from api.generate.done_finder import last_event
 from api.generate.generation import Plan
 from api.live.follower import Follower
-from api.live.score_lists import BROKEN, about, refused, rows_of
+from api.live.score_lists import about, rows_of
 from api.service import ApiService
 from api.slices.query import SiteQuery
 from schemas import limits
@@ -233,7 +233,7 @@ class ScoreEvents:
                     looked = [each for each in self._lists if each.capture in moved]
             except BROKEN as error:  # the generation goes on; the scores are in the store
                 log.warning("scores of %s are streamed no more: %s", self.planned.ulid, error)
-                await self._send(self.event(refused(error)))
+                await self._send(self.event(body_of(error)))
 
     async def _send(self, events: bytes) -> None:
         if events:

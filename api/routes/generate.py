@@ -33,7 +33,7 @@ from api.generate.upstream import (
 from api.live.score_lists import answer_scores, missing_scores
 from api.live.scores import ScoreEvents
 from api.live.waiting import settle, status_of_all
-from api.protocols import CHAT, COMPLETION, MESSAGES, RESPONSES, Protocol
+from api.protocols import PROTOCOLS, Protocol
 from api.service import ApiService, owner_of, service_of
 from api.slices.inline import inline
 from schemas.errors import LimitError, SpecError, StoreError, TapError
@@ -46,35 +46,6 @@ log = logging.getLogger("vllm_tap.api")
 _NEVER_BEGUN: Final = ("the engine never began it: is the plugin loaded in the model server, and does the server's "
                        "log say that its sender ended?")
 _TAIL_BYTES: Final = 16 * 1024  # of a stream, to find its last event in
-
-
-def _route(protocol: Protocol) -> dict[str, Any]:
-    return {"path": protocol.path, "responses": generation_answers(protocol),
-            "openapi_extra": generation_body(protocol)}
-
-
-@router.post(**_route(COMPLETION))
-async def completions(request: Request) -> Response:
-    """A completion; the body is vLLM's, plus ``capture``."""
-    return await generate(request, COMPLETION)
-
-
-@router.post(**_route(CHAT))
-async def chat_completions(request: Request) -> Response:
-    """A chat completion; the body is vLLM's, plus ``capture``."""
-    return await generate(request, CHAT)
-
-
-@router.post(**_route(RESPONSES))
-async def responses(request: Request) -> Response:
-    """A response, as agents ask for it; the body is vLLM's, plus ``capture``."""
-    return await generate(request, RESPONSES)
-
-
-@router.post(**_route(MESSAGES))
-async def messages(request: Request) -> Response:
-    """A message of Anthropic's protocol; the body is vLLM's, plus ``capture``."""
-    return await generate(request, MESSAGES)
 
 
 async def generate(request: Request, protocol: Protocol) -> Response:
@@ -298,3 +269,17 @@ async def _last(service: ApiService, planned: Plan, tail: bytes, done: bytes, ow
 def _copy(answer: httpx.Response, content: bytes) -> Response:
     headers = dict(forward_headers(answer.headers.multi_items(), frozenset(("content-encoding",))))
     return Response(content, answer.status_code, headers=headers)
+
+
+def _add_route(protocol: Protocol) -> None:
+    async def endpoint(request: Request) -> Response:
+        return await generate(request, protocol)
+
+    name = protocol.path.removeprefix("/v1/").replace("/", "_")
+    router.add_api_route(protocol.path, endpoint, methods=["POST"], name=name,
+                         description=f"{protocol.meaning}; the body is vLLM's, plus ``capture``.",
+                         responses=generation_answers(protocol), openapi_extra=generation_body(protocol))
+
+
+for _protocol in PROTOCOLS.values():
+    _add_route(_protocol)

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import logging
-import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Final, Literal
@@ -17,7 +16,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 from starlette.responses import Response
 
 from api.description import answers, event_content
-from api.errors import ApiError, BadParam, body, status_of
+from api.errors import BROKEN, ApiError, BadParam, body_of, several_captures
 from api.live.follower import Follower, choose
 from api.live.waiting import FINAL, poll
 from api.parameters import REF_SCHEMA, ULID, EventId, Parameters, Ref, Route, Sites, digits
@@ -26,7 +25,7 @@ from api.slices.formats import cast
 from api.slices.query import OneSiteQuery, SiteQuery
 from api.slices.sending import StallLimited
 from schemas import limits
-from schemas.errors import ArgumentError, NotFoundError, TapError
+from schemas.errors import ArgumentError, NotFoundError
 from schemas.manifest import Manifest
 from schemas.read.reader import LiveRows, Progress, StoreReader
 from schemas.sites import ask_site, names_of
@@ -95,8 +94,7 @@ async def live(request: Request, ref: Ref, query: Annotated[LiveParameters, Quer
     last = _last_event(request.headers.get("last-event-id")) if query.after is None else query.after
     captures = await poll(service, lambda: service.reader().samples(ref, owner), bool, 1.0)
     if len(captures) > 1:
-        raise ApiError(400, "several_captures", f"{ref!r} names {len(captures)} captures; ask for one: "
-                       + ", ".join(captures[:8]), "ref")
+        raise several_captures(ref, captures)
     await service.read(lambda reader: choose(reader, captures[0], owner, query))  # what is wrong with it is a 4xx
     return EventStream(service, _rows(service, captures[0], owner, query, last))
 
@@ -238,11 +236,7 @@ class EventStream(StallLimited):
         try:
             async for event in events:
                 yield event
-        except ApiError as error:
-            yield _event("error", body(error.status, error.code, error.message, error.param))
-        except TapError as error:
-            log.warning("an event stream ended: %s", error)
-            yield _event("error", body(*status_of(error), str(error)))
-        except (sqlite3.Error, OSError) as error:
-            log.warning("an event stream ended: %r", error)
-            yield _event("error", body(503, "store_unavailable", f"the store cannot be read now: {error}"))
+        except BROKEN as error:
+            if not isinstance(error, ApiError):
+                log.warning("an event stream ended: %r", error)
+            yield _event("error", body_of(error))

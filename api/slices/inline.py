@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-import sqlite3
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from api.errors import ApiError, body, status_of
+from api.errors import BROKEN, body_of
 from api.service import ApiService
 from api.slices.query import SliceQuery
 from api.slices.reading import SliceMemory, captured, read_slices, slice_bytes
 from schemas import limits
-from schemas.errors import LimitError, TapError
+from schemas.errors import LimitError
 from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
 
@@ -38,12 +37,8 @@ async def inline(service: ApiService, ids: Sequence[str], owner: str) -> dict[st
                                                        for manifest, layers in chosen})
         finally:
             held.release()
-    except ApiError as error:
-        return body(error.status, error.code, error.message, error.param)
-    except TapError as error:
-        return body(*status_of(error), str(error))
-    except sqlite3.Error as error:
-        return body(503, "store_unavailable", f"the catalog cannot be read now: {error}")
+    except BROKEN as error:
+        return body_of(error)
     return {"format": _ALL.format, "dtype": _ALL.dtype, "captures": found}
 
 

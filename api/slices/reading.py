@@ -18,7 +18,7 @@ import xxhash
 
 from api.auth.limits import fits, share
 from api.config import Config
-from api.errors import ApiError, BadParam
+from api.errors import ApiError, BadParam, several_captures
 from api.service import ApiService
 from api.slices.formats import Arrays, encode, itemsize, narrow
 from api.slices.query import SliceQuery
@@ -50,8 +50,7 @@ def sole(reader: StoreReader, ref: str, owner: str) -> Manifest:
     """The manifest of the one capture that a name stands for; ApiError 400 where it stands for several."""
     found = reader.sole(ref, owner)
     if isinstance(found, list):
-        shown = ", ".join(found[:8]) + (", …" if len(found) > 8 else "")
-        raise ApiError(400, "several_captures", f"{ref!r} names {len(found)} captures; ask for one: {shown}", "ref")
+        raise several_captures(ref, found)
     return found
 
 
