@@ -83,7 +83,8 @@ class BadParam(ApiError):
 def several_captures(ref: str, captures: Sequence[str]) -> ApiError:
     """The answer where one capture is needed, and a name stands for several."""
     shown = ", ".join(captures[:8]) + (", …" if len(captures) > 8 else "")
-    return ApiError(400, "several_captures", f"{ref!r} names {len(captures)} captures; ask for one: {shown}", "ref")
+    return ApiError(400, "several_captures", f"{ref!r} names {len(captures)} captures; ask for one: {shown}",
+                    param="ref")
 
 
 def stopped() -> ApiError:
