@@ -28,7 +28,7 @@ from api.auth.keys import KeyFile, make_key, read_keys, revoke_key, set_quota
 from api.config import Config
 from api.errors import ApiError
 from api.metrics import Metrics
-from api.service import Service
+from api.service import ApiService
 from api.slices.reading import SliceMemory
 from schemas import limits
 from schemas.catalog.tables import CAPTURE_BYTES
@@ -194,7 +194,7 @@ def test_no_key_takes_all_that_they_share(stack: Stack) -> None:
 
     async def check() -> None:
         config = Config(stack.store, stack.endpoint, slices_in_flight_bytes_max=1000)
-        service = Service(config, Metrics(), ControlChannel(config.endpoint, "api"), httpx.AsyncClient())
+        service = ApiService(config, Metrics(), ControlChannel(config.endpoint, "api"), httpx.AsyncClient())
         with ExitStack() as streams:
             def follow(owner: str) -> object:
                 return streams.enter_context(service.feed.follow([new_ulid()], owner))
