@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from schemas.native.native_loops import loops_for
+from schemas.native.loops import loops_for
 
 __all__ = ["DTYPES", "FORMATS", "MEDIA_TYPES", "Arrays", "Dtype", "Format", "available_formats", "cast", "encode",
            "itemsize", "narrow"]
@@ -65,16 +65,15 @@ def cast(values: npt.NDArray[np.float32], dtype: str) -> Array:
 def narrow(values: npt.NDArray[np.float32], dtype: str, found: Array) -> None:
     """``cast`` to float16 or bfloat16 into an array of that shape; both lie in one piece."""
     values, found = values.reshape(-1), found.reshape(-1)
-    loops = loops_for(len(values) // _NUMBERS_A_PIECE)
-    done = loops.narrowed(values, dtype, found.view(np.uint16)) if loops is not None else 0
-    rest = values[done:]
-    if dtype == "float16":
+    if (loops := loops_for(len(values) // _NUMBERS_A_PIECE)) is not None:
+        loops.narrowed(values, dtype, found.view(np.uint16))
+    elif dtype == "float16":
         with np.errstate(over="ignore"):
-            found[done:] = rest
-        return
-    bits = rest.view(np.uint32)
-    found[done:] = (bits >> 16 & 1) + 0x7FFF + bits >> 16
-    found[done:][np.isnan(rest)] = 0x7FC0
+            found[:] = values
+    else:
+        bits = values.view(np.uint32)
+        found[:] = (bits >> 16 & 1) + 0x7FFF + bits >> 16
+        found[np.isnan(values)] = 0x7FC0
 
 
 def encode(format_: str, arrays: Arrays, index: Arrays, dtype: str, meta: Mapping[str, str]) -> Buffers:

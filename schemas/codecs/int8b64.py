@@ -23,7 +23,7 @@ from schemas.codecs.declare import (
     float_stream,
     index_dtype,
 )
-from schemas.native.native_loops import loops_for
+from schemas.native.loops import loops_for
 
 BLOCK: Final = 64
 OUTLIERS: Final = 8

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.codecs.declare import F32, CodecFamily, Pieces, Stream, bfloat16_to_float32, float_stream
-from schemas.native.native_loops import loops_for
+from schemas.native.loops import loops_for
 
 _NUMBERS_A_PIECE: Final = 256  # of them NumPy takes as much longer than machine code as Python does of one hash
 
@@ -26,8 +26,7 @@ def decode(pieces: Pieces, width: int, dtype: str) -> F32:
     if dtype == "float16" and (loop := loops_for(x.size // _NUMBERS_A_PIECE)) is not None:
         flat, wide = np.ascontiguousarray(x).reshape(-1).view(np.float16), np.empty(x.shape, np.float32)
         numbers = wide.reshape(-1)
-        done = loop.widened(flat.view(np.uint16), numbers)
-        numbers[done:] = flat[done:]
+        loop.widened(flat.view(np.uint16), numbers)
         return wide
     return x.astype(np.float32)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from schemas.catalog.records import Extent, Segment
 from schemas.codecs import Stream
 from schemas.errors import CorruptError, StoreError
-from schemas.native.native_loops import Loops, loops_for
+from schemas.native.loops import Loops, loops_for
 from schemas.read.coverage import Rows
 from schemas.read.location_columns import FLAGS, I64, KIND, OFFSET, PARTS, SEGMENT, TOKEN, Bytes
 from schemas.read.segment_maps import SegmentMaps, beyond, pieces_of

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from schemas.catalog.records import Segment
 from schemas.errors import CorruptError, StoreError
-from schemas.native.native_loops import loops_for
+from schemas.native.loops import loops_for
 from schemas.read.held_files import Holdings, View
 from schemas.read.location_columns import FIRST, FLAGS, I64, KIND, OFFSET, PARTS, ROW, STEP, TOKEN, Bytes
 from schemas.store.cold_block import ColdBlock

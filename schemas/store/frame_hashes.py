@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from schemas.codecs import Stream
-from schemas.native.native_loops import loops_for
+from schemas.native.loops import loops_for
 from schemas.store.row_checksums import digests, side_digests
 from schemas.store.segment import FrameView, check_streams
 
@@ -39,7 +39,7 @@ def _joined(buffers: Sequence[memoryview]) -> memoryview:
 
 
 def _stream(buffers: Sequence[memoryview], piece_bytes: int, seeds: U64 | None) -> tuple[int, U64]:
-    """As schemas.native.native_loops.Loops.stream."""
+    """As schemas.native.loops.Loops.stream."""
     digest, found, first = xxhash.xxh3_64(), [], 0
     step = max(1, cache_bytes // piece_bytes)
     for buffer in buffers:

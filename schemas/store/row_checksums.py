@@ -13,7 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from schemas.errors import CorruptError
-from schemas.native.native_loops import loops_for
+from schemas.native.loops import loops_for
 from schemas.store.map_file import map_file
 
 __all__ = ["BlockChecksums", "digests", "piece_bytes_min", "piece_digests", "side_digests"]

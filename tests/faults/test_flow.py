@@ -325,7 +325,7 @@ def test_row_20_flipped_bits_in_messages(
 
 
 def warm_up(traffic: Traffic, store: Path) -> None:
-    """So many rows that what is loaded late has been, such as LLVM: that is no leak."""
+    """So many rows that what is loaded late has been, such as numba: that is no leak."""
     capture = new_ulid()
     traffic.engine.open(capture)
     for start in range(0, 20_000, 2000):

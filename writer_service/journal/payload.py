@@ -10,7 +10,7 @@ import xxhash
 
 from schemas import codecs
 from schemas.errors import ProtocolError
-from schemas.native.native_loops import loops_for
+from schemas.native.loops import loops_for
 from schemas.store.frame_hashes import hash_streams
 from schemas.store.row_checksums import piece_bytes_min
 from schemas.wire.messages import Frame

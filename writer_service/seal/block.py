@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google_crc32c import value as crc32c
 
 from schemas import codecs
 from schemas.codecs import Stream
 from schemas.errors import StoreError
 from schemas.store.paths import main_chunk
-from writer_service.seal.crc32c import crc32c
 from writer_service.seal.sealing import MISSING, ROW_COLUMNS
 
 Array = npt.NDArray[Any]

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from google_crc32c import value as crc32c
 
 from schemas import codecs, limits
 from schemas.codecs import Stream
@@ -30,7 +31,6 @@ from schemas.store.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, fra
 from schemas.wire.row_table import FLAG_ERASED
 from writer_service import fs, log
 from writer_service.journal.checksum_cache import FrameChecksums
-from writer_service.seal.crc32c import crc32c
 
 MISSING: Final = np.uint64(2**64 - 1)
 ROW_COLUMNS: Final = ("capture", "position", "token_id", "flags")

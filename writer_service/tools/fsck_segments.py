@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google_crc32c import value as crc32c
 
 from schemas.catalog.records import Segment, load_frames
 from schemas.errors import CorruptError, StoreError
@@ -21,7 +22,6 @@ from schemas.store.map_file import map_file
 from schemas.store.paths import main_chunk
 from schemas.store.segment import FLAG_REDACTED, FrameView, check_streams, parse_frame, verify_payload
 from writer_service.seal.block import Block, open_block
-from writer_service.seal.crc32c import crc32c
 from writer_service.seal.sealing import MISSING, ROW_COLUMNS, gather
 from writer_service.tools.findings import (
     I64,

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from google_crc32c import value as crc32c
 
 from schemas import codecs, limits
 from schemas.catalog.records import Extent, Segment, load_drops, load_extents, load_segment
@@ -32,7 +33,6 @@ from schemas.store.segment import FrameHeader
 from schemas.wire.messages import Frame
 from schemas.wire.row_table import RowTable
 from writer_service import fs
-from writer_service.seal.crc32c import crc32c
 from writer_service.seal.sealing import MISSING, fill_of, stream_attributes, write_whole
 
 KEPT: Final = ("store_version", "segment_version", "writer", "writer_epoch", "site", "width", "model_dtype",

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from google_crc32c import value as crc32c
 
 from schemas.errors import CorruptError, StoreError
 from schemas.store.map_file import map_file
@@ -27,7 +28,6 @@ from schemas.store.segment import FrameView, parse_frame, redacted_head
 from schemas.wire.row_table import FLAG_ERASED
 from writer_service import fs, log
 from writer_service.seal.block import Block, open_block, side_chunk
-from writer_service.seal.crc32c import crc32c
 from writer_service.seal.sealing import MISSING, fill_of
 
 page_bytes: Final = 4096

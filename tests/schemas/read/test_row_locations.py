@@ -15,7 +15,7 @@ import pytest
 from schemas import codecs
 from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError
 from schemas.ids import new_ulid
-from schemas.native import native_loops
+from schemas.native import loops as native_loops
 from schemas.read import coverage_cache as covered_module
 from schemas.read import held_files, segment_maps
 from schemas.read import reader as reader_module

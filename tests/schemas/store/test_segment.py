@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from schemas import codecs
 from schemas.errors import CorruptError, StoreError
 from schemas.ids import new_ulid
-from schemas.native import native_loops
 from schemas.store.frame_hashes import prove_frame
 from schemas.store.segment import PRELUDE, FrameHeader, encode_head, parse_frame, seal_head, verify_payload, walk
 from schemas.wire.messages import Frame, StreamPart
@@ -25,7 +23,6 @@ from schemas.wire.row_table import RowTable
 from writer_service import fs
 from writer_service.catalog.changes import SegmentMade
 from writer_service.journal.open_segments import OpenSegment
-from writer_service.seal.crc32c import crc32c
 
 UUID = bytes(range(16))
 STREAM = new_ulid()
@@ -271,28 +268,3 @@ def test_no_bytes_make_the_walk_fail_or_read_changed_frames(data: st.DataObject)
 @given(st.binary(max_size=9000))
 def test_arbitrary_bytes_hold_no_frame(junk: bytes) -> None:
     assert list(walk(memoryview(junk), UUID, 3, "s", verify=verify_payload)) == []
-
-
-def crcs(data: bytes) -> set[int]:
-    """In NumPy, and in machine code where it can be made."""
-    loops = native_loops._loops or native_loops.load()
-    try:
-        native_loops._loops, native_loops._maker = None, threading.Thread()  # which makes none
-        found = {crc32c(data)}
-    finally:
-        native_loops._loops = loops
-    return found | {crc32c(data)}
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.binary(max_size=5000))
-def test_crc32c_equals_the_library(data: bytes) -> None:
-    google_crc32c = pytest.importorskip("google_crc32c")
-    assert crcs(data) == {google_crc32c.value(data)}
-
-
-def test_crc32c_of_a_large_index() -> None:
-    google_crc32c = pytest.importorskip("google_crc32c")
-    for size in (64 * 4096 - 1, 1 << 20, (1 << 20) + 17):
-        data = np.random.default_rng(size).bytes(size)
-        assert crcs(data) == {google_crc32c.value(data)}

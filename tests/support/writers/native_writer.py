@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from schemas.native.native_loops import load
+from schemas.native.loops import load
 from writer_service.__main__ import main
 
 if __name__ == "__main__":

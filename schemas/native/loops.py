@@ -2,10 +2,9 @@
 and wider; each in one call that leaves the interpreter alone.
 
 In Python each piece is a call and objects for it, three times what hashing 4 KB takes; NumPy goes over blocks twice.
-Here machine code loops over them, and calls the xxhash package's own functions. LLVM makes it, through llvmlite, which
-comes with vLLM: 50 ms of a processor and 12 MB of memory, once in a process, so it is made for those alone who hash
-many pieces, in a thread beside them. Where it cannot be made (no llvmlite, an xxhash without the functions, memory that
-may not become code) all go on in Python.
+numba, which comes with vLLM, compiles ``schemas.native.compiled``: a second of a processor and 145 MB of memory, once
+in a process, so it is done for those alone who hash many pieces, in a thread beside them. Where it cannot be done (no
+numba, an xxhash without the functions, memory that may not become code) all go on in Python.
 """
 
 from __future__ import annotations
@@ -16,69 +15,37 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.native.native_code import CODE
-
 __all__ = ["Loops", "load", "loops_for"]
 
-pieces_before: Final = 1 << 16  # hashed in Python, in about the time that making the loops takes
+pieces_before: Final = 1 << 16  # hashed in Python, before compiling the loops is worth it
 fork_waits_s: Final = 30.0  # at most, for the loops: should who forks hold what the thread needs, the fork goes on
 pieces_at_once: Final = 1 << 16  # whose addresses are held
-_HASH: Final = "XXH3_64bits_withSeed"
-_UPDATE: Final = "XXH3_64bits_update"
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 F32 = npt.NDArray[np.float32]
 U16 = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
+_NONE: Final = np.empty(0, np.uint64)
 
 
 class Loops:
-    """The machine code; ImportError, AttributeError, OSError or RuntimeError where it cannot be made."""
+    """The compiled loops, their arguments checked."""
 
     def __init__(self) -> None:
-        import llvmlite.binding as llvm
-
         _may_become_code()
-        self._xxhash = ctypes.CDLL(import_module("xxhash._xxhash").__file__)
+        from schemas.native import compiled
+
+        self._compiled, self._xxhash = compiled, compiled.XXHASH
         self._xxhash.XXH3_createState.restype = ctypes.c_void_p
         self._xxhash.XXH3_64bits_digest.restype = ctypes.c_uint64
         for name in ("XXH3_64bits_reset", "XXH3_64bits_digest", "XXH3_freeState"):
             getattr(self._xxhash, name).argtypes = [ctypes.c_void_p]
-        self._hash, self._update = self._address(_HASH), self._address(_UPDATE)
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        module = llvm.parse_assembly(CODE)
-        module.verify()
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten())
-        self._engine = llvm.create_mcjit_compiler(module, machine)
-        self._engine.finalize_object()
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        signature = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, number, pointer, number, pointer, pointer)
-        self._run = signature(self._engine.get_function_address("digests"))
-        signature = ctypes.CFUNCTYPE(None, pointer, number, pointer, number, pointer, pointer, pointer)
-        self._copy = signature(self._engine.get_function_address("gather"))
-        signature = ctypes.CFUNCTYPE(None, number, number, pointer, pointer, number, pointer, pointer, pointer, pointer,
-                                     number, pointer)
-        self._decode = signature(self._engine.get_function_address("decoded"))
-        signature = ctypes.CFUNCTYPE(None, number, pointer, pointer)
-        self._rounding = {dtype: self._engine.get_function_address(f"to_{dtype}") for dtype in ("bfloat16", "float16")}
-        self._narrow = {dtype: signature(address) for dtype, address in self._rounding.items()}
-        self._widen = signature(self._engine.get_function_address("from_float16"))
-        word = ctypes.c_uint32
-        self._crc = ctypes.CFUNCTYPE(word, number, pointer, pointer, word)(self._engine.get_function_address("crc"))
-
-    def _address(self, name: str) -> int | None:
-        """Of a function of the package, the one that takes the widest instructions of the processor where it has it."""
-        function: Any = getattr(self._xxhash, f"{name}_dispatch", None) or getattr(self._xxhash, name)
-        return ctypes.cast(function, ctypes.c_void_p).value
 
     def digests(self, pieces: Bytes, which: I64 | None, seeds: U64 | None) -> U64:
         """xxh3 of rows of an array, uint8 ``[n, piece bytes]``: of all, or of those named, in that order.
@@ -95,7 +62,7 @@ class Loops:
             addresses: I64 = rows * nbytes + start
             return addresses
 
-        return self._digests(at, len(pieces) if which is None else len(which), nbytes, seeds, None)
+        return self._digests(at, len(pieces) if which is None else len(which), nbytes, seeds, 0)
 
     def stream(self, buffers: Sequence[memoryview], piece_bytes: int, seeds: U64 | None) -> tuple[int, U64]:
         """xxh3 of buffers as one stream, and of each piece in them, while the cache has it; each has whole pieces."""
@@ -132,14 +99,14 @@ class Loops:
                 and target.max() < len(out) and len(starts) == len(target) and out.flags.c_contiguous):
             raise IndexError(f"pieces from byte {starts.min()} to {starts.max()} of {len(data)}")
         at, to = starts + np.frombuffer(data, np.uint8).ctypes.data, target * nbytes + out.ctypes.data
-        self._copy(None, len(at), at.ctypes.data, nbytes, to.ctypes.data, None, None)
+        self._compiled.copied(at, nbytes, to, _NONE, _NONE)
 
     def copy(self, at: I64, out: Bytes) -> None:
         """Copy the bytes at each of the addresses ``at`` to the rows of ``out``, uint8 ``[n, piece bytes]``, in order.
 
         That they are there, and stay meanwhile, is for who calls to see to.
         """
-        self._copied(None, at, out, None, None)
+        self._copied(at, out, _NONE, _NONE)
 
     def copy_hashed(self, at: I64, out: Bytes, seeds: U64 | None) -> U64:
         """As ``copy``; the xxh3 of each piece as it was copied. ``seeds`` are by piece; None: 0 for all."""
@@ -147,15 +114,15 @@ class Loops:
         if len(start) != len(out):
             raise ValueError(f"{len(start)} seeds for {len(out)} pieces")
         found = np.empty(len(out), np.uint64)
-        self._copied(self._hash, at, out, start.ctypes.data, found.ctypes.data)
+        self._copied(at, out, start, found)
         return found
 
-    def _copied(self, hash_: int | None, at: I64, out: Bytes, seeds: int | None, found: int | None) -> None:
+    def _copied(self, at: I64, out: Bytes, seeds: U64, found: U64) -> None:
         if at.shape != out.shape[:1] or not out.flags.c_contiguous:
             raise ValueError(f"addresses {at.shape} for an array {out.shape}")
-        at, nbytes = np.ascontiguousarray(at, np.int64), out.shape[1]
+        nbytes = out.shape[1]
         to = np.arange(len(out)) * nbytes + out.ctypes.data
-        self._copy(hash_, len(at), at.ctypes.data, nbytes, to.ctypes.data, seeds, found)
+        self._compiled.copied(np.ascontiguousarray(at, np.int64), nbytes, to, seeds, found)
 
     def decoded(self, codes: npt.NDArray[Any], scales: F32, at: I64, values: F32, dtype: str) -> npt.NDArray[Any]:
         """Codes, int8 ``[..., width]``, each block of 64 of them by one of ``scales`` ``[..., width / 64]``, then the
@@ -163,58 +130,42 @@ class Loops:
 
         IndexError where a column lies beyond.
         """
-        codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales)
-        at, values = np.ascontiguousarray(at), np.ascontiguousarray(values)
         width, kept = codes.shape[-1], at.shape[-1]
         rows = codes.size // width
         if codes.size != 64 * scales.size or width % 64 or at.shape != values.shape or at.size != rows * kept:
             raise ValueError(f"{scales.size} scales and {at.size} values for codes {codes.shape}")
         if at.size and not 0 <= at.min() <= at.max() < width:
             raise IndexError(f"columns {at.min()} to {at.max()} of {width}")
-        rounding = self._rounding.get(dtype)
-        found = np.empty(codes.shape, np.uint16 if dtype == "bfloat16" else dtype)
-        x = found if rounding is None else np.empty(width, np.float32)
-        self._decode(rows, width // 64, codes.ctypes.data, scales.ctypes.data, kept, at.ctypes.data, values.ctypes.data,
-                     rounding, x.ctypes.data, 4 * width if rounding is None else 0, found.ctypes.data)
+        whole, narrow = dtype == "float32", np.uint16 if dtype == "bfloat16" else dtype
+        found: npt.NDArray[Any] = np.empty(codes.shape, narrow)
+        x = found.reshape(rows, width) if whole else np.empty((1, width), np.float32)
+        out = np.empty((0, width), np.uint16) if whole else found.reshape(rows, width).view(np.uint16)
+        matrices = (np.ascontiguousarray(each).reshape(rows, size) for each, size in (
+            (codes, width), (scales, width // 64), (at, kept), (values, kept)))
+        self._compiled.decoded(*matrices, x, dtype == "bfloat16", out)
         return found
 
-    def narrowed(self, x: F32, dtype: str, out: U16) -> int:
-        """The bits of ``x`` as bfloat16 or float16, nearest, ties to even, into ``out``; how many of them are made:
-        whole blocks of 64, the rest is left to who calls.
-        """
+    def narrowed(self, x: F32, dtype: str, out: U16) -> None:
+        """The bits of ``x`` ``[n]`` as bfloat16 or float16, nearest, ties to even, into ``out``."""
         if x.shape != out.shape or not x.flags.c_contiguous or not out.flags.c_contiguous:
             raise ValueError(f"numbers {x.shape} for an array {out.shape}")
-        self._narrow[dtype](x.size // 64, x.ctypes.data, out.ctypes.data)
-        return x.size // 64 * 64
+        self._compiled.narrowed(x, dtype == "bfloat16", out)
 
-    def widened(self, bits: U16, out: F32) -> int:
-        """float16, by its bits, as float32 into ``out``, exactly; how many of them are made: whole blocks of 64."""
+    def widened(self, bits: U16, out: F32) -> None:
+        """float16 ``[n]``, by its bits, as float32 into ``out``, exactly."""
         if bits.shape != out.shape or not (bits.flags.c_contiguous and out.flags.c_contiguous):
             raise ValueError(f"numbers {bits.shape} for an array {out.shape}")
-        self._widen(bits.size // 64, bits.ctypes.data, out.ctypes.data)
-        return bits.size // 64 * 64
+        self._compiled.widened(bits, out)
 
-    def crc(self, data: Bytes, tables: npt.NDArray[np.uint32], crc: int) -> int:
-        """A reflected CRC of 32 bits carried over data, whole words of 8 bytes; ``tables`` ``[8, 256]``: of a byte that
-        so many others follow.
-        """
-        if len(data) % 8 or tables.shape != (8, 256) or not (data.flags.c_contiguous and tables.flags.c_contiguous):
-            raise ValueError(f"{len(data)} bytes, tables {tables.shape}")
-        found: int = self._crc(len(data) // 8, data.ctypes.data, tables.ctypes.data, crc)
-        return found
-
-    def _digests(self, at: Callable[[int, int], I64], count: int, nbytes: int, seeds: U64 | None,
-                 state: int | None) -> U64:
+    def _digests(self, at: Callable[[int, int], I64], count: int, nbytes: int, seeds: U64 | None, state: int) -> U64:
         """Of ``count`` pieces; ``at(first, stop)`` are the addresses of some, asked for in order."""
         if seeds is not None and len(seeds) != count:
             raise ValueError(f"{len(seeds)} seeds for {count} pieces")
         zeros, out = np.zeros(min(count, pieces_at_once), np.uint64), np.empty(count, np.uint64)
         for first in range(0, count, pieces_at_once):
             stop = min(first + pieces_at_once, count)
-            part, to = at(first, stop), out[first:stop]
             start = zeros if seeds is None else np.ascontiguousarray(seeds[first:stop], np.uint64)
-            self._run(self._hash, self._update, state, len(part), part.ctypes.data, nbytes, start.ctypes.data,
-                      to.ctypes.data)
+            self._compiled.digests(state, at(first, stop), nbytes, start, out[first:stop])
         return out
 
 
@@ -242,7 +193,7 @@ def loops_for(pieces: int) -> Loops | None:
 def load() -> Loops | None:
     """Make the loops now; None where they cannot be made. Without the lock: who forks holds it and waits for this."""
     global _loops
-    with contextlib.suppress(ImportError, AttributeError, OSError, RuntimeError):
+    with contextlib.suppress(Exception):  # numba's own errors are of no narrower kind
         _loops = Loops()
     return _loops
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from api.slices.formats import cast
 from schemas import codecs
 from schemas.errors import CorruptError
-from schemas.native import native_loops
-from schemas.native.native_loops import load, loops_for
+from schemas.native import loops as native_loops
+from schemas.native.loops import load, loops_for
 from schemas.store.frame_hashes import hash_streams
 from schemas.store.row_checksums import piece_digests
 from tests.support.store_helpers import until
@@ -30,24 +30,24 @@ from tests.support.store_helpers import until
 PROGRAM = """
 {before}
 import numpy as np
-from schemas.native.native_loops import load
+from schemas.native.loops import load
 from schemas.store.row_checksums import piece_digests
 made = load() is not None
 print(made, piece_digests(np.arange(600, dtype=np.uint8).reshape(2, 300), []).tolist())
 """
 # PR_SET_MDWE, which Linux 6.3 brought
 NO_EXECUTABLE_MEMORY = "import ctypes, sys; ctypes.CDLL(None).prctl(65, 1, 0, 0, 0) == 0 or sys.exit(77)"
-NO_LLVM = "import sys; sys.modules['llvmlite'] = None"
-# Forks while the thread is importing llvmlite; exits as the child did: 0 where it has both the module and the loop.
+NO_NUMBA = "import sys; sys.modules['numba'] = None"
+# Forks while the thread is importing numba; exits as the child did: 0 where it has both the module and the loop.
 FORK = """
 import os, signal, sys, threading, time
-from schemas.native.native_loops import loops_for, pieces_before
+from schemas.native.loops import loops_for, pieces_before
 
 class Slow:
     importing = threading.Event()
 
     def find_spec(self, name, path=None, target=None):
-        if name == "llvmlite":
+        if name == "numba":
             self.importing.set()
             time.sleep(0.5)
 
@@ -57,7 +57,7 @@ Slow.importing.wait()
 child = os.fork()
 if not child:
     signal.alarm(20)
-    import llvmlite
+    import numba
     os._exit(loops_for(0) is None)
 status = os.waitpid(child, 0)[1]
 assert loops_for(0) is not None
@@ -315,9 +315,9 @@ def test_of_many_small_pieces_little_more_than_the_result_is_held(how: str, seed
 
 
 def test_where_it_cannot_be_made_python_goes_on() -> None:
-    """No llvmlite, and memory that may not become code (a hardened service): the same numbers, and no crash."""
+    """No numba, and memory that may not become code (a hardened service): the same numbers, and no crash."""
     outputs = {}
-    for name, before in (("made", ""), ("no library", NO_LLVM), ("no executable memory", NO_EXECUTABLE_MEMORY)):
+    for name, before in (("made", ""), ("no library", NO_NUMBA), ("no executable memory", NO_EXECUTABLE_MEMORY)):
         done = subprocess.run([sys.executable, "-c", PROGRAM.format(before=before)], capture_output=True, text=True)
         if done.returncode != 77:
             assert done.returncode == 0, (name, done.stderr)
