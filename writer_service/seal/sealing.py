@@ -164,7 +164,7 @@ def seal(
     fs.write_new(building / "zarr.json", group_metadata(attributes))
     sync_tree(building)
     del frames, data, first
-    footer = _little(columns.index)
+    footer = _little(columns.index).tobytes()  # crc32c takes bytes alone
     fs.truncate(fd, end)
     fs.write_direct(fd, [footer, crc32c(footer).to_bytes(4, "little")], end)
     fs.datasync(fd)
