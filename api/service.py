@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -24,6 +24,7 @@ from api.metrics import Metrics
 from schemas import limits
 from schemas.errors import StoreError, TapError
 from schemas.ids import split_capture_id
+from schemas.lru import Lru
 from schemas.read.reader import StoreReader
 from schemas.wire.control_channel import ControlChannel
 from schemas.wire.messages import Abandon, Record
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 _TIDY_S: Final = 5.0  # between two looks for files that were removed
 _MAPS: Final = 2  # that are computed at a time, each by a core
+_TOKEN_TEXTS_MAX: Final = 1 << 16
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class ApiService:
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     slice_bytes: Counter[str] = field(default_factory=Counter)  # by owner; ``slice_lock`` is held to change it
     slice_lock: threading.Lock = field(default_factory=threading.Lock)
-    token_texts: OrderedDict[int, str] = field(default_factory=OrderedDict)  # least used first
+    token_texts: Lru[int, str] = field(default_factory=lambda: Lru(_TOKEN_TEXTS_MAX))
     map_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(_MAPS))
     map_turns: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)  # by owner
     # Decoding is work for a core: more of it at a time than there are cores makes every answer as late as the last.

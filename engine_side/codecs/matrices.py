@@ -7,7 +7,6 @@ capture uses them.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import Final
@@ -16,12 +15,13 @@ import torch
 
 from schemas import codecs
 from schemas.codecs import projection
+from schemas.lru import Lru
 
 KEPT_BYTES_MAX: Final = 256 << 20  # of matrices on a device; and of those that were made and not put there yet
 
 Key = tuple[str, int, int, int, torch.device]
 _kept: OrderedDict[Key, torch.Tensor] = OrderedDict()  # float32 [width, k], what was used last at the end
-_made: OrderedDict[Key, projection.Matrix] = OrderedDict()  # what was made last at the end
+_made = Lru[Key, projection.Matrix](KEPT_BYTES_MAX, lambda matrix: matrix.nbytes)
 
 
 def key_of(identity: str, width: int, device: torch.device) -> Key | None:
@@ -40,10 +40,7 @@ def make(key: Key) -> None:
     """Make a matrix that is not kept yet, for ``ensure``; any thread may."""
     if key in _kept or key in _made:
         return
-    _made[key] = _matrix(key)
-    with contextlib.suppress(KeyError):  # another thread has taken the last
-        while sum(map(_nbytes, list(_made))) > KEPT_BYTES_MAX:
-            _made.popitem(last=False)
+    _made.put(key, _matrix(key))
 
 
 def has(key: Key) -> bool:
@@ -53,7 +50,7 @@ def has(key: Key) -> bool:
 
 def ensure(key: Key, in_use: Collection[Key]) -> None:
     """Have the matrix on its device. MemoryError where there is no room for it beside those ``in_use``."""
-    made = _made.pop(key, None)
+    made = _made.pop(key)
     if key in _kept:
         _kept.move_to_end(key)
         return

@@ -6,7 +6,6 @@ import json
 import logging
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from schemas.bodies import is_meant
 from schemas.errors import LimitError, SpecError, TapError
 from schemas.ids import check_ulid, new_ulid
 from schemas.limits import capture_samples_max
+from schemas.lru import Lru
 from schemas.spec import Armed, CaptureSpec, Resolved, parse_spec, resolve
 from schemas.wire.control_channel import ControlChannel
 from schemas.wire.messages import ClientFinish
@@ -32,7 +32,7 @@ _KNOWN_MAX: Final = 64
 _KEY_BYTES_MAX: Final = 2048
 _ANY: Final = "0" * 26  # stands for an id
 _LEAVES: Final = (str, int, bool, NoneType)
-_seen: OrderedDict[tuple[str, int], None] = OrderedDict()
+_seen = Lru[tuple[str, int], bool](_SEEN_MAX)
 _lock = threading.Lock()
 _endpoint = ""
 _curve: Path | None = None
@@ -95,7 +95,7 @@ class Shape:
 
     armed: Armed
     widths: dict[str, int]
-    known: OrderedDict[bytes, _Known] = field(init=False, default_factory=OrderedDict)
+    known: Lru[bytes, _Known] = field(init=False, default_factory=lambda: Lru(_KNOWN_MAX))
 
 
 def resolve_spec(value: object, shape: Shape) -> Wanted:
@@ -126,10 +126,7 @@ def _keep(key: bytes, spec: CaptureSpec, layers: Resolved, shape: Shape) -> None
     around = spec.model_copy(update={"id": _ANY}).to_json().split(_ANY)
     if len(around) != 2:  # a tag reads like it
         return
-    with _lock:
-        shape.known[key] = _Known(spec.model_copy(update={"id": None}).to_json(), (around[0], around[1]), layers)
-        if len(shape.known) > _KNOWN_MAX:
-            shape.known.popitem(last=False)
+    shape.known.put(key, _Known(spec.model_copy(update={"id": None}).to_json(), (around[0], around[1]), layers))
 
 
 def _split_id(value: object) -> tuple[bytes, str | None]:
@@ -181,9 +178,7 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Sh
     with _lock:
         if (ulid, base) in _seen:
             raise SpecError("id", ulid, "already used; give every request its own id, or none")
-        _seen[ulid, base] = None
-        if len(_seen) > _SEEN_MAX:
-            _seen.popitem(last=False)
+        _seen.put((ulid, base), True)
     return encode(Ticket(id=ulid, asked=wanted.asked, resolved=wanted.resolved, base=base, n=n, count=count))
 
 
@@ -196,7 +191,7 @@ def forget(text: str) -> None:
     """Free the id of a request that was refused after ``admit``."""
     ticket = decode(text)
     with _lock:
-        _seen.pop((ticket.id, ticket.base), None)
+        _seen.pop((ticket.id, ticket.base))
 
 
 def report_finish(capture: str, reason: str, stop_reason: str | int | None, output_token_ids: list[int]) -> None:

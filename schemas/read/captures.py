@@ -20,7 +20,7 @@ from schemas.errors import LimitError, NotFoundError, StoreError
 from schemas.ids import split_capture_id
 from schemas.manifest import Manifest
 from schemas.probes import Probe
-from schemas.read.coverage_cache import Coverings
+from schemas.read.coverage_cache import CoverageCache
 from schemas.read.manifests import aliases_of, manifest_of
 from schemas.sites import names_of
 from schemas.spec import Resolved
@@ -91,7 +91,7 @@ class CatalogReader:
         self.uuid = read_store_uuid(self.path)
         self._catalog = CatalogView(self.path)
         self._sifting: CatalogView | None = None
-        self._coverings = Coverings()
+        self._coverage_cache = CoverageCache()
 
     def close(self) -> None:
         """Release files."""
@@ -234,18 +234,18 @@ class CatalogReader:
     def manifest(self, ref: str, owner: str | None = None) -> Manifest:
         """The whole truth about one capture."""
         with self._catalog.moment() as now:
-            return manifest_of(now.db, self._coverings.of(now, ref, owner))
+            return manifest_of(now.db, self._coverage_cache.of(now, ref, owner))
 
     def sole(self, ref: str, owner: str | None = None) -> Manifest | list[str]:
         """The manifest of the one capture that a name stands for; the ids of all where a request made several."""
         with self._catalog.moment() as now:
             samples = aliases.samples(now.db, ref, owner)
-            return samples if len(samples) > 1 else manifest_of(now.db, self._coverings.of(now, samples[0], owner))
+            return samples if len(samples) > 1 else manifest_of(now.db, self._coverage_cache.of(now, samples[0], owner))
 
     def progress(self, ref: str, owner: str | None = None) -> Progress:
         """How far one capture is."""
         with self._catalog.moment() as now:
-            covered = self._coverings.of(now, ref, owner)
+            covered = self._coverage_cache.of(now, ref, owner)
         capture, coverage = covered.capture, covered.coverage
         groups = [group for groups in coverage.sites.values() for group in groups]
         expected = sum(group.expected * len(group.layers) for group in groups)

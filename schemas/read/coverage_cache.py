@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,19 +10,20 @@ import msgspec
 from schemas.catalog.aliases import find
 from schemas.catalog.records import Capture, Drop, Extent, Segment, load_drops, load_extents, load_segment
 from schemas.catalog.view import Moment
+from schemas.lru import Lru
 from schemas.read.coverage import Coverage, Rows, cover
-from schemas.read.row_locations import Located
-from schemas.read.slices import Kind
+from schemas.read.row_locations import RowLocations
+from schemas.read.slices import RowFormat
 from schemas.spec import Resolved
 
-__all__ = ["Covered", "Coverings"]
+__all__ = ["CoverageCache", "CoveredCapture"]
 
-rows_kept_max: Final = 1 << 20  # of all that is kept, as Covered counts them; each takes at most about 120 bytes
+rows_cached_max: Final = 1 << 20  # as CoveredCapture counts them; each takes at most about 120 bytes
 _ENTRY_ROWS: Final = 32  # what a capture without rows counts for
 
 
 @dataclass(slots=True)
-class Covered:
+class CoveredCapture:
     """One capture: its rows at one site, or at all. ``segments`` are those that have rows of it."""
 
     capture: Capture
@@ -33,61 +33,56 @@ class Covered:
     coverage: Coverage
     resolved: Resolved | None
     version: int  # of the catalog that last said so
-    kind: Kind | None = None  # how its rows at that site are stored, once it was asked
-    located: dict[Rows, Located] = field(default_factory=dict)  # once they were read
+    row_format: RowFormat | None = None  # how its rows at that site are stored, once it was asked
+    locations: dict[Rows, RowLocations] = field(default_factory=dict)  # once they were read
 
     @property
     def size(self) -> int:
         """In rows: each once by its frame, and once more for every group of layers that has it, as what follows from
-        it, ``located`` too, is kept for each of them."""
+        it, ``locations`` too, is kept for each of them."""
         groups = [group for groups in self.coverage.sites.values() for group in groups]
         return _ENTRY_ROWS + sum(len(extent.table) // 16 for extent in self.extents) + sum(
             len(group.rows.positions) + len(group.rejected.positions) for group in groups)
 
 
-class Coverings:
+class CoverageCache:
     """Captures as the catalog has them. Nothing that is kept is ever older: the catalog says whether it has changed.
 
     Whoever calls is inside a moment of the catalog, and so alone.
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str | None, str | None], Covered] = OrderedDict()
-        self.rows = 0  # of all that is kept
+        self._cached = Lru[tuple[str, str | None, str | None], CoveredCapture](rows_cached_max, lambda one: one.size)
 
-    def of(self, now: Moment, ref: str, owner: str | None, site: str | None = None) -> Covered:
+    @property
+    def rows(self) -> int:
+        """How many rows all that is cached counts for."""
+        return self._cached.total
+
+    def of(self, now: Moment, ref: str, owner: str | None, site: str | None = None) -> CoveredCapture:
         """The capture of a name, at one site or at all; NotFoundError where there is none."""
         key = (ref, owner, site)
-        kept = self._kept.get(key)
-        if kept is not None and kept.version == now.version:
-            self._kept.move_to_end(key)
-            return kept
-        whole = self._kept.get((ref, owner, None))
+        cached = self._cached.get(key)
+        if cached is not None and cached.version == now.version:
+            return cached
+        whole = self._cached.get((ref, owner, None))
         if whole is not None and whole.version != now.version:
             whole = None
-        found = _read(now, ref, owner, site, kept, whole)
-        if found is not kept:
-            self._drop(key)
-            self._kept[key] = found
-            self.rows += found.size
-        self._kept.move_to_end(key)
-        while self.rows > rows_kept_max and len(self._kept) > 1:
-            self._drop(next(iter(self._kept)))
+        found = _read(now, ref, owner, site, cached, whole)
+        if found is not cached:
+            self._cached.put(key, found)
         return found
 
     def forget(self, segment: int) -> None:
         """Work anew what has rows in a segment."""
-        for key in [key for key, covered in self._kept.items() if segment in covered.segments]:
-            self._drop(key)
-
-    def _drop(self, key: tuple[str, str | None, str | None]) -> None:
-        if (dropped := self._kept.pop(key, None)) is not None:
-            self.rows -= dropped.size
+        for key, covered in self._cached.items():
+            if segment in covered.segments:
+                self._cached.pop(key)
 
 
-def _read(now: Moment, ref: str, owner: str | None, site: str | None, kept: Covered | None, whole: Covered | None
-          ) -> Covered:
-    """What the catalog says; ``kept`` where that is the same. ``whole`` is what it says of all sites, where known."""
+def _read(now: Moment, ref: str, owner: str | None, site: str | None, cached: CoveredCapture | None,
+          whole: CoveredCapture | None) -> CoveredCapture:
+    """The capture as the catalog has it; ``cached`` where that is the same. ``whole``, where known, is of all sites."""
     if whole is not None:
         capture, drops = whole.capture, whole.drops
         extents = [extent for extent in whole.extents if extent.site == site]
@@ -96,9 +91,9 @@ def _read(now: Moment, ref: str, owner: str | None, site: str | None, kept: Cove
         capture = find(now.db, ref, owner)
         extents, drops = load_extents(now.db, capture.id, site), load_drops(now.db, capture.id)
         segments = {number: load_segment(now.db, number) for number in {extent.segment for extent in extents}}
-    if kept is not None and (kept.capture, kept.drops, kept.segments) == (capture, drops, segments) \
-            and kept.extents == extents:
-        kept.version = now.version
-        return kept
+    if cached is not None and (cached.capture, cached.drops, cached.segments) == (capture, drops, segments) \
+            and cached.extents == extents:
+        cached.version = now.version
+        return cached
     resolved = None if capture.resolved is None else msgspec.json.decode(capture.resolved, type=Resolved)
-    return Covered(capture, extents, drops, segments, cover(capture, extents, drops), resolved, now.version)
+    return CoveredCapture(capture, extents, drops, segments, cover(capture, extents, drops), resolved, now.version)

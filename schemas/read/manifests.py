@@ -13,14 +13,14 @@ from schemas import manifest as manifests
 from schemas.catalog.records import Capture, engine_json
 from schemas.errors import SpecError
 from schemas.manifest import Manifest
-from schemas.read.coverage_cache import Covered
+from schemas.read.coverage_cache import CoveredCapture
 from schemas.sites import is_probe, lens_name, names_of, site_named
 from schemas.store.paths import block_name, open_name
 
 __all__ = ["aliases_of", "manifest_of", "shape_of"]
 
 
-def manifest_of(db: sqlite3.Connection, covered: Covered) -> Manifest:
+def manifest_of(db: sqlite3.Connection, covered: CoveredCapture) -> Manifest:
     """All that is known of a capture that is covered at all its sites."""
     capture, coverage = covered.capture, covered.coverage
     resolved = json.loads(capture.resolved) if capture.resolved else {}
@@ -72,7 +72,7 @@ def aliases_of(db: sqlite3.Connection, capture: Capture) -> list[str]:
     return [row["alias"] for row in rows]
 
 
-def shape_of(db: sqlite3.Connection, covered: Covered, site: str) -> tuple[str, int]:
+def shape_of(db: sqlite3.Connection, covered: CoveredCapture, site: str) -> tuple[str, int]:
     """dtype and width of a site: what was stored, else what the engine said it would be."""
     for extent in covered.coverage.extents.get(site, ()):
         segment = covered.segments[extent.segment]

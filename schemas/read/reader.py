@@ -14,26 +14,28 @@ from pathlib import Path
 from typing import Final, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from schemas.catalog.records import Segment, load_segment
 from schemas.catalog.view import Moment
 from schemas.errors import ArgumentError, NotFoundError, StoreError
 from schemas.read.captures import CaptureRow, CatalogReader, Progress, read_store_uuid, resolved_of
 from schemas.read.coverage import LayerGroup
-from schemas.read.coverage_cache import Covered
+from schemas.read.coverage_cache import CoveredCapture
 from schemas.read.journal_tail import FrameAt, JournalTail
 from schemas.read.live_rows import LiveRows, live_of
-from schemas.read.location_columns import I64
 from schemas.read.manifests import shape_of
-from schemas.read.row_locations import Located, UnsettledError, copy_rows, joined, locate
+from schemas.read.row_copies import copy_rows
+from schemas.read.row_locations import RowLocations, UnsettledError, joined, locate
 from schemas.read.segment_maps import SegmentMaps
-from schemas.read.slices import Kind, Part, Places, RowsAt, Slice, Which, check_layers, common_rows, missing_of
+from schemas.read.slices import Part, Places, RowFormat, RowsAt, Slice, Which, check_layers, common_rows, missing_of
 from schemas.sites import BY_MODEL, ask_site, parse_site, site_meant
 from schemas.store.paths import redo_name
 
 __all__ = ["CaptureRow", "LiveRows", "Places", "Progress", "RowsAt", "Slice", "StoreReader", "read_store_uuid"]
 
 T = TypeVar("T")
+I64 = npt.NDArray[np.int64]
 settle_s_max: Final = 5.0  # a read waits at most so long for rows of others to be erased
 
 
@@ -111,15 +113,15 @@ class StoreReader(CatalogReader):
         """Look at a segment anew: its rows are others, or elsewhere."""
         with self._catalog.lock:
             self._maps.forget(segment)
-            self._coverings.forget(segment)
+            self._coverage_cache.forget(segment)
 
     def _slice(
         self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None, owner: str | None,
         rejected: bool,
     ) -> Slice:
         with self._catalog.moment() as now:
-            covered = self._coverings.of(now, ref, owner, site)
-            kind = _kind(now, covered, site, layers)
+            covered = self._coverage_cache.of(now, ref, owner, site)
+            stored = _row_format(now, covered, site, layers)
         groups, end = covered.coverage.sites[site], covered.coverage.end
         first = max(start, 0)
         if rejected:  # guesses reach past the end
@@ -127,16 +129,16 @@ class StoreReader(CatalogReader):
         last = max(end if stop is None else min(stop, end), first)
         clipped = start < 0 or (stop is not None and stop > end)
         positions, picks = common_rows(groups, layers, first, last, rejected)
-        kind.check_bytes(len(layers) * len(positions))
+        stored.check_bytes(len(layers) * len(positions))
         parts = []
         for group, members, which in picks:
-            located = self._located(covered, site, kind, group, which, rejected)
-            copied = copy_rows(self._maps, covered.segments, located, kind.streams, [layers[i] for i in members])
+            located = self._located(covered, site, stored, group, which, rejected)
+            copied = copy_rows(self._maps, covered.segments, located, stored.streams, [layers[i] for i in members])
             parts.append(Part(members, None, copied))
         missing = [] if rejected else missing_of(groups, layers, first, last)
-        return Slice(covered.capture.id, site, list(layers), kind.codec, kind.dtype, kind.width, first, last,
+        return Slice(covered.capture.id, site, list(layers), stored.codec, stored.dtype, stored.width, first, last,
                      positions.astype(np.uint32), located.token_ids, located.flags,
-                     kind.assembled(len(layers), len(positions), parts), missing, clipped)
+                     stored.assembled(len(layers), len(positions), parts), missing, clipped)
 
     def _rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None) -> RowsAt:
         refs, position = [ref for ref, _ in rows], np.array([position for _, position in rows], np.int64)
@@ -145,9 +147,9 @@ class StoreReader(CatalogReader):
         grouped = np.argsort(of, kind="stable")
         bounds = np.searchsorted(of[grouped], np.arange(len(number_of) + 1)).tolist()
         wanted = {ref: grouped[bounds[number]:bounds[number + 1]] for ref, number in number_of.items()}
-        found, kind = self._stored_alike(list(wanted), site, layers, owner, len(rows))
-        kind.check_bytes(len(layers) * len(rows))
-        alike: dict[tuple[int, ...], list[tuple[Located, I64]]] = {}  # by which of the layers they have
+        found, stored = self._stored_alike(list(wanted), site, layers, owner, len(rows))
+        stored.check_bytes(len(layers) * len(rows))
+        alike: dict[tuple[int, ...], list[tuple[RowLocations, I64]]] = {}  # by which of the layers they have
         for ref, numbers in wanted.items():
             covered, asked = found[ref], position[numbers]
             groups = covered.coverage.sites[site]
@@ -159,7 +161,7 @@ class StoreReader(CatalogReader):
             for group, members, which in picks:
                 chosen = at + which.start if isinstance(which, slice) else which[at]
                 alike.setdefault(tuple(members), []).append(
-                    (self._located(covered, site, kind, group, chosen, False), numbers))
+                    (self._located(covered, site, stored, group, chosen, False), numbers))
         segments = {number: segment for covered in found.values() for number, segment in covered.segments.items()}
         token_ids, flags = np.empty((2, len(rows)), np.uint32)
         parts = []
@@ -167,47 +169,47 @@ class StoreReader(CatalogReader):
             order = np.concatenate([numbers for _, numbers in places])
             located, at = joined([part for part, _ in places])[np.argsort(order)], np.sort(order)
             token_ids[at], flags[at] = located.token_ids, located.flags
-            copied = copy_rows(self._maps, segments, located, kind.streams, [layers[i] for i in together])
+            copied = copy_rows(self._maps, segments, located, stored.streams, [layers[i] for i in together])
             parts.append(Part(list(together), None if len(at) == len(rows) else at, copied))
-        return RowsAt(site, list(layers), kind.codec, kind.dtype, kind.width, token_ids, flags,
-                      kind.assembled(len(layers), len(rows), parts))
+        return RowsAt(site, list(layers), stored.codec, stored.dtype, stored.width, token_ids, flags,
+                      stored.assembled(len(layers), len(rows), parts))
 
     def _stored_alike(self, refs: Sequence[str], site: str, layers: Sequence[int], owner: str | None, rows: int
-                      ) -> tuple[dict[str, Covered], Kind]:
+                      ) -> tuple[dict[str, CoveredCapture], RowFormat]:
         """Captures by their refs, and the one way in which all of them store a site; ArgumentError where there is none.
         """
         with self._catalog.moment() as now:
-            found = {ref: self._coverings.of(now, ref, owner, site) for ref in refs}
-            kinds, checked = set[Kind](), set[str | None]()
+            found = {ref: self._coverage_cache.of(now, ref, owner, site) for ref in refs}
+            formats, checked = set[RowFormat](), set[str | None]()
             for covered in found.values():
-                if covered.capture.resolved not in checked or covered.kind is None:  # most were asked for alike
+                if covered.capture.resolved not in checked or covered.row_format is None:  # most were asked for alike
                     checked.add(covered.capture.resolved)
-                    _kind(now, covered, site, layers)
-                kinds.add(cast(Kind, covered.kind))
-        if len(kinds) != 1:
-            ways = "; ".join(sorted(f"{kind.codec}, {kind.dtype}, {kind.width}" for kind in kinds)) or "none at all"
+                    _row_format(now, covered, site, layers)
+                formats.add(cast(RowFormat, covered.row_format))
+        if len(formats) != 1:
+            ways = "; ".join(sorted(f"{each.codec}, {each.dtype}, {each.width}" for each in formats)) or "none at all"
             raise ArgumentError("rows", rows, f"name rows that are stored in one way, not {ways}")
-        return found, kinds.pop()
+        return found, formats.pop()
 
-    def _located(self, covered: Covered, site: str, kind: Kind, group: LayerGroup, which: Which, rejected: bool
-                 ) -> Located:
+    def _located(self, covered: CoveredCapture, site: str, stored: RowFormat, group: LayerGroup, which: Which,
+                 rejected: bool) -> RowLocations:
         """Where rows of a group of layers lie; of a capture that has ended that is found out once, for all of them."""
         rows, extents = group.rejected if rejected else group.rows, covered.coverage.extents[site]
-        if (kept := covered.located.get(rows)) is None and covered.capture.finish_seq is not None:
+        if (known := covered.locations.get(rows)) is None and covered.capture.finish_seq is not None:
             try:
-                kept = covered.located[rows] = locate(self._maps, covered.segments, extents, rows, kind.streams)
+                known = covered.locations[rows] = locate(self._maps, covered.segments, extents, rows, stored.streams)
             except UnsettledError:
-                kept = None  # a frame is damaged, or being erased from: who asks for no row of it need not know
-        if kept is not None:
-            return kept[which]
-        return locate(self._maps, covered.segments, extents, rows[which], kind.streams)
+                known = None  # a frame is damaged, or being erased from: who asks for no row of it need not know
+        if known is not None:
+            return known[which]
+        return locate(self._maps, covered.segments, extents, rows[which], stored.streams)
 
     def places(self, ref: str, site: str, layers: Sequence[int], owner: str | None = None) -> Places:
         """Where the rows of a capture lie; NotFoundError where it has no such site or layer."""
         site = parse_site(site, "site", ArgumentError)[0]
         with self._catalog.moment() as now:
-            covered = self._coverings.of(now, ref, owner, site)
-            kind = _kind(now, covered, site, layers)
+            covered = self._coverage_cache.of(now, ref, owner, site)
+            stored = _row_format(now, covered, site, layers)
         positions, picks = common_rows(covered.coverage.sites[site], layers, 0, covered.coverage.end, False)
         extents = covered.coverage.extents[site]
         segments = np.asarray([extent.segment for extent in extents], np.int64)
@@ -217,8 +219,8 @@ class StoreReader(CatalogReader):
             for group, members, which in picks:
                 rows = group.rows[which]
                 segment[members], offset[members], row[members] = segments[rows.extent], offsets[rows.extent], rows.row
-        return Places(covered.capture.id, kind.codec, kind.dtype, kind.width, positions.astype(np.uint32), segment,
-                      offset, row)
+        return Places(covered.capture.id, stored.codec, stored.dtype, stored.width, positions.astype(np.uint32),
+                      segment, offset, row)
 
     def segment(self, number: int) -> Segment:
         """A segment as the catalog has it now."""
@@ -276,16 +278,16 @@ class StoreReader(CatalogReader):
             return int(now.db.execute(query, (segment,)).fetchone()[0] or 0)
 
 
-def _kind(now: Moment, covered: Covered, site: str, layers: Sequence[int]) -> Kind:
+def _row_format(now: Moment, covered: CoveredCapture, site: str, layers: Sequence[int]) -> RowFormat:
     """How a capture's rows at a site are stored; NotFoundError where it has no such site or layers."""
     resolved = covered.resolved or resolved_of(covered.capture)
     check_layers(covered.capture.id, resolved, site, layers)
-    if covered.kind is None:
-        covered.kind = Kind(resolved.codec[site], *shape_of(now.db, covered, site))
-    return covered.kind
+    if covered.row_format is None:
+        covered.row_format = RowFormat(resolved.codec[site], *shape_of(now.db, covered, site))
+    return covered.row_format
 
 
-def _no_row(covered: Covered, site: str, layers: Sequence[int], position: int) -> NotFoundError:
+def _no_row(covered: CoveredCapture, site: str, layers: Sequence[int], position: int) -> NotFoundError:
     gaps = missing_of(covered.coverage.sites[site], layers, position, position + 1)
     why = gaps[0].reason if gaps else f"its positions end at {covered.coverage.end}, or it was not asked for"
     return NotFoundError(f"capture {covered.capture.id} has no row of {site} at position {position}: {why}")

@@ -14,16 +14,17 @@ from schemas.codecs import Stream
 from schemas.errors import LimitError, NotFoundError
 from schemas.manifest import Missing
 from schemas.read.coverage import LayerGroup
-from schemas.read.location_columns import I64, Bytes
 from schemas.spec import Resolved
 
-__all__ = ["Kind", "Part", "Places", "RowsAt", "Slice", "Which", "check_layers", "common_rows", "missing_of"]
+__all__ = ["Part", "Places", "RowFormat", "RowsAt", "Slice", "Which", "check_layers", "common_rows", "missing_of"]
 
 Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RowFormat:
     """How the rows of a site are stored."""
 
     codec: str

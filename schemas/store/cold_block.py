@@ -23,7 +23,7 @@ import xxhash
 from schemas import codecs
 from schemas.codecs import Stream
 from schemas.errors import CorruptError, StoreError
-from schemas.store.compressed import Packed
+from schemas.store.compressed import CompressedChunks
 from schemas.store.map_file import map_file
 from schemas.store.paths import main_chunk
 from schemas.store.row_checksums import BlockChecksums, piece_digests
@@ -72,7 +72,7 @@ class ColdFrame:
         columns = self.columns[np.asarray(layers, np.int64)]
         return self.block.pieces_at(np.asarray(rows, np.int64) + self.offset, columns)
 
-    def section(self, stream: int) -> Bytes | Packed:
+    def section(self, stream: int) -> Bytes | CompressedChunks:
         """All pieces of a stream in the block, uint8 ``[pieces, piece bytes]``: a view of the file."""
         return self.block.section(stream)
 
@@ -91,7 +91,7 @@ class ColdFrame:
         pieces = self.pieces(np.arange(len(self.columns)), rows)
         expected = self.block.checksums.of(self.offset, self.frame.layers, rows)
         found = np.empty(expected.shape, np.uint64)
-        sections = [section.lenient() if isinstance(section, Packed) else section
+        sections = [section.lenient() if isinstance(section, CompressedChunks) else section
                     for section in map(self.section, range(len(self.declared)))]
         for number, at in enumerate(pieces):
             main, *sides = (section[at] for section in sections)
@@ -114,7 +114,7 @@ class ColdBlock:
     stream: npt.NDArray[np.uint64]  # index into the attribute streams
     digest: npt.NDArray[np.uint64]
     chunk: Index  # [chunks, L]: number of the chunk among those in the file, -1 where it is not there
-    packed: Packed | None
+    packed: CompressedChunks | None
     _sections: dict[int, Bytes] = field(default_factory=dict)
 
     @classmethod
@@ -148,7 +148,8 @@ class ColdBlock:
             chunk = np.full(there.shape, -1, np.int64)
             chunk[there] = np.argsort(order)
             starts, sizes = index[there][order].T
-            packed = Packed(folder / main_chunk(declared[0].name), data, starts, sizes, CHUNK_ROWS, declared[0].nbytes)
+            packed = CompressedChunks(folder / main_chunk(declared[0].name), data, starts, sizes, CHUNK_ROWS,
+                                      declared[0].nbytes)
         checksums = BlockChecksums(np.asarray(layers, np.int64), first, first, checksum)
         return cls(folder, attributes, declared, row, present, checksums, first, seq, stream, digest, chunk, packed)
 
@@ -166,7 +167,7 @@ class ColdBlock:
         found: Index = self.chunk[rows // CHUNK_ROWS, columns[:, None]] * CHUNK_ROWS + rows % CHUNK_ROWS
         return found
 
-    def section(self, stream: int) -> Bytes | Packed:
+    def section(self, stream: int) -> Bytes | CompressedChunks:
         """All pieces of a stream, uint8 ``[pieces, piece bytes]``: a view of the file, or what is indexed as one."""
         if self.packed is not None:
             return self.packed

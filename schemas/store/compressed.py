@@ -19,7 +19,7 @@ import numpy.typing as npt
 from schemas.codecs import Stream
 from schemas.errors import CorruptError, StoreError
 
-__all__ = ["Packed", "compressor", "library", "pack"]
+__all__ = ["CompressedChunks", "compressor", "library", "pack"]
 
 _LEVEL: Final = 3
 _SHUFFLE_BYTES: Final = 1  # blosc's number for it
@@ -52,7 +52,7 @@ def pack(chunk: memoryview, stream: Stream, path: Path) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class CompressedChunks:
     """Pieces of a stream, ``[pieces, nbytes]``, indexed as an array of them; chunks are unpacked as they are asked for.
 
     Chunk c has ``rows`` pieces, in the ``sizes[c]`` bytes from ``starts[c]`` on. A damaged one is a CorruptError; where
@@ -67,7 +67,7 @@ class Packed:
     nbytes: int
     strict: bool = True
 
-    def lenient(self) -> Packed:
+    def lenient(self) -> CompressedChunks:
         """The same, not strict."""
         return replace(self, strict=False)
 

@@ -1,6 +1,6 @@
 """Nothing grows: descriptors, maps and memory of API, writer and sender, after captures of every kind and end.
 
-A reader keeps the blocks that it read last open, at most ``held_files.files_max`` files of them: the traffic goes
+A reader keeps the blocks that it read last open, at most ``segment_cache.files_max`` files of them: the traffic goes
 beyond that before anything is counted.
 """
 
@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from schemas.ids import new_ulid
-from schemas.read import held_files
+from schemas.read import segment_cache
 from schemas.read.reader import StoreReader
 from tests.engine_side.transport.test_sender_process import TappedProcess
 from tests.programs.weighing import weigh
@@ -201,7 +201,7 @@ def test_api_and_writer(stack: Stack, tmp_path: Path, captures: int) -> None:
         prompt=[7] * 3000, capture={"sites": ["resid_post"], "codec": "raw", "id": traffic.large})).raise_for_status()
     traffic.go(captures // 2)
     before = looks(stack)
-    assert before["api"].files[ROWS] > held_files.files_max * 3 // 4, "the traffic has to go beyond what is kept open"
+    assert before["api"].files[ROWS] > segment_cache.files_max * 3 // 4, "traffic must exceed the cache"
     memory: dict[str, list[int]] = {"api": [], "writer": []}
     for _ in range(10):
         traffic.go(captures // 20)
@@ -217,7 +217,7 @@ def test_api_and_writer(stack: Stack, tmp_path: Path, captures: int) -> None:
               round(before[name].anonymous / 1e6, 1), "→", round(after[name].anonymous / 1e6, 1), "in use, MB",
               [round(seen / 1e6, 2) for seen in memory[name]])
         assert after[name].open == before[name].open
-        assert after[name].files[ROWS] <= held_files.files_max and after[name].maps[ROWS] <= held_files.files_max
+        assert after[name].files[ROWS] <= segment_cache.files_max and after[name].maps[ROWS] <= segment_cache.files_max
         assert not after[name].files["removed"] and not after[name].maps["removed"]
         assert not any("/dev/shm" in one and "tap-leaks-" not in one for one in (*after[name].files, *after[name].maps))
         if soak:
@@ -237,7 +237,7 @@ def test_a_block_that_is_removed_is_let_go_of_while_nobody_reads(stack: Stack) -
 
 def test_a_reader_has_no_more_files_open_than_it_may(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames that were parsed keep no map beside."""
-    monkeypatch.setattr(held_files, "files_max", 12)
+    monkeypatch.setattr(segment_cache, "files_max", 12)
     names = [str(stack.complete([1] * 20, capture=SPEC).json()["capture"]["id"]) for _ in range(20)]
     assert until(lambda: not list((stack.store / "writers/w0/journal").glob("*.open")), 30.0)
     with StoreReader(stack.store) as reader:

@@ -15,7 +15,7 @@ import torch
 from schemas import codecs
 from schemas.codecs import raw16
 from schemas.codecs.int8b64 import BLOCK
-from schemas.read.slices import Kind
+from schemas.read.slices import RowFormat
 
 __all__ = ["decode", "fresh", "is_as_stored"]
 
@@ -24,12 +24,12 @@ Bytes = npt.NDArray[np.uint8]
 _TORCH: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def is_as_stored(kind: Kind, dtype: torch.dtype) -> bool:
+def is_as_stored(kind: RowFormat, dtype: torch.dtype) -> bool:
     """Whether the stored bytes are the numbers wanted."""
     return _stored_dtype(kind) is dtype
 
 
-def _stored_dtype(kind: Kind) -> torch.dtype | None:
+def _stored_dtype(kind: RowFormat) -> torch.dtype | None:
     """The dtype of rows that are stored as they are."""
     return {"raw": _TORCH[kind.dtype], "raw16": _TORCH[raw16.stored(kind.dtype)]}.get(kind.codec)
 
@@ -39,7 +39,7 @@ def fresh(rows: int, nbytes: int) -> Bytes:
     return np.empty((rows, nbytes), np.uint8)
 
 
-def decode(kind: Kind, stored: Mapping[str, Bytes], dtype: torch.dtype, memory: Callable[[int, int], Bytes] = fresh
+def decode(kind: RowFormat, stored: Mapping[str, Bytes], dtype: torch.dtype, memory: Callable[[int, int], Bytes] = fresh
            ) -> torch.Tensor:
     """Rows ``[n, decoded width]`` of ``dtype`` from the bytes of their pieces, uint8 ``[n, piece bytes]`` by stream.
 
@@ -53,7 +53,7 @@ def decode(kind: Kind, stored: Mapping[str, Bytes], dtype: torch.dtype, memory: 
     return torch.from_numpy(codecs.decode(kind.codec, pieces, kind.width, kind.dtype)).to(dtype)
 
 
-def _int8b64(kind: Kind, stored: Mapping[str, Bytes], dtype: torch.dtype, memory: Callable[[int, int], Bytes]
+def _int8b64(kind: RowFormat, stored: Mapping[str, Bytes], dtype: torch.dtype, memory: Callable[[int, int], Bytes]
              ) -> torch.Tensor:
     """A code times its scale is exact in float32; bfloat16 products of the two are rounded once, as from there."""
     working = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32

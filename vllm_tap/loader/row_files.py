@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from io import FileIO
 from itertools import pairwise
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from schemas.catalog.records import Segment
 from schemas.errors import CorruptError, NotFoundError
+from schemas.lru import Lru
 from schemas.read.segment_maps import SegmentMaps, View, opened
 from schemas.store.row_checksums import piece_digests
 from schemas.store.segment import FrameView, head_digest, read_frame, verify_payload
@@ -41,7 +41,7 @@ class RowFiles:
     def __init__(self, index: RowIndex, verify: bool) -> None:
         self.index, self._verify = index, verify
         self._maps = SegmentMaps(index.store, index.uuid)  # of cold blocks and of checksums
-        self._heads: OrderedDict[tuple[int, int], FrameView] = OrderedDict()
+        self._heads = Lru[tuple[int, int], FrameView](_HEADS_MAX)
         self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
         # The segment that was read last, where it lies, and it itself: a file closes itself, also when the interpreter
         # ends and nothing is left of what this module has imported.
@@ -108,10 +108,7 @@ class RowFiles:
             if whole:
                 verify_payload(view, path)
                 return view
-            self._heads[key] = view
-        self._heads.move_to_end(key)
-        if len(self._heads) > _HEADS_MAX:
-            self._heads.popitem(last=False)
+            self._heads.put(key, view)
         return view
 
     def _read(self, segment: Segment, begin: int, pieces: I64, out: Bytes, slots: I64) -> None:
@@ -154,8 +151,9 @@ class RowFiles:
     def _forget(self, segment: Segment) -> None:
         """Look at a segment anew: it was erased from, or moved."""
         self._maps.forget(segment.number)
-        for key in [key for key in self._heads if key[0] == segment.number]:
-            del self._heads[key]
+        for key, _ in self._heads.items():
+            if key[0] == segment.number:
+                self._heads.pop(key)
         if self._file is not None and self._file[0] == segment.number:
             self._file[2].close()
             self._file = None

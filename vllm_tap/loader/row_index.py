@@ -19,7 +19,7 @@ import xxhash
 from schemas.catalog.records import Segment
 from schemas.errors import ArgumentError, NotFoundError
 from schemas.read.reader import CaptureRow, Places, StoreReader, read_store_uuid
-from schemas.read.slices import Kind
+from schemas.read.slices import RowFormat
 from schemas.sites import parse_site, site_named
 from vllm_tap.client.captures import Layers, layers_of
 from vllm_tap.client.listing import Filters, Where, wanted
@@ -46,7 +46,7 @@ class RowIndex:
     store: Path
     uuid: bytes
     keys: tuple[Key, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[RowFormat, ...]
     captures: list[str]
     segments: dict[int, Segment]
     frames: I64
@@ -142,8 +142,8 @@ def _only(part: Places, common: npt.NDArray[np.uint32]) -> Places:
                   part.offset[:, kept], part.row[:, kept])
 
 
-def _kind(found: list[tuple[str, dict[str, Places]]], site: str) -> Kind:
-    kinds = {Kind(places[site].codec, places[site].dtype, places[site].width) for _, places in found}
+def _kind(found: list[tuple[str, dict[str, Places]]], site: str) -> RowFormat:
+    kinds = {RowFormat(places[site].codec, places[site].dtype, places[site].width) for _, places in found}
     if len(kinds) > 1:
         shown = "; ".join(sorted(f"{kind.codec}, {kind.dtype}, width {kind.width}" for kind in kinds))
         raise ArgumentError("codec", None,
@@ -151,7 +151,7 @@ def _kind(found: list[tuple[str, dict[str, Places]]], site: str) -> Kind:
     return kinds.pop()
 
 
-def _joined(store: Path, keys: tuple[Key, ...], kinds: tuple[Kind, ...],
+def _joined(store: Path, keys: tuple[Key, ...], kinds: tuple[RowFormat, ...],
             found: list[tuple[str, dict[str, Places]]], segments: dict[int, Segment]) -> RowIndex:
     """Everything in one, in the order of the disk."""
     sites = [site for site, _ in keys]

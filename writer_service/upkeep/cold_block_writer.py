@@ -26,7 +26,7 @@ from schemas.codecs import Stream
 from schemas.errors import CorruptError, StoreError
 from schemas.read.segment_maps import SegmentMaps, View
 from schemas.store.cold_block import CHUNK_ROWS, FORMAT, ColdFrame, frame_digest
-from schemas.store.compressed import Packed, compressor, pack
+from schemas.store.compressed import CompressedChunks, compressor, pack
 from schemas.store.paths import array_metadata, block_name, group_metadata
 from schemas.store.row_checksums import BlockChecksums
 from schemas.store.segment import FrameHeader
@@ -265,5 +265,5 @@ class ColdBlockWriter:
             pieces = source.view.pieces([layers.index(self.layers[layer])], rows)[0]
             section = source.view.section(index)
             out[place[row // CHUNK_ROWS] + row % CHUNK_ROWS] = (
-                section.lenient() if isinstance(section, Packed) else section)[pieces]
+                section.lenient() if isinstance(section, CompressedChunks) else section)[pieces]
         return out.reshape(-1).data

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from schemas.read.location_columns import FIRST, LAYERS, PARTS, SEGMENT, STEP
 
 from schemas import codecs
 from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError
 from schemas.ids import new_ulid
 from schemas.native import loops as native_loops
 from schemas.read import coverage_cache as covered_module
-from schemas.read import held_files, segment_maps
 from schemas.read import reader as reader_module
-from schemas.read.location_columns import FIRST, KIND, PARTS, SEGMENT, STEP
+from schemas.read import segment_cache, segment_maps
 from schemas.read.reader import RowsAt, StoreReader, read_store_uuid
-from schemas.read.row_locations import Located, joined
+from schemas.read.row_locations import RowLocations, joined
 from schemas.read.segment_maps import SegmentMaps
 from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, expected_pieces, until
 from vllm_tap.store import open_store
@@ -152,13 +152,13 @@ def test_a_store_gives_them_as_numbers(made: Made) -> None:
 
 
 def test_it_is_forgotten_where_rows_lie_and_found_again(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(covered_module, "rows_kept_max", 5 * ROWS)
+    monkeypatch.setattr(covered_module, "rows_cached_max", 5 * ROWS)
     wanted = [(number, position) for position in range(0, ROWS, 9) for number in range(len(made.captures))]
     with StoreReader(made.store) as reader:
         for _ in range(3):
             got = reader.rows_at([(made.captures[number], position) for number, position in wanted], SITE, [3])
             assert_content(got, made, wanted)
-            assert 0 < reader._coverings.rows <= 5 * ROWS
+            assert 0 < reader._coverage_cache.rows <= 5 * ROWS
 
 
 def test_what_is_kept_is_counted_by_group_of_layers(tmp_path: Path) -> None:
@@ -174,16 +174,16 @@ def test_what_is_kept_is_counted_by_group_of_layers(tmp_path: Path) -> None:
         with StoreReader(store) as reader:
             assert until(lambda: reader.capture(capture).total_len == 541)
             reader.slice(capture, SITE, layers, 0, 500)
-            assert kept_bytes(reader) < 120 * reader._coverings.rows
+            assert kept_bytes(reader) < 120 * reader._coverage_cache.rows
 
 
 def kept_bytes(reader: StoreReader) -> int:
     """Of the arrays, and what each comes with."""
     found = 0
-    for covered in reader._coverings._kept.values():
+    for _, covered in reader._coverage_cache._cached.items():
         arrays = [array for groups in covered.coverage.sites.values() for group in groups for rows in
                   (group.rows, group.rejected) for array in (rows.positions, rows.extent, rows.row)]
-        arrays += [part.table for part in covered.located.values()]
+        arrays += [part.table for part in covered.locations.values()]
         found += sum(array.nbytes for array in arrays) + sum(len(extent.table) for extent in covered.extents)
     return found
 
@@ -203,7 +203,7 @@ def test_a_frame_of_an_open_segment_is_read_whole_once(
 ) -> None:
     """From then on the rows that are read are held against what they were, and no others, as those of blocks are."""
     store = Path(shutil.copytree(made.store, tmp_path / "store"))
-    monkeypatch.setattr(held_files, "proved_bytes_max", 2000)  # one frame's or two: most are proved again
+    monkeypatch.setattr(segment_cache, "proved_bytes_max", 2000)  # one frame's or two: most are proved again
     monkeypatch.setattr(segment_maps, "piece_bytes_min", 1)
 
     def read(reader: StoreReader, rows: list[tuple[int, int]], layers: list[int]) -> None:
@@ -213,7 +213,7 @@ def test_a_frame_of_an_open_segment_is_read_whole_once(
         for number in range(6):
             for position in range(8, ROWS):
                 read(reader, [(number, position)], [1, 2])
-        assert reader._maps._held.proved_bytes <= 2000
+        assert reader._maps._cache.proofs.total <= 2000
         spoil(store, 5, ROWS - 1)
         beside = [(5, ROWS - 2), (4, ROWS - 1)]
         read(reader, beside, [2])
@@ -236,7 +236,7 @@ def test_of_small_rows_in_open_segments_no_checksums_are_kept(
     rows = [(number, position) for number in range(6) for position in range(8, ROWS)]
     with StoreReader(store) as reader:
         assert_content(reader.rows_at([(made.captures[n], p) for n, p in rows], SITE, [1, 2]), made, rows)
-        assert not reader._maps._held.proved_bytes
+        assert not reader._maps._cache.proofs.total
         spoil(store, 5, ROWS - 1)
         with pytest.raises(CorruptError, match="does not match"):
             reader.rows_at([(made.captures[5], ROWS - 1)], SITE, [2])
@@ -260,11 +260,11 @@ def test_places_outside_of_a_file_are_not_read(made: Made, monkeypatch: pytest.M
     main = codecs.streams("int8b64", WIDTH, "bfloat16")[0].nbytes
     maps = SegmentMaps(made.store, read_store_uuid(made.store))
 
-    def elsewhere(parts: Sequence[Located]) -> Located:
+    def elsewhere(parts: Sequence[RowLocations]) -> RowLocations:
         """One piece so many bytes before the file's start, or after its end."""
         found = joined(parts)
         table = found.table[:, 5]
-        piece = table[FIRST] + found.kinds[table[KIND]].index(2) * table[STEP]
+        piece = table[FIRST] + found.layer_sets[table[LAYERS]].index(2) * table[STEP]
         size = len(maps.data(reader.segment(found.segments[table[SEGMENT]]))[1])
         table[PARTS] = by - piece * main + end * (size - main)
         return found

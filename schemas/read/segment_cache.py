@@ -1,0 +1,142 @@
+"""Files and parsed frames of segments, cached: bounded, the least used goes first, and all of a segment together.
+
+What was parsed of a segment keeps its maps, and every map keeps a descriptor: so nothing of one is cached alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.lru import Lru
+from schemas.store.cold_block import ColdBlock, ColdFrame
+from schemas.store.row_checksums import BlockChecksums
+from schemas.store.segment import FrameView
+
+__all__ = ["CachedSegment", "SegmentCache", "View"]
+
+files_max: Final = 512  # that are mapped, each by a descriptor: half of what a process may have where nobody raised it
+frames_max: Final = 4096
+proved_bytes_max: Final = 16 * 1024 * 1024  # of checksums of frames in open segments, eight a row and layer
+_PROOF_BYTES: Final = 256  # that an array takes beside its numbers
+
+View = FrameView | ColdFrame
+U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(slots=True, eq=False)
+class CachedSegment:
+    """One segment's open files; ``offsets`` are those of its frames that are, or were, cached."""
+
+    mapped: tuple[Path, memoryview] | None = None
+    checksums: BlockChecksums | None = None
+    checksums_known: bool = False  # blocks of an early version have none
+    cold: ColdBlock | None = None
+    offsets: set[int] = field(default_factory=set)
+
+    @property
+    def files(self) -> int:
+        """How many files are mapped; of a cold block, one a stream."""
+        return sum(1 for each in (self.mapped, self.checksums) if each) + (len(self.cold.declared) if self.cold else 0)
+
+
+class SegmentCache:
+    """Segments by number, their frames and the frames' proved checksums by (number, offset); thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._segments = Lru[int, CachedSegment](files_max, lambda segment: segment.files)
+        self._frames = Lru[tuple[int, int], View](frames_max)
+        self.proofs = Lru[tuple[int, int], U64](proved_bytes_max, lambda proof: proof.nbytes + _PROOF_BYTES)
+
+    def get(self, number: int) -> CachedSegment | None:
+        """The segment, where something of it is cached."""
+        return self._segments.get(number)
+
+    def frame(self, number: int, offset: int) -> View | None:
+        """A cached frame, whose segment is being used too."""
+        self._segments.get(number)
+        return self._frames.get((number, offset))
+
+    def put_map(self, number: int, mapped: tuple[Path, memoryview]) -> None:
+        """The segment's file; frames that were parsed in a map of before, when it was shorter, let go of that one."""
+        with self._lock:
+            segment = self._taken_out(number)
+            segment.mapped = mapped
+            for offset in segment.offsets:
+                if (view := self._frames.get((number, offset))) is not None:
+                    _in_map(view, segment)
+            self._put(number, segment)
+
+    def put_checksums(self, number: int, found: BlockChecksums | None) -> None:
+        """A block's; None where it has none. It was sealed: what was proved of its frames is not needed any more."""
+        with self._lock:
+            segment = self._taken_out(number)
+            segment.checksums, segment.checksums_known = found, True
+            if found is not None:
+                for offset in segment.offsets:
+                    self.proofs.pop((number, offset))
+            self._put(number, segment)
+
+    def put_cold(self, number: int, block: ColdBlock) -> None:
+        """A cold block, whose streams are a file each."""
+        with self._lock:
+            segment = self._taken_out(number)
+            segment.cold = block
+            self._put(number, segment)
+
+    def put_frame(self, number: int, offset: int, view: View) -> None:
+        """A frame; not where its segment was let go of meanwhile, since its map would be kept, and not counted."""
+        with self._lock:
+            if (segment := self._segments.get(number)) is not None:
+                _in_map(view, segment)
+                segment.offsets.add(offset)
+                self._frames.put((number, offset), view)
+
+    def put_proof(self, number: int, offset: int, found: U64) -> None:
+        """The checksums of a frame's rows, of an open segment."""
+        with self._lock:
+            segment = self._segments.get(number)
+            if segment is not None and segment.checksums is None:
+                segment.offsets.add(offset)
+                self.proofs.put((number, offset), found)
+
+    def forget(self, number: int) -> None:
+        """Let go of a segment; its files are closed when no array views them any more."""
+        with self._lock:
+            self._forget(number, self._segments.pop(number))
+
+    def tidy(self, there: Callable[[int], bool]) -> None:
+        """Let go of segments that are no longer ``there``: a map keeps the bytes of a file that was removed."""
+        for number, _ in self._segments.items():
+            if not there(number):
+                self.forget(number)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.tidy(lambda _: False)
+
+    def _taken_out(self, number: int) -> CachedSegment:
+        """A segment to be changed and put back: what it weighs is another afterwards."""
+        return self._segments.pop(number) or CachedSegment()
+
+    def _put(self, number: int, segment: CachedSegment) -> None:
+        for other, gone in self._segments.put(number, segment):
+            self._forget(other, gone)
+
+    def _forget(self, number: int, segment: CachedSegment | None) -> None:
+        for offset in () if segment is None else segment.offsets:
+            self._frames.pop((number, offset))
+            self.proofs.pop((number, offset))
+
+
+def _in_map(view: View, segment: CachedSegment) -> None:
+    """See to it that a frame keeps no other map of its file than the one that is cached."""
+    if isinstance(view, FrameView) and segment.mapped is not None and view.end <= len(segment.mapped[1]):
+        view.move_to(segment.mapped[1])
