@@ -15,7 +15,7 @@ from api.live.waiting import FINAL, poll
 from api.parameters import SITE_SCHEMA, ULID, Parameters, Ref, Route, Seconds, digits
 from api.service import owner_of, service_of
 from schemas import limits
-from schemas.catalog.filters import WHEN, read_sieve
+from schemas.catalog.filters import WHEN, read_filter
 from schemas.errors import NotFoundError
 from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest
@@ -66,9 +66,9 @@ class WaitParameters(Parameters):
 async def captures(request: Request, asked: Annotated[ListParameters, Query()]) -> Json:
     """The caller's captures, newest first; ``next`` is the ``before`` of the next page, null on the last."""
     owner = owner_of(request)
-    sieve = read_sieve(asked.tag, asked.model, asked.site, asked.since, asked.until, asked.text)
+    chosen = read_filter(asked.tag, asked.model, asked.site, asked.since, asked.until, asked.text)
     rows, following = await service_of(request).read(
-        lambda reader: reader.page(owner, asked.status, asked.limit, asked.before, sieve))
+        lambda reader: reader.page(owner, asked.status, asked.limit, asked.before, chosen))
     return Json({"object": "list", "data": [msgspec.to_builtins(row) for row in rows], "next": following})
 
 

@@ -1,4 +1,4 @@
-"""What a list of captures is narrowed by, as SQL with placeholders: no text of a caller becomes a part of it."""
+"""The filter of a list of captures, as SQL with placeholders: no text of a caller becomes a part of it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from schemas import limits
 from schemas.errors import ArgumentError
 from schemas.sites import BY_MODEL, ask_site
 
-__all__ = ["WHEN", "Sieve", "milliseconds", "parse_tag", "read_sieve"]
+__all__ = ["WHEN", "CaptureFilter", "milliseconds", "parse_tag", "read_filter"]
 
 WHEN: Final = "milliseconds since 1970, or a time such as 2026-01-31T12:00:00Z"
 _1970: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
-class Sieve:
-    """All that is given must hold.
+class CaptureFilter:
+    """Which captures are wanted: all that is given must hold.
 
     ``tags`` as (key, value), value None for any; ``model``: its name, or its LoRA adapter's; ``site`` in its canonical
     name; ``since_ms`` included, ``until_ms`` not; ``text`` is looked for in tags and names, whatever
@@ -66,9 +66,9 @@ class Sieve:
         return ("WHERE " + " AND ".join(parts) if parts else ""), args
 
 
-def read_sieve(tags: Sequence[str] = (), model: str | None = None, site: str | None = None, since: str | None = None,
-               until: str | None = None, text: str | None = None) -> Sieve:
-    """What is asked for in words, by a query or a command; ArgumentError names which of them is wrong.
+def read_filter(tags: Sequence[str] = (), model: str | None = None, site: str | None = None, since: str | None = None,
+                until: str | None = None, text: str | None = None) -> CaptureFilter:
+    """The filter that a query or a command says in words; ArgumentError names which of them is wrong.
 
     ``tags`` are key=value, or a key alone for any value; ``since`` and ``until`` as ``WHEN`` says.
     """
@@ -79,7 +79,8 @@ def read_sieve(tags: Sequence[str] = (), model: str | None = None, site: str | N
             if value is not None and not 0 < len(value) <= limits.filter_chars_max:
                 raise ArgumentError(name, value, f"valid: 1 to {limits.filter_chars_max} characters")
     known = None if site is None else ask_site(site, "site", ArgumentError)[0]
-    return Sieve([parse_tag(tag) for tag in tags], model, known, moment("since", since), moment("until", until), text)
+    return CaptureFilter([parse_tag(tag) for tag in tags], model, known, moment("since", since), moment("until", until),
+                         text)
 
 
 def parse_tag(text: str) -> tuple[str, str | None]:

@@ -13,7 +13,7 @@ import msgspec
 
 from schemas import limits
 from schemas.catalog import aliases
-from schemas.catalog.filters import Sieve
+from schemas.catalog.filters import CaptureFilter
 from schemas.catalog.records import Capture, Drop, capture_of, engine_json, find_capture, load_drops
 from schemas.catalog.view import CatalogView, Moment
 from schemas.errors import LimitError, NotFoundError, StoreError
@@ -90,15 +90,15 @@ class CatalogReader:
         self.path = Path(path)
         self.uuid = read_store_uuid(self.path)
         self._catalog = CatalogView(self.path)
-        self._sifting: CatalogView | None = None
+        self._scanning: CatalogView | None = None
         self._coverage_cache = CoverageCache()
 
     def close(self) -> None:
         """Release files."""
         with self._catalog.lock:
             self._catalog.close()
-            if self._sifting is not None:
-                self._sifting.close()
+            if self._scanning is not None:
+                self._scanning.close()
 
     def __enter__(self) -> Self:
         return self
@@ -125,9 +125,9 @@ class CatalogReader:
 
     def page(
         self, owner: str | None = None, status: str | None = None, limit: int = 100, before: str | None = None,
-        sieve: Sieve | None = None,
+        wanted: CaptureFilter | None = None,
     ) -> tuple[list[CaptureRow], str | None]:
-        """A page of ``captures`` that pass the sieve, and the ``before`` of the next one; None where this is the last.
+        """A page of ``captures`` that are ``wanted``, and the ``before`` of the next one; None where this is the last.
 
         At most ``limits.captures_scan_max`` are looked at: a page may hold few, or none, and yet not be the last.
         """
@@ -141,8 +141,8 @@ class CatalogReader:
         if status is not None:
             where.append("status = ?")
             args.append("complete" if status == "empty" else status)
-        sifted, more = ("", []) if sieve is None else sieve.condition()
-        with (self._apart() if sifted else self._catalog).moment() as now:
+        condition, more = ("", []) if wanted is None else wanted.condition()
+        with (self._apart() if condition else self._catalog).moment() as now:
             if before is not None:
                 # It may have been deleted since that page: its tombstone still says where to go on.
                 last = find_capture(now.db, before)
@@ -150,10 +150,9 @@ class CatalogReader:
                     raise aliases.no_capture(before)
                 where.append("(created_ms, id) < (?, ?)")
                 args += [last.created_ms, last.id]
-            condition = " AND ".join(where)
-            query = f"SELECT * FROM captures WHERE {condition} ORDER BY created_ms DESC, id DESC"
-            scan = limits.captures_scan_max if sifted or status in ("complete", "empty") else limit
-            listed = now.db.execute(f"SELECT * FROM ({query} LIMIT {scan}) AS listed {sifted}", [*args, *more])
+            query = f"SELECT * FROM captures WHERE {' AND '.join(where)} ORDER BY created_ms DESC, id DESC"
+            scan = limits.captures_scan_max if condition or status in ("complete", "empty") else limit
+            listed = now.db.execute(f"SELECT * FROM ({query} LIMIT {scan}) AS listed {condition}", [*args, *more])
             found = (capture for capture in map(capture_of, listed) if status in (None, capture.status))
             rows = [_row(now, capture) for capture in islice(found, limit)]
             listed.close()
@@ -165,9 +164,9 @@ class CatalogReader:
     def _apart(self) -> CatalogView:
         """The catalog for what looks at thousands of captures: everybody else reads on meanwhile."""
         with self._catalog.moment():  # refused where this reader was closed
-            if self._sifting is None:
-                self._sifting = CatalogView(self.path)
-            return self._sifting
+            if self._scanning is None:
+                self._scanning = CatalogView(self.path)
+            return self._scanning
 
     def owner_bytes(self, owner: str) -> int:
         """Bytes of an owner's captures, rows and what is beside them, as the catalog knows them; 0 of who has none."""

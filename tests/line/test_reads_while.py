@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.catalog.filters import read_sieve
+from schemas.catalog.filters import read_filter
 from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
@@ -219,12 +219,12 @@ def _target(link: Path) -> str:
 
 def test_a_list_that_takes_its_time_holds_nobody_up(tmp_path: Path) -> None:
     store, capture = tmp_path / "store", new_ulid()
-    sieve = read_sieve(text=capture[-8:])
+    chosen = read_filter(text=capture[-8:])
     with WriterProcess(store) as writer, Sender(writer.endpoint) as engine:
         engine.open(capture)
         engine.wait()
         reader = StoreReader(store)
-        assert until(lambda: reader.page(sieve=sieve)[0])
+        assert until(lambda: reader.page(wanted=chosen)[0])
         found: list[str] = []
         other = threading.Thread(target=lambda: found.append(reader.capture(capture).id), daemon=True)
         with reader._apart().moment():  # as while thousands of captures are looked at
@@ -233,5 +233,5 @@ def test_a_list_that_takes_its_time_holds_nobody_up(tmp_path: Path) -> None:
             assert found == [capture]
         reader.close()
         with pytest.raises(StoreError, match="closed"):
-            reader.page(sieve=sieve)
+            reader.page(wanted=chosen)
         writer.stop()

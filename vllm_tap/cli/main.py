@@ -14,7 +14,7 @@ import typer
 
 from schemas import legacy as legacy_names
 from schemas import limits
-from schemas.catalog.filters import WHEN, parse_tag, read_sieve
+from schemas.catalog.filters import WHEN, parse_tag, read_filter
 from schemas.codecs import CODECS, DEFAULT_CODEC
 from schemas.errors import ArgumentError, TapError
 from schemas.legacy import FLAGS
@@ -207,10 +207,10 @@ def list_captures(
     from vllm_tap.cli.show import print_captures
 
     try:
-        sieve = read_sieve(tag or (), model, site, since, until, text)
+        chosen = read_filter(tag or (), model, site, since, until, text)
     except ArgumentError as error:
         raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
-    print_captures(store, status, sieve, limit, before, json)
+    print_captures(store, status, chosen, limit, before, json)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from schemas.catalog.filters import Sieve
+from schemas.catalog.filters import CaptureFilter
 from schemas.errors import ArgumentError
 from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest, SiteLayer
@@ -31,7 +31,7 @@ def print_json(*values: object, indent: int = -1) -> None:
     sys.stdout.buffer.flush()
 
 
-def print_captures(store: Path, status: str | None, sieve: Sieve, limit: int, before: str | None, as_json: bool
+def print_captures(store: Path, status: str | None, chosen: CaptureFilter, limit: int, before: str | None, as_json: bool
                    ) -> None:
     """The captures of a store that pass, newest first."""
     if status is not None and status not in STATUSES:
@@ -39,7 +39,7 @@ def print_captures(store: Path, status: str | None, sieve: Sieve, limit: int, be
     if before is not None and split_capture_id(before) is None:
         raise ArgumentError("--before", before, "must be a capture id")
     with StoreReader(store) as reader:
-        rows = list(filtered(reader, status, sieve, limit, before))
+        rows = list(filtered(reader, status, chosen, limit, before))
     if as_json:
         print_json(*rows)
         return
@@ -53,7 +53,7 @@ def print_captures(store: Path, status: str | None, sieve: Sieve, limit: int, be
         table.add_row(row.id, Text(row.status, _STATUS_STYLES.get(row.status, "")), when(row.created_ms),
                       " ".join(row.sites), Text(" ".join(f"{k}={v}" for k, v in row.tags.items())),
                       str(row.prompt_len), str(row.total_len), Text(row.finish_reason or ""))
-    narrowed = status is not None or before is not None or sieve != Sieve()
+    narrowed = status is not None or before is not None or chosen != CaptureFilter()
     console().print(table if rows else f"no captures in {store}" + (" that pass the filters" if narrowed else ""))
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from schemas import limits
-from schemas.catalog.filters import Sieve, milliseconds, moment
+from schemas.catalog.filters import CaptureFilter, milliseconds, moment
 from schemas.errors import ArgumentError
 from schemas.manifest import STATUSES
 from schemas.read.reader import CaptureRow, StoreReader
@@ -48,11 +48,11 @@ class Filters:
         for name, when in (("since", self.since), ("until", self.until)):
             _ms(name, when)
 
-    def sieve(self) -> Sieve:
-        """The filter that a store's reader takes."""
+    def capture_filter(self) -> CaptureFilter:
+        """What a store's reader takes."""
         site = None if self.site is None else ask_site(self.site)[0]
-        return Sieve(list(self.tags.items()), self.model, site, _ms("since", self.since), _ms("until", self.until),
-                     self.text)
+        return CaptureFilter(list(self.tags.items()), self.model, site, _ms("since", self.since),
+                             _ms("until", self.until), self.text)
 
     def params(self) -> dict[str, Any]:
         """The parameters that the service takes."""
@@ -62,8 +62,8 @@ class Filters:
         return {name: value for name, value in asked.items() if value is not None}
 
     def of(self, reader: StoreReader, limit: int | None = None, before: str | None = None) -> Iterator[CaptureRow]:
-        """The captures chosen of a store, newest first, page by page as they are taken."""
-        return filtered(reader, self.status, self.sieve(), limit, before)
+        """What is wanted of a store, newest first, page by page as it is taken."""
+        return filtered(reader, self.status, self.capture_filter(), limit, before)
 
     @staticmethod
     def pages(fetch: Callable[[int, str | None], Page], limit: int | None, before: str | None) -> Iterator[CaptureRow]:
@@ -90,10 +90,10 @@ class Filters:
                 return
 
 
-def filtered(reader: StoreReader, status: str | None, sieve: Sieve, limit: int | None, before: str | None
+def filtered(reader: StoreReader, status: str | None, chosen: CaptureFilter, limit: int | None, before: str | None
            ) -> Iterator[CaptureRow]:
-    """The captures of a store that pass, newest first, page by page as they are taken."""
-    return Filters.pages(lambda count, after: reader.page(None, status, count, after, sieve), limit, before)
+    """What of a store passes, newest first, page by page as it is taken."""
+    return Filters.pages(lambda count, after: reader.page(None, status, count, after, chosen), limit, before)
 
 
 def wanted(where: Where, row: CaptureRow) -> bool:

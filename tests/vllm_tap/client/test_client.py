@@ -206,7 +206,7 @@ def test_lists_deletes_and_capabilities(client: Client, store: Store) -> None:
     assert store.engine().model == "played"
 
 
-def test_lists_can_be_sifted(client: Client, store: Store) -> None:
+def test_lists_can_be_filtered(client: Client, store: Store) -> None:
     before = datetime.now()
     tags = {"run": "sift", "by": "Émile"}
     tagged = [client.generate("x", capture={"sites": [site], "tags": {**tags, "n": str(n)}}).capture_id
