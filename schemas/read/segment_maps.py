@@ -135,7 +135,7 @@ class SegmentMaps:
         self._look()
         folder = self._store / block_name(number)
         try:
-            found = ColdBlock.open(folder)
+            found = ColdBlock(folder)
         except FileNotFoundError as error:
             raise StoreError("open segment", error.filename, "no such file", _GONE) from None
         self._cache.put_cold(number, found)

@@ -5,14 +5,14 @@ needs is not there. The rows of a capture that followed each other are one frame
 row in the block: for readers a ``ColdFrame`` is what a ``FrameView`` is. A frame's ``frame_xxh3`` covers everything
 that the small arrays say of it, a row's ``checksum`` its bytes. Nothing in a cold block is ever changed: whatever takes
 rows out of it makes another that replaces it. Where the attribute ``compression`` says so, the chunks of its one stream
-are packed (schemas.store.compressed).
+are compressed (schemas.store.compressed).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from schemas import codecs
 from schemas.codecs import Stream
 from schemas.errors import CorruptError, StoreError
+from schemas.store.block import MISSING, Block
 from schemas.store.compressed import CompressedChunks
 from schemas.store.map_file import map_file
 from schemas.store.paths import main_chunk
@@ -35,7 +35,6 @@ __all__ = ["CHUNK_ROWS", "ColdBlock", "ColdFrame", "cold_attributes", "frame_dig
 
 CHUNK_ROWS: Final = 64
 FORMAT: Final = "vllm-tap cold block"
-_MISSING: Final = 2**64 - 1
 
 Index = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -99,64 +98,43 @@ class ColdFrame:
         return np.asarray(found != expected)
 
 
-@dataclass(frozen=True, slots=True)
-class ColdBlock:
-    """A cold block, R rows × L layers in F frames; the arrays as docs/store.md names them."""
+class ColdBlock(Block):
+    """A cold block, R rows × L layers in F frames.
 
-    folder: Path
-    attributes: dict[str, Any]
-    declared: tuple[Stream, ...]
-    row: dict[str, npt.NDArray[np.uint32]]
-    present: npt.NDArray[np.bool_]
-    checksums: BlockChecksums
-    first: npt.NDArray[np.uint64]  # by frame: its first row
-    seq: npt.NDArray[np.uint64]
-    stream: npt.NDArray[np.uint64]  # index into the attribute streams
-    digest: npt.NDArray[np.uint64]
-    chunk: Index  # [chunks, L]: number of the chunk among those in the file, -1 where it is not there
-    packed: CompressedChunks | None
-    _sections: dict[int, Bytes] = field(default_factory=dict)
+    FileNotFoundError where there is none, StoreError where its files are not whole.
+    """
 
-    @classmethod
-    def open(cls, folder: Path) -> ColdBlock:
-        """FileNotFoundError where there is none, StoreError where its files are not whole."""
+    def __init__(self, folder: Path) -> None:
         try:
-            attributes = cold_attributes(folder)
-            if attributes is None:
+            super().__init__(folder)
+            if self.attributes["format"] != FORMAT:
                 raise StoreError("open cold block", folder, "it is none")
-            declared = codecs.streams(attributes["codec"]["name"], attributes["width"], attributes["model_dtype"])
-            row = {name: _column(folder, name, "<u4") for name in ("capture", "position", "token_id", "flags")}
-            rows, layers = len(row["position"]), list(attributes["layers"])
-            present = np.fromfile(folder / "present" / "c" / "0" / "0", bool).reshape(rows, len(layers))
-            checksum = np.fromfile(folder / "checksum" / "c" / "0" / "0", "<u8").reshape(rows, len(layers))
-            first, seq, stream, digest = (
-                _column(folder, name, "<u8") for name in ("frame_row", "frame_seq", "frame_stream", "frame_xxh3"))
-            chunks = -(-rows // CHUNK_ROWS) * len(layers)
-            data = map_file(folder / main_chunk(declared[0].name))
-            index = np.frombuffer(data, "<u8", 2 * chunks, len(data) - 16 * chunks - 4).reshape(-1, len(layers), 2)
+            # By frame: its first row, its number in its stream, an index into the attribute streams, its hash.
+            self.first, self.seq, self.stream, self.digest = (
+                self.column(name, "<u8") for name in ("frame_row", "frame_seq", "frame_stream", "frame_xxh3"))
+            self.checksums = BlockChecksums(np.asarray(self.layers, np.int64), self.first, self.first, self.checksum)
+            rows, layers = self.present.shape
+            chunks = -(-rows // CHUNK_ROWS) * layers
+            data = map_file(self.main)
+            index = np.frombuffer(data, "<u8", 2 * chunks, len(data) - 16 * chunks - 4).reshape(-1, layers, 2)
         except FileNotFoundError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError("open cold block", folder, repr(error), "vllm-tap fsck says what is lost") from None
-        packed, nbytes = None, CHUNK_ROWS * declared[0].nbytes
-        if attributes.get("compression") is None:
-            there = index[:, :, 1] == nbytes
-            chunk = np.where(there, index[:, :, 0].astype(np.int64) // nbytes, -1)
+        self.compressed: CompressedChunks | None = None
+        self._sections: dict[int, Bytes] = {}
+        nbytes = self.declared[0].nbytes
+        if self.attributes.get("compression") is None:
+            there = index[:, :, 1] == CHUNK_ROWS * nbytes
+            chunk = np.where(there, index[:, :, 0].astype(np.int64) // (CHUNK_ROWS * nbytes), -1)
         else:
-            there = index[:, :, 1] != _MISSING
+            there = index[:, :, 1] != MISSING
             order = np.argsort(index[there][:, 0], kind="stable")
             chunk = np.full(there.shape, -1, np.int64)
             chunk[there] = np.argsort(order)
             starts, sizes = index[there][order].T
-            packed = CompressedChunks(folder / main_chunk(declared[0].name), data, starts, sizes, CHUNK_ROWS,
-                                      declared[0].nbytes)
-        checksums = BlockChecksums(np.asarray(layers, np.int64), first, first, checksum)
-        return cls(folder, attributes, declared, row, present, checksums, first, seq, stream, digest, chunk, packed)
-
-    @property
-    def main(self) -> Path:
-        """The file of the main stream."""
-        return self.folder / main_chunk(self.declared[0].name)
+            self.compressed = CompressedChunks(self.main, data, starts, sizes, CHUNK_ROWS, nbytes)
+        self.chunk: Index = chunk  # [chunks, L]: number of the chunk among those in the file, -1 where it is not there
 
     def pieces(self, rows: Index, layers: Sequence[int]) -> Index:
         """Index of the piece of each (layer, row of the block) in any of the streams: ``[len(layers), len(rows)]``."""
@@ -169,8 +147,8 @@ class ColdBlock:
 
     def section(self, stream: int) -> Bytes | CompressedChunks:
         """All pieces of a stream, uint8 ``[pieces, piece bytes]``: a view of the file, or what is indexed as one."""
-        if self.packed is not None:
-            return self.packed
+        if self.compressed is not None:
+            return self.compressed
         if (known := self._sections.get(stream)) is not None:
             return known
         declared = self.declared[stream]
@@ -210,10 +188,6 @@ class ColdBlock:
             raise CorruptError("read frame", where, "what the block says of these rows does not match its checksum",
                                "the rows of this frame are lost; others are not affected")
         return ColdFrame(self, offset, stop - offset, header, table, columns)
-
-
-def _column(folder: Path, name: str, dtype: str) -> npt.NDArray[Any]:
-    return np.fromfile(folder / name / "c" / "0", dtype)
 
 
 def cold_attributes(folder: Path) -> dict[str, Any] | None:

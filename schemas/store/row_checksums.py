@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import xxhash
 
 from schemas.errors import CorruptError
 from schemas.native.loops import loops_for
-from schemas.store.map_file import map_file
+from schemas.store.block import Block
 
 __all__ = ["BlockChecksums", "digests", "piece_bytes_min", "piece_digests", "side_digests"]
 
@@ -66,13 +65,12 @@ class BlockChecksums:
     @classmethod
     def open(cls, folder: Path) -> BlockChecksums | None:
         """Of the block; None where it was made before frames' first rows were stored."""
-        first = folder / "frame_row" / "c" / "0"
-        if not first.exists():
+        block = Block(folder)
+        try:
+            first = block.column("frame_row", "<u8")
+        except FileNotFoundError:
             return None
-        layers = json.loads((folder / "zarr.json").read_text())["attributes"]["layers"]
-        checksum = np.frombuffer(map_file(folder / "checksum" / "c" / "0" / "0"), "<u8").reshape(-1, len(layers))
-        return cls(np.asarray(layers, np.int64), np.fromfile(folder / "frame" / "c" / "0", "<u8"),
-                   np.fromfile(first, "<u8"), checksum)
+        return cls(np.asarray(block.layers, np.int64), block.frames, first, block.mapped_checksum())
 
     def of(self, offset: int, layers: Sequence[int], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Of rows of the frame at ``offset``: ``[layers, rows]``; CorruptError where the block left the frame out."""

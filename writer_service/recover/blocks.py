@@ -40,7 +40,7 @@ def index_blocks(db: sqlite3.Connection, store: Path, state: Recovered) -> set[s
             continue
         try:
             if _is_cold(block):
-                change = cold_blocks.compacted(ColdBlock.open(block), number)
+                change = cold_blocks.compacted(ColdBlock(block), number)
                 with catalog.transaction(db):
                     touched |= catalog.apply(db, [change])
                 continue

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from google_crc32c import value as crc32c
 from schemas import codecs, limits
 from schemas.codecs import Stream
 from schemas.errors import StoreError
+from schemas.store.block import MISSING, ROW_COLUMNS
 from schemas.store.frame_hashes import prove_frame
 from schemas.store.map_file import map_file
 from schemas.store.paths import WRITER, array_metadata, block_name, building_name, group_metadata, main_chunk, open_name
@@ -31,9 +32,6 @@ from schemas.store.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, fra
 from schemas.wire.row_table import FLAG_ERASED
 from writer_service import fs, log
 from writer_service.journal.checksum_cache import FrameChecksums
-
-MISSING: Final = np.uint64(2**64 - 1)
-ROW_COLUMNS: Final = ("capture", "position", "token_id", "flags")
 
 Array = npt.NDArray[Any]
 U64 = npt.NDArray[np.uint64]

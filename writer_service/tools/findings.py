@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.catalog.records import Segment, unpack_layers
+from schemas.store.block import Block
 from schemas.store.cold_block import ColdFrame
 from schemas.store.segment import FrameView
-from writer_service.seal.block import Block
 
 I64 = npt.NDArray[np.int64]
 View = FrameView | ColdFrame

@@ -16,13 +16,13 @@ from google_crc32c import value as crc32c
 
 from schemas.catalog.records import Segment, load_frames
 from schemas.errors import CorruptError, StoreError
+from schemas.store.block import MISSING, ROW_COLUMNS, Block, open_block
 from schemas.store.cold_block import CHUNK_ROWS, ColdBlock
 from schemas.store.frame_hashes import hash_frame
 from schemas.store.map_file import map_file
 from schemas.store.paths import main_chunk
 from schemas.store.segment import FLAG_REDACTED, FrameView, check_streams, parse_frame, verify_payload
-from writer_service.seal.block import Block, open_block
-from writer_service.seal.sealing import MISSING, ROW_COLUMNS, gather
+from writer_service.seal.sealing import gather
 from writer_service.tools.findings import (
     I64,
     Finding,
@@ -159,7 +159,7 @@ def check_cold(
     store: Path, folder: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, View]
 ) -> Iterator[Finding]:
     """A cold block: its arrays by frame, its rows by their checksums, its shard indexes against each other."""
-    block = ColdBlock.open(folder)
+    block = ColdBlock(folder)
     for stream in block.declared:
         path = folder / main_chunk(stream.name)
         nbytes = CHUNK_ROWS * stream.nbytes
@@ -167,7 +167,7 @@ def check_cold(
         index = np.frombuffer(footer[:-4], "<u8").reshape(*block.chunk.shape, 2)
         there = block.chunk >= 0
         rank = block.chunk[there]
-        sizes = np.full(len(rank), nbytes, np.uint64) if block.packed is None else block.packed.sizes
+        sizes = np.full(len(rank), nbytes, np.uint64) if block.compressed is None else block.compressed.sizes
         starts = np.cumsum(np.append(np.uint64(0), sizes), dtype=np.uint64)  # one after the other, and then the index
         fits = ((index == MISSING).all(-1) == ~there).all() and len(sizes) == len(rank) and (
             index[there] == np.stack([starts[rank], sizes[rank]], axis=1)).all() and (

@@ -25,6 +25,7 @@ from schemas.catalog.records import Extent, Segment, load_drops, load_extents, l
 from schemas.codecs import Stream
 from schemas.errors import CorruptError, StoreError
 from schemas.read.segment_maps import SegmentMaps, View
+from schemas.store.block import MISSING
 from schemas.store.cold_block import CHUNK_ROWS, FORMAT, ColdFrame, frame_digest
 from schemas.store.compressed import CompressedChunks, compressor, pack
 from schemas.store.paths import array_metadata, block_name, group_metadata
@@ -33,7 +34,7 @@ from schemas.store.segment import FrameHeader
 from schemas.wire.messages import Frame
 from schemas.wire.row_table import RowTable
 from writer_service import fs
-from writer_service.seal.sealing import MISSING, fill_of, stream_attributes, write_whole
+from writer_service.seal.sealing import fill_of, stream_attributes, write_whole
 
 KEPT: Final = ("store_version", "segment_version", "writer", "writer_epoch", "site", "width", "model_dtype",
                "fingerprint", "codec", "axes")  # of the attributes, as the newest old block has them

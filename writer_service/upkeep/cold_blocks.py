@@ -60,7 +60,7 @@ def build(store: Path, uuid: bytes, db: sqlite3.Connection, number: int, replace
         writer = ColdBlockWriter(store, maps, db, segment, replaces, strict, compress)
         fs.make_dirs(folder)
         writer.write(folder, uuid, number)
-        block = ColdBlock.open(folder)
+        block = ColdBlock(folder)
         for offset in block.first.tolist():
             if strict or not writer.damaged:
                 block.frame(offset).verify()

@@ -22,13 +22,13 @@ import xxhash
 from google_crc32c import value as crc32c
 
 from schemas.errors import CorruptError, StoreError
+from schemas.store.block import MISSING, Block, open_block
 from schemas.store.map_file import map_file
 from schemas.store.paths import block_name, redo_name
 from schemas.store.segment import FrameView, parse_frame, redacted_head
 from schemas.wire.row_table import FLAG_ERASED
 from writer_service import fs, log
-from writer_service.seal.block import Block, open_block, side_chunk
-from writer_service.seal.sealing import MISSING, fill_of
+from writer_service.seal.sealing import fill_of
 
 page_bytes: Final = 4096
 MAGIC: Final = b"TAPREDO1"
@@ -198,7 +198,7 @@ def apply(store: Path, redo: Redo) -> None:
     for stream in block.declared[1:]:
         side = block.side(stream)
         side[rows] = fill_of(stream)
-        _overwrite(side_chunk(block.folder, stream), np.ascontiguousarray(side.swapaxes(0, 1)))
+        _overwrite(block.side_file(stream), np.ascontiguousarray(side.swapaxes(0, 1)))
     for name in ("token_id", "flags"):
         _overwrite(block.folder / name / "c" / "0", block.row[name])
     for name, array in (("present", block.present), ("checksum", block.checksum)):

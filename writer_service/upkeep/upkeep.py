@@ -179,7 +179,7 @@ class Upkeep:
         if began < self._rest_until:
             done.put_off = True
             return
-        before = len(ColdBlock.open(self._store / block_name(number)).present)
+        before = len(ColdBlock(self._store / block_name(number)).present)
         change = cold_blocks.build(self._store, self._uuid, db, self._take_number(), [number], strict=False)
         done.erased_rows += before - sum(len(frame.table.position) for frame in change.frames)
         done.changes.append(change)

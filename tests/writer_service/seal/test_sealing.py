@@ -20,6 +20,7 @@ from schemas.errors import CorruptError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.sites import SITES
+from schemas.store.block import open_block
 from schemas.store.paths import open_name
 from tests.schemas.store.test_segment import build
 from tests.support.processes import free_port
@@ -38,7 +39,6 @@ from writer_service.journal import checksum_cache
 from writer_service.journal.checksum_cache import ChecksumCache, FrameChecksums
 from writer_service.recover.blocks import block_frames
 from writer_service.recover.recovery import recover
-from writer_service.seal.block import open_block
 from writer_service.seal.sealing import seal
 from writer_service.tools.fsck import fsck
 from writer_service.upkeep.erasing import erase

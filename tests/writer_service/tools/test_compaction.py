@@ -142,7 +142,7 @@ def answers(store: Path, captures: dict[str, str]) -> Answers:
 
 
 def cold_blocks_of(store: Path) -> list[ColdBlock]:
-    return [ColdBlock.open(path) for path in sorted((store / "blocks").glob("w0-*.zarr"))]
+    return [ColdBlock(path) for path in sorted((store / "blocks").glob("w0-*.zarr"))]
 
 
 def test_the_same_answers_from_fewer_blocks(sample: Sample, store: Path) -> None:
@@ -531,7 +531,7 @@ def test_strangers_read_compressed_rows(sample: Sample, packed: Path) -> None:
     import zarr
     import zarrs  # noqa: F401
 
-    block, = (block for block in cold_blocks_of(packed) if block.packed is not None)
+    block, = (block for block in cold_blocks_of(packed) if block.compressed is not None)
     path = block.folder / block.declared[0].name
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path)}}
     found = [np.asarray(zarr.open_array(str(path), mode="r")[...]),
@@ -546,7 +546,7 @@ def test_strangers_read_compressed_rows(sample: Sample, packed: Path) -> None:
 
 def test_a_damaged_compressed_byte_is_found(sample: Sample, packed: Path, tmp_path: Path) -> None:
     store = Path(shutil.copytree(packed, tmp_path / "store"))
-    block, = (block for block in cold_blocks_of(store) if block.packed is not None)
+    block, = (block for block in cold_blocks_of(store) if block.compressed is not None)
     whole, rng = block.main.read_bytes(), np.random.default_rng(0)
     right = answers(store, {"plain": sample.captures["plain"]})
     outcomes = set()
@@ -577,9 +577,9 @@ def test_a_delete_leaves_compressed_rows_compressed(sample: Sample, tmp_path: Pa
         writer.stop()
     compact(store, compress=True)
     block, = cold_blocks_of(store)
-    assert block.packed is not None
+    assert block.compressed is not None
     with block.main.open("r+b") as file:
-        file.seek(int(block.packed.starts[1]) + 4)
+        file.seek(int(block.compressed.starts[1]) + 4)
         file.write(b"\xff")
     with WriterProcess(store, "--keep-s", "0.05") as writer, StoreReader(store) as reader:
         with Sender(writer.endpoint, role="api") as api:
@@ -589,7 +589,7 @@ def test_a_delete_leaves_compressed_rows_compressed(sample: Sample, tmp_path: Pa
             assert until(lambda: block.folder not in [other.folder for other in cold_blocks_of(store)], 30)
         writer.stop()
     made, = cold_blocks_of(store)
-    assert made.packed is not None and len(made.present) == ROWS
+    assert made.compressed is not None and len(made.present) == ROWS
     with StoreReader(store) as reader:
         assert_rows(reader.slice(kept, SITE, [0, 1, 2, 3], 0, CHUNK_ROWS), 0, range(CHUNK_ROWS))
         assert_rows(reader.slice(kept, SITE, [1, 2, 3]), 0, range(ROWS))
