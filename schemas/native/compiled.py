@@ -81,12 +81,20 @@ def copied(at, nbytes, to, seeds, out):
 
 
 @njit
+def _float32(x):
+    """float32 as it is."""
+    return x
+
+
+@njit
 def _bfloat16(x):
     """The bits of float32 as bfloat16: nearest, ties to even."""
     bits = np.float32(x).view(_U32)
-    odd = _U32(bits >> _U32(16)) & _U32(1)
-    rounded = _U32(bits + _U32(0x7FFF) + odd) >> _U32(16)
-    return uint16(_U32(0x7FC0) if _U32(bits & _U32(0x7FFFFFFF)) > _U32(0x7F800000) else rounded)
+    odd = _U32(_U32(bits >> _U32(16)) & _U32(1))
+    found = _U32(_U32(_U32(bits + _U32(0x7FFF)) + odd) >> _U32(16))
+    if _U32(bits & _U32(0x7FFFFFFF)) > _U32(0x7F800000):
+        found = _U32(0x7FC0)
+    return uint16(found)
 
 
 @njit
@@ -108,15 +116,37 @@ def _float16(x):
     return uint16(_U32(found | _U32(_U32(bits >> _U32(16)) & _U32(0x8000))))
 
 
-@njit(void(_read(float32), int64, uint16[::1]), nogil=True)
-def narrowed(x, bfloat16, out):
-    """float32 as the bits of bfloat16, or of float16."""
-    if bfloat16:
+def _narrowing(rounded, dtype):
+    """The loop that rounds float32."""
+
+    @njit(void(_read(float32), dtype[::1]), nogil=True)
+    def narrowed(x, out):
         for i in range(len(x)):
-            out[i] = _bfloat16(x[i])
-    else:
-        for i in range(len(x)):
-            out[i] = _float16(x[i])
+            out[i] = rounded(x[i])
+
+    return narrowed
+
+
+def _decoding(rounded, dtype):
+    """The loop that decodes rows: each block of codes by its scale, the ``values`` at their columns; all rounded."""
+
+    @njit(void(_read(int8, 2), _read(float32, 2), _read(int64, 2), _read(float32, 2), dtype[:, ::1]), nogil=True)
+    def decoded(codes, scales, at, values, out):
+        for row in range(len(codes)):
+            for block in range(scales.shape[1]):
+                begin, scale = block * _BLOCK, scales[row, block]
+                numbers, code = out[row, begin:begin + _BLOCK], codes[row, begin:begin + _BLOCK]
+                for i in range(_BLOCK):
+                    numbers[i] = rounded(np.float32(code[i]) * scale)
+            for kept in range(at.shape[1]):
+                out[row, at[row, kept]] = rounded(values[row, kept])
+
+    return decoded
+
+
+_ROUNDED: Final = {"float32": (_float32, float32), "bfloat16": (_bfloat16, uint16), "float16": (_float16, uint16)}
+decoded: Final = {name: _decoding(*rounded) for name, rounded in _ROUNDED.items()}
+narrowed: Final = {name: _narrowing(*rounded) for name, rounded in _ROUNDED.items() if name != "float32"}
 
 
 @njit(void(_read(uint16), float32[::1]), nogil=True)
@@ -129,22 +159,3 @@ def widened(x, out):
         small = np.float32(np.float32(np.int32(size)) / _UNITS).view(_U32)
         found = (small if size < _U32(0x400) else normal) | _U32(_U32(x[i] & 0x8000) << _U32(16))
         out[i] = np.uint32(found).view(np.float32)
-
-
-@njit(void(_read(int8, 2), _read(float32, 2), _read(int64, 2), _read(float32, 2), float32[:, ::1], int64,
-           uint16[:, ::1]), nogil=True)
-def decoded(codes, scales, at, values, x, bfloat16, out):
-    """Each block of codes by its scale, then the ``values`` at their columns, as float32 into rows of ``x``; where
-    there is an ``out``, ``x`` is one row, narrowed to it while the processor's first cache has it.
-    """
-    for row in range(len(codes)):
-        found = x[0 if len(out) else row]
-        for block in range(scales.shape[1]):
-            begin, scale = block * _BLOCK, scales[row, block]
-            numbers, code = found[begin:begin + _BLOCK], codes[row, begin:begin + _BLOCK]
-            for i in range(_BLOCK):
-                numbers[i] = np.float32(code[i]) * scale
-        for kept in range(at.shape[1]):
-            found[at[row, kept]] = values[row, kept]
-        if len(out):
-            narrowed(found, bfloat16, out[row])

@@ -136,20 +136,18 @@ class Loops:
             raise ValueError(f"{scales.size} scales and {at.size} values for codes {codes.shape}")
         if at.size and not 0 <= at.min() <= at.max() < width:
             raise IndexError(f"columns {at.min()} to {at.max()} of {width}")
-        whole, narrow = dtype == "float32", np.uint16 if dtype == "bfloat16" else dtype
-        found: npt.NDArray[Any] = np.empty(codes.shape, narrow)
-        x = found.reshape(rows, width) if whole else np.empty((1, width), np.float32)
-        out = np.empty((0, width), np.uint16) if whole else found.reshape(rows, width).view(np.uint16)
+        found: npt.NDArray[Any] = np.empty(codes.shape, np.uint16 if dtype == "bfloat16" else dtype)
+        out = found.reshape(rows, width)
         matrices = (np.ascontiguousarray(each).reshape(rows, size) for each, size in (
             (codes, width), (scales, width // 64), (at, kept), (values, kept)))
-        self._compiled.decoded(*matrices, x, dtype == "bfloat16", out)
+        self._compiled.decoded[dtype](*matrices, out.view(np.uint16) if dtype == "float16" else out)
         return found
 
     def narrowed(self, x: F32, dtype: str, out: U16) -> None:
         """The bits of ``x`` ``[n]`` as bfloat16 or float16, nearest, ties to even, into ``out``."""
         if x.shape != out.shape or not x.flags.c_contiguous or not out.flags.c_contiguous:
             raise ValueError(f"numbers {x.shape} for an array {out.shape}")
-        self._compiled.narrowed(x, dtype == "bfloat16", out)
+        self._compiled.narrowed[dtype](x, out)
 
     def widened(self, bits: U16, out: F32) -> None:
         """float16 ``[n]``, by its bits, as float32 into ``out``, exactly."""
