@@ -58,7 +58,7 @@ async def whole(receive: Receive, bytes_max: float = float("inf")) -> deque[Mess
 
 
 def again(messages: deque[Message], receive: Receive) -> Receive:
-    """The same request, to be received once more: each of its messages is let go of as it is."""
+    """A ``receive`` that gives the request once more and lets go of each message as it is taken."""
 
     async def once_more() -> Message:
         return messages.popleft() if messages else await receive()
@@ -67,7 +67,7 @@ def again(messages: deque[Message], receive: Receive) -> Receive:
 
 
 async def aside(look: Callable[[deque[Message]], _T], messages: deque[Message]) -> _T:
-    """What ``look`` finds in a body: of a large one in a thread, so that nobody else waits for it."""
+    """Run ``look`` on a body: for a large one in a thread, so that nobody else waits for it."""
     if sum(len(message.get("body", b"")) for message in messages) > _ASIDE_BYTES:
         return await asyncio.to_thread(look, messages)
     return look(messages)
@@ -80,7 +80,7 @@ def reads_like(name: str) -> bool:
 
 
 def named(body: Mapping[str, Any]) -> Iterator[Named]:
-    """Where a JSON object names a capture: in a field, in what holds extra arguments, in the objects of a list.
+    """Places where a JSON object names a capture: in a field, in what holds extra arguments, in the objects of a list.
 
     Elsewhere the word is content: of messages, of tools, of a schema. In a list only what is a spec is meant.
     Among extra arguments, which may be others', only what nearly has the name, or is a spec.
@@ -136,7 +136,7 @@ def _listed(path: str, items: list[Any], depth: int) -> Iterator[Named]:
 
 
 def in_body(data: bytes, content_type: str) -> list[Named]:
-    """The same of a body as it was sent, JSON or a form; nothing of what is neither. LimitError where too much would
+    """``named`` for a body as it was sent, JSON or a form; none for what is neither. LimitError where too much would
     have to be parsed, and the text has a key that reads like it; ArgumentError for a form of too many fields.
     """
     kind = content_type.partition(";")[0].strip().lower()

@@ -23,14 +23,14 @@ class Durability(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """How the writer's lines look."""
+    """Formats of the writer's lines."""
 
     text = "text"
     json = "json"
 
 
 class OnFull(StrEnum):
-    """What happens when activations come faster than the disk takes them."""
+    """Policies for when activations come faster than the disk takes them."""
 
     drop = "drop"
     wait = "wait"
@@ -75,7 +75,7 @@ def check_can_listen(host: str, port: int, flag: str) -> None:
 
 
 def parse_arm(name: str, text: str) -> tuple[str, ...]:
-    """What to tap of a comma-separated list, in canonical names: sites (``resid_post``), or a layer of one
+    """Parse a comma-separated list of what to tap, in canonical names: sites (``resid_post``), or a layer of one
     (``resid_post.12``); a site is tapped in every layer where it is named alone.
     """
     places: list[str] = []

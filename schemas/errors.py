@@ -47,7 +47,7 @@ class SpecError(TapError, ValueError):
 
     @staticmethod
     def name_of(field: str) -> str:
-        """What a caller calls a field."""
+        """The field's name for a caller."""
         return f"capture.{field}" if field else "capture"
 
 
@@ -100,5 +100,5 @@ class StartError(TapError):
 
 
 def json_fault(error: ValueError | RecursionError) -> str:
-    """What is wrong with a text that ``json.loads`` refused."""
+    """Describe what is wrong with a text that ``json.loads`` refused."""
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)

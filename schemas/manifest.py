@@ -21,7 +21,7 @@ class Missing(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """How many positions."""
+        """Number of positions."""
         return self.stop - self.start
 
 
@@ -48,7 +48,7 @@ class SiteLayer(msgspec.Struct, frozen=True):
 
 
 class SiteInfo(msgspec.Struct, frozen=True):
-    """What a site's stored numbers are."""
+    """Description of a site's stored numbers."""
 
     site: str
     width: int  # numbers in a row

@@ -17,7 +17,7 @@ _INDEXED: Final = re.compile(r"(.+)\.(0|[1-9][0-9]{0,5})", re.ASCII)
 
 
 def no_capture(ref: str) -> NotFoundError:
-    """The same words whether there is none, it is deleted or it is another's."""
+    """The error, in the same words whether there is none, it is deleted or it is another's."""
     return NotFoundError(f"no capture {ref[:limits.alias_chars_max]!r}")
 
 

@@ -72,7 +72,7 @@ def connect_read(path: Path) -> ReadConnection:
 
 
 def remedy(error: sqlite3.Error | None) -> str:
-    """What to do about a catalog that cannot be opened or written."""
+    """Advice about a catalog that cannot be opened or written."""
     if getattr(error, "sqlite_errorcode", 0) in _NO_SPACE:
         return "the disk is full: the catalog is as good as it was, and goes on when there is space"
     return "start the writer once: it repairs or rebuilds the catalog"
@@ -111,7 +111,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where a segment lies and what is in it; ``main`` names the codec's main stream, ``cold`` a compacted block."""
+    """A segment's place and contents; ``main`` names the codec's main stream, ``cold`` a compacted block."""
 
     number: int
     sealed: bool
@@ -156,12 +156,12 @@ class Capture:
 
     @property
     def ended(self) -> str | None:
-        """How it ended for its client, as far as that is known: a stop string looks like an abort inside the engine."""
+        """Reason of the end for the client, where known: a stop string looks like an abort inside the engine."""
         return self.client_reason or self.finish_reason
 
     @property
     def expected_end(self) -> int:
-        """Where the rows of one that is finished end: nothing follows the last token, so the model is not run on it."""
+        """End of a finished capture's rows: nothing follows the last token, so the model is not run on it."""
         return max(self.end or 0, self.prompt_len + len(self.output_tokens) // 4 - 1)
 
 
@@ -237,7 +237,7 @@ def load_drops(db: sqlite3.Connection, capture: str) -> list[Drop]:
 
 
 def load_frames(db: sqlite3.Connection, segment: int) -> list[tuple[int, int]]:
-    """Where the catalog has frames of a segment, and how many bytes each, in order."""
+    """Offset and bytes of each frame that the catalog has of a segment, in order."""
     query = "SELECT offset, bytes FROM frames WHERE segment = ? ORDER BY offset"
     return [(row["offset"], row["bytes"]) for row in db.execute(query, (segment,))]
 
@@ -252,17 +252,17 @@ def load_segment(db: sqlite3.Connection, number: int) -> Segment | None:
 
 
 def nonce_key(stream: str) -> str:
-    """Where the catalog keeps the nonce of a stream's last Hello."""
+    """Key under which the catalog keeps the nonce of a stream's last Hello."""
     return f"nonce {stream}"
 
 
 def nonce_of(db: sqlite3.Connection, stream: str) -> int:
-    """That nonce, 0 where there is none."""
+    """Nonce of a stream's last Hello, 0 where there is none."""
     row = db.execute("SELECT value FROM meta WHERE key = ?", (nonce_key(stream),)).fetchone()
     return int(row[0]) if row else 0
 
 
 def engine_json(db: sqlite3.Connection, stream: str | None) -> dict[str, Any]:
-    """What the engine of a stream said of itself, ``{}`` where nothing is known."""
+    """Description that the engine of a stream gave of itself; ``{}`` where nothing is known."""
     row = db.execute("SELECT info FROM engines WHERE stream = ?", (stream or "",)).fetchone()
     return json.loads(row["info"]) if row else {}

@@ -40,7 +40,7 @@ class CatalogView:
         return connection, seen if connection.immutable else seen[:1]
 
     def _look(self, everything: bool) -> tuple[int, ...]:
-        """What tells one catalog from another; with ``everything``, one that was written to from what it was."""
+        """Identity of the catalog's file; with ``everything``, another once it was written to."""
         stat = self._path.stat()
         if not everything:
             return (stat.st_ino,)

@@ -109,7 +109,7 @@ class Loops:
         self._copied(at, out, _NONE, _NONE)
 
     def copy_hashed(self, at: I64, out: Bytes, seeds: U64 | None) -> U64:
-        """As ``copy``; the xxh3 of each piece as it was copied. ``seeds`` are by piece; None: 0 for all."""
+        """``copy``, with the xxh3 of each piece as it was copied. ``seeds`` are by piece; None: 0 for all."""
         start = np.zeros(len(out), np.uint64) if seeds is None else np.ascontiguousarray(seeds, np.uint64)
         if len(start) != len(out):
             raise ValueError(f"{len(start)} seeds for {len(out)} pieces")
@@ -156,7 +156,7 @@ class Loops:
         self._compiled.widened(bits, out)
 
     def _digests(self, at: Callable[[int, int], I64], count: int, nbytes: int, seeds: U64 | None, state: int) -> U64:
-        """Of ``count`` pieces; ``at(first, stop)`` are the addresses of some, asked for in order."""
+        """xxh3 of ``count`` pieces; ``at(first, stop)`` are the addresses of some, asked for in order."""
         if seeds is not None and len(seeds) != count:
             raise ValueError(f"{len(seeds)} seeds for {count} pieces")
         zeros, out = np.zeros(min(count, pieces_at_once), np.uint64), np.empty(count, np.uint64)

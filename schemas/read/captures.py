@@ -1,4 +1,4 @@
-"""What a store says of its captures: who and what there is, by any of their names, in lists, and as manifests."""
+"""Captures of a store, out of its catalog: by any of their names, in lists, and as manifests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CaptureRow:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a capture is; rows are counted over all sites and layers, and are durable."""
+    """Progress of a capture; rows are counted over all sites and layers, and are durable."""
 
     id: str
     status: str
@@ -175,7 +175,7 @@ class CatalogReader:
         return 0 if found is None else int(found["bytes"])
 
     def request_bytes(self, owner: str, ulids: Sequence[str]) -> dict[str, int]:
-        """Of requests of an owner, by their ULIDs, how many of its bytes are their captures'."""
+        """Bytes of the captures of an owner's requests, by the requests' ULIDs."""
         query = """SELECT total(beside + (SELECT total(bytes) FROM extents WHERE capture = id)) AS bytes
                    FROM captures WHERE ulid = ? AND owner = ?"""
         with self._catalog.moment() as now:
@@ -187,7 +187,7 @@ class CatalogReader:
             return aliases.samples(now.db, ref, owner)
 
     def target(self, ref: str, owner: str | None = None) -> tuple[str, str]:
-        """What a record calls ``ref``, be it one capture or all samples of a request, and the last of these.
+        """The name by which a record means ``ref``, one capture or all samples of a request, and the last of these.
 
         Without an ``owner`` NotFoundError where several owners have captures of that name: the newest may be another's
         than the one that is meant.
@@ -220,7 +220,7 @@ class CatalogReader:
             return engine_json(now.db, aliases.find(now.db, ref, owner).stream)
 
     def drops(self, capture: str, site: str, after: int) -> list[Drop]:
-        """What was dropped of a capture at a site, of numbers above ``after``, in order."""
+        """Drops of a capture at a site with numbers above ``after``, in order."""
         with self._catalog.moment() as now:
             return [drop for drop in load_drops(now.db, capture) if drop.site == site and drop.seq > after]
 
@@ -242,7 +242,7 @@ class CatalogReader:
             return samples if len(samples) > 1 else manifest_of(now.db, self._coverage_cache.of(now, samples[0], owner))
 
     def progress(self, ref: str, owner: str | None = None) -> Progress:
-        """How far one capture is."""
+        """Progress of one capture."""
         with self._catalog.moment() as now:
             covered = self._coverage_cache.of(now, ref, owner)
         capture, coverage = covered.capture, covered.coverage

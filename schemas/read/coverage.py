@@ -217,7 +217,7 @@ def status_of(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop]
 
 
 def status_of_cover(capture: Capture, coverage: Coverage) -> str:
-    """The same where the coverage is known."""
+    """``status_of`` where the coverage is known."""
     if capture.deleted:
         return "deleted"
     if capture.resolved is None:

@@ -1,4 +1,4 @@
-"""What the catalog says of captures, worked out once and kept for as long as it says the same."""
+"""Captures as the catalog has them, worked out once and cached for as long as it says the same."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CoverageCache:
 
     @property
     def rows(self) -> int:
-        """How many rows all that is cached counts for."""
+        """Rows that all cached captures count for."""
         return self._cached.total
 
     def of(self, now: Moment, ref: str, owner: str | None, site: str | None = None) -> CoveredCapture:

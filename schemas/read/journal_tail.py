@@ -45,7 +45,7 @@ class _File:
 
 
 class JournalTail:
-    """What was appended to the open segments, by capture; thread-safe.
+    """Frames that were appended to the open segments, by capture; thread-safe.
 
     ``durable_end`` gives the offset up to which the catalog has the frames of a segment.
     """

@@ -40,9 +40,9 @@ Verify = Callable[[list[int], npt.NDArray[np.int64], list[npt.NDArray[np.uint8]]
 
 def live_of(frame: FrameAt, view: View, capture: str, layers: Sequence[int], first: int, verify: Verify
              ) -> LiveRows | None:
-    """What ``StoreReader.live_rows`` gives of a frame that was read.
+    """Rows of a frame that was read, for ``StoreReader.live_rows``.
 
-    ``verify`` is given what was copied of it: layers, rows, pieces.
+    ``verify`` is called with the layers, rows and pieces that were copied.
     """
     header = view.frame
     wanted = [layer for layer in layers if layer in header.layers]

@@ -1,4 +1,4 @@
-"""The manifest of a capture, out of what the catalog says."""
+"""The manifest of a capture, made from the catalog."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["aliases_of", "manifest_of", "shape_of"]
 
 
 def manifest_of(db: sqlite3.Connection, covered: CoveredCapture) -> Manifest:
-    """All that is known of a capture that is covered at all its sites."""
+    """The manifest of a capture whose coverage is known at all its sites."""
     capture, coverage = covered.capture, covered.coverage
     resolved = json.loads(capture.resolved) if capture.resolved else {}
     engine = engine_json(db, capture.stream)

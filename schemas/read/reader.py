@@ -88,7 +88,7 @@ class StoreReader(CatalogReader):
         return self._settled(lambda: self._rows_at(rows, site, layers, owner))
 
     def _settled(self, read: Callable[[], T]) -> T:
-        """What ``read`` gives, or its error once that is no passing one.
+        """Call ``read`` until it succeeds, or its error is no passing one.
 
         The writer may erase rows, and move or remove segments, at any moment of a read. A read that met it begins
         anew: then it sees the store after it.
@@ -193,7 +193,7 @@ class StoreReader(CatalogReader):
 
     def _located(self, covered: CoveredCapture, site: str, stored: RowFormat, group: LayerGroup, which: Which,
                  rejected: bool) -> RowLocations:
-        """Where rows of a group of layers lie; of a capture that has ended that is found out once, for all of them."""
+        """Locations of rows of a group of layers; of a capture that has ended they are found once, for all rows."""
         rows, extents = group.rejected if rejected else group.rows, covered.coverage.extents[site]
         if (known := covered.locations.get(rows)) is None and covered.capture.finish_seq is not None:
             try:
@@ -205,7 +205,7 @@ class StoreReader(CatalogReader):
         return locate(self._maps, covered.segments, extents, rows[which], stored.streams)
 
     def places(self, ref: str, site: str, layers: Sequence[int], owner: str | None = None) -> Places:
-        """Where the rows of a capture lie; NotFoundError where it has no such site or layer."""
+        """Places of the rows of a capture; NotFoundError where it has no such site or layer."""
         site = parse_site(site, "site", ArgumentError)[0]
         with self._catalog.moment() as now:
             covered = self._coverage_cache.of(now, ref, owner, site)
@@ -279,7 +279,7 @@ class StoreReader(CatalogReader):
 
 
 def _row_format(now: Moment, covered: CoveredCapture, site: str, layers: Sequence[int]) -> RowFormat:
-    """How a capture's rows at a site are stored; NotFoundError where it has no such site or layers."""
+    """The format of a capture's rows at a site; NotFoundError where it has no such site or layers."""
     resolved = covered.resolved or resolved_of(covered.capture)
     check_layers(covered.capture.id, resolved, site, layers)
     if covered.row_format is None:

@@ -141,8 +141,8 @@ def _copy_of(maps: SegmentMaps, segment: Segment, table: I64, layers: Sequence[i
 
 def _expect(maps: SegmentMaps, segment: Segment, table: I64, layers: Sequence[int], columns: I64, found: list[Bytes],
             expected: U64, at: I64) -> None:
-    """What checksums rows of ``table`` must have that are places ``at`` of ``found``, as of ``copy``: written to
-    ``expected``, ``[layers, n]``.
+    """Write the checksums that rows of ``table`` must have, those at ``at`` of ``found`` as in ``_copy_of``, to
+    ``expected`` ``[layers, n]``.
     """
     checksums = maps.checksums(segment)
     if checksums is not None and (table[ROW] >= 0).all():

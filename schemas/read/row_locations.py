@@ -1,6 +1,6 @@
-"""Where the rows of a capture lie, down to the byte: found out once, then any of them are copied together.
+"""Locations of a capture's rows, down to the byte: found out once, then any of the rows are copied together.
 
-A table says it, a column of int64 each, ``[columns, n]``. A row's piece of a layer in stream s is the bytes from
+They are a table with a column of int64 each, ``[columns, n]``. A row's piece of a layer in stream s is the bytes from
 ``PARTS + s`` on, ``(FIRST + column of the layer × STEP) × piece bytes`` further. In a cold block
 (schemas.store.cold_block) it follows from ROW alone; the others are 0 there.
 """
@@ -66,13 +66,13 @@ class RowLocations:
 
     @property
     def token_ids(self) -> npt.NDArray[np.uint32]:
-        """As the rows' frames have them."""
+        """Token ids in the rows' frames."""
         found: npt.NDArray[np.uint32] = self.table[TOKEN].astype(np.uint32)
         return found
 
     @property
     def flags(self) -> npt.NDArray[np.uint32]:
-        """As the rows' frames have them (schemas.wire.row_table)."""
+        """Flags in the rows' frames (schemas.wire.row_table)."""
         found: npt.NDArray[np.uint32] = self.table[FLAGS].astype(np.uint32)
         return found
 

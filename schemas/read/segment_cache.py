@@ -42,7 +42,7 @@ class CachedSegment:
 
     @property
     def files(self) -> int:
-        """How many files are mapped; of a cold block, one a stream."""
+        """Number of mapped files; a cold block has one a stream."""
         return sum(1 for each in (self.mapped, self.checksums) if each) + (len(self.cold.declared) if self.cold else 0)
 
 

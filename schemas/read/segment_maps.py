@@ -85,9 +85,9 @@ class SegmentMaps:
                             "vllm-tap fsck names all that do not")
 
     def expected(self, segment: Segment, view: View, pieces: I64, copied: list[Bytes], which: slice | I64) -> U64:
-        """What checksums pieces must have that are ``which`` rows of ``copied``, ``[layers, rows, piece bytes]`` by
-        stream, of a frame in a segment that has none itself. Where they are small, and may be millions, the whole frame
-        is proved instead.
+        """Checksums of ``which`` rows of ``copied``, ``[layers, rows, piece bytes]`` by stream, from a frame in
+        a segment that has no checksums itself. Where pieces are small, and may be millions, the whole
+        frame is proved instead.
         """
         assert isinstance(view, FrameView)  # a cold block has checksums
         if view.declared[0].nbytes >= piece_bytes_min:
@@ -97,7 +97,7 @@ class SegmentMaps:
         return piece_digests(main, sides).reshape(pieces.shape)
 
     def _checksums_of(self, segment: Segment, view: FrameView) -> U64:
-        """Of each piece of such a frame: made once, of the frame as it was proved.
+        """Checksums of all pieces of such a frame: made once, of the frame as it was proved.
 
         They stay right: an open segment is only appended to, and rows that are erased once it is a block do not match.
         """
@@ -111,7 +111,7 @@ class SegmentMaps:
         return self._map(segment, fresh=False)
 
     def checksums(self, segment: Segment) -> BlockChecksums | None:
-        """Those of a block's rows; None where a segment has none, because it is not sealed or of an early version."""
+        """Checksums of a block's rows; None where a segment is not sealed, or is of an early version."""
         if not segment.sealed:
             return None
         if segment.cold:
@@ -170,7 +170,7 @@ class SegmentMaps:
 
 
 def opened(store: Path, segment: Segment, how: Callable[[Path], T]) -> tuple[Path, T]:
-    """Where a segment lies, and what ``how`` makes of it; StoreError where it is nowhere."""
+    """Open a segment's file: its path and what ``how`` makes of it; StoreError where there is none."""
     places = segment_places(store, segment.number, segment.main)
     # A segment moves once, from the last place to the first, while it is sealed. Looking from the last to the
     # first and then once more finds it wherever it is at that moment.

@@ -25,7 +25,7 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How the rows of a site are stored."""
+    """Codec, dtype and width of a site's stored rows."""
 
     codec: str
     dtype: str
@@ -130,7 +130,7 @@ class RowsAt:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where rows of some layers of a site lie, for who reads very many: no row is touched to find out.
+    """Places of rows of some layers of a site, for who reads very many: no row is touched to find out.
 
     ``positions`` uint32 ``[n]``, ascending: those that every asked layer has. Row i of layer l is row ``row[l, i]`` of
     the frame at byte ``offset[l, i]`` of segment ``segment[l, i]``, int64 ``[layers, n]``.

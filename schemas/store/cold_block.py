@@ -67,7 +67,7 @@ class ColdFrame:
         return not self.block.folder.exists()
 
     def pieces(self, layers: npt.ArrayLike, rows: npt.ArrayLike) -> Index:
-        """As FrameView.pieces."""
+        """Numbers of the pieces of each (layer, row) in any of the streams, ``[layers, rows]``, as FrameView.pieces."""
         columns = self.columns[np.asarray(layers, np.int64)]
         return self.block.pieces_at(np.asarray(rows, np.int64) + self.offset, columns)
 
@@ -141,7 +141,7 @@ class ColdBlock(Block):
         return self.pieces_at(rows, np.searchsorted(self.checksums.layers, layers))
 
     def pieces_at(self, rows: Index, columns: Index) -> Index:
-        """The same for columns of the block's layers."""
+        """``pieces`` for columns of the block's layers."""
         found: Index = self.chunk[rows // CHUNK_ROWS, columns[:, None]] * CHUNK_ROWS + rows % CHUNK_ROWS
         return found
 

@@ -29,7 +29,7 @@ Index = npt.NDArray[np.int64]
 
 
 def library(path: object) -> ModuleType:
-    """What packs and unpacks; StoreError, with what to install, where it is not there."""
+    """The library that compresses; StoreError, with what to install, where it is not there."""
     try:
         from numcodecs import blosc
     except ImportError:
@@ -40,7 +40,7 @@ def library(path: object) -> ModuleType:
 
 
 def compressor(stream: Stream) -> Mapping[str, Any]:
-    """What a Zarr array says of it, among its codecs."""
+    """The compressor as a Zarr array names it among its codecs."""
     return {"name": "blosc", "configuration": {"cname": "zstd", "clevel": _LEVEL, "shuffle": "shuffle",
                                                "typesize": np.dtype(stream.dtype).itemsize, "blocksize": 0}}
 

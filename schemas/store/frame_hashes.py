@@ -39,7 +39,7 @@ def _joined(buffers: Sequence[memoryview]) -> memoryview:
 
 
 def _stream(buffers: Sequence[memoryview], piece_bytes: int, seeds: U64 | None) -> tuple[int, U64]:
-    """As schemas.native.loops.Loops.stream."""
+    """``schemas.native.loops.Loops.stream`` in Python."""
     digest, found, first = xxhash.xxh3_64(), [], 0
     step = max(1, cache_bytes // piece_bytes)
     for buffer in buffers:

@@ -1,4 +1,4 @@
-"""Where things lie in a store, and the Zarr v3 metadata of a sealed block."""
+"""Paths in a store, and the Zarr v3 metadata of a sealed block."""
 
 from __future__ import annotations
 

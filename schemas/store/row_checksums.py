@@ -25,7 +25,7 @@ U64 = npt.NDArray[np.uint64]
 
 
 def piece_digests(main: Bytes, sides: Sequence[Bytes], which: I64 | None = None) -> U64:
-    """Of each piece the xxh3 of its main bytes, seeded with that of its side streams' bytes one after the other
+    """The xxh3 of each piece's main bytes, seeded with that of its side streams' bytes one after the other
     (0 where the codec has none). All are ``[pieces, piece bytes]``; ``which`` of them in what order, None: all.
 
     Seeded, because the main bytes are then hashed where they lie: joining them first would cost more than hashing.
@@ -55,7 +55,7 @@ def digests(pieces: Bytes, seeds: U64 | None, which: I64 | None = None) -> U64:
 
 @dataclass(frozen=True, slots=True)
 class BlockChecksums:
-    """What a block says of its rows; ``checksum`` is a map of the file: rows are erased while it is open."""
+    """Checksums of a block's rows; ``checksum`` is a map of the file: rows are erased while it is open."""
 
     layers: npt.NDArray[np.int64]
     frames: npt.NDArray[np.uint64]  # byte offset of each frame
@@ -64,7 +64,7 @@ class BlockChecksums:
 
     @classmethod
     def open(cls, folder: Path) -> BlockChecksums | None:
-        """Of the block; None where it was made before frames' first rows were stored."""
+        """Open a block's; None where it was made before frames' first rows were stored."""
         block = Block(folder)
         try:
             first = block.column("frame_row", "<u8")
@@ -73,7 +73,7 @@ class BlockChecksums:
         return cls(np.asarray(block.layers, np.int64), block.frames, first, block.mapped_checksum())
 
     def of(self, offset: int, layers: Sequence[int], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Of rows of the frame at ``offset``: ``[layers, rows]``; CorruptError where the block left the frame out."""
+        """Checksums ``[layers, rows]`` of rows of the frame at ``offset``; CorruptError where the block lacks it."""
         return self.of_rows(self.start(offset) + rows, layers)
 
     def start(self, offset: int) -> int:
@@ -84,7 +84,7 @@ class BlockChecksums:
         return min(int(self.first[at]), len(self.checksum))  # beyond them where it was damaged
 
     def of_rows(self, rows: npt.NDArray[np.int64], layers: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """Of rows of the block: ``[layers, rows]``; CorruptError where it has no such rows."""
+        """Checksums ``[layers, rows]`` of rows of the block; CorruptError where it has no such rows."""
         columns = np.searchsorted(self.layers, layers)[:, None]
         try:
             found: npt.NDArray[np.uint64] = self.checksum[rows, columns]

@@ -72,7 +72,7 @@ class Layout:
 
 
 def frame_layout(head_bytes: int, part_bytes: Sequence[int]) -> Layout:
-    """Where the sections of a frame lie: the first stream is the main one and comes last."""
+    """Lay out the sections of a frame: the first stream is the main one and comes last."""
     offset = align(head_bytes)
     sides = []
     for nbytes in part_bytes[1:]:
@@ -173,7 +173,7 @@ class FrameView:
         return index
 
     def runs_of(self, rows: Index) -> tuple[Index, Index]:
-        """Of each row, the number of its piece of the first layer, and how many pieces further that of the next is."""
+        """By row, the number of its first layer's piece, and how many pieces further the next layer's is."""
         first, count = self._first[rows], self._count[rows]
         return first * (len(self.frame.layers) - 1) + rows, count
 
@@ -327,5 +327,5 @@ def whole_frames(
 
 
 def frames_end(views: Sequence[FrameView], known: Sequence[tuple[int, int]]) -> int:
-    """Where the last of the frames ends, those included that are known but not whole."""
+    """End of the last frame, those included that are known but not whole."""
     return max(sum(known[-1]) if known else 0, views[-1].end if views else 0)
