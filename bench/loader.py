@@ -32,7 +32,7 @@ from bench.content import content
 from schemas import codecs
 from schemas.ids import new_ulid
 from schemas.read.segment_maps import opened
-from schemas.read.slices import Kind
+from schemas.read.slices import RowFormat
 from schemas.spec import Armed, Resolved
 from schemas.store.segment import read_frame
 from schemas.wire.messages import (
@@ -117,7 +117,7 @@ def sequential(data: RowDataset) -> Iterator[torch.Tensor]:
     close(file[2])
 
 
-def empty_batch(kind: Kind) -> dict[str, np.ndarray]:
+def empty_batch(kind: RowFormat) -> dict[str, np.ndarray]:
     """Memory for the stored bytes of a batch, by stream."""
     return {stream.name: np.empty((BATCH, stream.nbytes), np.uint8) for stream in kind.streams}
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from schemas.read.location_columns import FIRST, LAYERS, PARTS, SEGMENT, STEP
 
 from schemas import codecs
 from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError
@@ -21,7 +20,7 @@ from schemas.read import coverage_cache as covered_module
 from schemas.read import reader as reader_module
 from schemas.read import segment_cache, segment_maps
 from schemas.read.reader import RowsAt, StoreReader, read_store_uuid
-from schemas.read.row_locations import RowLocations, joined
+from schemas.read.row_locations import FIRST, LAYERS, PARTS, SEGMENT, STEP, RowLocations, joined
 from schemas.read.segment_maps import SegmentMaps
 from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, expected_pieces, until
 from vllm_tap.store import open_store
