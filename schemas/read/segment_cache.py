@@ -32,13 +32,14 @@ U64 = npt.NDArray[np.uint64]
 
 @dataclass(slots=True, eq=False)
 class CachedSegment:
-    """One segment's open files; ``offsets`` are those of its frames that are, or were, cached."""
+    """One segment's open files, and the offsets of its cached frames and proofs."""
 
     mapped: tuple[Path, memoryview] | None = None
     checksums: BlockChecksums | None = None
     checksums_known: bool = False  # blocks of an early version have none
     cold: ColdBlock | None = None
-    offsets: set[int] = field(default_factory=set)
+    frames: set[int] = field(default_factory=set)
+    proofs: set[int] = field(default_factory=set)
 
     @property
     def files(self) -> int:
@@ -52,8 +53,9 @@ class SegmentCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._segments = Lru[int, CachedSegment](files_max, lambda segment: segment.files)
-        self._frames = Lru[tuple[int, int], View](frames_max)
-        self.proofs = Lru[tuple[int, int], U64](proved_bytes_max, lambda proof: proof.nbytes + _PROOF_BYTES)
+        self._frames = Lru[tuple[int, int], tuple[CachedSegment, View]](frames_max)
+        self.proofs = Lru[tuple[int, int], tuple[CachedSegment, U64]](
+            proved_bytes_max, lambda proof: proof[1].nbytes + _PROOF_BYTES)
 
     def get(self, number: int) -> CachedSegment | None:
         """The segment, where something of it is cached."""
@@ -62,16 +64,23 @@ class SegmentCache:
     def frame(self, number: int, offset: int) -> View | None:
         """A cached frame, whose segment is being used too."""
         self._segments.get(number)
-        return self._frames.get((number, offset))
+        found = self._frames.get((number, offset))
+        return None if found is None else found[1]
+
+    def proof(self, number: int, offset: int) -> U64 | None:
+        """The cached checksums of a frame's rows, whose segment is being used too."""
+        self._segments.get(number)
+        found = self.proofs.get((number, offset))
+        return None if found is None else found[1]
 
     def put_map(self, number: int, mapped: tuple[Path, memoryview]) -> None:
         """The segment's file; frames that were parsed in a map of before, when it was shorter, let go of that one."""
         with self._lock:
             segment = self._taken_out(number)
             segment.mapped = mapped
-            for offset in segment.offsets:
-                if (view := self._frames.get((number, offset))) is not None:
-                    _in_map(view, segment)
+            for offset in segment.frames:
+                if (found := self._frames.get((number, offset))) is not None:
+                    _in_map(found[1], segment)
             self._put(number, segment)
 
     def put_checksums(self, number: int, found: BlockChecksums | None) -> None:
@@ -80,8 +89,7 @@ class SegmentCache:
             segment = self._taken_out(number)
             segment.checksums, segment.checksums_known = found, True
             if found is not None:
-                for offset in segment.offsets:
-                    self.proofs.pop((number, offset))
+                self._drop_proofs(number, segment)
             self._put(number, segment)
 
     def put_cold(self, number: int, block: ColdBlock) -> None:
@@ -96,16 +104,18 @@ class SegmentCache:
         with self._lock:
             if (segment := self._segments.get(number)) is not None:
                 _in_map(view, segment)
-                segment.offsets.add(offset)
-                self._frames.put((number, offset), view)
+                segment.frames.add(offset)
+                for (_, dropped), (owner, _) in self._frames.put((number, offset), (segment, view)):
+                    owner.frames.discard(dropped)
 
     def put_proof(self, number: int, offset: int, found: U64) -> None:
         """The checksums of a frame's rows, of an open segment."""
         with self._lock:
             segment = self._segments.get(number)
             if segment is not None and segment.checksums is None:
-                segment.offsets.add(offset)
-                self.proofs.put((number, offset), found)
+                segment.proofs.add(offset)
+                for (_, dropped), (owner, _) in self.proofs.put((number, offset), (segment, found)):
+                    owner.proofs.discard(dropped)
 
     def forget(self, number: int) -> None:
         """Let go of a segment; its files are closed when no array views them any more."""
@@ -131,9 +141,15 @@ class SegmentCache:
             self._forget(other, gone)
 
     def _forget(self, number: int, segment: CachedSegment | None) -> None:
-        for offset in () if segment is None else segment.offsets:
-            self._frames.pop((number, offset))
+        if segment is not None:
+            for offset in segment.frames:
+                self._frames.pop((number, offset))
+            self._drop_proofs(number, segment)
+
+    def _drop_proofs(self, number: int, segment: CachedSegment) -> None:
+        for offset in segment.proofs:
             self.proofs.pop((number, offset))
+        segment.proofs.clear()
 
 
 def _in_map(view: View, segment: CachedSegment) -> None:

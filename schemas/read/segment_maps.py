@@ -101,7 +101,7 @@ class SegmentMaps:
 
         They stay right: an open segment is only appended to, and rows that are erased once it is a block do not match.
         """
-        if (found := self._cache.proofs.get((segment.number, view.offset))) is None:
+        if (found := self._cache.proof(segment.number, view.offset)) is None:
             found = prove_frame(view, self._map(segment, fresh=False)[0])
             self._cache.put_proof(segment.number, view.offset, found)
         return found
