@@ -53,12 +53,12 @@ class SegmentMaps:
         return view
 
     def _parse(self, segment: Segment, offset: int) -> FrameView:
-        path, data = self._map(segment, fresh=False)
+        path, data = self.data(segment)
         try:
             return parse_frame(data, offset, self._uuid, segment.number, path)
         except CorruptError:
             # The map may be older than the frame: the file has grown since.
-            path, data = self._map(segment, fresh=True)
+            path, data = self.data(segment, fresh=True)
             return parse_frame(data, offset, self._uuid, segment.number, path)
 
     def verify(self, segment: Segment, view: View, layers: list[int], rows: I64, copied: list[Bytes]) -> None:
@@ -71,7 +71,7 @@ class SegmentMaps:
             columns = np.searchsorted(view.frame.layers, layers)
             expected = self.expected(segment, view, view.pieces(columns, rows), copied, slice(None))
         else:
-            expected = checksums.of_rows(checksums.start(view.offset) + rows, layers)
+            expected = checksums.of(view.offset, layers, rows)
         main, *sides = (array.reshape(-1, array.shape[2]) for array in copied)
         if (piece_digests(main, sides).reshape(expected.shape) != expected).any():
             raise self.mismatch(segment, view.offset)
@@ -86,29 +86,31 @@ class SegmentMaps:
 
     def expected(self, segment: Segment, view: View, pieces: I64, copied: list[Bytes], which: slice | I64) -> U64:
         """Checksums of ``which`` rows of ``copied``, ``[layers, rows, piece bytes]`` by stream, from a frame in
-        a segment that has no checksums itself. Where pieces are small, and may be millions, the whole
-        frame is proved instead.
+        a segment that has no checksums itself.
+
+        They are made once, of the frame as it was proved, and stay right: an open segment is only appended to, and rows
+        that are erased once it is a block do not match. Where pieces are small, and may be millions, the whole frame is
+        proved at every read instead.
         """
         assert isinstance(view, FrameView)  # a cold block has checksums
         if view.declared[0].nbytes >= piece_bytes_min:
-            return self._checksums_of(segment, view)[pieces]
-        verify_payload(view, self._map(segment, fresh=False)[0])
+            if (found := self._cache.proof(segment.number, view.offset)) is None:
+                found = prove_frame(view, self.data(segment)[0])
+                self._cache.put_proof(segment.number, view.offset, found)
+            return found[pieces]
+        verify_payload(view, self.data(segment)[0])
         main, *sides = (array[:, which].reshape(-1, array.shape[2]) for array in copied)
         return piece_digests(main, sides).reshape(pieces.shape)
 
-    def _checksums_of(self, segment: Segment, view: FrameView) -> U64:
-        """Checksums of all pieces of such a frame: made once, of the frame as it was proved.
-
-        They stay right: an open segment is only appended to, and rows that are erased once it is a block do not match.
-        """
-        if (found := self._cache.proof(segment.number, view.offset)) is None:
-            found = prove_frame(view, self._map(segment, fresh=False)[0])
-            self._cache.put_proof(segment.number, view.offset, found)
-        return found
-
-    def data(self, segment: Segment) -> tuple[Path, memoryview]:
-        """The bytes of a segment that is not cold, and where they are from."""
-        return self._map(segment, fresh=False)
+    def data(self, segment: Segment, fresh: bool = False) -> tuple[Path, memoryview]:
+        """The file of a segment that is not cold, and its bytes; ``fresh``: as they are now, not when it was mapped."""
+        cached = self._cache.get(segment.number)
+        if not fresh and cached is not None and cached.mapped is not None:
+            return cached.mapped
+        self._look()
+        mapped = opened(self._store, segment, map_file)
+        self._cache.put_map(segment.number, mapped)
+        return mapped
 
     def checksums(self, segment: Segment) -> BlockChecksums | None:
         """Checksums of a block's rows; None where a segment is not sealed, or is of an early version."""
@@ -158,15 +160,6 @@ class SegmentMaps:
         """``tidy``, now and then: who reads on has no bytes for long that others took away."""
         if time.monotonic() > self._tidied_s + _TIDY_S:
             self.tidy()
-
-    def _map(self, segment: Segment, fresh: bool) -> tuple[Path, memoryview]:
-        cached = self._cache.get(segment.number)
-        if not fresh and cached is not None and cached.mapped is not None:
-            return cached.mapped
-        self._look()
-        mapped = opened(self._store, segment, map_file)
-        self._cache.put_map(segment.number, mapped)
-        return mapped
 
 
 def opened(store: Path, segment: Segment, how: Callable[[Path], T]) -> tuple[Path, T]:
