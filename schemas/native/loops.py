@@ -2,7 +2,7 @@
 and wider; each in one call that leaves the interpreter alone.
 
 In Python each piece is a call and objects for it, three times what hashing 4 KB takes; NumPy goes over blocks twice.
-numba, which comes with vLLM, compiles ``schemas.native.compiled``: a second of a processor and 145 MB of memory, once
+numba, which comes with vLLM, compiles ``schemas.native.compiled``: a second of a processor and 70 MB of memory, once
 in a process, so it is done for those alone who hash many pieces, in a thread beside them. Where it cannot be done (no
 numba, an xxhash without the functions, memory that may not become code) all go on in Python.
 """
