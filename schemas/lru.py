@@ -26,10 +26,11 @@ class Lru(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """The value, which is being used; None where there is none."""
-        with self._lock:
-            if (value := self._values.get(key)) is not None:
-                self._values.move_to_end(key)
-            return value
+        try:  # without the lock, which would take as long again: each of these is one step of the interpreter
+            self._values.move_to_end(key)
+            return self._values[key]
+        except KeyError:
+            return None
 
     def put(self, key: K, value: V) -> list[tuple[K, V]]:
         """Take up a value; the others that had to go for it. One that weighs too much stays until the next."""

@@ -62,14 +62,12 @@ class SegmentCache:
         return self._segments.get(number)
 
     def frame(self, number: int, offset: int) -> View | None:
-        """A cached frame, whose segment is being used too."""
-        self._segments.get(number)
+        """A cached frame; its segment is used with its file or its checksums."""
         found = self._frames.get((number, offset))
         return None if found is None else found[1]
 
     def proof(self, number: int, offset: int) -> U64 | None:
-        """The cached checksums of a frame's rows, whose segment is being used too."""
-        self._segments.get(number)
+        """The cached checksums of a frame's rows."""
         found = self.proofs.get((number, offset))
         return None if found is None else found[1]
 
