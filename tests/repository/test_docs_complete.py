@@ -24,6 +24,7 @@ from schemas.codecs import CODECS
 from schemas.manifest import REASONS, STATUSES
 from schemas.sites import SITES
 from schemas.spec import CaptureSpec
+from tests.support.pages import walk
 from tests.support.pages.reference_pages import DOCS, commands, commands_page, with_limits
 from tests.support.processes import free_port
 from tests.support.store_helpers import WriterProcess
@@ -233,13 +234,18 @@ def stale(page: str) -> list[str]:
     return wrong
 
 
-RECIPES: Final = ("extend.md",)
+RECIPES: Final = ("extend.md", "walk.md")
 
 
 @pytest.mark.parametrize("page", RECIPES)
 def test_recipes_name_what_there_is(page: str) -> None:
     text = (DOCS / page).read_text()
     assert text.count("/") > 20 and stale(text) == []
+
+
+def test_the_walk_of_a_row_is_short() -> None:
+    cost = walk.files()
+    assert len(cost) <= 20 and sum(cost.values()) <= 4500
 
 
 def test_what_a_recipe_names_wrongly_is_seen() -> None:
