@@ -27,6 +27,7 @@ from schemas import codecs  # noqa: E402
 from schemas.errors import CorruptError, NotFoundError, SpecError  # noqa: E402
 from schemas.ids import new_ulid  # noqa: E402
 from schemas.read.reader import StoreReader  # noqa: E402
+from schemas.read.slices import RowFormat  # noqa: E402
 from schemas.store.segment import parse_frame  # noqa: E402
 from tests.support.store_helpers import ROOT, Sender, WriterProcess, engine_info, expected_pieces, until  # noqa: E402
 from vllm_tap import open_store  # noqa: E402
@@ -34,7 +35,6 @@ from vllm_tap.loader import row_files  # noqa: E402
 from vllm_tap.loader.dataset import RowDataset, activations, rows  # noqa: E402
 from vllm_tap.loader.row_decode import decode  # noqa: E402
 from vllm_tap.loader.row_files import RowFiles, _stretches  # noqa: E402
-from vllm_tap.loader.row_index import Kind  # noqa: E402
 from vllm_tap.loader.row_window import WindowMemory  # noqa: E402
 from writer_service.upkeep.erasing import erase  # noqa: E402
 
@@ -315,7 +315,7 @@ def test_fast_decoding_is_what_decoding_is(codec: str, model: str) -> None:
     torch.manual_seed(1)
     x = (torch.randn(40, WIDTH) * torch.logspace(-3, 3, 40)[:, None]).to(getattr(torch, model))
     pieces = encode(identity, x)
-    kind = Kind(identity, model, WIDTH)
+    kind = RowFormat(identity, model, WIDTH)
     typed, stored = {}, {}
     for stream in kind.streams:
         array = pieces[stream.name].contiguous().view(torch.uint8).numpy()

@@ -18,7 +18,7 @@ from tests.support.store_helpers import until
 from tests.vllm_tap.cli.test_cli import tap
 from vllm_tap.offline.job import CaptureJob
 from vllm_tap.offline.prompt_source import PromptSource
-from vllm_tap.offline.resume import WORK, Resume, look
+from vllm_tap.offline.resume import WORK, Resume, read_resume
 from vllm_tap.serve.services import make_socket_dir
 from vllm_tap.serve.writer_process import WriterProcess
 from vllm_tap.tiny_model import tiny_model
@@ -78,7 +78,7 @@ def test_a_capture_that_was_cut_off_is_not_done(earlier: Run) -> None:
     """An engine that is shut down in order closes its captures: complete, as far as they went, is not the whole."""
     with StoreReader(earlier.job.store) as reader:
         assert reader.capture(earlier.first.capture_of(earlier.prompts[3])).status == "complete"
-        found = look(iter(earlier.job.prompts), earlier.job.settings(), reader)
+        found = read_resume(iter(earlier.job.prompts), earlier.job.settings(), reader)
     assert sorted(found.done) == [1, 2, 5]
     assert sorted(found.stale) == sorted(earlier.first.capture_of(earlier.prompts[line]) for line in (3, 4))
     for line in (3, 4):
