@@ -72,7 +72,7 @@ def test_what_an_engine_says_of_itself(tmp_path: Path) -> None:
         tapped = Tapped(writer.endpoint)
         tapped.whole(10)
         tapped.recorder.before_step(0)  # the engine rests, and tells its sender what it has counted
-        name = f"[{tapped.sender.stream}]"
+        name = f"[{tapped.sender.window.stream}]"
         until(lambda: scrape(port).get(f"{TAP_PREFIX}rows_total{name}") == 10 * LAYERS, 10.0)
         found = scrape(port)
         assert found[f"{TAP_PREFIX}steps_total{name}"] == 1 and found[f"{TAP_PREFIX}dropped_total{name}"] == 0

@@ -121,7 +121,7 @@ def test_nothing_is_counted_from_the_end(client: Client, store: Store, way: str)
         with pytest.raises(TapError, match=r"layer = .*counted from 0"):
             capture["resid_post", layer]
     for name, cut in (("start", {"start": -3}), ("stop", {"stop": -1})):
-        with pytest.raises(TapError, match=rf"{name} = .*-[13].*valid: a position from 0"):
+        with pytest.raises(TapError, match=rf"{name} = .*-[13].*valid: .*position"):
             capture.slice("resid_post", 1, **cut)
 
 
