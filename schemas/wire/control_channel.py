@@ -21,7 +21,7 @@ from typing import Final
 import zmq
 
 from schemas import limits
-from schemas.errors import ConflictError, NotFoundError, ProtocolError, StoreError, TapError
+from schemas.errors import ConflictError, NotFoundError, ProtocolError, StartError, StoreError, TapError
 from schemas.wire.connection import Connection
 from schemas.wire.messages import Ack, Bye, Connect, Ping, Record, encode
 from schemas.wire.send_window import SendWindow
@@ -197,7 +197,7 @@ class ControlChannel:
                     self.connection.open()
             if self.connection.welcome is not None:
                 self.connection.say(Bye(seq=self.window.last))
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, StartError) as error:  # the latter where keys are gone when it connects anew
             self._fail_all(StoreError("talk to the writer at", self.endpoint, error))
         finally:
             self._fail_all(StoreError("send to the writer at", self.endpoint, "the channel was closed"))

@@ -16,7 +16,7 @@ from tests.support.models.reference import Reference
 
 pytestmark = pytest.mark.timeout(600)
 HERE = [family for family in FAMILIES if family != "gpt_neox"]  # vLLM changes Hugging Face's classes of that one
-FAST = ("gemma2", "mixtral")
+FAST = ("mixtral",)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the engine is in a process of its own there")
