@@ -43,12 +43,10 @@ class Discovery:
         self.kernels = {id(module) for module in model.modules() if is_kernel(module)}
         self.layers, self.blocks = self._find_blocks(n_layers)
         self.streams: list[Stream] | None = None
-        self._last: Call | None = None
         self._first: Call | None = None
-        self._waiting: tuple[Call, list[Call]] | None = None  # the first block, until the second says what a stream is
+        self._last: Call | None = None  # of the blocks that ended; it is explained once the next says what a stream is
+        self._inside: list[Call] = []  # the last
         self._count = 0
-        self._mixing = {path for path, module in model.named_modules()
-                        if any(id(part) in self.kernels for part in module.modules())}
 
     def recorded(self, noise: Callable[[torch.Tensor], None]) -> Recording:
         """The recording, for the length of one step."""
@@ -58,22 +56,24 @@ class Discovery:
         named = dict(self.model.named_modules())  # each module once, by its first path
         lists = [path for path, module in named.items()
                  if isinstance(module, nn.ModuleList) and len(module) == n_layers and f"{path}.0" in named
-                 and any(id(part) in self.kernels for part in module.modules())]
+                 and self._attends(module)]
         outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
         if len(outer) != 1:
             raise _refused(f"looked for one list of {n_layers} blocks with attention in them, found "
                            f"{', '.join(outer) or 'none'}")
         return outer[0], [f"{outer[0]}.{layer}" for layer in range(n_layers)]
 
+    def _attends(self, module: nn.Module) -> bool:
+        return any(id(part) in self.kernels for part in module.modules())
+
     def _block_ended(self, block: Call, inside: list[Call]) -> None:
         if self._count >= len(self.blocks) or block.path != self.blocks[self._count]:
             raise _refused(f"{block.path} ran where {self.blocks[min(self._count, len(self.blocks) - 1)]} was to run: "
                            "blocks run in another order, or more than once")
         self._count += 1
-        if self._first is None:
-            self._first, self._waiting, self._last = block, (block, inside), block
+        if self._last is None:
+            self._first, self._last, self._inside = block, block, inside
             return
-        assert self._last is not None
         into, out = forms(block.given, "argument"), forms(self._last.made, "result")
         if self.streams is None:
             self.streams = [Stream(a, b) for a, given in into.items() for b, made in out.items()
@@ -84,23 +84,19 @@ class Discovery:
         if not self.streams:
             raise _refused(f"nothing that {self._last.path} returns, nor a sum of two of it, is given to {block.path}")
         self._explain()
-        self._waiting, self._last = (block, inside), block
+        self._last, self._inside = block, inside
 
     def _explain(self) -> None:
-        """Explain the block that waited, in each way in which it may carry the stream."""
-        assert self._waiting is not None and self.streams is not None
-        block, inside = self._waiting
-        given, made = forms(block.given, "argument"), forms(block.made, "result")
+        """Explain the last block, in each way in which it may carry the stream."""
+        assert self._last is not None and self.streams is not None
+        given, made = forms(self._last.given, "argument"), forms(self._last.made, "result")
         for stream in self.streams:
-            pre, post = given.get(stream.into), made.get(stream.out)
-            if pre is None and not stream.explained:  # the first block is given no residual yet
-                pre = given.get(_first_of(stream.into))
+            post = made.get(stream.out)
+            pre = given.get(stream.into) if stream.explained else _entered(given, stream)
             stream.explained.append(
                 "it is not given the stream as the others are" if pre is None or post is None
-                else explain(pre, post, inside, block.path, self.tolerance, self._mixes))
-
-    def _mixes(self, call: Call) -> bool:
-        return call.path in self._mixing
+                else explain(pre, post, self._inside, self._last.path, self.tolerance,
+                             lambda call: self._attends(call.module)))
 
     def found(self, outside: Sequence[Call]) -> Family:
         """The sites; StartError says why they cannot be told."""
@@ -173,8 +169,7 @@ class Discovery:
         found["final_norm"][0] = ModulePath(norm.path, norm.made[0].rule, _MEANING["final_norm"])
         self._check_alike(found)
         found = {site: places for site, places in found.items() if places and site not in absent}
-        given = forms(self._first.given, "argument")
-        entered = given.get(stream.into, given.get(_first_of(stream.into)))
+        entered = _entered(forms(self._first.given, "argument"), stream)
         bare = entered is not None and torch.equal(entered, begins[1])
         raw = {f"{part}.hook_out": f"{site}_raw" if f"{site}_raw" in found else site
                for part, site in (("attn", "attn_out"), ("mlp", "mlp_out"))}
@@ -211,9 +206,9 @@ class Discovery:
         return places
 
 
-def _first_of(rule: str) -> str:
-    """``argument a`` of ``arguments a + b``: the first block is given no residual yet."""
-    return "argument " + rule.partition(" ")[2].partition(" + ")[0]
+def _entered(given: Mapping[str, torch.Tensor], stream: Stream) -> torch.Tensor | None:
+    """The stream that the first block is given: ``a`` of ``arguments a + b`` where there is no residual yet."""
+    return given.get(stream.into, given.get("argument " + stream.into.partition(" ")[2].partition(" + ")[0]))
 
 
 def _why_not(terms: Sequence[Term]) -> str:

@@ -30,10 +30,9 @@ def discover(model: nn.Module, vllm_config: Any) -> Family:
     def noise(result: torch.Tensor) -> None:
         result.copy_(torch.randn(result.shape, generator=draws))
 
-    with (torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=ROWS), _as_written(model),
-          search.recorded(noise) as outside):
-        model(input_ids=ids.to(device), positions=torch.arange(ROWS, device=device))
-    with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=ROWS):
+    with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=ROWS), _as_written(model):
+        with search.recorded(noise) as outside:
+            model(input_ids=ids.to(device), positions=torch.arange(ROWS, device=device))
         return search.found(outside)
 
 

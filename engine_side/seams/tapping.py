@@ -100,11 +100,12 @@ def plan_arming(vllm_config: Any, config: EngineConfig) -> ArmingPlan:
     """
     model_config = vllm_config.model_config
     names = list(model_config.architectures)
-    if is_known(names) and "transformers" in str(getattr(model_config, "model_impl", "")) and not (
+    known = is_known(names)
+    if known and "transformers" in str(getattr(model_config, "model_impl", "")) and not (
             BY_TRANSFORMERS & set(names)):
         raise StartError("vllm-tap: model_impl='transformers': taps know vLLM's own code of "
                          f"{', '.join(names)}; leave it out")
-    family = family_of(names, model_config.hf_text_config) if is_known(names) else None
+    family = family_of(names, model_config.hf_text_config) if known else None
     plan = ArmingPlan(config, family, layers_by_site(config.arm),
                       {probe: load_probe(probe) for probe in config.probes})
     _check_parallel(plan, vllm_config)

@@ -289,7 +289,7 @@ def lens_names(names: Sequence[str]) -> Mapping[str, str]:
 
 def _offered(family: Family, model: nn.Module, blocks: nn.ModuleList) -> list[str]:
     return [site for site, place in family.block.items() if any(_part(b, place.path) is not None for b in blocks)] + [
-        site for site, place in family.model.items() if _part(model, place.path) is not None]
+        site for site, place in family.model.items() if _part(model, place.path) is not None] + list(family.found)
 
 
 def _point(site: str, layer: int, root: nn.Module, module: Any, place: ModulePath, hidden: int) -> TapPoint:

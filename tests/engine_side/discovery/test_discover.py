@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine_side.discovery.discover import ROWS, Discovery
-from engine_side.tap.architectures import Family
+from engine_side.tap.architectures import Family, find_points
 from engine_side.tap.taps import Call, rule_of
 from schemas.errors import StartError
 
@@ -268,6 +268,12 @@ def test_attention_that_adds_nothing_is_not_offered(scale: float) -> None:
         block.attention.out.weight.data *= scale
         block.attention.out.bias.data *= scale
     assert set(find(model).found) == EVERY - {"attn_out", "resid_mid"}
+
+
+def test_a_site_that_was_not_found_is_refused_with_those_that_were() -> None:
+    model = Model("parallel")
+    with pytest.raises(StartError, match=r"cannot arm resid_mid on New.*offers: resid_pre, resid_post, attn_out"):
+        list(find_points(model, find(model), ["New"], ("resid_mid",), LAYERS, WIDTH))
 
 
 def test_an_unnamed_factor_is_said() -> None:
