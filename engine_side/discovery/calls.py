@@ -40,13 +40,14 @@ class Call:
 class Recording:
     """The calls of a step of ``model``, for the length of a ``with`` block; ``outside`` has those outside its blocks.
 
-    ``width``: of the rows that are kept. ``kernels``: ids of the modules whose results become ``noise``, since a step
-    without a cache leaves them zero or unwritten. ``block_ended(block, inside)``: called as each of ``blocks`` ends.
+    ``shape``: [tokens, width] of what is kept. ``kernels``: ids of the modules whose results become ``noise``, since
+    a step without a cache leaves them zero or unwritten. ``block_ended(block, inside)``: called as each of ``blocks``
+    ends.
     """
 
-    def __init__(self, model: nn.Module, width: int, blocks: Sequence[str], kernels: Container[int],
+    def __init__(self, model: nn.Module, shape: tuple[int, int], blocks: Sequence[str], kernels: Container[int],
                  noise: Callable[[torch.Tensor], None], block_ended: Callable[[Call, list[Call]], None]) -> None:
-        self.model, self.width, self.blocks, self.kernels = model, width, frozenset(blocks), kernels
+        self.model, self.shape, self.blocks, self.kernels = model, shape, frozenset(blocks), kernels
         self.noise, self.block_ended = noise, block_ended
         self.outside: list[Call] = []
         self._inside: list[Call] = []
@@ -108,13 +109,13 @@ class Recording:
 
     def _values(self, side: str, tensors: Mapping[str, Any]) -> list[Value]:
         return [Value(f"{side} {name}", rows) for name, tensor in tensors.items()
-                if (rows := _rows(tensor, self.width)) is not None]
+                if (rows := _rows(tensor, self.shape)) is not None]
 
 
-def _rows(value: Any, width: int) -> torch.Tensor | None:
-    """A tensor as rows of ``width``; None where it is none."""
+def _rows(value: Any, shape: tuple[int, int]) -> torch.Tensor | None:
+    """A tensor as rows of the step's tokens; None where it is none: a rank's share of them, or one for all."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
         return None
-    if value.shape[-1] != width or value.numel() != value.shape[-2] * width:
+    if (value.shape[-2], value.shape[-1]) != shape or value.numel() != shape[0] * shape[1]:
         return None
-    return value.detach().reshape(-1, width).to("cpu", torch.float64, copy=True)
+    return value.detach().reshape(shape).to("cpu", torch.float64, copy=True)

@@ -50,7 +50,7 @@ class Discovery:
 
     def recorded(self, noise: Callable[[torch.Tensor], None]) -> Recording:
         """The recording, for the length of one step."""
-        return Recording(self.model, self.width, self.blocks, self.kernels, noise, self._block_ended)
+        return Recording(self.model, (len(self.ids), self.width), self.blocks, self.kernels, noise, self._block_ended)
 
     def _find_blocks(self, n_layers: int) -> tuple[str, list[str]]:
         named = dict(self.model.named_modules())  # each module once, by its first path

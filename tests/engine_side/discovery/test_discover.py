@@ -107,6 +107,10 @@ class Block(nn.Module):
                 made = torch.empty_like(mid)
                 mlp(self.norm2(mid), output=made)
                 return mid + made
+            case "share":
+                mid = hidden + attention(self.norm1(hidden))
+                normed = self.norm2(mid)
+                return mid + mlp(normed + self.post1(normed[: ROWS // 2]).mean())
             case "kinds":  # attention in the first block, an MLP in the others
                 return hidden + (mlp if self.layer else attention)(self.norm1(hidden))
             case "two":
@@ -183,6 +187,7 @@ EVERY = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "embed",
     ("parallel", EVERY - {"resid_mid"}),
     ("granite", EVERY),
     ("writes", EVERY),
+    ("share", EVERY),  # rows of some of the tokens, as of a rank, are not the step's
     ("positions", EVERY),
     ("scaled embeddings", EVERY),
     ("kinds", EVERY - {"resid_mid"}),
