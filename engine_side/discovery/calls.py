@@ -32,7 +32,7 @@ class Value:
 class Call:
     """One call of a module: ``given`` as it was before the call, ``made`` as it was right after.
 
-    ``claimed``: by site, the rows that a tap would take of this call by a table.
+    ``claimed``: by site and layer, the rows that a tap would take of this call by a table, None where it cannot.
     """
 
     path: str
@@ -42,7 +42,10 @@ class Call:
     given: list[Value]
     ended: int = 0
     made: list[Value] = field(default_factory=list)
-    claimed: dict[str, torch.Tensor] = field(default_factory=dict)
+    claimed: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
+
+
+Claim = tuple[tuple[str, int], taps.Rule]  # what a tap takes of a module, by a table: site and layer, and how
 
 
 class Recording:
@@ -50,12 +53,12 @@ class Recording:
     its blocks.
 
     ``kernels``: ids of the modules whose results become ``noise``, since a step without a cache leaves them zero or
-    unwritten. ``claims``: by a module's id, the sites that a table has there, and their rules. ``block_ended(block,
-    inside)``: called as each of ``blocks`` ends.
+    unwritten. ``claims``: by a module's id, the sites and layers that a table has there, and their rules.
+    ``block_ended(block, inside)``: called as each of ``blocks`` ends.
     """
 
     def __init__(self, model: nn.Module, tokens: int, blocks: Sequence[str], kernels: Container[int],
-                 claims: Mapping[int, Sequence[tuple[str, taps.Rule]]], noise: Callable[[torch.Tensor], None],
+                 claims: Mapping[int, Sequence[Claim]], noise: Callable[[torch.Tensor], None],
                  block_ended: Callable[[Call, list[Call]], None]) -> None:
         self.model, self.tokens, self.blocks, self.kernels = model, tokens, frozenset(blocks), kernels
         self.claims, self.noise, self.block_ended = claims, noise, block_ended
@@ -93,22 +96,27 @@ class Recording:
             call = Call(path, module, next(self._clock), ids, self._values("argument", tensors))
             self._in_block |= path in self.blocks
             given = taps.Call(places, args, kwargs)
-            self._claim(call, {site: rule.rows(given) for site, rule in claims if rule.before})
+            self._claim(call, claims, True, lambda rule: rule.rows(given))
             result = forward(*args, **kwargs)
             if id(module) in self.kernels:
                 self.noise(result if isinstance(result, torch.Tensor) else tensors.get("output", first))
             call.ended = next(self._clock)
             call.made = self._made(call, result, tensors)
-            self._claim(call, {site: rule.rows(given) if rule.written else rule.rows(module, result)
-                               for site, rule in claims if not rule.before})
+            self._claim(call, claims, False,
+                        lambda rule: rule.rows(given) if rule.written else rule.rows(module, result))
             self._keep(call)
             return result
 
         return recording
 
-    def _claim(self, call: Call, rows: Mapping[str, torch.Tensor]) -> None:
-        call.claimed |= {site: found for site, tensor in rows.items()
-                         if (found := rows_of(tensor, self.tokens)) is not None}
+    def _claim(self, call: Call, claims: Sequence[Claim], before: bool,
+               take: Callable[[taps.Rule], Any]) -> None:
+        for place, rule in claims:
+            if rule.before is before:
+                try:
+                    call.claimed[place] = rows_of(take(rule), self.tokens)
+                except (AttributeError, IndexError, TypeError, ValueError):  # not made for what it is used on
+                    call.claimed[place] = None
 
     def _made(self, call: Call, result: Any, tensors: Mapping[str, torch.Tensor]) -> list[Value]:
         """What a call has returned, and what of its arguments it has written."""

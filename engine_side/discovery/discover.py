@@ -12,13 +12,14 @@ from typing import Final
 import torch
 from torch import nn
 
-from engine_side.discovery.calls import Call, Recording, Value
-from engine_side.discovery.identities import ROUNDINGS, Explained, Place, Stream, Term, close, explain, forms
+from engine_side.discovery.calls import Call, Claim, Recording, Value
+from engine_side.discovery.identities import ROUNDINGS, Explained, Place, Stream, Term, apart, close, explain, forms
 from engine_side.discovery.parts import Inside, Parts, Roles
 from engine_side.tap import taps
 from engine_side.tap.architectures import BY_STRUCTURE, Family, ModulePath, TapPoint
 from schemas.errors import StartError
 
+SUM_ROUNDINGS: Final = 4  # a sum of rounded rows is off by that of one, of its length
 ROWS: Final = 8  # of the recorded step: eight times the width is equations enough for three factors
 
 
@@ -42,21 +43,25 @@ class Contradicted(StartError):
 class Discovery:
     """The search: fed with a recorded step as it runs, it has the sites at the end.
 
-    ``claims`` are what a table says the sites are: they are held against what is found.
+    ``claims`` are what a table says the sites are: they are held against what is found and, where ``sums`` says that
+    the stream is what attention and MLP add up to, against each other.
     """
 
     def __init__(self, model: nn.Module, n_layers: int, width: int, dtype: torch.dtype, ids: torch.Tensor,
-                 roles: Roles, factors: Sequence[float], claims: Sequence[TapPoint] = ()) -> None:
+                 roles: Roles, factors: Sequence[float], claims: Sequence[TapPoint] = (), sums: bool = False) -> None:
         self.model, self.width, self.ids, self.factors, self.roles = model, width, ids, factors, roles
+        self._sums = sums
         self.dtype, self.tolerance = dtype, ROUNDINGS[dtype]
         self.kernels = {id(module) for module in model.modules() if roles.is_kernel(module)}
         self.layers, self.blocks = self._find_blocks(n_layers)
         self.streams: list[Stream] | None = None
         self.refused: StartError | None = None
-        self._claims: dict[int, list[tuple[str, taps.Rule]]] = {}
+        self._claims: dict[int, list[Claim]] = {}
         for point in claims:
             if (rule := taps.rule_of(point.rule)).method == "forward":
-                self._claims.setdefault(id(point.module), []).append((point.site, rule))
+                self._claims.setdefault(id(point.module), []).append(((point.site, point.layer), rule))
+        self._wrong: list[str] = []  # what is claimed and cannot be
+        self._handed_on: torch.Tensor | None = None  # what is claimed to leave the last block
         self._first: Call | None = None
         self._last: Call | None = None  # of the blocks that ended; it is explained once the next says what a stream is
         self._inside: list[Call] = []  # the last
@@ -82,11 +87,34 @@ class Discovery:
 
     def _block_ended(self, block: Call, inside: list[Call]) -> None:
         """Look at a block; what is wrong is said when the step is over: other ranks wait for this one in it."""
+        self._hold_claims(block, inside)
         if self.refused is None:
             try:
                 self._look_at(block, inside)
             except StartError as error:
                 self.refused = error
+
+    def _hold_claims(self, block: Call, inside: list[Call]) -> None:
+        """Hold what a table claims of a block against itself: its layer, and what must add up."""
+        claimed = {place: rows for call in (*inside, block) for place, rows in call.claimed.items()}
+        if not claimed or block.path not in self.blocks:
+            return
+        number = self.blocks.index(block.path)
+        self._wrong += [f"{site}.{layer} is of block {number}" for site, layer in claimed if layer != number]
+        rows = {site: found for (site, _), found in claimed.items()}
+        pre, mid, post = (rows.get(site) for site in ("resid_pre", "resid_mid", "resid_post"))
+        attention, mlp = rows.get("attn_out"), rows.get("mlp_out")
+        ways: list[tuple[str, tuple[torch.Tensor | None, ...]]] = [("resid_pre", (self._handed_on,))]
+        if self._sums:
+            ways += [("resid_mid", (pre, attention)),
+                     ("resid_post", (pre, attention, mlp) if mid is None else (mid, mlp))]
+        for site, terms in ways:
+            total = rows.get(site)
+            there = [term for term in terms if term is not None and total is not None and term.shape == total.shape]
+            if total is not None and len(there) == len(terms) and \
+                    (off := apart(total, torch.stack(there).sum(0))) > SUM_ROUNDINGS * self.tolerance:
+                self._wrong.append(f"{site}.{number} is off by {off:.1e} of what it must add up to")
+        self._handed_on = post
 
     def _look_at(self, block: Call, inside: list[Call]) -> None:
         if self._count >= len(self.blocks) or block.path != self.blocks[self._count]:
@@ -113,7 +141,7 @@ class Discovery:
         assert self._last is not None and self.streams is not None
         last = self._last
         given, made = forms(last.given, "argument", self.width), forms(last.made, "result", self.width)
-        claimed = {site: rows for call in (*self._inside, last) for site, rows in call.claimed.items()}
+        claimed = {site: rows for call in (*self._inside, last) for (site, _), rows in call.claimed.items()}
         for stream in self.streams:
             post = made.get(stream.out)
             pre = given.get(stream.into) if stream.explained else _entered(given, stream)
@@ -127,14 +155,23 @@ class Discovery:
         return Inside(self._inside, self._last.path, self.roles, self.tolerance).parts(attention, mlp)
 
     def found(self, outside: Sequence[Call]) -> Family:
-        """The sites; StartError says why they cannot be told."""
+        """The sites; StartError says why they cannot be told, Contradicted which claims cannot be."""
+        try:
+            stream, norm, begins = self._admitted(outside)
+        except StartError:
+            self._contradict(self._wrong)
+            raise
+        self._contradict([*self._differs(stream, norm, begins[1], outside), *self._wrong])
+        return self._sites(stream, norm, begins)
+
+    def _admitted(self, outside: Sequence[Call]) -> tuple[Stream, Call, tuple[str, torch.Tensor]]:
+        """The one way in which blocks may carry the stream, the final norm, the embedding's path and rows."""
         if self.refused is not None:
             raise self.refused
         if self._count != len(self.blocks) or self.streams is None:
             raise _refused(f"{self._count} of {len(self.blocks)} blocks ran" if self._count != len(self.blocks)
                            else "a model of one block says nothing of what blocks hand on")
         self._explain()
-        assert self._first is not None and self._last is not None
         begins = self._begins(outside)
         reasons, admitted = [], []
         for stream in self.streams:
@@ -149,17 +186,22 @@ class Discovery:
         if len(admitted) != 1:
             raise _refused("; ".join(reasons) if not admitted else
                            f"the stream may be {' or '.join(stream.into for stream, _ in admitted)}")
-        stream, norm = admitted[0]
-        self._hold(stream, norm, begins[1], outside)
-        return self._sites(stream, norm, begins)
+        return *admitted[0], begins
 
-    def _hold(self, stream: Stream, norm: Call, embedded: torch.Tensor, outside: Sequence[Call]) -> None:
-        """StartError where rows that a table claims to be a site's are others than those that were found."""
+    def _differs(self, stream: Stream, norm: Call, embedded: torch.Tensor, outside: Sequence[Call]) -> list[str]:
+        """Rows that a table claims to be a site's and are others than those that were found."""
         wrong = [f"{site}.{layer} {rest}" for layer, block in enumerate(stream.explained)
                  if isinstance(block, Explained) for site, rest in (one.split(" ", 1) for one in block.differs)]
         once = {"embed": embedded, "final_norm": _wide(norm, self.width)[0].rows}
-        wrong += [f"{site} is off" for call in outside for site, rows in call.claimed.items()
-                  if site in once and not close(rows, once[site], self.tolerance)]
+        wrong += [f"{site} is off by {off:.1e} of its length" for call in outside
+                  for (site, _), rows in call.claimed.items()
+                  if site in once and (off := apart(rows, once[site])) > self.tolerance]
+        wrong += [f"{site}.{layer} is outside of its block" for call in outside for site, layer in call.claimed
+                  if site not in once]
+        return wrong
+
+    def _contradict(self, wrong: Sequence[str]) -> None:
+        """Contradicted with the first of what is wrong, if anything is."""
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise Contradicted(f"vllm-tap: rows of {type(self.model).__name__} are not what the table of architectures "

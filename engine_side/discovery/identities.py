@@ -80,6 +80,13 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     return a.shape == b.shape and bool((a - b).norm() <= tolerance * b.norm())
 
 
+def apart(claimed: torch.Tensor | None, rows: torch.Tensor) -> float:
+    """How far rows that are claimed to be these are off, of their length."""
+    if claimed is None or claimed.shape != rows.shape:
+        return float("inf")
+    return float((claimed - rows).norm() / rows.norm())
+
+
 def forms(values: Sequence[Value], sign: str, width: int) -> dict[str, torch.Tensor]:
     """Tensors of ``width`` and the sums of two of them, by rule: ``"argument a"``, ``"arguments a + b"``."""
     single = {value.rule: value.rows for value in values
@@ -91,7 +98,7 @@ def forms(values: Sequence[Value], sign: str, width: int) -> dict[str, torch.Ten
 
 def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block: str, tolerance: float,
             mixes: Callable[[Call], bool], parts: Callable[[Call | None, Call | None], Parts],
-            claimed: Mapping[str, torch.Tensor]) -> Explained | str:
+            claimed: Mapping[str, torch.Tensor | None]) -> Explained | str:
     """What ``inside`` a block adds up to ``post - pre``; a text says why it cannot be told.
 
     Numbers count by what the stream has in their place, since so they are rounded: a few channels, and the first
@@ -114,7 +121,8 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
         share = abs(factor) * _rms(weight * candidates[number][0])
         if share < SHARE_MIN * tolerance:
             return f"{candidates[number][1][0][1].path} is {share:.1e} of the stream: too little to prove"
-    terms, rows, sources = [], {"resid_pre": pre, "resid_post": post}, dict[str, Call]()
+    terms, sources = list[Term](), dict[str, Call]()
+    rows = {"resid_pre": pre, "resid_post": post}
     for number, factor in zip(numbers, factors, strict=True):
         term, source, raw = _term(factor, candidates[number], inside, block, tolerance, mixes)
         site = "attn_out" if term.mixes else "mlp_out"
@@ -133,19 +141,14 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
         mid = _places_of(rows["resid_mid"], inside, block, tolerance)
     inner = parts(sources.get("attn_out"), sources.get("mlp_out"))
     rows |= {site: made for site, (_, made) in inner.places.items() if made is not None}
-    differs = tuple(f"{site} is off by {_off(claimed[site], rows[site]):.1e} of its length" for site in rows
-                    if site in claimed and not close(claimed[site], rows[site], tolerance))
+    differs = tuple(f"{site} is off by {off_by:.1e} of its length" for site in rows
+                    if site in claimed and (off_by := apart(claimed[site], rows[site])) > tolerance)
     return Explained(tuple(terms), mid, {site: place for site, (place, _) in inner.places.items()}, inner.lacks,
                      differs, off)
 
 
 def _site(term: Term) -> str:
     return "attn_out" if term.mixes else "mlp_out"
-
-
-def _off(claimed: torch.Tensor, rows: torch.Tensor) -> float:
-    """How far claimed rows are off, of the length of those that were found."""
-    return float((claimed - rows).norm() / rows.norm()) if claimed.shape == rows.shape else float("inf")
 
 
 Candidate = tuple[torch.Tensor, list[tuple[Call, Place]]]  # rows, and who has made them

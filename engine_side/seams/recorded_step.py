@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.tap")
 
 def discover(model: nn.Module, vllm_config: Any) -> Family:
     """The sites of a model, found in one step of it; StartError says why they are not."""
-    return _searched(model, vllm_config, ())
+    return _searched(model, vllm_config, (), False)
 
 
 def prove(model: nn.Module, vllm_config: Any, family: Family) -> None:
@@ -29,7 +29,7 @@ def prove(model: nn.Module, vllm_config: Any, family: Family) -> None:
     """
     claims = list(every_point(model, family, vllm_config.model_config.get_hidden_size()))
     try:
-        found = _searched(model, vllm_config, claims)
+        found = _searched(model, vllm_config, claims, family.sums)
     except Contradicted:
         raise
     except Exception as error:  # whatever a step outside of a running engine can meet
@@ -39,7 +39,7 @@ def prove(model: nn.Module, vllm_config: Any, family: Family) -> None:
         logger.info("vllm-tap: sites of %s proved by structure: %s", type(model).__name__, ", ".join(held))
 
 
-def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint]) -> Family:
+def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: bool) -> Family:
     from vllm.forward_context import set_forward_context
 
     model_config = vllm_config.model_config
@@ -49,7 +49,7 @@ def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint]) ->
     said = model_config.hf_text_config.to_dict().values()
     search = Discovery(model, model_config.get_total_num_hidden_layers(), model_config.get_hidden_size(),
                        model_config.dtype, ids, _roles(),
-                       [number for number in said if isinstance(number, float) and number > 0], claims)
+                       [number for number in said if isinstance(number, float) and number > 0], claims, sums)
 
     def noise(result: torch.Tensor) -> None:
         result.copy_(torch.randn(result.shape, generator=draws))
@@ -66,7 +66,7 @@ def _roles() -> Roles:
     from vllm.model_executor.layers.linear import LinearBase
 
     def chosen(module: nn.Module) -> tuple[int, int] | None:
-        router = getattr(module, "router", None)
+        router: Any = getattr(module, "router", None)
         if not hasattr(router, "_compute_routing") or not hasattr(module, "routed_experts"):
             return None
         return int(router.global_num_experts), int(router.top_k)

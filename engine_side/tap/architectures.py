@@ -203,10 +203,10 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
         raise StartError(f"vllm-tap: looked for {n_layers} blocks at {family.layers}, found {found}")
     for site in sites:
         if site in family.found:
-            for layer, place in family.found[site].items():
-                module = _part(model, place.path)
-                yield TapPoint(site, layer, module, place.rule, place.width or hidden,
-                               f"{place.meaning} (found by structure)", _ids(module, place.rule))
+            for layer, at in family.found[site].items():
+                module = _part(model, at.path)
+                yield TapPoint(site, layer, module, at.rule, at.width or hidden,
+                               f"{at.meaning} (found by structure)", _ids(module, at.rule))
             continue
         places = family.block if SITES[site].per_layer else family.model
         roots = list(enumerate(blocks)) if SITES[site].per_layer else [(0, model)]
