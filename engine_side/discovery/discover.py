@@ -14,12 +14,12 @@ from torch import nn
 
 from engine_side.discovery.calls import Call, Claim, Recording, Value
 from engine_side.discovery.identities import ROUNDINGS, Explained, Place, Stream, Term, apart, close, explain, forms
+from engine_side.discovery.nudge import SUM_ROUNDINGS
 from engine_side.discovery.parts import Inside, Parts, Roles
 from engine_side.tap import taps
 from engine_side.tap.architectures import BY_STRUCTURE, Family, ModulePath, TapPoint
 from schemas.errors import StartError
 
-SUM_ROUNDINGS: Final = 4  # a sum of rounded rows is off by that of one, of its length
 ROWS: Final = 8  # of the recorded step: eight times the width is equations enough for three factors
 
 

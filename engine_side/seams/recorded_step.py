@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,15 +11,20 @@ import torch
 from torch import nn
 
 from engine_side.discovery.discover import ROWS, Contradicted, Discovery
+from engine_side.discovery.identities import ROUNDINGS
+from engine_side.discovery.nudge import Nudge
 from engine_side.discovery.parts import Roles
 from engine_side.tap.architectures import Family, TapPoint, every_point
+from schemas.errors import StartError
 
 logger = logging.getLogger("vllm.tap")
 
 
 def discover(model: nn.Module, vllm_config: Any) -> Family:
     """The sites of a model, found in one step of it; StartError says why they are not."""
-    return _searched(model, vllm_config, (), False)
+    family = _searched(model, vllm_config, (), False)
+    _nudge(model, vllm_config, family)
+    return family
 
 
 def prove(model: nn.Module, vllm_config: Any, family: Family) -> None:
@@ -35,17 +40,14 @@ def prove(model: nn.Module, vllm_config: Any, family: Family) -> None:
     except Exception as error:  # whatever a step outside of a running engine can meet
         logger.info("vllm-tap: sites of %s are its table's, not proved by structure: %s", type(model).__name__, error)
     else:
+        _nudge(model, vllm_config, family)
         held = sorted({point.site for point in claims} & found.found.keys())
         logger.info("vllm-tap: sites of %s proved by structure: %s", type(model).__name__, ", ".join(held))
 
 
 def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: bool) -> Family:
-    from vllm.forward_context import set_forward_context
-
-    model_config = vllm_config.model_config
-    draws = torch.Generator().manual_seed(0)
-    ids = torch.randperm(int(model_config.get_vocab_size()), generator=draws)[:ROWS]
-    device = next(model.parameters()).device
+    model_config, draws = vllm_config.model_config, torch.Generator().manual_seed(0)
+    ids = _ids(vllm_config, draws)
     said = model_config.hf_text_config.to_dict().values()
     search = Discovery(model, model_config.get_total_num_hidden_layers(), model_config.get_hidden_size(),
                        model_config.dtype, ids, _roles(),
@@ -54,10 +56,67 @@ def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], su
     def noise(result: torch.Tensor) -> None:
         result.copy_(torch.randn(result.shape, generator=draws))
 
-    with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=ROWS), _as_written(model):
+    with _a_step(model, vllm_config) as step:
         with search.recorded(noise) as outside:
-            model(input_ids=ids.to(device), positions=torch.arange(ROWS, device=device))
+            step(ids)
         return search.found(outside)
+
+
+def _nudge(model: nn.Module, vllm_config: Any, family: Family) -> None:
+    """Move what a family says is added to the stream; StartError where the stream does not move by that."""
+    draws = torch.Generator().manual_seed(1)
+    points = every_point(model, family, vllm_config.model_config.get_hidden_size())
+    with _a_step(model, vllm_config) as step, Nudge(points, ROWS, draws) as nudged, _noisy(model, draws):
+        step(_ids(vllm_config, draws))
+    if wrong := list(nudged.wrong(family.sums, ROUNDINGS[vllm_config.model_config.dtype])):
+        raise StartError(f"vllm-tap: {type(model).__name__} goes on with other tensors than those that taps would "
+                         f"take: {'; '.join(wrong[:3])}")
+
+
+def _ids(vllm_config: Any, draws: torch.Generator) -> torch.Tensor:
+    return torch.randperm(int(vllm_config.model_config.get_vocab_size()), generator=draws)[:ROWS]
+
+
+@contextmanager
+def _noisy(model: nn.Module, draws: torch.Generator) -> Iterator[None]:
+    """What attention returns is noise."""
+    is_kernel = _roles().is_kernel
+    kernels = [module for module in model.modules() if is_kernel(module)]
+
+    def noisy(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            result = forward(*args, **kwargs)
+            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            written = result if isinstance(result, torch.Tensor) else kwargs.get("output", tensors[0])
+            written.copy_(torch.randn(written.shape, generator=draws))
+            return result
+        return attend
+
+    before = [(kernel, kernel.__dict__.get("forward")) for kernel in kernels]
+    for kernel in kernels:
+        kernel.forward = noisy(kernel.forward)
+    try:
+        yield
+    finally:
+        for kernel, own in before:
+            if own is None:
+                del kernel.forward
+            else:
+                kernel.forward = own
+
+
+@contextmanager
+def _a_step(model: nn.Module, vllm_config: Any) -> Iterator[Callable[[torch.Tensor], None]]:
+    """What runs the model on tokens, as it is written, outside of a running engine."""
+    from vllm.forward_context import set_forward_context
+
+    device = next(model.parameters()).device
+
+    def step(ids: torch.Tensor) -> None:
+        model(input_ids=ids.to(device), positions=torch.arange(len(ids), device=device))
+
+    with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=ROWS), _as_written(model):
+        yield step
 
 
 def _roles() -> Roles:

@@ -203,10 +203,7 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
         raise StartError(f"vllm-tap: looked for {n_layers} blocks at {family.layers}, found {found}")
     for site in sites:
         if site in family.found:
-            for layer, at in family.found[site].items():
-                module = _part(model, at.path)
-                yield TapPoint(site, layer, module, at.rule, at.width or hidden,
-                               f"{at.meaning} (found by structure)", _ids(module, at.rule))
+            yield from (_found_point(model, site, layer, at, hidden) for layer, at in family.found[site].items())
             continue
         places = family.block if SITES[site].per_layer else family.model
         roots = list(enumerate(blocks)) if SITES[site].per_layer else [(0, model)]
@@ -222,7 +219,10 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
 
 
 def every_point(model: nn.Module, family: Family, hidden: int) -> Iterator[TapPoint]:
-    """Every (site, layer) that a family of the table has in a loaded model."""
+    """Every (site, layer) that a family has in a loaded model."""
+    for site, places in family.found.items():
+        for layer, at in places.items():
+            yield _found_point(model, site, layer, at, hidden)
     for layer, block in enumerate(_part(model, family.layers)):
         for site, place in family.block.items():
             if (module := _part(block, place.path)) is not None:
@@ -305,6 +305,12 @@ def lens_names(names: Sequence[str]) -> Mapping[str, str]:
 def _offered(family: Family, model: nn.Module, blocks: nn.ModuleList) -> list[str]:
     return [site for site, place in family.block.items() if any(_part(b, place.path) is not None for b in blocks)] + [
         site for site, place in family.model.items() if _part(model, place.path) is not None] + list(family.found)
+
+
+def _found_point(model: nn.Module, site: str, layer: int, at: ModulePath, hidden: int) -> TapPoint:
+    module = _part(model, at.path)
+    return TapPoint(site, layer, module, at.rule, at.width or hidden, f"{at.meaning} (found by structure)",
+                    _ids(module, at.rule))
 
 
 def _point(site: str, layer: int, root: nn.Module, module: Any, place: ModulePath, hidden: int) -> TapPoint:

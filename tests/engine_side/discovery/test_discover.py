@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from engine_side.discovery.discover import ROWS, Discovery
+from engine_side.discovery.identities import ROUNDINGS
+from engine_side.discovery.nudge import Nudge
 from engine_side.discovery.parts import Roles
-from engine_side.tap.architectures import Family, find_points
+from engine_side.tap.architectures import Family, every_point, find_points
 from engine_side.tap.taps import Call, rule_of
 from schemas.errors import StartError
 
@@ -32,7 +34,8 @@ class Attention(nn.Module):
         self.proj, self.kernel, self.out = nn.Linear(WIDTH, 48), Kernel(), nn.Linear(16, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.out(self.kernel(*self.proj(hidden).split(16, dim=-1)))  # type: ignore[no-any-return]
+        self.last = self.out(self.kernel(*self.proj(hidden).split(16, dim=-1)))
+        return self.last
 
 
 class Mlp(nn.Module):
@@ -124,6 +127,14 @@ class Block(nn.Module):
             case "scaled stream":
                 mid = hidden + attention(self.norm1(hidden))
                 return 0.5 * (mid + mlp(self.norm2(mid)))
+            case "copy":  # what the module returned is not what the model goes on with
+                attention(self.norm1(hidden))
+                mid = hidden + attention.last
+                return mid + mlp(self.norm2(mid))
+            case "copied stream":
+                mid = hidden + attention(self.norm1(hidden))
+                self.last = mid + mlp(self.norm2(mid))
+                return self.last
             case "no module":
                 mid = hidden + attention(self.norm1(hidden))
                 return mid + mlp(self.norm2(mid)) + torch.sin(mid)
@@ -156,6 +167,8 @@ class Model(nn.Module):
                 hidden, residual = self.layers[layer](positions, hidden, residual)
             else:
                 hidden = self.layers[layer](positions, hidden)
+            if self.kind == "copied stream":
+                hidden = self.layers[layer].last
             if self.kind == "stale":
                 hidden, _ = hidden
             if self.kind == "between blocks":
@@ -290,3 +303,26 @@ def test_an_unnamed_factor_is_said() -> None:
     family = find(Model("unnamed factor"))
     assert "it is added times 0.31, which the configuration does not name" in family.refused["attn_out"]
     assert find(Model("unnamed factor"), (0.31,)).refused == {}
+
+
+def nudged(kind: str) -> list[str]:
+    """What does not move as it must in a step of a model with noise in it."""
+    model, draws = Model(kind), torch.Generator().manual_seed(4)
+    family = find(model)
+    for kernel in (module for module in model.modules() if isinstance(module, Kernel)):
+        kernel.forward = lambda query, key, value: torch.randn(query.shape, generator=draws)  # type: ignore[method-assign]
+    with torch.inference_mode(), Nudge(every_point(model, family, WIDTH), ROWS, draws) as nudge:
+        model(IDS, torch.arange(ROWS))
+    assert {site for site, _ in nudge.noise} == {"attn_out", "mlp_out", "resid_post"} & set(family.found)
+    return list(nudge.wrong(family.sums, ROUNDINGS[torch.float32]))
+
+
+@pytest.mark.parametrize("kind", ["pair", "single", "stale", "sandwich", "post-norm", "parallel", "granite", "writes",
+                                  "kinds", "two", "unnamed factor"])
+def test_the_stream_moves_with_what_is_added_to_it(kind: str) -> None:
+    assert nudged(kind) == []
+
+
+@pytest.mark.parametrize(("kind", "site"), [("copy", "resid_mid.0"), ("copied stream", "resid_pre.1")])
+def test_a_model_that_goes_on_with_a_copy_is_seen(kind: str, site: str) -> None:
+    assert nudged(kind)[0].startswith(f"{site} is off by")
