@@ -32,6 +32,7 @@ from schemas.errors import (
     SpecError,
     StoreError,
     TapError,
+    shown,
 )
 
 __all__ = ["BROKEN", "ApiError", "BadParam", "Json", "NotCaptured", "OverQuota", "body_of", "error_response", "install",
@@ -75,9 +76,7 @@ class BadParam(ApiError):
     """A parameter with a value that it cannot have."""
 
     def __init__(self, param: str, value: object, valid: str) -> None:
-        shown = repr(value)
-        shown = shown if len(shown) <= 120 else shown[:117] + "..."
-        super().__init__(400, "invalid_parameter", f"{param} = {shown}: {valid}", param)
+        super().__init__(400, "invalid_parameter", f"{param} = {shown(value)}: {valid}", param)
 
 
 def several_captures(ref: str, captures: Sequence[str]) -> ApiError:

@@ -28,6 +28,7 @@ __all__ = [
     "StoreError",
     "TapError",
     "json_fault",
+    "shown",
 ]
 
 
@@ -39,10 +40,7 @@ class SpecError(TapError, ValueError):
     """A capture spec that cannot be honoured; names the field, its value and what would be valid."""
 
     def __init__(self, field: str, value: object, reason: str) -> None:
-        shown = repr(value)
-        if len(shown) > 120:
-            shown = shown[:117] + "..."
-        super().__init__(f"{self.name_of(field)} = {shown}: {reason}")
+        super().__init__(f"{self.name_of(field)} = {shown(value)}: {reason}")
         self.field, self.value, self.reason = field, value, reason
 
     @staticmethod
@@ -102,3 +100,9 @@ class StartError(TapError):
 def json_fault(error: ValueError | RecursionError) -> str:
     """Describe what is wrong with a text that ``json.loads`` refused."""
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def shown(value: object) -> str:
+    """A value as an error names it: what is long is cut."""
+    text = repr(value[:120] if isinstance(value, str) else value)  # one of megabytes takes its time
+    return text if len(text) <= 120 else text[:117] + "..."

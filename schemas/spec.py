@@ -21,7 +21,7 @@ from schemas.ids import check_ulid
 from schemas.probes import Probe
 from schemas.sites import PROBE, SITES, ask_site, has_heads, is_probe, layers_by_site, site_meant
 
-__all__ = ["Armed", "CaptureSpec", "Resolved", "armed_at", "intervals", "parse_spec", "resolve"]
+__all__ = ["Armed", "CaptureSpec", "Resolved", "armed_at", "intervals", "merged", "parse_spec", "resolve"]
 
 NAMED_POSITIONS: Final = ("all", "prompt", "generated", "last_prompt")
 _SLICE: Final = re.compile(r"(-?[0-9]{1,5})?:(-?[0-9]{1,5})?(?::([0-9]{1,5}))?", re.ASCII)
@@ -317,14 +317,18 @@ def _positions(positions: str | list[int] | list[tuple[int, int]]) -> str | list
     """A name as it is; lists as sorted, disjoint, merged ``[start, stop)`` ranges."""
     if isinstance(positions, str):
         return positions
-    ranges = sorted((item, item + 1) if isinstance(item, int) else item for item in positions)
-    merged: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+    return merged((item, item + 1) if isinstance(item, int) else item for item in positions)
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges ``[start, stop)`` as sorted, disjoint ones."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
         else:
-            merged.append((start, stop))
-    return merged
+            found.append((start, stop))
+    return found
 
 
 def _could_be_cached(positions: str | list[int] | list[tuple[int, int]]) -> bool:

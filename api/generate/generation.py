@@ -104,7 +104,8 @@ def check_owned(body: dict[str, Any], protocol: Protocol, owner: str, engine: En
 def _known(engine: EngineInfo | None) -> EngineInfo:
     if engine is None:
         raise ApiError(503, "no_engine", "no engine has connected to the writer yet, so it is not known what it "
-                       "can do; is vLLM running with the plugin and VLLM_TAP_ENDPOINT?", headers={"Retry-After": "2"})
+                       "can do; is vLLM still starting? It has to run with the plugin and VLLM_TAP_ENDPOINT",
+                       headers={"Retry-After": "2"})
     return engine
 
 

@@ -85,27 +85,20 @@ async def _plan(service: ApiService, request: Request, body: dict[str, Any], pro
 
     None where all requests are captured, and this one, which did not ask for it, cannot be.
     """
-    request_id = request.headers.get("x-request-id")
-    if "capture" in body:
-        asked = capture_request(body, protocol, request_id)
-        planned = plan(asked, await service.read(StoreReader.engine))
-        await _reserve(service, request, planned)
-        return planned
-    engine = await service.read(StoreReader.engine)
+    own = "capture" in body
     try:
-        asked = capture_request({**body, "capture": json.loads(service.config.capture_all)}, protocol, request_id)
-        planned = plan(asked, engine)
-        await _reserve(service, request, planned)
+        asked = capture_request(body if own else {**body, "capture": json.loads(service.config.capture_all)}, protocol,
+                                request.headers.get("x-request-id"))
+        planned = plan(asked, await service.read(StoreReader.engine))
+        # Until the request ends: what its captures took by then is in the store, or is in a moment.
+        request.state.at_end.callback(await service.quotas.reserve(owner_of(request), planned.ulid, planned.nbytes))
     except (BadParam, OverQuota, SpecError, LimitError) as error:
+        if own:
+            raise
         service.metrics.captures.labels("impossible").inc()
         log.warning("a request is not captured: %s", error)
         return None
     return planned
-
-
-async def _reserve(service: ApiService, request: Request, planned: Plan) -> None:
-    """Reserves bytes until the request ends; what its captures took by then is in the store, or is in a moment."""
-    request.state.at_end.callback(await service.quotas.reserve(owner_of(request), planned.ulid, planned.nbytes))
 
 
 def _check_content_type(request: Request) -> None:

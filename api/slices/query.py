@@ -14,6 +14,7 @@ from api.slices.formats import DTYPES, FORMATS, MEDIA_TYPES, Dtype, Format, avai
 from schemas import limits
 from schemas.errors import ArgumentError, NotFoundError
 from schemas.sites import ask_site, names_of, site_meant
+from schemas.spec import merged
 
 __all__ = ["OneSiteQuery", "SiteQuery", "SliceQuery"]
 
@@ -107,7 +108,7 @@ class SliceQuery(RangeParameters, SiteQuery):
         elif self.model_fields_set & {"start", "stop"}:
             raise BadParam("positions", self.positions, "either positions, or start and stop")
         else:
-            self._ranges = _merged(self.positions)
+            self._ranges = _ranges_of(self.positions)
             self.start, self.stop = self._ranges[0][0], self._ranges[-1][1]
         return self
 
@@ -128,20 +129,14 @@ class SliceQuery(RangeParameters, SiteQuery):
         return query
 
 
-def _merged(text: str) -> list[tuple[int, int]]:
+def _ranges_of(text: str) -> list[tuple[int, int]]:
     parts = text.split(",", limits.slice_ranges_max)
     if len(parts) > limits.slice_ranges_max:
         raise BadParam("positions", text, f"at most {limits.slice_ranges_max} positions and ranges")
-    bounds = [part.partition(":") for part in parts]
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted((int(first), int(last or int(first) + 1)) for first, _, last in bounds):
-        if not start < stop <= limits.position_max:
-            raise BadParam("positions", text, f"a range is start:stop with start < stop <= {limits.position_max}")
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return merged
+    ranges = [(int(first), int(last or int(first) + 1)) for first, _, last in (part.partition(":") for part in parts)]
+    if not all(start < stop <= limits.position_max for start, stop in ranges):
+        raise BadParam("positions", text, f"a range is start:stop with start < stop <= {limits.position_max}")
+    return merged(ranges)
 
 
 def _accepted_format(accept: str) -> Format:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 from engine_side.front.ticket import COUNT_KEY, KEY
 from schemas import limits
 from schemas.bodies import Named, again, aside, has_key, in_body, may_name, named, reads_like, whole
-from schemas.errors import ArgumentError, LimitError
+from schemas.errors import ArgumentError, LimitError, shown
 
 logger = logging.getLogger("vllm.tap")
 
@@ -81,9 +81,7 @@ def _fault(scope: Scope, fields: Container[str], messages: deque[Message]
     taken = {path for field, paths in _CARRIED.items() if field in fields for path in paths}
     for param, value in found:
         if param not in taken:
-            shown = repr(value[:120] if isinstance(value, str) else value)
-            shown = shown if len(shown) <= 120 else shown[:117] + "..."
-            return 400, "invalid_parameter", f"{param} = {shown}: {_FIX}", param
+            return 400, "invalid_parameter", f"{param} = {shown(value)}: {_FIX}", param
     return None
 
 

@@ -37,6 +37,10 @@ class Stream:
         """Bytes of one row's piece."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
+    def about(self) -> dict[str, Any]:
+        """The stream as manifests and blocks describe it."""
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape), "view": self.view, "fill": self.fill}
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:

@@ -89,4 +89,4 @@ def _declared(codec: codecs.Codec, width: int, dtype: str) -> list[dict[str, Any
         streams = codec.streams(width, dtype) if width else ()
     except SpecError:
         return []
-    return [{"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "view": s.view, "fill": s.fill} for s in streams]
+    return [stream.about() for stream in streams]

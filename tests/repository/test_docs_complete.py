@@ -244,8 +244,8 @@ def test_recipes_name_what_there_is(page: str) -> None:
 
 
 def test_the_walk_of_a_row_is_short() -> None:
-    cost = walk.files()
-    assert len(cost) <= 20 and sum(cost.values()) <= 4500
+    cost = walk.named()
+    assert len({place.partition(":")[0] for place in cost}) == 20 and sum(cost.values()) <= 500
 
 
 def test_what_a_recipe_names_wrongly_is_seen() -> None:

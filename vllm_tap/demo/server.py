@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Final
 
 from schemas.errors import TapError
 from vllm_tap.serve.guard import RUN
+from vllm_tap.serve.services import port_is_free
 
 __all__ = ["DemoServer"]
 
@@ -58,12 +58,5 @@ class DemoServer:
 
 
 def _free_port(wanted: int) -> int:
-    """``wanted`` where it is free, else any that is."""
-    for port in (wanted, 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-                return int(probe.getsockname()[1])
-            except OSError:
-                continue
-    raise TapError("no free port on 127.0.0.1")
+    """The first from ``wanted`` on that is free."""
+    return next(port for port in range(wanted, 1 << 16) if port_is_free("127.0.0.1", port))

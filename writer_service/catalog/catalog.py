@@ -51,6 +51,11 @@ def get_meta(db: sqlite3.Connection, key: str) -> str | None:
     return None if row is None else str(row["value"])
 
 
+def current_log(db: sqlite3.Connection) -> int:
+    """The log that is being written, as far as the catalog has heard: it has all of those before."""
+    return int((get_meta(db, "log") or "0").partition(":")[0])
+
+
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
     """Do the block in one transaction, all or nothing."""
@@ -69,7 +74,7 @@ def apply(db: sqlite3.Connection, changes: Iterable[Change], log: int | None = N
     ``log`` is the control log of the entries, where the changes do not say it themselves.
     """
     touched: set[str] = set()
-    log = int((get_meta(db, "log") or "0").partition(":")[0]) if log is None else log
+    log = current_log(db) if log is None else log
     for change in changes:
         match change:
             case LogEntry():

@@ -126,11 +126,6 @@ class CatalogThread:
         self._thread.start()
 
     @property
-    def busy(self) -> bool:
-        """Whether a commit is waiting or being applied."""
-        return self._queue.unfinished_tasks > 0
-
-    @property
     def backlog(self) -> int:
         """Number of commits that wait, the one being applied included."""
         return self._queue.unfinished_tasks

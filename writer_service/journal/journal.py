@@ -64,7 +64,7 @@ class Journal:
     @property
     def idle(self) -> bool:
         """Whether everything appended is on the disk and in the catalog."""
-        return not self._batch.started and self._syncer.batch is None and not self.catalog.busy
+        return not self._batch.started and self._syncer.batch is None and not self.catalog.backlog
 
     def lag_s(self, now: float) -> float:
         """Age of the oldest thing that is not on the disk, 0 where everything is."""
@@ -236,7 +236,7 @@ class Journal:
                     file.tail = file.good
                 except OSError as error:
                     self.disk_error("truncate", file.path, error)
-        while self.catalog.busy and self.catalog.failed is None:
+        while self.catalog.backlog and self.catalog.failed is None:
             time.sleep(0.01)
         lost = (*failed.changes, *self._batch.changes)
         made = {segment.number for segment in self.segments.all() if not segment.poisoned}  # what comes next goes there

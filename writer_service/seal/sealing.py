@@ -286,10 +286,7 @@ def _attributes(
         "captures": columns.captures,
         "codec": {
             **codecs.identified(frame.codec).about(),
-            "streams": [
-                {"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "view": s.view, "fill": s.fill}
-                for s in frames[0].declared
-            ],
+            "streams": [stream.about() for stream in frames[0].declared],
         },
         "axes": "row r, layer l: layers[l] is the model's layer, captures[capture[r]] the capture",
         "frames_end": end,

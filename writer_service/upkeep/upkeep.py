@@ -20,6 +20,7 @@ from schemas.errors import StoreError
 from schemas.store.cold_block import ColdBlock
 from schemas.store.paths import block_name, journal_folder
 from writer_service import log
+from writer_service.catalog.catalog import current_log
 from writer_service.catalog.changes import Compacted, Erased, Scrubbed, SegmentGone
 from writer_service.control_log import log_numbers
 from writer_service.journal.group_commit import Waker
@@ -226,7 +227,7 @@ class Upkeep:
         if not logs:
             return
         log_merging.finish_merges(self._store, self._uuid)  # what another log has too is not scrubbed
-        there, current = log_numbers(self._store / journal_folder()), _current_log(db)
+        there, current = log_numbers(self._store / journal_folder()), current_log(db)
         files: dict[int, list[int]] = {}  # by the log that has their records now
         for number in sorted(logs):
             if number >= current:
@@ -244,7 +245,7 @@ class Upkeep:
 
     def _merge(self, db: sqlite3.Connection, done: Round) -> None:
         """Logs of which all is in the catalog and that are small become one: else each round would leave one."""
-        if numbers := log_merging.mergeable(self._store, _current_log(db), self._damaged_logs):
+        if numbers := log_merging.mergeable(self._store, current_log(db), self._damaged_logs):
             try:
                 log_merging.finish_merges(self._store, self._uuid)
                 log_merging.merge(self._store, self._uuid, numbers)
@@ -255,9 +256,3 @@ class Upkeep:
         self.failures += 1
         wait = failed_rounds * self._round_s
         log.warn("upkeep_failed", f"{what}: {error} (tried again in {wait:g} s)", what=what, error=str(error))
-
-
-def _current_log(db: sqlite3.Connection) -> int:
-    """The log that is being written, as far as the catalog has heard: it has all of those before."""
-    row = db.execute("SELECT value FROM meta WHERE key = 'log'").fetchone()
-    return 0 if row is None else int(row[0].partition(":")[0])

@@ -1,21 +1,30 @@
-"""What docs/walk.md costs to read: ``python -m tests.support.pages.walk`` prints its files and their lines."""
+"""What docs/walk.md costs to read: ``python -m tests.support.pages.walk`` prints the lines of what it names."""
 
 from __future__ import annotations
 
+import ast
 import re
+from typing import Any
 
 from tests.support.pages.readme import ROOT
 
 
-def files() -> dict[str, int]:
-    """Lines of every file of the project that the walk names, by path."""
+def named() -> dict[str, int]:
+    """Lines of every function and class that the walk names, by ``path:name``."""
     page = (ROOT / "docs" / "walk.md").read_text()
-    named = re.findall(r"`((?:engine_side|writer_service|schemas|api)/[\w/]+\.py)", page)
-    return {path: len((ROOT / path).read_text().splitlines()) for path in dict.fromkeys(named)}
+    found = re.findall(r"`((?:engine_side|writer_service|schemas|api)/[\w/]+\.py):([\w.]+)`", page)
+    return {f"{path}:{name}": _lines(path, name) for path, name in found}
+
+
+def _lines(path: str, name: str) -> int:
+    node: Any = ast.parse((ROOT / path).read_text())
+    for part in name.split("."):
+        node = next(each for each in node.body if getattr(each, "name", None) == part)
+    return int(node.end_lineno) - int(node.lineno) + 1
 
 
 if __name__ == "__main__":
-    found = files()
-    for path, lines in found.items():
-        print(f"{lines:6} {path}")
-    print(f"{sum(found.values()):6} lines in {len(found)} files")
+    cost = named()
+    for place, lines in cost.items():
+        print(f"{lines:6} {place}")
+    print(f"{sum(cost.values()):6} lines in {len({place.partition(':')[0] for place in cost})} files")
