@@ -32,7 +32,9 @@ def discover(model: nn.Module, vllm_config: Any) -> Family:
 
     with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=ROWS), _as_written(model):
         with search.recorded(noise) as outside:
-            model(input_ids=ids.to(device), positions=torch.arange(ROWS, device=device))
+            # As vLLM's runners call it: there are models that take no less.
+            model(input_ids=ids.to(device), positions=torch.arange(ROWS, device=device), intermediate_tensors=None,
+                  inputs_embeds=None)
         return search.found(outside)
 
 
