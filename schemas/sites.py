@@ -24,7 +24,8 @@ __all__ = ["BY_MODEL", "PROBE", "SITES", "Site", "ask_site", "has_heads", "is_pr
 class Site:
     """One named point of the model.
 
-    ``width`` says what a row's length follows: hidden, mlp, q_heads, kv_heads, experts, chosen_experts, scores.
+    ``width`` says what a row's length follows: hidden, mlp, q_heads, kv_heads, latent,
+    rotary, experts, chosen_experts, scores.
     ``per_layer`` is False for points that exist once a model. ``meaning`` is shown in manifests and help.
     """
 
@@ -55,6 +56,8 @@ _TABLE: Final = (
     Site("q_rot", "q_heads", True, "queries as the attention kernel gets them", ("blocks.{l}.attn.hook_rot_q",)),
     Site("k_rot", "kv_heads", True, "keys as the attention kernel gets them", ("blocks.{l}.attn.hook_rot_k",)),
     Site("z", "q_heads", True, "attention result before the output projection", ("blocks.{l}.attn.hook_z",)),
+    Site("kv_latent", "latent", True, "compressed keys and values of latent attention, after their norm", ()),
+    Site("k_pe", "rotary", True, "the rotated part of the keys of latent attention, shared by all heads", ()),
     Site("router_logits", "experts", True, "expert router logits", ("blocks.{l}.mlp.gate.hook_out",)),
     Site("experts", "chosen_experts", True, "ids of the experts that the token was sent to, heaviest first",
          ("blocks.{l}.mlp.hook_expert_indices", "blocks.{l}.mlp.gate.hook_expert_indices"), ids=True),

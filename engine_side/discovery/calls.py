@@ -10,15 +10,19 @@ import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from engine_side.tap import taps
+
+NUMBERS_MAX: Final = 1 << 17  # in a row: no site has more
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Rows [tokens, width] in float64 that a call was given or has made, and the rule by which a tap takes them."""
+    """Rows [tokens, any width] in float64 that a call was given or has made, and the rule by which a tap takes them."""
 
     rule: str
     rows: torch.Tensor
@@ -26,7 +30,10 @@ class Value:
 
 @dataclass(slots=True)
 class Call:
-    """One call of a module: ``given`` as it was before the call, ``made`` as it was right after."""
+    """One call of a module: ``given`` as it was before the call, ``made`` as it was right after.
+
+    ``claimed``: by site and layer, the rows that a tap would take of this call by a table, None where it cannot.
+    """
 
     path: str
     module: nn.Module
@@ -35,20 +42,26 @@ class Call:
     given: list[Value]
     ended: int = 0
     made: list[Value] = field(default_factory=list)
+    claimed: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
+
+
+Claim = tuple[tuple[str, int], taps.Rule]  # what a tap takes of a module, by a table: site and layer, and how
 
 
 class Recording:
-    """The calls of a step of ``model``, for the length of a ``with`` block; ``outside`` has those outside its blocks.
+    """The calls of a step of ``tokens`` of ``model``, for the length of a ``with`` block; ``outside`` has those outside
+    its blocks.
 
-    ``shape``: [tokens, width] of what is kept. ``kernels``: ids of the modules whose results become ``noise``, since
-    a step without a cache leaves them zero or unwritten. ``block_ended(block, inside)``: called as each of ``blocks``
-    ends.
+    ``kernels``: ids of the modules whose results become ``noise``, since a step without a cache leaves them zero or
+    unwritten. ``claims``: by a module's id, the sites and layers that a table has there, and their rules.
+    ``block_ended(block, inside)``: called as each of ``blocks`` ends.
     """
 
-    def __init__(self, model: nn.Module, shape: tuple[int, int], blocks: Sequence[str], kernels: Container[int],
-                 noise: Callable[[torch.Tensor], None], block_ended: Callable[[Call, list[Call]], None]) -> None:
-        self.model, self.shape, self.blocks, self.kernels = model, shape, frozenset(blocks), kernels
-        self.noise, self.block_ended = noise, block_ended
+    def __init__(self, model: nn.Module, tokens: int, blocks: Sequence[str], kernels: Container[int],
+                 claims: Mapping[int, Sequence[Claim]], noise: Callable[[torch.Tensor], None],
+                 block_ended: Callable[[Call, list[Call]], None]) -> None:
+        self.model, self.tokens, self.blocks, self.kernels = model, tokens, frozenset(blocks), kernels
+        self.claims, self.noise, self.block_ended = claims, noise, block_ended
         self.outside: list[Call] = []
         self._inside: list[Call] = []
         self._in_block = False
@@ -70,7 +83,8 @@ class Recording:
                 module.forward = own
 
     def _recording(self, path: str, module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
+        forward, claims = module.forward, self.claims.get(id(module), ())
+        places = {name: place for place, name in enumerate(inspect.signature(forward).parameters)}
         named = [name for name, parameter in inspect.signature(forward).parameters.items()
                  if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)]
 
@@ -81,15 +95,28 @@ class Recording:
             ids = first.detach().clone() if first is not None and not first.is_floating_point() else None
             call = Call(path, module, next(self._clock), ids, self._values("argument", tensors))
             self._in_block |= path in self.blocks
+            given = taps.Call(places, args, kwargs)
+            self._claim(call, claims, True, lambda rule: rule.rows(given))
             result = forward(*args, **kwargs)
             if id(module) in self.kernels:
                 self.noise(result if isinstance(result, torch.Tensor) else tensors.get("output", first))
             call.ended = next(self._clock)
             call.made = self._made(call, result, tensors)
+            self._claim(call, claims, False,
+                        lambda rule: rule.rows(given) if rule.written else rule.rows(module, result))
             self._keep(call)
             return result
 
         return recording
+
+    def _claim(self, call: Call, claims: Sequence[Claim], before: bool,
+               take: Callable[[taps.Rule], Any]) -> None:
+        for place, rule in claims:
+            if rule.before is before:
+                try:
+                    call.claimed[place] = rows_of(take(rule), self.tokens)
+                except (AttributeError, IndexError, TypeError, ValueError):  # not made for what it is used on
+                    call.claimed[place] = None
 
     def _made(self, call: Call, result: Any, tensors: Mapping[str, torch.Tensor]) -> list[Value]:
         """What a call has returned, and what of its arguments it has written."""
@@ -109,13 +136,14 @@ class Recording:
 
     def _values(self, side: str, tensors: Mapping[str, Any]) -> list[Value]:
         return [Value(f"{side} {name}", rows) for name, tensor in tensors.items()
-                if (rows := _rows(tensor, self.shape)) is not None]
+                if (rows := rows_of(tensor, self.tokens)) is not None]
 
 
-def _rows(value: Any, shape: tuple[int, int]) -> torch.Tensor | None:
-    """A tensor as rows of the step's tokens; None where it is none: a rank's share of them, or one for all."""
+def rows_of(value: Any, tokens: int) -> torch.Tensor | None:
+    """A tensor as rows [tokens, width] in float64; None where it is none: a rank's share of them, or one for all."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
         return None
-    if (value.shape[-2], value.shape[-1]) != shape or value.numel() != shape[0] * shape[1]:
+    shape = value.shape[1:] if value.dim() > 2 and value.shape[0] == 1 else value.shape
+    if shape[0] != tokens or not 0 < value.numel() <= tokens * NUMBERS_MAX:
         return None
-    return value.detach().reshape(shape).to("cpu", torch.float64, copy=True)
+    return value.detach().reshape(tokens, -1).to("cpu", torch.float64, copy=True)

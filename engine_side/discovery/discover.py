@@ -12,11 +12,14 @@ from typing import Final
 import torch
 from torch import nn
 
-from engine_side.discovery.calls import Call, Recording
-from engine_side.discovery.identities import ROUNDINGS, Explained, Place, Stream, Term, close, explain, forms
-from engine_side.tap.architectures import BY_STRUCTURE, Family, ModulePath
+from engine_side.discovery.calls import Call, Claim, Recording, Value
+from engine_side.discovery.identities import ROUNDINGS, Explained, Place, Stream, Term, apart, close, explain, forms
+from engine_side.discovery.parts import Inside, Parts, Roles
+from engine_side.tap import taps
+from engine_side.tap.architectures import BY_STRUCTURE, Family, ModulePath, TapPoint
 from schemas.errors import StartError
 
+SUM_ROUNDINGS: Final = 4  # a sum of rounded rows is off by that of one, of its length
 ROWS: Final = 8  # of the recorded step: eight times the width is equations enough for three factors
 
 
@@ -33,16 +36,32 @@ _MEANING: Final = {
 }
 
 
+class Contradicted(StartError):
+    """A table's rows are not what the search has found."""
+
+
 class Discovery:
-    """The search: fed with a recorded step as it runs, it has the sites at the end."""
+    """The search: fed with a recorded step as it runs, it has the sites at the end.
+
+    ``claims`` are what a table says the sites are: they are held against what is found and, where ``sums`` says that
+    the stream is what attention and MLP add up to, against each other.
+    """
 
     def __init__(self, model: nn.Module, n_layers: int, width: int, dtype: torch.dtype, ids: torch.Tensor,
-                 is_kernel: Callable[[nn.Module], bool], factors: Sequence[float]) -> None:
-        self.model, self.width, self.ids, self.factors = model, width, ids, factors
+                 roles: Roles, factors: Sequence[float], claims: Sequence[TapPoint] = (), sums: bool = False) -> None:
+        self.model, self.width, self.ids, self.factors, self.roles = model, width, ids, factors, roles
+        self._sums = sums
         self.dtype, self.tolerance = dtype, ROUNDINGS[dtype]
-        self.kernels = {id(module) for module in model.modules() if is_kernel(module)}
+        self.kernels = {id(module) for module in model.modules() if roles.is_kernel(module)}
         self.layers, self.blocks = self._find_blocks(n_layers)
         self.streams: list[Stream] | None = None
+        self.refused: StartError | None = None
+        self._claims: dict[int, list[Claim]] = {}
+        for point in claims:
+            if (rule := taps.rule_of(point.rule)).method == "forward":
+                self._claims.setdefault(id(point.module), []).append(((point.site, point.layer), rule))
+        self._wrong: list[str] = []  # what is claimed and cannot be
+        self._handed_on: torch.Tensor | None = None  # what is claimed to leave the last block
         self._first: Call | None = None
         self._last: Call | None = None  # of the blocks that ended; it is explained once the next says what a stream is
         self._inside: list[Call] = []  # the last
@@ -50,7 +69,7 @@ class Discovery:
 
     def recorded(self, noise: Callable[[torch.Tensor], None]) -> Recording:
         """The recording, for the length of one step."""
-        return Recording(self.model, (len(self.ids), self.width), self.blocks, self.kernels, noise, self._block_ended)
+        return Recording(self.model, len(self.ids), self.blocks, self.kernels, self._claims, noise, self._block_ended)
 
     def _find_blocks(self, n_layers: int) -> tuple[str, list[str]]:
         named = dict(self.model.named_modules())  # each module once, by its first path
@@ -67,6 +86,37 @@ class Discovery:
         return any(id(part) in self.kernels for part in module.modules())
 
     def _block_ended(self, block: Call, inside: list[Call]) -> None:
+        """Look at a block; what is wrong is said when the step is over: other ranks wait for this one in it."""
+        self._hold_claims(block, inside)
+        if self.refused is None:
+            try:
+                self._look_at(block, inside)
+            except StartError as error:
+                self.refused = error
+
+    def _hold_claims(self, block: Call, inside: list[Call]) -> None:
+        """Hold what a table claims of a block against itself: its layer, and what must add up."""
+        claimed = {place: rows for call in (*inside, block) for place, rows in call.claimed.items()}
+        if not claimed or block.path not in self.blocks:
+            return
+        number = self.blocks.index(block.path)
+        self._wrong += [f"{site}.{layer} is of block {number}" for site, layer in claimed if layer != number]
+        rows = {site: found for (site, _), found in claimed.items()}
+        pre, mid, post = (rows.get(site) for site in ("resid_pre", "resid_mid", "resid_post"))
+        attention, mlp = rows.get("attn_out"), rows.get("mlp_out")
+        ways: list[tuple[str, tuple[torch.Tensor | None, ...]]] = [("resid_pre", (self._handed_on,))]
+        if self._sums:
+            ways += [("resid_mid", (pre, attention)),
+                     ("resid_post", (pre, attention, mlp) if mid is None else (mid, mlp))]
+        for site, terms in ways:
+            total = rows.get(site)
+            there = [term for term in terms if term is not None and total is not None and term.shape == total.shape]
+            if total is not None and len(there) == len(terms) and \
+                    (off := apart(total, torch.stack(there).sum(0))) > SUM_ROUNDINGS * self.tolerance:
+                self._wrong.append(f"{site}.{number} is off by {off:.1e} of what it must add up to")
+        self._handed_on = post
+
+    def _look_at(self, block: Call, inside: list[Call]) -> None:
         if self._count >= len(self.blocks) or block.path != self.blocks[self._count]:
             raise _refused(f"{block.path} ran where {self.blocks[min(self._count, len(self.blocks) - 1)]} was to run: "
                            "blocks run in another order, or more than once")
@@ -74,7 +124,7 @@ class Discovery:
         if self._last is None:
             self._first, self._last, self._inside = block, block, inside
             return
-        into, out = forms(block.given, "argument"), forms(self._last.made, "result")
+        into, out = forms(block.given, "argument", self.width), forms(self._last.made, "result", self.width)
         if self.streams is None:
             self.streams = [Stream(a, b) for a, given in into.items() for b, made in out.items()
                             if close(given, made, self.tolerance / 10)]
@@ -89,22 +139,39 @@ class Discovery:
     def _explain(self) -> None:
         """Explain the last block, in each way in which it may carry the stream."""
         assert self._last is not None and self.streams is not None
-        given, made = forms(self._last.given, "argument"), forms(self._last.made, "result")
+        last = self._last
+        given, made = forms(last.given, "argument", self.width), forms(last.made, "result", self.width)
+        claimed = {site: rows for call in (*self._inside, last) for (site, _), rows in call.claimed.items()}
         for stream in self.streams:
             post = made.get(stream.out)
             pre = given.get(stream.into) if stream.explained else _entered(given, stream)
             stream.explained.append(
                 "it is not given the stream as the others are" if pre is None or post is None
-                else explain(pre, post, self._inside, self._last.path, self.tolerance,
-                             lambda call: self._attends(call.module)))
+                else explain(pre, post, self._inside, last.path, self.tolerance,
+                             lambda call: self._attends(call.module), self._parts, claimed))
+
+    def _parts(self, attention: Call | None, mlp: Call | None) -> Parts:
+        assert self._last is not None
+        return Inside(self._inside, self._last.path, self.roles, self.tolerance).parts(attention, mlp)
 
     def found(self, outside: Sequence[Call]) -> Family:
-        """The sites; StartError says why they cannot be told."""
+        """The sites; StartError says why they cannot be told, Contradicted which claims cannot be."""
+        try:
+            stream, norm, begins = self._admitted(outside)
+        except StartError:
+            self._contradict(self._wrong)
+            raise
+        self._contradict([*self._differs(stream, norm, begins[1], outside), *self._wrong])
+        return self._sites(stream, norm, begins)
+
+    def _admitted(self, outside: Sequence[Call]) -> tuple[Stream, Call, tuple[str, torch.Tensor]]:
+        """The one way in which blocks may carry the stream, the final norm, the embedding's path and rows."""
+        if self.refused is not None:
+            raise self.refused
         if self._count != len(self.blocks) or self.streams is None:
             raise _refused(f"{self._count} of {len(self.blocks)} blocks ran" if self._count != len(self.blocks)
                            else "a model of one block says nothing of what blocks hand on")
         self._explain()
-        assert self._first is not None and self._last is not None
         begins = self._begins(outside)
         reasons, admitted = [], []
         for stream in self.streams:
@@ -119,7 +186,27 @@ class Discovery:
         if len(admitted) != 1:
             raise _refused("; ".join(reasons) if not admitted else
                            f"the stream may be {' or '.join(stream.into for stream, _ in admitted)}")
-        return self._sites(*admitted[0], begins)
+        return *admitted[0], begins
+
+    def _differs(self, stream: Stream, norm: Call, embedded: torch.Tensor, outside: Sequence[Call]) -> list[str]:
+        """Rows that a table claims to be a site's and are others than those that were found."""
+        wrong = [f"{site}.{layer} {rest}" for layer, block in enumerate(stream.explained)
+                 if isinstance(block, Explained) for site, rest in (one.split(" ", 1) for one in block.differs)]
+        once = {"embed": embedded, "final_norm": _wide(norm, self.width)[0].rows}
+        wrong += [f"{site} is off by {off:.1e} of its length" for call in outside
+                  for (site, _), rows in call.claimed.items()
+                  if site in once and (off := apart(rows, once[site])) > self.tolerance]
+        wrong += [f"{site}.{layer} is outside of its block" for call in outside for site, layer in call.claimed
+                  if site not in once]
+        return wrong
+
+    def _contradict(self, wrong: Sequence[str]) -> None:
+        """Contradicted with the first of what is wrong, if anything is."""
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise Contradicted(f"vllm-tap: rows of {type(self.model).__name__} are not what the table of architectures "
+                               f"calls them: {'; '.join(wrong[:3])}{more}. This model computes them in another "
+                               "way than the others of its family")
 
     def _factor(self, found: float) -> float | None:
         """The number that the model multiplies by: one, or of its configuration; None where it is neither."""
@@ -129,21 +216,24 @@ class Discovery:
     def _begins(self, outside: Sequence[Call]) -> tuple[str, torch.Tensor]:
         """The embedding: the one module that was given the tokens alone."""
         assert self._first is not None
-        found = [call for call in outside if call.ids is not None and call.began < self._first.began and call.made
-                 and call.ids.numel() == self.ids.numel() and torch.equal(call.ids.flatten().cpu(), self.ids)
-                 and not any(other.path.startswith(f"{call.path}." if call.path else "") for other in outside
-                             if other is not call and other.made)]
+        made = {call.path: rows[0].rows for call in outside if (rows := _wide(call, self.width))}
+        found = [call for call in outside if call.path in made and call.ids is not None
+                 and call.began < self._first.began and call.ids.numel() == self.ids.numel()
+                 and torch.equal(call.ids.flatten().cpu(), self.ids)
+                 and not any(path.startswith(f"{call.path}." if call.path else "") for path in made
+                             if path != call.path)]
         if len(found) != 1:
             raise _refused("looked for one module that turns tokens into rows, found "
                            f"{', '.join(call.path for call in found) or 'none'}")
-        return found[0].path, found[0].made[0].rows
+        return found[0].path, made[found[0].path]
 
     def _final_norm(self, stream: Stream, outside: Sequence[Call]) -> Call | None:
         """The module behind the last block that makes of the stream alone what it made in the step."""
         assert self._last is not None
-        rows = forms(self._last.made, "result")[stream.out]
+        rows = forms(self._last.made, "result", self.width)[stream.out]
         for call in sorted(outside, key=lambda call: call.began):
-            if call.began < self._last.ended or not call.made or next(call.module.children(), None) is not None:
+            made = _wide(call, self.width)
+            if call.began < self._last.ended or not made or next(call.module.children(), None) is not None:
                 continue
             parameter = next(call.module.parameters(), None)
             if parameter is not None and parameter.dim() > 1:
@@ -151,45 +241,57 @@ class Discovery:
             like = next(self.model.parameters())
             again = call.module(rows.to(like.device, self.dtype))
             again = again[0] if isinstance(again, tuple) else again
-            if close(again.reshape(-1, self.width).to("cpu", torch.float64), call.made[0].rows, self.tolerance):
+            if close(again.reshape(-1, self.width).to("cpu", torch.float64), made[0].rows, self.tolerance):
                 return call
         return None
 
     def _sites(self, stream: Stream, norm: Call, begins: tuple[str, torch.Tensor]) -> Family:
         assert self._first is not None
         explained = [one for one in stream.explained if isinstance(one, Explained)]
-        absent: dict[str, str] = {}
+        absent, lacking = dict[str, str](), dict[str, str]()
         found: dict[str, dict[int, ModulePath]] = {site: {} for site in BY_STRUCTURE}
         for layer, (path, block) in enumerate(zip(self.blocks, explained, strict=True)):
             places = {"resid_pre": Place("", stream.into), "resid_post": Place("", stream.out),
-                      **self._inner(block, absent)}
+                      **self._inner(block, absent), **block.parts}
+            lacking |= block.lacks
             for site, place in places.items():
-                found[site][layer] = ModulePath(f"{path}.{place.path}".rstrip("."), place.rule, _MEANING[site])
-        found["embed"][0] = ModulePath(begins[0], "result 0", _MEANING["embed"])
-        found["final_norm"][0] = ModulePath(norm.path, norm.made[0].rule, _MEANING["final_norm"])
-        self._check_alike(found)
+                found[site][layer] = ModulePath(f"{path}.{place.path}".rstrip("."), place.rule,
+                                                place.meaning or _MEANING[site], width=place.width or self.width)
+        found["embed"][0] = ModulePath(begins[0], "result 0", _MEANING["embed"], width=self.width)
+        found["final_norm"][0] = ModulePath(norm.path, _wide(norm, self.width)[0].rule, _MEANING["final_norm"],
+                                            width=self.width)
+        sums = not absent and all(len(block.terms) <= 2 for block in explained)
+        for site, by_layer in found.items():
+            if len(widths := sorted({place.width for place in by_layer.values()})) > 1:
+                absent[site] = f"its rows have {' or '.join(map(str, widths))} numbers, by layer"
+        absent |= self._unlike(found)
+        absent |= {site: why for site, why in lacking.items() if not found[site]}
         found = {site: places for site, places in found.items() if places and site not in absent}
-        entered = _entered(forms(self._first.given, "argument"), stream)
+        entered = _entered(forms(self._first.given, "argument", self.width), stream)
         bare = entered is not None and torch.equal(entered, begins[1])
         raw = {f"{part}.hook_out": f"{site}_raw" if f"{site}_raw" in found else site
                for part, site in (("attn", "attn_out"), ("mlp", "mlp_out"))}
         return Family(
             self.layers, {}, {}, begins[0], ("embed", "resid_pre") if bare else ("embed",),
-            {**raw, "hook_embed": "embed"}, absent, not absent and all(len(block.terms) <= 2 for block in explained),
-            found)
+            {**raw, "hook_embed": "embed"}, absent, sums, found)
 
-    def _check_alike(self, found: Mapping[str, Mapping[int, ModulePath]]) -> None:
-        """StartError where blocks of the same modules would have different sites: one of them was told wrong."""
+    def _unlike(self, found: Mapping[str, Mapping[int, ModulePath]]) -> dict[str, str]:
+        """Sites inside attention and the MLP that blocks of the same modules have in different places: one of them was
+        told wrong. StartError where the stream or what is added to it is such a one.
+        """
         alike: dict[tuple[tuple[str, type], ...], tuple[int, dict[str, tuple[str, str]]]] = {}
+        unlike: dict[str, str] = {}
         for layer, path in enumerate(self.blocks):
             modules = tuple((name, type(module)) for name, module in self.model.get_submodule(path).named_modules())
             sites = {site: (place.path.removeprefix(path), place.rule) for site, places in found.items()
                      if site not in ("embed", "final_norm") and (place := places.get(layer)) is not None}
             other, expected = alike.setdefault(modules, (layer, sites))
-            if sites != expected:
-                differs = sorted(site for site in sites.keys() | expected if sites.get(site) != expected.get(site))
-                raise _refused(f"blocks {other} and {layer} are made of the same modules, and differ in "
-                               f"{', '.join(differs)}")
+            if differs := sorted(site for site in sites.keys() | expected if sites.get(site) != expected.get(site)):
+                why = f"blocks {other} and {layer} are made of the same modules, and differ in"
+                if stream := [site for site in differs if site in _MEANING]:
+                    raise _refused(f"{why} {', '.join(stream)}")
+                unlike |= {site: f"{why} it" for site in differs}
+        return unlike
 
     def _inner(self, block: Explained, absent: dict[str, str]) -> dict[str, Place]:
         """Places of the sites inside a block; why there is none is put into ``absent``."""
@@ -204,6 +306,11 @@ class Discovery:
             elif terms:
                 absent.setdefault(site, _why_not(terms))
         return places
+
+
+def _wide(call: Call, width: int) -> list[Value]:
+    """What a call has made of that width."""
+    return [value for value in call.made if value.rows.shape[1] == width]
 
 
 def _entered(given: Mapping[str, torch.Tensor], stream: Stream) -> torch.Tensor | None:

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from engine_side.discovery.calls import Call, Value
+
+if TYPE_CHECKING:
+    from engine_side.discovery.parts import Parts
 
 TERMS_MAX: Final = 3
 # How far apart equal tensors may be, of their length, and a sum, of the stream's numbers: roundings of a model's dtype.
@@ -22,10 +25,15 @@ SHARE_MIN: Final = 3  # of that: a term of less proves nothing
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tap finds rows: ``rule`` of the module at ``path`` below the block."""
+    """Where a tap finds rows of ``width`` numbers: ``rule`` of the module at ``path`` below the block.
+
+    ``meaning`` says what they are where the site alone does not; "" where it does.
+    """
 
     path: str
     rule: str
+    width: int = 0
+    meaning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +52,18 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A block as a sum: its terms, and the places of the stream between them."""
+    """A block as a sum: its terms, and the places of the stream between them.
+
+    ``parts``: sites inside attention and the MLP; ``lacks``: why there is none of others. ``differs``: what a table
+    claims to be a site of this block and is not. ``off``: how far the sum is off, of the stream.
+    """
 
     terms: tuple[Term, ...]
     mid: tuple[Place, ...]
+    parts: Mapping[str, Place] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    differs: tuple[str, ...] = ()
+    off: float = 0.0
 
 
 @dataclass(slots=True)
@@ -61,23 +77,33 @@ class Stream:
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     """Whether rows are equal but for rounding: ``tolerance`` of their length."""
-    return bool((a - b).norm() <= tolerance * b.norm())
+    return a.shape == b.shape and bool((a - b).norm() <= tolerance * b.norm())
 
 
-def forms(values: Sequence[Value], sign: str) -> dict[str, torch.Tensor]:
-    """A block's tensors and the sums of two of them, by rule: ``"argument a"``, ``"arguments a + b"``."""
-    single = {value.rule: value.rows for value in values if value.rule.startswith(sign)}
+def apart(claimed: torch.Tensor | None, rows: torch.Tensor) -> float:
+    """How far rows that are claimed to be these are off, of their length."""
+    if claimed is None or claimed.shape != rows.shape:
+        return float("inf")
+    return float((claimed - rows).norm() / rows.norm())
+
+
+def forms(values: Sequence[Value], sign: str, width: int) -> dict[str, torch.Tensor]:
+    """Tensors of ``width`` and the sums of two of them, by rule: ``"argument a"``, ``"arguments a + b"``."""
+    single = {value.rule: value.rows for value in values
+              if value.rule.startswith(sign) and value.rows.shape[1] == width}
     pairs = {f"{sign}s {a.removeprefix(sign + ' ')} + {b.removeprefix(sign + ' ')}": single[a] + single[b]
              for a, b in itertools.combinations(single, 2)}
     return single | pairs
 
 
 def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block: str, tolerance: float,
-            mixes: Callable[[Call], bool]) -> Explained | str:
+            mixes: Callable[[Call], bool], parts: Callable[[Call | None, Call | None], Parts],
+            claimed: Mapping[str, torch.Tensor | None]) -> Explained | str:
     """What ``inside`` a block adds up to ``post - pre``; a text says why it cannot be told.
 
     Numbers count by what the stream has in their place, since so they are rounded: a few channels, and the first
-    token, are a thousand times larger than all others in many models.
+    token, are a thousand times larger than all others in many models. ``parts(attention, mlp)``: the sites inside
+    what made those terms. ``claimed``: by site, the rows that a table takes for them.
     """
     candidates = _distinct(inside, block, (pre, post), tolerance)
     if not bool(post.isfinite().all() & pre.isfinite().all()):
@@ -90,19 +116,39 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
         return f"what it adds to the stream is no sum of up to {TERMS_MAX} of the {len(candidates)} tensors made in it"
     if len(found) > 1:
         return f"what it adds to the stream is a sum in {len(found)} ways"
-    numbers, factors = found[0]
+    numbers, factors, off = found[0]
     for number, factor in zip(numbers, factors, strict=True):
         share = abs(factor) * _rms(weight * candidates[number][0])
         if share < SHARE_MIN * tolerance:
             return f"{candidates[number][1][0][1].path} is {share:.1e} of the stream: too little to prove"
-    terms = tuple(_term(factor, candidates[number], inside, block, tolerance, mixes)
-                  for number, factor in zip(numbers, factors, strict=True))
+    terms, sources = list[Term](), dict[str, Call]()
+    rows = {"resid_pre": pre, "resid_post": post}
+    for number, factor in zip(numbers, factors, strict=True):
+        term, source, raw = _term(factor, candidates[number], inside, block, tolerance, mixes)
+        site = "attn_out" if term.mixes else "mlp_out"
+        if site in rows:
+            for known in (site, f"{site}_raw"):
+                rows.pop(known, None)
+            sources.pop(site)
+        elif site not in {_site(one) for one in terms}:
+            rows[site], sources[site] = factor * candidates[number][0], source
+            if raw is not None:
+                rows[f"{site}_raw"] = raw
+        terms.append(term)
     mid: tuple[Place, ...] = ()
-    mixing = [(term, candidates[number][0]) for term, number in zip(terms, numbers, strict=True) if term.mixes]
-    if len(terms) > 1 and len(mixing) == 1:
-        term, rows = mixing[0]
-        mid = _places_of(pre + term.factor * rows, inside, block, tolerance)
-    return Explained(terms, mid)
+    if len(terms) > 1 and "attn_out" in rows:
+        rows["resid_mid"] = pre + rows["attn_out"]
+        mid = _places_of(rows["resid_mid"], inside, block, tolerance)
+    inner = parts(sources.get("attn_out"), sources.get("mlp_out"))
+    rows |= {site: made for site, (_, made) in inner.places.items() if made is not None}
+    differs = tuple(f"{site} is off by {off_by:.1e} of its length" for site in rows
+                    if site in claimed and (off_by := apart(claimed[site], rows[site])) > tolerance)
+    return Explained(tuple(terms), mid, {site: place for site, (place, _) in inner.places.items()}, inner.lacks,
+                     differs, off)
+
+
+def _site(term: Term) -> str:
+    return "attn_out" if term.mixes else "mlp_out"
 
 
 Candidate = tuple[torch.Tensor, list[tuple[Call, Place]]]  # rows, and who has made them
@@ -115,10 +161,10 @@ def _distinct(inside: Sequence[Call], block: str, streams: Sequence[torch.Tensor
     for call in sorted(inside, key=lambda call: call.began):
         for value in call.made:
             rows = value.rows
-            if not bool(rows.isfinite().all()) or not bool(rows.any()) or any(
+            if rows.shape != streams[0].shape or not bool(rows.isfinite().all()) or not bool(rows.any()) or any(
                     close(rows, stream, tolerance) for stream in streams):
                 continue
-            maker = call, Place(_below(call.path, block), value.rule)
+            maker = call, Place(below(call.path, block), value.rule)
             same = next((makers for other, makers in found if close(rows, other, tolerance / 10)), None)
             if same is None:
                 found.append((rows, [maker]))
@@ -132,8 +178,10 @@ def _rms(numbers: torch.Tensor) -> float:
 
 
 def _solve(step: torch.Tensor, candidates: Sequence[torch.Tensor], off_max: float
-           ) -> list[tuple[tuple[int, ...], list[float]]]:
-    """The fewest candidates whose multiples add up to ``step``, but for ``off_max``: their numbers and factors."""
+           ) -> list[tuple[tuple[int, ...], list[float], float]]:
+    """The fewest candidates whose multiples add up to ``step``, but for ``off_max``: their numbers, factors, what is
+    left.
+    """
     if not candidates or _rms(step) <= off_max:
         return []
     share = off_max / _rms(step)
@@ -150,38 +198,42 @@ def _solve(step: torch.Tensor, candidates: Sequence[torch.Tensor], off_max: floa
             if 1 - float(along @ gram[list(numbers), -1]) > max(4 * share**2, 1e-12):
                 continue
             factors = along / lengths[list(numbers), 0] * lengths[-1, 0]
-            if _rms(factors @ every[list(numbers)] - every[-1]) <= off_max:
-                found.append((numbers, factors.tolist()))
+            if (off := _rms(factors @ every[list(numbers)] - every[-1])) <= off_max:
+                found.append((numbers, factors.tolist(), off))
         if found:
             return found
     return []
 
 
 def _term(factor: float, candidate: Candidate, inside: Sequence[Call], block: str, tolerance: float,
-          mixes: Callable[[Call], bool]) -> Term:
-    _, makers = candidate
+          mixes: Callable[[Call], bool]) -> tuple[Term, Call, torch.Tensor | None]:
+    """A term, the call that made what was added or, where that is normed, what was normed; the latter's rows."""
+    rows, makers = candidate
     places = tuple(place for _, place in makers)
     innermost = makers[-1][0]
     weight = getattr(innermost.module, "weight", None)
-    raw: list[tuple[Call, Place]] = []
-    if isinstance(weight, torch.Tensor) and weight.dim() == 1 and weight.numel() == candidate[0].shape[-1] and \
+    raw: list[tuple[Call, Value]] = []
+    if isinstance(weight, torch.Tensor) and weight.dim() == 1 and weight.numel() == rows.shape[-1] and \
             innermost.given:  # a norm: what was it given?
-        raw = [(call, Place(_below(call.path, block), value.rule)) for call in inside for value in call.made
-               if call is not innermost and close(value.rows, innermost.given[0].rows, tolerance / 10)]
+        raw = sorted(((call, value) for call in inside for value in call.made if call is not innermost and
+                      close(value.rows, innermost.given[0].rows, tolerance / 10)), key=lambda one: one[0].began)
     came = any(mixes(call) for call, _ in (*makers, *raw))
-    return Term(factor, places, came, tuple(place for _, place in sorted(raw, key=lambda one: one[0].began)))
+    term = Term(factor, places, came, tuple(Place(below(call.path, block), value.rule) for call, value in raw))
+    return (term, raw[-1][0], raw[-1][1].rows) if raw else (term, innermost, None)
 
 
 def _places_of(rows: torch.Tensor, inside: Sequence[Call], block: str, tolerance: float) -> tuple[Place, ...]:
     """Where a call in a block is given ``rows`` (as they are, or as a sum of two tensors), or makes them."""
     found = []
     for call in sorted(inside, key=lambda call: call.began):
+        sums = forms(call.given, "argument", rows.shape[1])
         for made in ({value.rule: value.rows for value in call.given}, {v.rule: v.rows for v in call.made},
-                     {rule: sums for rule, sums in forms(call.given, "argument").items() if "+" in rule}):
-            found += [Place(_below(call.path, block), rule) for rule, other in made.items()
+                     {rule: total for rule, total in sums.items() if "+" in rule}):
+            found += [Place(below(call.path, block), rule) for rule, other in made.items()
                       if close(other, rows, tolerance)]
     return tuple(found)
 
 
-def _below(path: str, block: str) -> str:
+def below(path: str, block: str) -> str:
+    """A module's path below its block."""
     return path.removeprefix(block).removeprefix(".")

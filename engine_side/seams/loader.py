@@ -18,7 +18,7 @@ from engine_side import worker
 from engine_side.config import VARIABLES, from_environment
 from engine_side.seams.patching import when_imported, wrap, wrap_when_imported
 from engine_side.seams.self_test import self_test
-from engine_side.seams.tapping import plan_arming, tap_model
+from engine_side.seams.tapping import look_into, plan_arming, tap_model
 from schemas.errors import StartError
 
 _PLAN: Final = "vllm_tap_plan"
@@ -60,6 +60,7 @@ def _load_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             return original(self, vllm_config, model_config, *args, **kwargs)
         plan = plan_arming(vllm_config, config)
         model = original(self, vllm_config, model_config, *args, **kwargs)
+        plan = look_into(model, vllm_config, plan)
         if vllm_config.lora_config is None:
             tap_model(model, vllm_config, plan)
         else:

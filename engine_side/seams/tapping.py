@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from engine_side import worker
 from engine_side.config import TAP_VERSION, EngineConfig, untested
 from engine_side.seams import fusions, projections, residuals, unchanged
-from engine_side.seams.recorded_step import discover
+from engine_side.seams.recorded_step import discover, prove
 from engine_side.tap.architectures import (
     BY_STRUCTURE,
     BY_TRANSFORMERS,
@@ -61,15 +61,16 @@ class ArmingPlan:
 
 def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     """Allocate staging, install taps, make recorder and sender; StartError where rows would not be what they should."""
-    config, asked, probes, tapped = plan.config, plan.asked, plan.probes, plan.tapped
-    family = plan.family or discover(model, vllm_config)
+    config, asked, probes, tapped, family = plan.config, plan.asked, plan.probes, plan.tapped, plan.family
+    assert family is not None
     _warn(config, next(model.parameters()).device)
     model_config = vllm_config.model_config
     architectures, n_layers = list(model_config.architectures), model_config.get_total_num_hidden_layers()
     find = partial(find_points, model, family, architectures, n_layers=n_layers, hidden=model_config.get_hidden_size())
     points = armed_points(asked, find)
     armed = Armed({site: [point.layer for point in points if point.site == site] for site in asked}, n_layers,
-                  dict.fromkeys(filter(has_heads, asked), model_config.get_head_size()),
+                  {point.site: size for point in points if has_heads(point.site)
+                   and point.width % (size := model_config.get_head_size()) == 0},
                   {probe.name: loaded.about for probe, loaded in probes.items()}, dict(family.names))
     points += probe_points(probes, points, find)
     layers = {site: [point.layer for point in points if point.site == site] for site in tapped}
@@ -90,6 +91,17 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     checks = worker.Checks(homes, find_embedding(model, family, first_block), find_sums(family, layers))
     worker.start(config, _info(model, vllm_config, armed, points, staging), model, checks, staging, scratch,
                  device, leads=_tensor_parallel_rank() == 0)
+
+
+def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPlan:
+    """The plan with the family of a model that is loaded, as vLLM wrote it: nothing is around its layers yet.
+
+    StartError where its sites are not found, or are not what its table says.
+    """
+    if plan.family is not None:
+        prove(model, vllm_config, plan.family)
+        return plan
+    return replace(plan, family=discover(model, vllm_config))
 
 
 def plan_arming(vllm_config: Any, config: EngineConfig) -> ArmingPlan:
@@ -122,8 +134,6 @@ def _check_unknown(plan: ArmingPlan, names: list[str], vllm_config: Any) -> None
         raise StartError(f"{start}: {', '.join(absent)} is not among those; valid: {', '.join(BY_STRUCTURE)}")
     if getattr(vllm_config.model_config, "is_multimodal_model", False):
         raise StartError(f"{start}: it takes images or sound, whose positions are not looked into")
-    if vllm_config.lora_config is not None:
-        raise StartError(f"{start} in a model with adapters: leave out --enable-lora")
     if vllm_config.parallel_config.data_parallel_size > 1:
         raise StartError(f"{start} with data_parallel_size={vllm_config.parallel_config.data_parallel_size}: valid: 1")
 

@@ -22,13 +22,15 @@ if TYPE_CHECKING:  # commands look up what an architecture has, and have no seco
 class ModulePath:
     """``path`` below the block ("" is the block itself); ``rule`` is a name in engine_side.tap.taps.RULES.
 
-    ``hidden`` is the place to take where this vLLM's kernel does the work of this one inside itself.
+    ``hidden`` is the place to take where this vLLM's kernel does the work of this one inside itself. ``width``:
+    numbers a row, 0 where the module says.
     """
 
     path: str
     rule: str
     meaning: str
     hidden: ModulePath | None = None
+    width: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class Family:
 BY_TRANSFORMERS: Final = frozenset({"GPTNeoXForCausalLM"})
 # Sites that are looked for by structure where an architecture is not in the table.
 BY_STRUCTURE: Final = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "attn_out_raw", "mlp_out_raw",
-                       "embed", "final_norm")
+                       "mlp_post", "q", "k", "v", "q_rot", "k_rot", "z", "kv_latent", "k_pe", "router_logits",
+                       "experts", "embed", "final_norm")
 # Rows of these are a rank's share of the heads or of the MLP under tensor parallelism; the others are whole everywhere.
 SHARED_OUT: Final = ("mlp_post", "q", "k", "v", "q_rot", "k_rot", "z")
 
@@ -200,9 +203,10 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
         raise StartError(f"vllm-tap: looked for {n_layers} blocks at {family.layers}, found {found}")
     for site in sites:
         if site in family.found:
-            yield from (TapPoint(site, layer, _part(model, place.path), place.rule, hidden,
-                                 f"{place.meaning} (found by structure)")
-                        for layer, place in family.found[site].items())
+            for layer, at in family.found[site].items():
+                module = _part(model, at.path)
+                yield TapPoint(site, layer, module, at.rule, at.width or hidden,
+                               f"{at.meaning} (found by structure)", _ids(module, at.rule))
             continue
         places = family.block if SITES[site].per_layer else family.model
         roots = list(enumerate(blocks)) if SITES[site].per_layer else [(0, model)]
@@ -215,6 +219,17 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
             raise StartError(f"vllm-tap: cannot arm {site} on {', '.join(names)}{why}; this model offers: "
                              f"{', '.join(_offered(family, model, blocks))}")
         yield from points
+
+
+def every_point(model: nn.Module, family: Family, hidden: int) -> Iterator[TapPoint]:
+    """Every (site, layer) that a family of the table has in a loaded model."""
+    for layer, block in enumerate(_part(model, family.layers)):
+        for site, place in family.block.items():
+            if (module := _part(block, place.path)) is not None:
+                yield _point(site, layer, block, module, place, hidden)
+    for site, place in family.model.items():
+        if (module := _part(model, place.path)) is not None:
+            yield _point(site, 0, model, module, place, hidden)
 
 
 def find_carried(model: nn.Module, family: Family, points: Iterable[TapPoint]
@@ -293,12 +308,17 @@ def _offered(family: Family, model: nn.Module, blocks: nn.ModuleList) -> list[st
 
 
 def _point(site: str, layer: int, root: nn.Module, module: Any, place: ModulePath, hidden: int) -> TapPoint:
-    width, ids = _width(module, place.rule, hidden), int(module.global_num_experts) if place.rule == "choice" else 0
+    width, ids = _width(module, place.rule, hidden), _ids(module, place.rule)
     if place.hidden is not None and _chooses_inside(root, place.path):
         place = place.hidden
         module = _part(root, place.path)
         assert module is not None
     return TapPoint(site, layer, module, place.rule, width, place.meaning, ids)
+
+
+def _ids(module: Any, rule: str) -> int:
+    """How many different ids a row may hold, where it holds ids."""
+    return int(module.global_num_experts) if rule == "choice" else 0
 
 
 def _chooses_inside(root: nn.Module, router: str) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
 
@@ -136,10 +136,14 @@ def rule_of(name: str) -> Rule:
     """The rule of a name: one of ``RULES``, or one made for what was found by structure.
 
     ``argument a``, ``arguments a + b`` (what is given of both), ``result 0``, ``results 0 + 1``, ``written a``, each of
-    which may end with ``× factor``. An argument without a name is ``*`` and its number.
+    which may end with ``× factor``; ``result 0 columns 8:16``. An argument without a name is ``*`` and its number.
     """
     if name in RULES:
         return RULES[name]
+    whole, _, columns = name.partition(" columns ")
+    if columns:
+        first, last = map(int, columns.split(":"))
+        return replace(rule_of(whole), rows=_columns(rule_of(whole).rows, first, last))
     rest, _, by = name.partition(" × ")
     side, _, which = rest.partition(" ")
     parts, factor = which.split(" + "), float(by or 1)
@@ -154,6 +158,10 @@ def rule_of(name: str) -> Rule:
 
     return Rule(True, given) if side.startswith("argument") else Rule(False, given, written=True) \
         if side == "written" else Rule(False, made)
+
+
+def _columns(rows: Callable[..., torch.Tensor], first: int, last: int) -> Callable[..., torch.Tensor]:
+    return lambda *call: rows(*call)[..., first:last]
 
 
 def _total(tensors: list[Any], factor: float) -> torch.Tensor:

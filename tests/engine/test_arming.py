@@ -11,9 +11,9 @@ from safetensors.numpy import save_file
 
 from engine_side import worker
 from engine_side.seams import runner
-from schemas.errors import SpecError, StartError
+from schemas.errors import SpecError
 from schemas.read.reader import StoreReader
-from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Engine, in_this_process
+from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Engine, in_this_process, refused_start
 from tests.support.models.families import family_model
 from tests.support.models.features import RAW, tokens
 from tests.support.models.reference import Reference
@@ -29,11 +29,12 @@ def as_on_a_gpu(recorder: Any, _: Any) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("store")
 def test_another_librarys_code_is_refused_before_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import LLM
 
     monkeypatch.setenv("VLLM_TAP_ARM", "resid_post")
-    with in_this_process(), pytest.raises(StartError, match="model_impl='transformers': taps know vLLM's own code"):
+    with in_this_process(), refused_start("model_impl='transformers': taps know vLLM's own code"):
         LLM(str(family_model("llama", DTYPE)), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256,
             model_impl="transformers", **SHARED)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from engine_side.discovery.discover import ROWS, Discovery
+from engine_side.discovery.parts import Roles
 from engine_side.tap.architectures import Family, find_points
 from engine_side.tap.taps import Call, rule_of
 from schemas.errors import StartError
@@ -21,17 +22,17 @@ IDS = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[:RO
 class Kernel(nn.Module):
     """Attention without a cache: it hands on memory as it was."""
 
-    def forward(self, query: torch.Tensor) -> torch.Tensor:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return torch.full_like(query, float("nan"))
 
 
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.proj, self.kernel, self.out = nn.Linear(WIDTH, 16), Kernel(), nn.Linear(16, WIDTH)
+        self.proj, self.kernel, self.out = nn.Linear(WIDTH, 48), Kernel(), nn.Linear(16, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.out(self.kernel(self.proj(hidden)))  # type: ignore[no-any-return]
+        return self.out(self.kernel(*self.proj(hidden).split(16, dim=-1)))  # type: ignore[no-any-return]
 
 
 class Mlp(nn.Module):
@@ -166,16 +167,20 @@ class Model(nn.Module):
         return hidden if self.kind == "no norm" else self.norm(hidden)
 
 
+ROLES = Roles(lambda module: isinstance(module, Kernel), lambda module: isinstance(module, nn.Linear))
+
+
 def find(model: Model, factors: tuple[float, ...] = (0.22, 6.0)) -> Family:
     noise = torch.Generator().manual_seed(2)
-    search = Discovery(model, LAYERS, WIDTH, torch.float32, IDS, lambda module: isinstance(module, Kernel), factors)
+    search = Discovery(model, LAYERS, WIDTH, torch.float32, IDS, ROLES, factors)
     with torch.inference_mode():
         with search.recorded(lambda rows: rows.copy_(torch.randn(rows.shape, generator=noise))) as outside:
             model(IDS, torch.arange(ROWS))
         return search.found(outside)
 
 
-EVERY = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "embed", "final_norm"}
+HEADS = {"q", "k", "v", "q_rot", "k_rot", "z"}
+EVERY = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp_post", "embed", "final_norm", *HEADS}
 
 
 @pytest.mark.parametrize(("kind", "sites"), [
@@ -191,9 +196,9 @@ EVERY = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "embed",
     ("positions", EVERY),
     ("scaled embeddings", EVERY),
     ("kinds", EVERY - {"resid_mid"}),
-    ("two", EVERY - {"mlp_out"}),
+    ("two", EVERY - {"mlp_out", "mlp_post"}),
     ("unnamed factor", EVERY - {"attn_out", "mlp_out"}),
-    ("tiny", EVERY - {"resid_mid", "mlp_out"}),  # an MLP that adds nothing
+    ("tiny", EVERY - {"resid_mid", "mlp_out", "mlp_post"}),  # an MLP that adds nothing
 ])
 def test_sites_are_found_and_their_rules_take_the_right_rows(kind: str, sites: set[str]) -> None:
     """Each place, read by the rule that a tap would use, in a step of its own, against the sums that define it."""
@@ -225,7 +230,7 @@ def taken(model: Model, family: Family) -> dict[tuple[str, int], torch.Tensor]:
                    lambda made, key=(site, layer): rows.update({key: made.clone()}))
     torch.manual_seed(3)
     for kernel in (module for module in model.modules() if isinstance(module, Kernel)):
-        kernel.forward = lambda query: torch.randn_like(query)  # type: ignore[method-assign]
+        kernel.forward = lambda query, key, value: torch.randn_like(query)  # type: ignore[method-assign]
     with torch.no_grad():
         model(IDS, torch.arange(ROWS))
     return rows
@@ -272,7 +277,7 @@ def test_attention_that_adds_nothing_is_not_offered(scale: float) -> None:
     for block in model.layers:
         block.attention.out.weight.data *= scale
         block.attention.out.bias.data *= scale
-    assert set(find(model).found) == EVERY - {"attn_out", "resid_mid"}
+    assert set(find(model).found) == EVERY - {"attn_out", "resid_mid", "z"}
 
 
 def test_a_site_that_was_not_found_is_refused_with_those_that_were() -> None:

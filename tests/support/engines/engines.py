@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from engine_side.plugin import register
-from schemas.errors import NotFoundError
+from schemas.errors import NotFoundError, StartError
 from schemas.ids import new_ulid
 from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
@@ -153,6 +154,16 @@ def in_this_process(yes: bool = True) -> Iterator[None]:
         del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
         if before is not None:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+
+
+@contextmanager
+def refused_start(match: str, error: type[Exception] = StartError) -> Iterator[None]:
+    """An engine in this process that must not start, with an error that says ``match``; nothing of it is left."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with pytest.raises(error, match=match):
+        yield
+    cleanup_dist_env_and_memory()
 
 
 def start(reader: StoreReader, reference: Reference, family: str, *, here: bool = True, **options: Any) -> Engine:

@@ -1,0 +1,162 @@
+"""Wrong identifications on purpose: a table that calls rows what they are not ends the start, on real models of vLLM.
+
+Each case is the table's entry for a family with one place exchanged; all are held against one loaded model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine_side.seams.recorded_step import prove
+from engine_side.tap.architectures import ARCHITECTURES, Family, ModulePath, family_of
+from schemas.errors import StartError
+from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, in_this_process, shut_down
+from tests.support.models.families import family_model
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(ON_GPU, reason="the model is in another process there")]
+
+Wrong = tuple[str, str, str, str]  # what is wrong, the site, the path and the rule that are taken for it
+LLAMA: list[Wrong] = [
+    ("hidden alone, without the residual", "resid_pre", "", "argument hidden_states"),
+    ("the residual alone, a sublayer behind", "resid_pre", "", "argument residual"),
+    ("the first norm's result", "resid_pre", "input_layernorm", "result"),
+    ("what the block returns", "resid_pre", "", "stream_out"),
+    ("hidden alone", "resid_post", "", "result 0"),
+    ("a stale residual", "resid_post", "", "result 1"),
+    ("twice the stream", "resid_post", "", "results 0 + 0"),
+    ("what the block is given", "resid_post", "", "stream_in"),
+    ("the stream before attention", "resid_mid", "input_layernorm", "second"),
+    ("what the second norm is given, without the residual", "resid_mid", "post_attention_layernorm", "argument x"),
+    ("the normed stream", "resid_mid", "post_attention_layernorm", "result"),
+    ("the MLP's", "attn_out", "mlp", "result"),
+    ("a half of it, as of one rank of two", "attn_out", "self_attn", "result 0 × 0.5"),
+    ("one in a hundred too much", "attn_out", "self_attn", "result 0 × 1.01"),
+    ("zeros", "attn_out", "self_attn", "result 0 × 0.0"),
+    ("before the output projection", "attn_out", "self_attn.o_proj", "operand"),
+    ("attention's", "mlp_out", "self_attn", "result"),
+    ("what the MLP is given", "mlp_out", "mlp", "argument x"),
+    ("with the wrong sign", "mlp_out", "mlp", "result 0 × -1.0"),
+    ("what it makes", "mlp_post", "mlp.down_proj", "result"),
+    ("the gate's half of the joint projection", "mlp_post", "mlp.gate_up_proj", "result 0 columns 0:192"),
+    ("keys and some queries", "q", "self_attn.qkv_proj", "result 0 columns 64:192"),
+    ("rotated queries", "q", "self_attn.attn", "query"),
+    ("values", "k", "self_attn.qkv_proj", "v"),
+    ("rotated keys", "k", "self_attn.attn", "key"),
+    ("keys", "v", "self_attn.qkv_proj", "k"),
+    ("queries before the rotation", "q_rot", "self_attn.qkv_proj", "q"),
+    ("keys before the rotation", "k_rot", "self_attn.qkv_proj", "k"),
+    ("values for keys", "k_rot", "self_attn.attn", "argument value"),
+    ("queries", "z", "self_attn.qkv_proj", "q"),
+    ("behind the output projection", "z", "self_attn.o_proj", "result"),
+    ("rows of the output table", "embed", "model.norm", "result"),
+    ("the stream before the norm", "final_norm", "model.norm", "second"),
+]
+GEMMA: list[Wrong] = [
+    ("raw for as added", "attn_out", "self_attn", "result"),
+    ("raw for as added", "mlp_out", "mlp", "result"),
+    ("as added for raw", "attn_out_raw", "post_attention_layernorm", "result"),
+    ("as added for raw", "mlp_out_raw", "post_feedforward_layernorm", "result"),
+    ("what the norm behind attention is given", "resid_mid", "post_attention_layernorm", "argument x"),
+]
+CASES = [("qwen3", one) for one in LLAMA] + [("gemma2", one) for one in GEMMA]
+
+
+class Models:
+    """One loaded model at a time, without taps."""
+
+    def __init__(self) -> None:
+        self.family, self.llm = "", None
+
+    def of(self, family: str) -> tuple[Any, Any]:
+        """The model of a family and what vLLM runs it with."""
+        from vllm import LLM
+
+        if family != self.family:
+            self.close()
+            with in_this_process():
+                self.llm, self.family = LLM(str(family_model(family, DTYPE)), dtype=DTYPE, skip_tokenizer_init=True,
+                                            max_model_len=64, max_num_seqs=2, enforce_eager=True, **SHARED), family
+        core: Any = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        runner = core.model_executor.driver_worker.model_runner
+        return runner.get_model(), runner.vllm_config
+
+    def close(self) -> None:
+        if self.llm is not None:
+            shut_down(self.llm)
+        self.family, self.llm = "", None
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[Models]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_TAP_ENDPOINT", raising=False)
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("VLLM_NO_USAGE_STATS", "1")
+        kept = Models()
+        yield kept
+        kept.close()
+
+
+def family_on(config: Any) -> Family:
+    """The table's family of a model, its switches turned as the configuration says."""
+    return family_of(config.model_config.architectures, config.model_config.hf_text_config)
+
+
+def exchanged(family: Family, site: str, path: str, rule: str) -> Family:
+    """The family with another place for a site."""
+    side = "block" if site in family.block else "model"
+    return replace(family, **{side: {**getattr(family, side), site: ModulePath(path, rule, "wrong on purpose")}})
+
+
+@pytest.mark.parametrize(("family", "wrong"), CASES, ids=[f"{family}-{one[1]}-{one[0]}".replace(" ", "_")
+                                                          for family, one in CASES])
+def test_a_table_that_is_wrong_ends_the_start(family: str, wrong: Wrong, models: Models) -> None:
+    model, config = models.of(family)
+    _, site, path, rule = wrong
+    with pytest.raises(StartError, match=rf"are not what the table of architectures calls them: .*\b{site}"):
+        prove(model, config, exchanged(family_on(config), site, path, rule))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_another_layers_rows_end_the_start(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer late: each claim of a block is made of the next one's modules."""
+    import engine_side.seams.recorded_step as recorded_step
+
+    model, config = models.of("gemma2")
+    every = recorded_step.every_point
+
+    def late(*args: Any) -> Iterator[Any]:
+        for point in every(*args):
+            yield replace(point, layer=point.layer + 1)
+
+    monkeypatch.setattr(recorded_step, "every_point", late)
+    with pytest.raises(StartError, match=r"\.1 is of block 0"):
+        prove(model, config, family_on(config))
+
+
+def test_a_switch_that_the_table_overlooks_ends_the_start(models: Models) -> None:
+    """As opt-350m: norms follow the additions, and the place of resid_mid holds the stream after the MLP."""
+    model, config = models.of("opt, norms after")
+    with pytest.raises(StartError, match=r"resid_mid\.0 is off by .* of what it must add up to"):
+        prove(model, config, ARCHITECTURES["OPTForCausalLM"])
+    prove(model, config, family_on(config))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_the_table_is_proved(family: str, models: Models, caplog: pytest.LogCaptureFixture,
+                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the search finds is what the table says, and the start says so."""
+    monkeypatch.setattr(logging.getLogger("vllm.tap"), "propagate", True)
+    model, config = models.of(family)
+    with caplog.at_level(logging.INFO, "vllm.tap"):
+        prove(model, config, family_on(config))
+    assert "proved by structure: attn_out" in caplog.text
+    proved = caplog.text.rpartition("proved by structure: ")[2].strip().split(", ")
+    there = {site for site in (*family_on(config).block, *family_on(config).model)
+             if site not in ("mlp_post",) or family == "gemma2"}
+    assert there - set(proved) == set()
