@@ -50,7 +50,11 @@ def make(architecture: str, folder: Path) -> Made:
 class _Fields(dict[str, Any]):
     """Fields of a part of a configuration, as code of a model reads them."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 def _init(self: PretrainedConfig, **said: Any) -> None:
