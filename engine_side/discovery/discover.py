@@ -7,6 +7,7 @@ alone, turns into what it had returned; it begins with the embeddings. Names of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -40,6 +41,16 @@ class Contradicted(StartError):
     """A table's rows are not what the search has found."""
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a model's configuration says of it. ``factors``: numbers that what is added may be multiplied by."""
+
+    n_layers: int
+    width: int
+    dtype: torch.dtype
+    factors: Sequence[float]
+
+
 class Discovery:
     """The search: fed with a recorded step as it runs, it has the sites at the end.
 
@@ -47,13 +58,13 @@ class Discovery:
     the stream is what attention and MLP add up to, against each other.
     """
 
-    def __init__(self, model: nn.Module, n_layers: int, width: int, dtype: torch.dtype, ids: torch.Tensor,
-                 roles: Roles, factors: Sequence[float], claims: Sequence[TapPoint] = (), sums: bool = False) -> None:
-        self.model, self.width, self.ids, self.factors, self.roles = model, width, ids, factors, roles
+    def __init__(self, model: nn.Module, shape: Shape, ids: torch.Tensor, roles: Roles,
+                 claims: Sequence[TapPoint] = (), sums: bool = False) -> None:
+        self.model, self.width, self.ids, self.factors, self.roles = model, shape.width, ids, shape.factors, roles
         self._sums = sums
-        self.dtype, self.tolerance = dtype, ROUNDINGS[dtype]
+        self.dtype, self.tolerance = shape.dtype, ROUNDINGS[shape.dtype]
         self.kernels = {id(module) for module in model.modules() if roles.is_kernel(module)}
-        self.layers, self.blocks = self._find_blocks(n_layers)
+        self.layers, self.blocks = self._find_blocks(shape.n_layers)
         self.streams: list[Stream] | None = None
         self.refused: StartError | None = None
         self._claims: dict[int, list[Claim]] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine_side.discovery.discover import ROWS, Contradicted, Discovery
+from engine_side.discovery.discover import ROWS, Contradicted, Discovery, Shape
 from engine_side.discovery.identities import ROUNDINGS
 from engine_side.discovery.nudge import Nudge
 from engine_side.discovery.parts import Roles
@@ -48,10 +48,9 @@ def prove(model: nn.Module, vllm_config: Any, family: Family) -> None:
 def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: bool) -> Family:
     model_config, draws = vllm_config.model_config, torch.Generator().manual_seed(0)
     ids = _ids(vllm_config, draws)
-    said = model_config.hf_text_config.to_dict().values()
-    search = Discovery(model, model_config.get_total_num_hidden_layers(), model_config.get_hidden_size(),
-                       model_config.dtype, ids, _roles(),
-                       [number for number in said if isinstance(number, float) and number > 0], claims, sums)
+    shape = Shape(model_config.get_total_num_hidden_layers(), model_config.get_hidden_size(), model_config.dtype,
+                  _factors(model_config))
+    search = Discovery(model, shape, ids, _roles(), claims, sums)
 
     def noise(result: torch.Tensor) -> None:
         result.copy_(torch.randn(result.shape, generator=draws))
@@ -60,6 +59,14 @@ def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], su
         with search.recorded(noise) as outside:
             step(ids)
         return search.found(outside)
+
+
+def _factors(model_config: Any) -> list[float]:
+    """Numbers that a model may multiply by: those of its configuration, and over the root of its layers' number."""
+    said = [number for number in model_config.hf_text_config.to_dict().values()
+            if isinstance(number, int | float) and not isinstance(number, bool) and number > 0]
+    root = float(model_config.get_total_num_hidden_layers()) ** 0.5
+    return [*(number for number in said if isinstance(number, float)), *(number / root for number in said)]
 
 
 def _nudge(model: nn.Module, vllm_config: Any, family: Family) -> None:
@@ -113,7 +120,9 @@ def _a_step(model: nn.Module, vllm_config: Any) -> Iterator[Callable[[torch.Tens
     device = next(model.parameters()).device
 
     def step(ids: torch.Tensor) -> None:
-        model(input_ids=ids.to(device), positions=torch.arange(len(ids), device=device))
+        # As vLLM's runners call it: there are models that take no less.
+        model(input_ids=ids.to(device), positions=torch.arange(len(ids), device=device), intermediate_tensors=None,
+              inputs_embeds=None)
 
     with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=ROWS), _as_written(model):
         yield step

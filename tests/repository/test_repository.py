@@ -123,7 +123,7 @@ def test_rooms_are_small_and_import_one_way(package: str) -> None:
 TEST_ROOMS = {  # beside one of every package, which mirrors its rooms
     "engine": "real vLLM", "faults": "the matrix of faults", "gpu": "needs a GPU", "line": "several processes",
     "mutants": "code that must not pass", "programs": "run as processes", "repository": "the repository itself",
-    "support": "what tests are made with",
+    "support": "what tests are made with", "survey": "a small model of every architecture of vLLM",
 }
 
 

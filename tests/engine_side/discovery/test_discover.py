@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_side.discovery.discover import ROWS, Discovery
+from engine_side.discovery.discover import ROWS, Discovery, Shape
 from engine_side.discovery.identities import ROUNDINGS
 from engine_side.discovery.nudge import Nudge
 from engine_side.discovery.parts import Roles
@@ -185,7 +185,7 @@ ROLES = Roles(lambda module: isinstance(module, Kernel), lambda module: isinstan
 
 def find(model: Model, factors: tuple[float, ...] = (0.22, 6.0)) -> Family:
     noise = torch.Generator().manual_seed(2)
-    search = Discovery(model, LAYERS, WIDTH, torch.float32, IDS, ROLES, factors)
+    search = Discovery(model, Shape(LAYERS, WIDTH, torch.float32, factors), IDS, ROLES)
     with torch.inference_mode():
         with search.recorded(lambda rows: rows.copy_(torch.randn(rows.shape, generator=noise))) as outside:
             model(IDS, torch.arange(ROWS))
