@@ -73,7 +73,7 @@ def _nudge(model: nn.Module, vllm_config: Any, family: Family) -> None:
     """Move what a family says is added to the stream; StartError where the stream does not move by that."""
     draws = torch.Generator().manual_seed(1)
     points = every_point(model, family, vllm_config.model_config.get_hidden_size())
-    with _a_step(model, vllm_config) as step, Nudge(points, ROWS, draws) as nudged, _noisy(model, draws):
+    with _a_step(model, vllm_config) as step, _noisy(model, draws), Nudge(points, ROWS, draws) as nudged:
         step(_ids(vllm_config, draws))
     if wrong := list(nudged.wrong(family.sums, ROUNDINGS[vllm_config.model_config.dtype])):
         raise StartError(f"vllm-tap: {type(model).__name__} goes on with other tensors than those that taps would "
