@@ -20,13 +20,14 @@ class Unlisted:
     """A family by its configuration.
 
     ``says``: what Hugging Face's class is given. ``written``: what vLLM reads besides, put into the model's
-    config.json. ``reads``: what the reference is told otherwise. ``attention`` and ``mlp``: the module of Hugging Face's block whose result is added to the stream, the
-    first that a layer has (``path:Class`` where its class begins so); none where the family lacks the site, since
-    ``lacks`` says why. ``raw``: the modules that those norm. ``factor``: what both are multiplied by. ``between``:
-    whether the stream between them is somewhere. ``engine``: options of vLLM's. ``here``: whether vLLM leaves Hugging
-    Face's classes as they are, so that the engine may share a process with the reference. ``routed``: a row may hang
-    on a close call of a router. ``not_run``: why, by group of features or by feature. ``tolerance``: of a row's
-    length, and ``why`` it is not 1e-4.
+    config.json. ``reads``: what the reference is told otherwise. ``attention`` and ``mlp``: the module of Hugging
+    Face's block whose result is added to the stream, the first that a layer has (``path:Class`` where its class
+    begins so); none where the family lacks the site, since ``lacks`` says why. ``raw``: the modules that those
+    norm. ``factor``: what both are multiplied by. ``between``: whether the stream between them is somewhere.
+    ``engine``: options of vLLM's. ``here``: whether vLLM leaves Hugging Face's classes as they are, so that the
+    engine may share a process with the reference. ``routed``: a row may hang on a close call of a router.
+    ``not_run``: why, by group of features or by feature. ``tolerance``: of a row's length, and ``why`` it is not
+    1e-4.
     """
 
     says: dict[str, Any]
@@ -79,7 +80,8 @@ def _without(*names: str) -> dict[str, Any]:
 
 UNLISTED: Final[dict[str, Unlisted]] = {
     "afmoe": Unlisted({**COMMON, **HEADS, **_EIGHT, "sliding_window": 64, "layer_types": _LAST,
-                       "moe_intermediate_size": 96, "num_dense_layers": 1, "num_shared_experts": 1}, {"score_func": "sigmoid"},
+                       "moe_intermediate_size": 96, "num_dense_layers": 1, "num_shared_experts": 1},
+                      {"score_func": "sigmoid"},
                       attention=("post_attention_layernorm",), mlp=("post_mlp_layernorm",), raw=("self_attn", "mlp"),
                       routed=True),
     "apertus": Unlisted(COMMON, tolerance=1e-2, why="vLLM keeps the factors of its activation in bfloat16"),
