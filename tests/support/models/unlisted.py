@@ -69,6 +69,9 @@ _PARALLEL: dict[str, Any] = {"between": False, "lacks": "attention and MLP are a
 _APART: dict[str, Any] = {"here": False}  # vLLM runs Hugging Face's own classes, and changes them
 # The rotary embedding's kernel of vLLM's CPU build is wrong on queries by heads, which is what these hand it eagerly.
 _NATIVE: dict[str, Any] = {"engine": {"compilation_config": {"custom_ops": ["none"]}}}
+_WHOLE: dict[str, Any] = {"not_run": dict.fromkeys(
+    ("ragged batch", "chunked prefill", "prefix cache, recomputed", "prefix cache, allowed", "eager", "compiled"),
+    "vLLM's CPU build neither cuts a prompt up nor caches prefixes with latent attention")}
 _MLA = {"num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "first_k_dense_replace": 1, "moe_intermediate_size": 96, "n_shared_experts": 1}
@@ -79,11 +82,6 @@ def _without(*names: str) -> dict[str, Any]:
 
 
 UNLISTED: Final[dict[str, Unlisted]] = {
-    "afmoe": Unlisted({**COMMON, **HEADS, **_EIGHT, "sliding_window": 64, "layer_types": _LAST,
-                       "moe_intermediate_size": 96, "num_dense_layers": 1, "num_shared_experts": 1},
-                      {"score_func": "sigmoid"},
-                      attention=("post_attention_layernorm",), mlp=("post_mlp_layernorm",), raw=("self_attn", "mlp"),
-                      routed=True),
     "apertus": Unlisted(COMMON, tolerance=1e-2, why="vLLM keeps the factors of its activation in bfloat16"),
     "arcee": Unlisted(COMMON, **_APART),
     "bloom": Unlisted({"vocab_size": 512, "hidden_size": 128, "n_layer": 3, "n_head": 4, "initializer_range": 0.1,
@@ -94,9 +92,8 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "cohere2": Unlisted({**COMMON, "sliding_window": 64, "layer_types": _THREE}, reads={"sliding_window": 65},
                         **_PARALLEL),
     "cwm": Unlisted({**COMMON, **HEADS, "sliding_window": 64, "layer_types": _LAST}, **_APART),
-    "deepseek_v2": Unlisted({**COMMON, **_MLA}, **_NATIVE, routed=True),
     "deepseek_v3": Unlisted({**COMMON, **_MLA, "n_group": 2, "topk_group": 1, "norm_topk_prob": True},
-                            {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}, **_NATIVE, routed=True),
+                            {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}, **_NATIVE, **_WHOLE, routed=True),
     "ernie4_5": Unlisted({**COMMON, **HEADS}),
     "exaone4": Unlisted({**COMMON, "sliding_window": 64, "layer_types": _LAST}, **_NORMED),
     "exaone_moe": Unlisted({**COMMON, **HEADS, **_EIGHT, "sliding_window": 64, "layer_types": _LAST,
@@ -123,7 +120,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                                             if key != "first_k_dense_replace"}, "n_group": 1, "topk_group": 1,
                                "mlp_layer_types": ["dense", "sparse", "sparse"]},
                               {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "first_k_dense_replace": 1},
-                              **_NATIVE, routed=True),
+                              **_NATIVE, **_WHOLE, routed=True),
     "gpt2": Unlisted(_SMALL),
     "gpt_bigcode": Unlisted(_SMALL, **_APART),
     "gpt_oss": Unlisted({**COMMON, **HEADS, **_MOE, "sliding_window": 64, "layer_types": _THREE}, routed=True),
