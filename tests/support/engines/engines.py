@@ -21,6 +21,7 @@ from schemas.errors import NotFoundError, StartError
 from schemas.ids import new_ulid
 from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
+from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.reference import Reference
 from vllm_tap.tiny_model import LAYERS, tiny_model
 
@@ -47,7 +48,7 @@ class Engine:
 
     llm: Any
     reader: StoreReader
-    reference: Reference
+    reference: Reference | BlocksReference
     limits: dict[str, Any] = field(default_factory=dict)
 
     def run(self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]],

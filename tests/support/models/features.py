@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from schemas.ids import new_ulid
 from tests.support.engines.engines import ON_GPU, Captured, Engine, prompt
+from tests.support.models.unlisted import UNLISTED
 from tests.support.store_helpers import until
 
 BATCHED_TOKENS: Final = 64
@@ -51,9 +52,17 @@ GROUPS: Final[dict[str, Group]] = {
 
 def options(family: str, group: str) -> dict[str, Any]:
     """Engine options of a group; the scheduler's has too few cache blocks for what ``preempted`` wants."""
-    # Sliding windows make several kinds of layer, which share the blocks.
-    few = {"num_gpu_blocks_override": 40 if family.startswith("gemma") else 14} if group == "scheduler" else {}
-    return {"max_num_batched_tokens": BATCHED_TOKENS, "block_size": BLOCK, **GROUPS[group].options, **few}
+    more = UNLISTED[family].engine if family in UNLISTED else {}
+    few = {"num_gpu_blocks_override": _few_blocks(family)} if group == "scheduler" else {}
+    return {"max_num_batched_tokens": BATCHED_TOKENS, "block_size": BLOCK, **GROUPS[group].options, **few, **more}
+
+
+def _few_blocks(family: str) -> int:
+    """Cache blocks of which there are fewer than ``preempted`` wants."""
+    if family in UNLISTED:
+        says = UNLISTED[family].says  # latent attention has blocks of 16 tokens
+        return 40 if "sliding_window" in says else 28 if "kv_lora_rank" in says else 14
+    return 40 if family.startswith("gemma") else 14
 
 
 def tokens(length: int, seed: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 from schemas.sites import BY_MODEL, SITES
 from tests.support.models.families import CONFIGURATIONS, FAMILIES
 from tests.support.models.features import FEATURES
+from tests.support.models.unlisted import UNLISTED
 
 Errors = dict[str, dict[str, dict[str, float]]]
 
@@ -98,7 +99,46 @@ def _machine(machine: str, run: dict[str, Any]) -> list[str]:
         *_configurations(errors),
         "", "`–`: the architecture has no such site, or (on a GPU, in bfloat16) all its rows follow a router's choice, "
         "which a close call turns.", "",
+        *_unlisted(errors),
     ]
+
+
+BY_STRUCTURE = """### Families that are in no table: the worst site by feature
+
+Their sites are [found by structure](tap.md#models-that-are-in-no-table) as the engine starts: the stream before and
+after every block (`resid_pre`, `resid_post`), `embed`, `final_norm`, and what blocks add to it (`attn_out`, `mlp_out`;
+`resid_mid` between), in every layer that has it; where a norm makes what is added, what it is given too (`…_raw`). The
+reference hooks Hugging Face's own blocks. {count} families; `not run` and notes are explained below.
+"""
+
+
+def _unlisted(errors: Errors) -> list[str]:
+    """A row a family, a column a feature."""
+    families = [family for family in UNLISTED if family in errors]
+    if not families:
+        return []
+    features = [feature for feature in FEATURES if any(feature.name in errors[family] for family in families)]
+    rows: list[tuple[str, list[float | None], str | None]] = []
+    for family in families:
+        worst = {feature: max(sites.values()) for feature, sites in errors[family].items()}
+        at = max(errors[family][max(worst, key=lambda feature: worst[feature])].items(), key=lambda one: one[1])[0]
+        rows.append((family, [worst.get(feature.name) for feature in features], f"`{at}`"))
+    return [BY_STRUCTURE.format(count=len(families)),
+            *_table("family", [feature.name for feature in features], rows, absent="not run"), "",
+            *(f"- *{family}*: {note}." for family in families for note in _notes(family)), ""]
+
+
+def _notes(family: str) -> list[str]:
+    """What a family lacks, its bar where that is another, and what was not run."""
+    of = UNLISTED[family]
+    lacks = [site for site in ("resid_mid", "attn_out", "mlp_out") if site not in of.sites]
+    reasons: dict[str, list[str]] = {}
+    for what, why in of.not_run.items():
+        reasons.setdefault(why, []).append(what)
+    return [
+        *([f"no {', '.join(f'`{site}`' for site in lacks)}: {of.lacks}"] if lacks else []),
+        *([f"tolerance {of.tolerance:g}: {of.why}"] if of.why else []),
+        *(f"{', '.join(what)} not run: {why}" for why, what in reasons.items())]
 
 
 def _configurations(errors: Errors) -> list[str]:
@@ -143,8 +183,9 @@ def _lens(run: dict[str, Any]) -> list[str]:
 
 
 def _worst(errors: Errors, feature: str) -> str:
-    error, site, family = max((error, site, family) for family, features in errors.items()
-                              if family in FAMILIES for site, error in features.get(feature, {"": -1.0}).items())
+    error, site, family = max(((error, site, family) for family, features in errors.items()
+                               if family in FAMILIES for site, error in features.get(feature, {}).items()),
+                              default=(-1.0, "", ""))
     return f"`{site}` of {family}" if error >= 0 else "not run"
 
 

@@ -1,0 +1,83 @@
+"""The reference for families that are in no table: a Hugging Face forward in float32, read off its blocks.
+
+The stream is what a block is given and returns; what is added to it is what modules of the block return, found by the
+paths of ``tests/support/models/unlisted.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.support.models.unlisted import Unlisted
+
+F32 = npt.NDArray[np.float32]
+
+
+class BlocksReference:
+    """Rows of a model by (site, layer) for a token sequence; a layer that lacks a module lacks its site."""
+
+    def __init__(self, model: Path, family: Unlisted) -> None:
+        self.family = family
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager",
+                                                          **family.reads)
+        self.model.eval()
+        self._rows: dict[tuple[str, int], torch.Tensor] = {}
+        self.base = base = getattr(self.model, "model", self.model.base_model)  # Llama 4 names another part
+        (self.blocks,) = [module for name, module in base.named_children() if isinstance(module, nn.ModuleList)
+                          and len(module) == self.model.config.get_text_config().num_hidden_layers]
+        for layer, block in enumerate(self.blocks):
+            block.register_forward_pre_hook(self._given(layer), with_kwargs=True)
+            block.register_forward_hook(self._made("resid_post", layer))
+            raw_attention, raw_mlp = ((path,) if path else () for path in family.raw)
+            for site, paths in (("attn_out", family.attention), ("mlp_out", family.mlp),
+                                ("attn_out_raw", raw_attention), ("mlp_out_raw", raw_mlp)):
+                module = _first(block, paths)
+                if module is not None:
+                    factor = family.factor if site in ("attn_out", "mlp_out") else 1.0
+                    module.register_forward_hook(self._made(site, layer, factor))
+
+    def _given(self, layer: int) -> Callable[..., None]:
+        def hook(_module: Any, args: Any, kwargs: Any) -> None:
+            self._keep("resid_pre", layer, args[0] if args else kwargs["hidden_states"])
+
+        return hook
+
+    def _made(self, site: str, layer: int, factor: float = 1.0) -> Callable[..., None]:
+        def hook(_module: Any, _args: Any, result: Any) -> None:
+            self._keep(site, layer, factor * (result[0] if isinstance(result, tuple) else result))
+
+        return hook
+
+    def _keep(self, site: str, layer: int, rows: torch.Tensor) -> None:
+        self._rows[site, layer] = rows.detach().reshape(-1, rows.shape[-1]).clone()
+
+    @lru_cache(maxsize=256)  # noqa: B019 (one reference a family and session)
+    def rows(self, tokens: tuple[int, ...]) -> dict[tuple[str, int], F32]:
+        """``{(site, layer): [tokens, width]}``."""
+        self._rows = {}
+        ids = torch.tensor(tokens)
+        with torch.inference_mode():
+            self._keep("final_norm", 0, self.base(ids[None]).last_hidden_state)
+            self._keep("embed", 0, self.model.get_input_embeddings().weight[ids])
+        if self.family.between:
+            for layer in range(len(self.blocks)):
+                self._keep("resid_mid", layer, self._rows["resid_pre", layer] + self._rows["attn_out", layer])
+        return {key: rows.numpy() for key, rows in self._rows.items()}
+
+
+def _first(block: nn.Module, paths: tuple[str, ...]) -> nn.Module | None:
+    """The first of the modules that a block has, of the class that is asked for."""
+    named = dict(block.named_modules())
+    for path, _, kind in (text.partition(":") for text in paths):
+        if path in named and type(named[path]).__name__.startswith(kind):
+            return named[path]
+    return None

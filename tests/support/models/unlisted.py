@@ -1,0 +1,174 @@
+"""Families that are in no table of taps, whose sites are found by structure: a small configuration of each, and where
+Hugging Face's code has what they are held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tests.support.models.common import COMMON, HEADS, TIED
+
+STREAM: Final = ("resid_pre", "resid_post", "embed", "final_norm")
+# Names that most families of Hugging Face's have for the parts of a block.
+ATTENTION: Final = ("self_attn", "attn", "linear_attn", "mamba", "conv")
+MLP: Final = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
+
+
+@dataclass(frozen=True, slots=True)
+class Unlisted:
+    """A family by its configuration.
+
+    ``says``: what Hugging Face's class is given. ``written``: what vLLM reads besides, put into the model's
+    config.json. ``reads``: what the reference is told otherwise. ``attention`` and ``mlp``: the module of Hugging
+    Face's block whose result is added to the stream, the first that a layer has (``path:Class`` where its class
+    begins so); none where the family lacks the site, since ``lacks`` says why. ``raw``: the modules that those
+    norm. ``factor``: what both are multiplied by. ``between``: whether the stream between them is somewhere.
+    ``engine``: options of vLLM's. ``here``: whether vLLM leaves Hugging Face's classes as they are, so that the
+    engine may share a process with the reference. ``routed``: a row may hang on a close call of a router.
+    ``not_run``: why, by group of features or by feature. ``tolerance``: of a row's length, and ``why`` it is not
+    1e-4.
+    """
+
+    says: dict[str, Any]
+    written: dict[str, Any] = field(default_factory=dict)
+    reads: dict[str, Any] = field(default_factory=dict)
+    attention: tuple[str, ...] = ATTENTION
+    mlp: tuple[str, ...] = MLP
+    raw: tuple[str, str] = ("", "")
+    factor: float = 1.0
+    between: bool = True
+    lacks: str = ""
+    engine: dict[str, Any] = field(default_factory=dict)
+    here: bool = True
+    routed: bool = False
+    not_run: dict[str, str] = field(default_factory=dict)
+    tolerance: float = 1e-4
+    why: str = ""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """What is armed."""
+        return (*STREAM, *(("resid_mid",) if self.between else ()), *(("attn_out",) if self.attention else ()),
+                *(("mlp_out",) if self.mlp else ()), *(("attn_out_raw",) if self.raw[0] else ()),
+                *(("mlp_out_raw",) if self.raw[1] else ()))
+
+
+_MOE = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_EIGHT = {"num_experts": 8, "num_experts_per_tok": 2}
+_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
+_LAST = ["sliding_attention", "sliding_attention", "full_attention"]
+_SMALL = {"vocab_size": 512, "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512, "initializer_range": 0.1,
+          "bos_token_id": 1, "eos_token_id": 2}
+_GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.05, "residual_multiplier": 0.22,
+            "logits_scaling": 4.0}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 64}
+_NORMED: dict[str, Any] = {"attention": ("post_attention_layernorm",), "mlp": ("post_feedforward_layernorm",),
+                           "raw": ("self_attn", "mlp")}
+_PARALLEL: dict[str, Any] = {"between": False, "lacks": "attention and MLP are added at once"}
+_APART: dict[str, Any] = {"here": False}  # vLLM runs Hugging Face's own classes, and changes them
+# The rotary embedding's kernel of vLLM's CPU build is wrong on queries by heads, which is what these hand it eagerly.
+_NATIVE: dict[str, Any] = {"engine": {"compilation_config": {"custom_ops": ["none"]}}}
+_WHOLE: dict[str, Any] = {"not_run": dict.fromkeys(
+    ("ragged batch", "chunked prefill", "prefix cache, recomputed", "prefix cache, allowed", "eager", "compiled"),
+    "vLLM's CPU build neither cuts a prompt up nor caches prefixes with latent attention")}
+_MLA = {"num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1, "moe_intermediate_size": 96, "n_shared_experts": 1}
+
+
+def _without(*names: str) -> dict[str, Any]:
+    return {key: value for key, value in COMMON.items() if key not in names}
+
+
+UNLISTED: Final[dict[str, Unlisted]] = {
+    "apertus": Unlisted(COMMON, tolerance=1e-2, why="vLLM keeps the factors of its activation in bfloat16"),
+    "arcee": Unlisted(COMMON, **_APART),
+    "bloom": Unlisted({"vocab_size": 512, "hidden_size": 128, "n_layer": 3, "n_head": 4, "initializer_range": 0.1,
+                       "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+                      attention=("self_attention.dense",), mlp=("mlp.dense_4h_to_h",), tolerance=1e-3,
+                      why="vLLM computes another form of GELU"),
+    "cohere": Unlisted(COMMON, **_PARALLEL),
+    "cohere2": Unlisted({**COMMON, "sliding_window": 64, "layer_types": _THREE}, reads={"sliding_window": 65},
+                        **_PARALLEL),
+    "cwm": Unlisted({**COMMON, **HEADS, "sliding_window": 64, "layer_types": _LAST}, **_APART),
+    "deepseek_v3": Unlisted({**COMMON, **_MLA, "n_group": 2, "topk_group": 1, "norm_topk_prob": True},
+                            {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}, **_NATIVE, **_WHOLE, routed=True),
+    "ernie4_5": Unlisted({**COMMON, **HEADS}),
+    "exaone4": Unlisted({**COMMON, "sliding_window": 64, "layer_types": _LAST}, **_NORMED),
+    "exaone_moe": Unlisted({**COMMON, **HEADS, **_EIGHT, "sliding_window": 64, "layer_types": _LAST,
+                            "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 96,
+                            "num_shared_experts": 1, "n_group": 1, "topk_group": 1}, routed=True),
+    "falcon": Unlisted({**_without("intermediate_size", "num_key_value_heads"), "new_decoder_architecture": False,
+                        "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False},
+                       attention=("self_attention",), **_PARALLEL),
+    "falcon_h1": Unlisted({**COMMON, **HEADS, **_MAMBA, "mamba_d_ssm": 256}, attention=(), between=False,
+                          lacks="two mixers are added up in place of attention"),
+    "gemma": Unlisted({**COMMON, **HEADS, **TIED}),
+    "gemma4_text": Unlisted({**COMMON, **HEADS, **TIED, "sliding_window": 64, "layer_types": _LAST,
+                             "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
+                             "global_head_dim": 32},
+                            attention=("post_attention_layernorm",), mlp=(), raw=("self_attn", ""),
+                            lacks="two tensors are added in the MLP's place"),
+    "glm": Unlisted({**COMMON, **HEADS}, **_APART),
+    "glm4": Unlisted({**COMMON, **HEADS, "partial_rotary_factor": 0.5}, attention=("post_self_attn_layernorm",),
+                     mlp=("post_mlp_layernorm",), raw=("self_attn", "mlp")),
+    "glm4_moe": Unlisted({**COMMON, **HEADS, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+                          "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 96,
+                          "n_shared_experts": 1}, routed=True),
+    "glm4_moe_lite": Unlisted({**COMMON, **{key: value for key, value in _MLA.items()
+                                            if key != "first_k_dense_replace"}, "n_group": 1, "topk_group": 1,
+                               "mlp_layer_types": ["dense", "sparse", "sparse"]},
+                              {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "first_k_dense_replace": 1},
+                              **_NATIVE, **_WHOLE, routed=True),
+    "gpt2": Unlisted(_SMALL),
+    "gpt_bigcode": Unlisted(_SMALL, **_APART),
+    "gpt_oss": Unlisted({**COMMON, **HEADS, **_MOE, "sliding_window": 64, "layer_types": _THREE}, routed=True),
+    "gptj": Unlisted({**_SMALL, "rotary_dim": 16}, **_PARALLEL),
+    "granite": Unlisted({**COMMON, **_GRANITE}, factor=0.22),
+    "granitemoe": Unlisted({**COMMON, **_GRANITE, **_MOE}, factor=0.22, routed=True),
+    "granitemoehybrid": Unlisted({**COMMON, **_GRANITE, **_MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                  "shared_intermediate_size": 96, "layer_types": ["mamba", "mamba", "attention"],
+                                  "mamba_expand": 2, "position_embedding_type": "rope"}, factor=0.22, mlp=(),
+                                 lacks="shared experts are added beside the routed ones", routed=True),
+    "helium": Unlisted({**COMMON, **HEADS}, **_APART),
+    "hunyuan_v1_dense": Unlisted({**COMMON, **HEADS}, **_APART),
+    "lfm2": Unlisted({**COMMON, "layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 192,
+                      "block_auto_adjust_ff_dim": False}, {"conv_dim": 128, "block_dim": 128}, **_NATIVE),
+    "lfm2_moe": Unlisted({**COMMON, **_EIGHT, "layer_types": ["conv", "full_attention", "conv"],
+                          "moe_intermediate_size": 96, "num_dense_layers": 1}, {"conv_dim": 128}, **_NATIVE,
+                         routed=True),
+    "llama4_text": Unlisted({**COMMON, **HEADS, "intermediate_size_mlp": 192, "num_local_experts": 4,
+                             "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 128},
+                            routed=True),
+    "mamba2": Unlisted({**_without("intermediate_size"), "state_size": 16, "num_heads": 8, "head_dim": 32,
+                        "n_groups": 1, "chunk_size": 64},
+                       attention=("mixer",), mlp=(), between=False, lacks="a block is one mixer"),
+    "ministral3": Unlisted({**COMMON, **HEADS}),
+    "nemotron": Unlisted({**COMMON, **HEADS, "partial_rotary_factor": 0.5}),
+    "nemotron_h": Unlisted({**COMMON, **HEADS, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*-",
+                            "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1,
+                            "expand": 2, "chunk_size": 64},
+                           attention=("mixer:NemotronHMamba", "mixer:NemotronHAttention"), mlp=("mixer:NemotronHMLP",),
+                           between=False, lacks="a block is a mixer or an MLP", tolerance=2e-3,
+                           why="off from the first Mamba layer on; what of vLLM's scan differs was not found"),
+    "olmo": Unlisted(COMMON, **_APART),
+    "olmo2": Unlisted(COMMON, **_NORMED, **_APART),
+    "olmo3": Unlisted({**COMMON, "sliding_window": 64}, **_NORMED, **_APART),
+    "olmoe": Unlisted({**COMMON, **_EIGHT}, routed=True),
+    "phi": Unlisted(COMMON, **_PARALLEL, **_APART),
+    "qwen2_moe": Unlisted({**COMMON, **_EIGHT, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96},
+                          routed=True),
+    "seed_oss": Unlisted({**COMMON, **HEADS}, **_APART),
+    "smollm3": Unlisted(COMMON, **_APART),
+    "stablelm": Unlisted(COMMON),
+    "starcoder2": Unlisted(COMMON, **_APART),
+    "vaultgemma": Unlisted({**COMMON, **HEADS, "query_pre_attn_scalar": 32, "sliding_window": 64,
+                            "layer_types": _THREE}, **_APART),
+}
+
+# Four streams a token, of which a block is given all.
+SEVERAL_STREAMS: Final = {
+    "gemma3n_text": {**COMMON, **HEADS, **TIED, "intermediate_size": [192, 192, 192], "laurel_rank": 16,
+                     "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0,
+                     "sliding_window": 64, "activation_sparsity_pattern": [0.0, 0.0, 0.0], "layer_types": _LAST}}
