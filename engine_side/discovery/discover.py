@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from engine_side.discovery.calls import Call, Recording
-from engine_side.discovery.identities import ROUNDINGS, Explained, Place, Stream, Term, close, explain, forms
+from engine_side.discovery.identities import ROUNDINGS, Explained, Place, Stream, Term, apart, close, explain, forms
+from engine_side.discovery.proofs import of_stream
 from engine_side.tap.architectures import BY_STRUCTURE, Family, ModulePath
 from schemas.errors import StartError
 
@@ -82,7 +83,10 @@ class Discovery:
             self.streams = [stream for stream in self.streams if stream.into in into and stream.out in out
                             and close(into[stream.into], out[stream.out], self.tolerance / 10)]
         if not self.streams:
-            raise _refused(f"nothing that {self._last.path} returns, nor a sum of two of it, is given to {block.path}")
+            raise _refused(f"nothing that {self._last.path} returns, nor a sum of two of it, is given to {block.path}"
+                           f"{_nearest(into, out)}")
+        for stream in self.streams:
+            stream.handed.append(apart(into[stream.into], out[stream.out]))
         self._explain()
         self._last, self._inside = block, inside
 
@@ -96,7 +100,7 @@ class Discovery:
             stream.explained.append(
                 "it is not given the stream as the others are" if pre is None or post is None
                 else explain(pre, post, self._inside, self._last.path, self.tolerance,
-                             lambda call: self._attends(call.module)))
+                             lambda call: self._attends(call.module), self._factor))
 
     def found(self, outside: Sequence[Call]) -> Family:
         """The sites; StartError says why they cannot be told."""
@@ -110,15 +114,17 @@ class Discovery:
         for stream in self.streams:
             wrong = next((f"block {layer}: {one}" for layer, one in enumerate(stream.explained)
                           if isinstance(one, str)), None)
-            norm = None if wrong else self._final_norm(stream, outside)
-            if wrong or norm is None:
-                wrong = wrong or "no norm behind the last block makes its result of it alone"
+            off, norm = (0.0, None) if wrong else self._final_norm(stream, outside)
+            if wrong or norm is None or not off <= self.tolerance:
+                wrong = wrong or "no norm behind the last block makes its result of it alone" + (
+                    "" if norm is None else f": the nearest, {norm.path}, is off by {off:.1e}, at most "
+                                            f"{self.tolerance:.0e} is rounding")
                 reasons.append(f"{stream.into}: {wrong}")
             else:
-                admitted.append((stream, norm))
+                admitted.append((stream, norm, off))
         if len(admitted) != 1:
             raise _refused("; ".join(reasons) if not admitted else
-                           f"the stream may be {' or '.join(stream.into for stream, _ in admitted)}")
+                           f"the stream may be {' or '.join(stream.into for stream, *_ in admitted)}")
         return self._sites(*admitted[0], begins)
 
     def _factor(self, found: float) -> float | None:
@@ -138,10 +144,13 @@ class Discovery:
                            f"{', '.join(call.path for call in found) or 'none'}")
         return found[0].path, found[0].made[0].rows
 
-    def _final_norm(self, stream: Stream, outside: Sequence[Call]) -> Call | None:
-        """The module behind the last block that makes of the stream alone what it made in the step."""
+    def _final_norm(self, stream: Stream, outside: Sequence[Call]) -> tuple[float, Call | None]:
+        """The module behind the last block that makes of the stream alone what it made in the step, and how far that
+        is off; where none does, the nearest.
+        """
         assert self._last is not None
         rows = forms(self._last.made, "result")[stream.out]
+        nearest: tuple[float, Call | None] = (float("inf"), None)
         for call in sorted(outside, key=lambda call: call.began):
             if call.began < self._last.ended or not call.made or next(call.module.children(), None) is not None:
                 continue
@@ -151,11 +160,13 @@ class Discovery:
             like = next(self.model.parameters())
             again = call.module(rows.to(like.device, self.dtype))
             again = again[0] if isinstance(again, tuple) else again
-            if close(again.reshape(-1, self.width).to("cpu", torch.float64), call.made[0].rows, self.tolerance):
-                return call
-        return None
+            off = apart(again.reshape(-1, self.width).to("cpu", torch.float64), call.made[0].rows)
+            if off <= self.tolerance:
+                return off, call
+            nearest = min(nearest, (off, call), key=lambda one: one[0])
+        return nearest
 
-    def _sites(self, stream: Stream, norm: Call, begins: tuple[str, torch.Tensor]) -> Family:
+    def _sites(self, stream: Stream, norm: Call, norm_off: float, begins: tuple[str, torch.Tensor]) -> Family:
         assert self._first is not None
         explained = [one for one in stream.explained if isinstance(one, Explained)]
         absent: dict[str, str] = {}
@@ -176,7 +187,7 @@ class Discovery:
         return Family(
             self.layers, {}, {}, begins[0], ("embed", "resid_pre") if bare else ("embed",),
             {**raw, "hook_embed": "embed"}, absent, not absent and all(len(block.terms) <= 2 for block in explained),
-            found)
+            found, of_stream(stream, explained, found, bare, norm_off))
 
     def _check_alike(self, found: Mapping[str, Mapping[int, ModulePath]]) -> None:
         """StartError where blocks of the same modules would have different sites: one of them was told wrong."""
@@ -209,6 +220,13 @@ class Discovery:
 def _entered(given: Mapping[str, torch.Tensor], stream: Stream) -> torch.Tensor | None:
     """The stream that the first block is given: ``a`` of ``arguments a + b`` where there is no residual yet."""
     return given.get(stream.into, given.get("argument " + stream.into.partition(" ")[2].partition(" + ")[0]))
+
+
+def _nearest(given: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]) -> str:
+    """Remark behind a refusal: the two that come nearest."""
+    off, into, out = min(((apart(a, b), into, out) for into, a in given.items() for out, b in made.items()),
+                         default=(0.0, "", ""))
+    return f" (the nearest: {out} and {into}, {off:.1e} apart)" if into else " (neither handles rows of its width)"
 
 
 def _why_not(terms: Sequence[Term]) -> str:

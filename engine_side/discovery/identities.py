@@ -22,10 +22,13 @@ SHARE_MIN: Final = 3  # of that: a term of less proves nothing
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tap finds rows: ``rule`` of the module at ``path`` below the block."""
+    """Where a tap finds rows: ``rule`` of the module at ``path`` below the block; ``off`` is how far those are apart
+    from the rows that define the site, of their length.
+    """
 
     path: str
     rule: str
+    off: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +47,36 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A block as a sum: its terms, and the places of the stream between them."""
+    """A block as a sum: its terms, and the places of the stream between them; ``off`` is how far the terms are from
+    what the block adds, of the stream's numbers.
+    """
 
     terms: tuple[Term, ...]
     mid: tuple[Place, ...]
+    off: float = 0.0
 
 
 @dataclass(slots=True)
 class Stream:
-    """One way in which a block may carry the stream: the rules of what it gets and of what it returns."""
+    """One way in which a block may carry the stream: the rules of what it gets and of what it returns.
+
+    ``handed``: by layer but the first, how far what the block is given is apart from what the one before has returned.
+    """
 
     into: str
     out: str
     explained: list[Explained | str] = field(default_factory=list)  # by layer; a text says why not
+    handed: list[float] = field(default_factory=list)
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     """Whether rows are equal but for rounding: ``tolerance`` of their length."""
     return bool((a - b).norm() <= tolerance * b.norm())
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far ``a`` is from ``b``, of the length of ``b``."""
+    return float((a - b).norm() / b.norm()) if bool(b.any()) else float(bool(a.any()))
 
 
 def forms(values: Sequence[Value], sign: str) -> dict[str, torch.Tensor]:
@@ -73,8 +88,9 @@ def forms(values: Sequence[Value], sign: str) -> dict[str, torch.Tensor]:
 
 
 def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block: str, tolerance: float,
-            mixes: Callable[[Call], bool]) -> Explained | str:
-    """What ``inside`` a block adds up to ``post - pre``; a text says why it cannot be told.
+            mixes: Callable[[Call], bool], stated: Callable[[float], float | None]) -> Explained | str:
+    """What ``inside`` a block adds up to ``post - pre``; a text says why it cannot be told. ``stated``: the number by
+    which a tap would multiply for a factor that was found, None where there is none.
 
     Numbers count by what the stream has in their place, since so they are rounded: a few channels, and the first
     token, are a thousand times larger than all others in many models.
@@ -85,9 +101,10 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
     size = pre.abs() + post.abs()
     weight = 1 / (size + 1e-2 * size.square().mean(dim=-1, keepdim=True).sqrt())
     step = post - pre
-    found = _solve(weight * step, [weight * rows for rows, _ in candidates], tolerance)
+    found, nearest = _solve(weight * step, [weight * rows for rows, _ in candidates], tolerance)
     if not found:
-        return f"what it adds to the stream is no sum of up to {TERMS_MAX} of the {len(candidates)} tensors made in it"
+        return (f"what it adds to the stream is no sum of up to {TERMS_MAX} of the {len(candidates)} tensors made in it"
+                f"{_nearest_text(nearest, candidates, tolerance)}")
     if len(found) > 1:
         return f"what it adds to the stream is a sum in {len(found)} ways"
     numbers, factors = found[0]
@@ -102,10 +119,22 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
     if len(terms) > 1 and len(mixing) == 1:
         term, rows = mixing[0]
         mid = _places_of(pre + term.factor * rows, inside, block, tolerance)
-    return Explained(terms, mid)
+    made = [(stated(factor) or factor) * candidates[number][0]
+            for number, factor in zip(numbers, factors, strict=True)]
+    return Explained(terms, mid, _rms(weight * (step - torch.stack(made).sum(dim=0))))
+
+
+def _nearest_text(nearest: Nearest | None, candidates: Sequence[Candidate], off_max: float) -> str:
+    """Remark behind a refusal: the sum that comes nearest, and how far it is off."""
+    if nearest is None:
+        return ""
+    off, numbers = nearest
+    paths = " + ".join(candidates[number][1][0][1].path or "the block" for number in numbers)
+    return f": the nearest, {paths}, is off by {off:.1e} of the stream, at most {off_max:.0e} is rounding"
 
 
 Candidate = tuple[torch.Tensor, list[tuple[Call, Place]]]  # rows, and who has made them
+Nearest = tuple[float, tuple[int, ...]]  # how far a sum is off, and the numbers of its candidates
 
 
 def _distinct(inside: Sequence[Call], block: str, streams: Sequence[torch.Tensor], tolerance: float
@@ -132,29 +161,35 @@ def _rms(numbers: torch.Tensor) -> float:
 
 
 def _solve(step: torch.Tensor, candidates: Sequence[torch.Tensor], off_max: float
-           ) -> list[tuple[tuple[int, ...], list[float]]]:
-    """The fewest candidates whose multiples add up to ``step``, but for ``off_max``: their numbers and factors."""
+           ) -> tuple[list[tuple[tuple[int, ...], list[float]]], Nearest | None]:
+    """The fewest candidates whose multiples add up to ``step``, but for ``off_max``: their numbers and factors; and
+    what comes nearest.
+    """
     if not candidates or _rms(step) <= off_max:
-        return []
+        return [], None
     share = off_max / _rms(step)
     every = torch.stack([*candidates, step]).flatten(1)
     lengths = every.norm(dim=1, keepdim=True)
     gram = (every / lengths) @ (every / lengths).T
-    found = []
+    found: list[tuple[tuple[int, ...], list[float]]] = []
+    nearest: Nearest | None = None
     for count in range(1, TERMS_MAX + 1):
         for numbers in itertools.combinations(range(len(candidates)), count):
             part = gram[list(numbers)][:, list(numbers)]
             if float(torch.linalg.det(part)) < 1e-8:
                 continue  # nearly the same tensors
             along = torch.linalg.solve(part, gram[list(numbers), -1])
-            if 1 - float(along @ gram[list(numbers), -1]) > max(4 * share**2, 1e-12):
+            left = 1 - float(along @ gram[list(numbers), -1])  # of the squares
+            off = max(left, 0.0) ** 0.5 * _rms(step)
+            nearest = min(nearest, (off, numbers)) if nearest else (off, numbers)
+            if left > max(4 * share**2, 1e-12):
                 continue
             factors = along / lengths[list(numbers), 0] * lengths[-1, 0]
             if _rms(factors @ every[list(numbers)] - every[-1]) <= off_max:
                 found.append((numbers, factors.tolist()))
         if found:
-            return found
-    return []
+            break
+    return found, nearest
 
 
 def _term(factor: float, candidate: Candidate, inside: Sequence[Call], block: str, tolerance: float,
@@ -166,8 +201,10 @@ def _term(factor: float, candidate: Candidate, inside: Sequence[Call], block: st
     raw: list[tuple[Call, Place]] = []
     if isinstance(weight, torch.Tensor) and weight.dim() == 1 and weight.numel() == candidate[0].shape[-1] and \
             innermost.given:  # a norm: what was it given?
-        raw = [(call, Place(_below(call.path, block), value.rule)) for call in inside for value in call.made
-               if call is not innermost and close(value.rows, innermost.given[0].rows, tolerance / 10)]
+        normed = innermost.given[0].rows
+        raw = [(call, Place(_below(call.path, block), value.rule, apart(value.rows, normed)))
+               for call in inside for value in call.made
+               if call is not innermost and close(value.rows, normed, tolerance / 10)]
     came = any(mixes(call) for call, _ in (*makers, *raw))
     return Term(factor, places, came, tuple(place for _, place in sorted(raw, key=lambda one: one[0].began)))
 
@@ -178,7 +215,7 @@ def _places_of(rows: torch.Tensor, inside: Sequence[Call], block: str, tolerance
     for call in sorted(inside, key=lambda call: call.began):
         for made in ({value.rule: value.rows for value in call.given}, {v.rule: v.rows for v in call.made},
                      {rule: sums for rule, sums in forms(call.given, "argument").items() if "+" in rule}):
-            found += [Place(_below(call.path, block), rule) for rule, other in made.items()
+            found += [Place(_below(call.path, block), rule, apart(other, rows)) for rule, other in made.items()
                       if close(other, rows, tolerance)]
     return tuple(found)
 

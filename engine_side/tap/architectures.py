@@ -17,6 +17,8 @@ from schemas.sites import SITES
 if TYPE_CHECKING:  # commands look up what an architecture has, and have no seconds for torch
     from torch import nn
 
+    from engine_side.discovery.proofs import Proof
+
 
 @dataclass(frozen=True, slots=True)
 class ModulePath:
@@ -39,7 +41,7 @@ class Family:
     model scales its embeddings or adds positions to them. ``names``: the sites of TransformerLens's names that are not
     the same everywhere (schemas.sites.BY_MODEL). ``refused``: why a model lacks sites. ``sums``: whether the stream
     after a block is what entered it, ``attn_out`` and ``mlp_out`` added. ``found``: by site and layer, the places of a
-    model that is not in the table, below the model.
+    model that is not in the table, below the model; ``proofs`` are what shows them to be right.
     """
 
     layers: str
@@ -52,6 +54,7 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
     sums: bool = True
     found: Mapping[str, Mapping[int, ModulePath]] = field(default_factory=dict)
+    proofs: tuple[Proof, ...] = ()
 
 
 # Newer vLLM runs these by Transformers' classes, told to or not; of the others taps know vLLM's own code alone.
