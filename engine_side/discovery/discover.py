@@ -84,7 +84,7 @@ class Discovery:
                             and close(into[stream.into], out[stream.out], self.tolerance / 10)]
         if not self.streams:
             raise _refused(f"nothing that {self._last.path} returns, nor a sum of two of it, is given to {block.path}"
-                           f"{_nearest(into, out)}")
+                           f"{_nearest(into, out, self.width)}")
         for stream in self.streams:
             stream.handed.append(apart(into[stream.into], out[stream.out]))
         self._explain()
@@ -222,11 +222,12 @@ def _entered(given: Mapping[str, torch.Tensor], stream: Stream) -> torch.Tensor 
     return given.get(stream.into, given.get("argument " + stream.into.partition(" ")[2].partition(" + ")[0]))
 
 
-def _nearest(given: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]) -> str:
+def _nearest(given: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor], width: int) -> str:
     """Remark behind a refusal: the two that come nearest."""
     off, into, out = min(((apart(a, b), into, out) for into, a in given.items() for out, b in made.items()),
                          default=(0.0, "", ""))
-    return f" (the nearest: {out} and {into}, {off:.1e} apart)" if into else " (neither handles rows of its width)"
+    return (f" (the nearest: {out} and {into}, {off:.1e} apart)" if into else
+            f" (no rows of {width} numbers on both sides)")
 
 
 def _why_not(terms: Sequence[Term]) -> str:
