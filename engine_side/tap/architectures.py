@@ -77,6 +77,7 @@ class TapPoint:
     width: int
     meaning: str
     ids: int = 0  # how many different ids a row may hold, where the site is one of ids
+    source: str = "table"  # or "structure", of a place that was found by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
     for site in sites:
         if site in family.found:
             yield from (TapPoint(site, layer, _part(model, place.path), place.rule, hidden,
-                                 f"{place.meaning} (found by structure)")
+                                 f"{place.meaning} (found by structure)", source="structure")
                         for layer, place in family.found[site].items())
             continue
         places = family.block if SITES[site].per_layer else family.model

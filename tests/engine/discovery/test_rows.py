@@ -113,6 +113,8 @@ def test_rows_are_those_of_hugging_face(started: tuple[str, Engine]) -> None:
     family, engine = started
     reference = Reference(family)
     tolerance = 0.1 if ON_GPU else TOLERANCE.get(family, 1e-4)
+    info = engine.reader.engine()
+    assert info is not None and info.sources == dict.fromkeys(SITES[family], "structure")
     captures = engine.run(PROMPTS, [{"max_tokens": 6, "ignore_eos": True}] * 3, [{"codec": "raw"}] * 3)
     for captured in captures:
         assert captured.manifest.status == "complete"
