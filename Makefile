@@ -25,7 +25,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test page-test compose-test soak faults mutants demo parity lens versions bench bench-gpu lock lock-gpu clean
+.PHONY: help setup fix check test page-test compose-test soak faults mutants demo parity survey lens versions bench bench-gpu lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -69,6 +69,9 @@ demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, c
 
 parity: $(STAMP)  ## every site, architecture and scheduler feature against Hugging Face; writes docs/parity.md
 	TAP_FAMILIES=all TAP_PARITY=docs/parity.json $(PY) -m pytest tests/engine/test_architectures.py
+
+survey: $(STAMP)  ## a small model of every architecture that vLLM knows: are its sites found? writes docs/models.md (A="Qwen3ForCausalLM …" chooses)
+	$(PY) -m tests.survey $(A)
 
 lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by its names; writes docs/parity.md
 	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/parity.json $(PY) -m pytest tests/engine/test_lens.py

@@ -17,7 +17,8 @@ from typing import Any, Final
 from schemas.errors import SpecError
 
 __all__ = ["BY_MODEL", "PROBE", "SITES", "Site", "ask_site", "has_heads", "is_probe", "is_site",
-           "layers_by_site", "lens_name", "names_of", "parse_site", "site_meant", "site_named", "transformer_lens_name"]
+           "layers_by_site", "lens_name", "lens_names", "names_of", "parse_site", "site_meant", "site_named",
+           "transformer_lens_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,5 +199,10 @@ def transformer_lens_name(site: str, layer: int, names: Mapping[str, str] | None
 
 def lens_name(site: str, names: Mapping[str, str]) -> str | None:
     """The same with {l} for the layer."""
-    own = [BY_MODEL[key].lens[0] for key, meant in names.items() if meant == site and key in BY_MODEL]
-    return next(iter((*site_named(site).lens, *own)), None)
+    return next(iter(lens_names(site, names)), None)
+
+
+def lens_names(site: str, names: Mapping[str, str]) -> tuple[str, ...]:
+    """Every TransformerLens name of a site on a model with these ``names``, {l} for the layer; the first is printed."""
+    own = [name for key, meant in names.items() if meant == site and key in BY_MODEL for name in BY_MODEL[key].lens]
+    return (*site_named(site).lens, *own)

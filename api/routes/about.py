@@ -33,7 +33,9 @@ _LIMITS = ("spec_", "tag_", "capture", "slice", "map", "wait_", "alias_")
 
 
 @router.get("/v1/capabilities", responses=answers(json_content({
-    "armed": {"resid_post": {"layers": [0, 1], "width": 1024}}, "formats": list(FORMATS),
+    "armed": {"resid_post": {"layers": [0, 1], "width": 1024, "meaning": "residual stream leaving the block",
+                             "transformer_lens": "blocks.{l}.hook_resid_post", "source": "table"}},
+    "formats": list(FORMATS),
     "limits": {"slice_bytes_max": 1 << 30}})))
 async def capabilities(request: Request) -> Json:
     """Sites that can be captured here and how rows can be read; ``engine`` is null until one has connected."""
@@ -70,7 +72,7 @@ async def capabilities(request: Request) -> Json:
 def _armed(engine: EngineInfo, site: str) -> dict[str, Any]:
     return {"layers": engine.armed.sites[site], "width": engine.widths.get(site),
             "meaning": engine.meaning.get(site, SITES[site].meaning),
-            "transformer_lens": lens_name(site, engine.armed.names)}
+            "transformer_lens": lens_name(site, engine.armed.names), "source": engine.sources.get(site)}
 
 
 @router.get("/healthz", openapi_extra={"security": []}, responses=answers(json_content({"status": "ok"})))

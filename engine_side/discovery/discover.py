@@ -14,9 +14,21 @@ import torch
 from torch import nn
 
 from engine_side.discovery.calls import Call, Claim, Recording, Value
-from engine_side.discovery.identities import ROUNDINGS, Explained, Place, Stream, Term, apart, close, explain, forms
+from engine_side.discovery.identities import (
+    ROUNDINGS,
+    Explained,
+    Place,
+    Stream,
+    Term,
+    Ways,
+    apart,
+    close,
+    explain,
+    forms,
+)
 from engine_side.discovery.nudge import SUM_ROUNDINGS
 from engine_side.discovery.parts import Inside, Parts, Roles
+from engine_side.discovery.proofs import of_stream
 from engine_side.tap import taps
 from engine_side.tap.architectures import BY_STRUCTURE, Family, ModulePath, TapPoint
 from schemas.errors import StartError
@@ -143,7 +155,10 @@ class Discovery:
             self.streams = [stream for stream in self.streams if stream.into in into and stream.out in out
                             and close(into[stream.into], out[stream.out], self.tolerance / 10)]
         if not self.streams:
-            raise _refused(f"nothing that {self._last.path} returns, nor a sum of two of it, is given to {block.path}")
+            raise _refused(f"nothing that {self._last.path} returns, nor a sum of two of it, is given to {block.path}"
+                           f"{_nearest(into, out, self.width)}")
+        for stream in self.streams:
+            stream.handed.append(apart(into[stream.into], out[stream.out]))
         self._explain()
         self._last, self._inside = block, inside
 
@@ -158,8 +173,8 @@ class Discovery:
             pre = given.get(stream.into) if stream.explained else _entered(given, stream)
             stream.explained.append(
                 "it is not given the stream as the others are" if pre is None or post is None
-                else explain(pre, post, self._inside, last.path, self.tolerance,
-                             lambda call: self._attends(call.module), self._parts, claimed))
+                else explain(pre, post, self._inside, last.path, self.tolerance, Ways(
+                    lambda call: self._attends(call.module), self._parts, self._factor), claimed))
 
     def _parts(self, attention: Call | None, mlp: Call | None) -> Parts:
         assert self._last is not None
@@ -168,15 +183,17 @@ class Discovery:
     def found(self, outside: Sequence[Call]) -> Family:
         """The sites; StartError says why they cannot be told, Contradicted which claims cannot be."""
         try:
-            stream, norm, begins = self._admitted(outside)
+            stream, norm, off, begins = self._admitted(outside)
         except StartError:
             self._contradict(self._wrong)
             raise
         self._contradict([*self._differs(stream, norm, begins[1], outside), *self._wrong])
-        return self._sites(stream, norm, begins)
+        return self._sites(stream, norm, off, begins)
 
-    def _admitted(self, outside: Sequence[Call]) -> tuple[Stream, Call, tuple[str, torch.Tensor]]:
-        """The one way in which blocks may carry the stream, the final norm, the embedding's path and rows."""
+    def _admitted(self, outside: Sequence[Call]) -> tuple[Stream, Call, float, tuple[str, torch.Tensor]]:
+        """The one way in which blocks may carry the stream, the final norm and how far it is off, the embedding's path
+        and rows.
+        """
         if self.refused is not None:
             raise self.refused
         if self._count != len(self.blocks) or self.streams is None:
@@ -188,15 +205,17 @@ class Discovery:
         for stream in self.streams:
             wrong = next((f"block {layer}: {one}" for layer, one in enumerate(stream.explained)
                           if isinstance(one, str)), None)
-            norm = None if wrong else self._final_norm(stream, outside)
-            if wrong or norm is None:
-                wrong = wrong or "no norm behind the last block makes its result of it alone"
+            off, norm = (0.0, None) if wrong else self._final_norm(stream, outside)
+            if wrong or norm is None or not off <= self.tolerance:
+                wrong = wrong or "no norm behind the last block makes its result of it alone" + (
+                    "" if norm is None else f": the nearest, {norm.path}, is off by {off:.1e}, at most "
+                                            f"{self.tolerance:.0e} is rounding")
                 reasons.append(f"{stream.into}: {wrong}")
             else:
-                admitted.append((stream, norm))
+                admitted.append((stream, norm, off))
         if len(admitted) != 1:
             raise _refused("; ".join(reasons) if not admitted else
-                           f"the stream may be {' or '.join(stream.into for stream, _ in admitted)}")
+                           f"the stream may be {' or '.join(stream.into for stream, *_ in admitted)}")
         return *admitted[0], begins
 
     def _differs(self, stream: Stream, norm: Call, embedded: torch.Tensor, outside: Sequence[Call]) -> list[str]:
@@ -238,10 +257,13 @@ class Discovery:
                            f"{', '.join(call.path for call in found) or 'none'}")
         return found[0].path, made[found[0].path]
 
-    def _final_norm(self, stream: Stream, outside: Sequence[Call]) -> Call | None:
-        """The module behind the last block that makes of the stream alone what it made in the step."""
+    def _final_norm(self, stream: Stream, outside: Sequence[Call]) -> tuple[float, Call | None]:
+        """The module behind the last block that makes of the stream alone what it made in the step, and how far that
+        is off; where none does, the nearest.
+        """
         assert self._last is not None
         rows = forms(self._last.made, "result", self.width)[stream.out]
+        nearest: tuple[float, Call | None] = (float("inf"), None)
         for call in sorted(outside, key=lambda call: call.began):
             made = _wide(call, self.width)
             if call.began < self._last.ended or not made or next(call.module.children(), None) is not None:
@@ -252,11 +274,13 @@ class Discovery:
             like = next(self.model.parameters())
             again = call.module(rows.to(like.device, self.dtype))
             again = again[0] if isinstance(again, tuple) else again
-            if close(again.reshape(-1, self.width).to("cpu", torch.float64), made[0].rows, self.tolerance):
-                return call
-        return None
+            off = apart(again.reshape(-1, self.width).to("cpu", torch.float64), made[0].rows)
+            if off <= self.tolerance:
+                return off, call
+            nearest = min(nearest, (off, call), key=lambda one: one[0])
+        return nearest
 
-    def _sites(self, stream: Stream, norm: Call, begins: tuple[str, torch.Tensor]) -> Family:
+    def _sites(self, stream: Stream, norm: Call, norm_off: float, begins: tuple[str, torch.Tensor]) -> Family:
         assert self._first is not None
         explained = [one for one in stream.explained if isinstance(one, Explained)]
         absent, lacking = dict[str, str](), dict[str, str]()
@@ -284,7 +308,7 @@ class Discovery:
                for part, site in (("attn", "attn_out"), ("mlp", "mlp_out"))}
         return Family(
             self.layers, {}, {}, begins[0], ("embed", "resid_pre") if bare else ("embed",),
-            {**raw, "hook_embed": "embed"}, absent, sums, found)
+            {**raw, "hook_embed": "embed"}, absent, sums, found, of_stream(stream, explained, found, bare, norm_off))
 
     def _unlike(self, found: Mapping[str, Mapping[int, ModulePath]]) -> dict[str, str]:
         """Sites inside attention and the MLP that blocks of the same modules have in different places: one of them was
@@ -327,6 +351,14 @@ def _wide(call: Call, width: int) -> list[Value]:
 def _entered(given: Mapping[str, torch.Tensor], stream: Stream) -> torch.Tensor | None:
     """The stream that the first block is given: ``a`` of ``arguments a + b`` where there is no residual yet."""
     return given.get(stream.into, given.get("argument " + stream.into.partition(" ")[2].partition(" + ")[0]))
+
+
+def _nearest(given: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor], width: int) -> str:
+    """Remark behind a refusal: the two that come nearest."""
+    off, into, out = min(((apart(a, b), into, out) for into, a in given.items() for out, b in made.items()),
+                         default=(0.0, "", ""))
+    return (f" (the nearest: {out} and {into}, {off:.1e} apart)" if into else
+            f" (no rows of {width} numbers on both sides)")
 
 
 def _why_not(terms: Sequence[Term]) -> str:

@@ -27,13 +27,15 @@ SHARE_MIN: Final = 3  # of that: a term of less proves nothing
 class Place:
     """Where a tap finds rows of ``width`` numbers: ``rule`` of the module at ``path`` below the block.
 
-    ``meaning`` says what they are where the site alone does not; "" where it does.
+    ``meaning`` says what they are where the site alone does not; "" where it does. ``off`` is how far those are apart
+    from the rows that define the site, of their length.
     """
 
     path: str
     rule: str
     width: int = 0
     meaning: str = ""
+    off: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,27 @@ class Explained:
 
 @dataclass(slots=True)
 class Stream:
-    """One way in which a block may carry the stream: the rules of what it gets and of what it returns."""
+    """One way in which a block may carry the stream: the rules of what it gets and of what it returns.
+
+    ``handed``: by layer but the first, how far what the block is given is apart from what the one before has returned.
+    """
 
     into: str
     out: str
     explained: list[Explained | str] = field(default_factory=list)  # by layer; a text says why not
+    handed: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """What a block is explained by. ``mixes(call)``: whether attention, or what a layer has in its stead, made it.
+    ``parts(attention, mlp)``: the sites inside what made those terms. ``stated``: the number by which a tap would
+    multiply for a factor that was found, None where there is none.
+    """
+
+    mixes: Callable[[Call], bool]
+    parts: Callable[[Call | None, Call | None], Parts]
+    stated: Callable[[float], float | None]
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
@@ -84,7 +102,7 @@ def apart(claimed: torch.Tensor | None, rows: torch.Tensor) -> float:
     """How far rows that are claimed to be these are off, of their length."""
     if claimed is None or claimed.shape != rows.shape:
         return float("inf")
-    return float((claimed - rows).norm() / rows.norm())
+    return float((claimed - rows).norm() / rows.norm()) if bool(rows.any()) else float(bool(claimed.any()))
 
 
 def forms(values: Sequence[Value], sign: str, width: int) -> dict[str, torch.Tensor]:
@@ -97,13 +115,12 @@ def forms(values: Sequence[Value], sign: str, width: int) -> dict[str, torch.Ten
 
 
 def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block: str, tolerance: float,
-            mixes: Callable[[Call], bool], parts: Callable[[Call | None, Call | None], Parts],
-            claimed: Mapping[str, torch.Tensor | None]) -> Explained | str:
+            ways: Ways, claimed: Mapping[str, torch.Tensor | None]) -> Explained | str:
     """What ``inside`` a block adds up to ``post - pre``; a text says why it cannot be told.
 
     Numbers count by what the stream has in their place, since so they are rounded: a few channels, and the first
-    token, are a thousand times larger than all others in many models. ``parts(attention, mlp)``: the sites inside
-    what made those terms. ``claimed``: by site, the rows that a table takes for them.
+    token, are a thousand times larger than all others in many models. ``claimed``: by site, the rows that a table takes
+    for them.
     """
     candidates = _distinct(inside, block, (pre, post), tolerance)
     if not bool(post.isfinite().all() & pre.isfinite().all()):
@@ -111,12 +128,13 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
     size = pre.abs() + post.abs()
     weight = 1 / (size + 1e-2 * size.square().mean(dim=-1, keepdim=True).sqrt())
     step = post - pre
-    found = _solve(weight * step, [weight * rows for rows, _ in candidates], tolerance)
+    found, nearest = _solve(weight * step, [weight * rows for rows, _ in candidates], tolerance)
     if not found:
-        return f"what it adds to the stream is no sum of up to {TERMS_MAX} of the {len(candidates)} tensors made in it"
+        return (f"what it adds to the stream is no sum of up to {TERMS_MAX} of the {len(candidates)} tensors made in it"
+                f"{_nearest_text(nearest, candidates, tolerance)}")
     if len(found) > 1:
         return f"what it adds to the stream is a sum in {len(found)} ways"
-    numbers, factors, off = found[0]
+    numbers, factors = found[0]
     for number, factor in zip(numbers, factors, strict=True):
         share = abs(factor) * _rms(weight * candidates[number][0])
         if share < SHARE_MIN * tolerance:
@@ -124,7 +142,7 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
     terms, sources = list[Term](), dict[str, Call]()
     rows = {"resid_pre": pre, "resid_post": post}
     for number, factor in zip(numbers, factors, strict=True):
-        term, source, raw = _term(factor, candidates[number], inside, block, tolerance, mixes)
+        term, source, raw = _term(factor, candidates[number], inside, block, tolerance, ways.mixes)
         site = "attn_out" if term.mixes else "mlp_out"
         if site in rows:
             for known in (site, f"{site}_raw"):
@@ -139,19 +157,31 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
     if len(terms) > 1 and "attn_out" in rows:
         rows["resid_mid"] = pre + rows["attn_out"]
         mid = _places_of(rows["resid_mid"], inside, block, tolerance)
-    inner = parts(sources.get("attn_out"), sources.get("mlp_out"))
+    inner = ways.parts(sources.get("attn_out"), sources.get("mlp_out"))
     rows |= {site: made for site, (_, made) in inner.places.items() if made is not None}
     differs = tuple(f"{site} is off by {off_by:.1e} of its length" for site in rows
                     if site in claimed and (off_by := apart(claimed[site], rows[site])) > tolerance)
+    made = [(ways.stated(factor) or factor) * candidates[number][0]
+            for number, factor in zip(numbers, factors, strict=True)]
     return Explained(tuple(terms), mid, {site: place for site, (place, _) in inner.places.items()}, inner.lacks,
-                     differs, off)
+                     differs, _rms(weight * (step - torch.stack(made).sum(dim=0))))
 
 
 def _site(term: Term) -> str:
     return "attn_out" if term.mixes else "mlp_out"
 
 
+def _nearest_text(nearest: Nearest | None, candidates: Sequence[Candidate], off_max: float) -> str:
+    """Remark behind a refusal: the sum that comes nearest, and how far it is off."""
+    if nearest is None:
+        return ""
+    off, numbers = nearest
+    paths = " + ".join(candidates[number][1][0][1].path or "the block" for number in numbers)
+    return f": the nearest, {paths}, is off by {off:.1e} of the stream, at most {off_max:.0e} is rounding"
+
+
 Candidate = tuple[torch.Tensor, list[tuple[Call, Place]]]  # rows, and who has made them
+Nearest = tuple[float, tuple[int, ...]]  # how far a sum is off, and the numbers of its candidates
 
 
 def _distinct(inside: Sequence[Call], block: str, streams: Sequence[torch.Tensor], tolerance: float
@@ -178,31 +208,35 @@ def _rms(numbers: torch.Tensor) -> float:
 
 
 def _solve(step: torch.Tensor, candidates: Sequence[torch.Tensor], off_max: float
-           ) -> list[tuple[tuple[int, ...], list[float], float]]:
-    """The fewest candidates whose multiples add up to ``step``, but for ``off_max``: their numbers, factors, what is
-    left.
+           ) -> tuple[list[tuple[tuple[int, ...], list[float]]], Nearest | None]:
+    """The fewest candidates whose multiples add up to ``step``, but for ``off_max``: their numbers and factors; and
+    what comes nearest.
     """
     if not candidates or _rms(step) <= off_max:
-        return []
+        return [], None
     share = off_max / _rms(step)
     every = torch.stack([*candidates, step]).flatten(1)
     lengths = every.norm(dim=1, keepdim=True)
     gram = (every / lengths) @ (every / lengths).T
-    found = []
+    found: list[tuple[tuple[int, ...], list[float]]] = []
+    nearest: Nearest | None = None
     for count in range(1, TERMS_MAX + 1):
         for numbers in itertools.combinations(range(len(candidates)), count):
             part = gram[list(numbers)][:, list(numbers)]
             if float(torch.linalg.det(part)) < 1e-8:
                 continue  # nearly the same tensors
             along = torch.linalg.solve(part, gram[list(numbers), -1])
-            if 1 - float(along @ gram[list(numbers), -1]) > max(4 * share**2, 1e-12):
+            left = 1 - float(along @ gram[list(numbers), -1])  # of the squares
+            off = max(left, 0.0) ** 0.5 * _rms(step)
+            nearest = min(nearest, (off, numbers)) if nearest else (off, numbers)
+            if left > max(4 * share**2, 1e-12):
                 continue
             factors = along / lengths[list(numbers), 0] * lengths[-1, 0]
-            if (off := _rms(factors @ every[list(numbers)] - every[-1])) <= off_max:
-                found.append((numbers, factors.tolist(), off))
+            if _rms(factors @ every[list(numbers)] - every[-1]) <= off_max:
+                found.append((numbers, factors.tolist()))
         if found:
-            return found
-    return []
+            break
+    return found, nearest
 
 
 def _term(factor: float, candidate: Candidate, inside: Sequence[Call], block: str, tolerance: float,
@@ -212,13 +246,15 @@ def _term(factor: float, candidate: Candidate, inside: Sequence[Call], block: st
     places = tuple(place for _, place in makers)
     innermost = makers[-1][0]
     weight = getattr(innermost.module, "weight", None)
-    raw: list[tuple[Call, Value]] = []
+    raw, normed = list[tuple[Call, Value]](), rows
     if isinstance(weight, torch.Tensor) and weight.dim() == 1 and weight.numel() == rows.shape[-1] and \
             innermost.given:  # a norm: what was it given?
+        normed = innermost.given[0].rows
         raw = sorted(((call, value) for call in inside for value in call.made if call is not innermost and
-                      close(value.rows, innermost.given[0].rows, tolerance / 10)), key=lambda one: one[0].began)
+                      close(value.rows, normed, tolerance / 10)), key=lambda one: one[0].began)
     came = any(mixes(call) for call, _ in (*makers, *raw))
-    term = Term(factor, places, came, tuple(Place(below(call.path, block), value.rule) for call, value in raw))
+    term = Term(factor, places, came, tuple(Place(below(call.path, block), value.rule, off=apart(value.rows, normed))
+                                             for call, value in raw))
     return (term, raw[-1][0], raw[-1][1].rows) if raw else (term, innermost, None)
 
 
@@ -229,7 +265,7 @@ def _places_of(rows: torch.Tensor, inside: Sequence[Call], block: str, tolerance
         sums = forms(call.given, "argument", rows.shape[1])
         for made in ({value.rule: value.rows for value in call.given}, {v.rule: v.rows for v in call.made},
                      {rule: total for rule, total in sums.items() if "+" in rule}):
-            found += [Place(below(call.path, block), rule) for rule, other in made.items()
+            found += [Place(below(call.path, block), rule, off=apart(other, rows)) for rule, other in made.items()
                       if close(other, rows, tolerance)]
     return tuple(found)
 

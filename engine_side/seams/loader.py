@@ -70,6 +70,22 @@ def _load_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return load_model
 
 
+def when_loaded(then: Callable[[nn.Module, Any], None]) -> None:
+    """Call ``then(model, vllm_config)`` in this process with every engine's own model, as soon as it has its weights;
+    in place of taps, which an engine has that was given a writer.
+    """
+    def load(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+            model = original(self, vllm_config, model_config, *args, **kwargs)
+            if model_config is vllm_config.model_config and not _drafts(vllm_config):
+                then(model, vllm_config)
+            return model
+
+        return load_model
+
+    wrap_when_imported("vllm.model_executor.model_loader.base_loader", {"BaseModelLoader.load_model": load})
+
+
 def _load_lora_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def load_lora_model(self: Any, model: nn.Module, vllm_config: Any, *args: Any, **kwargs: Any) -> nn.Module:
         adaptable = original(self, model, vllm_config, *args, **kwargs)

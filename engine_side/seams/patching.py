@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import importlib.abc
@@ -79,6 +80,21 @@ def is_there(name: str) -> bool:
         return spec is not None
     places = [Path(folder, *below) for folder in spec.submodule_search_locations or ()]
     return any(place.with_suffix(".py").is_file() or (place / "__init__.py").is_file() for place in places)
+
+
+def declared_keys(name: str, *dictionaries: str) -> frozenset[str]:
+    """The texts that are keys of ``dictionaries`` in the source of the module ``name``, which is not imported; none
+    where there is no such module or dictionary.
+    """
+    top, *below = name.split(".")
+    spec = importlib.util.find_spec(top)
+    places = [Path(folder, *below).with_suffix(".py") for folder in (spec and spec.submodule_search_locations) or ()]
+    found = set()
+    for node in ast.parse(place.read_text()).body if (place := next(filter(Path.is_file, places), None)) else ():
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and any(
+                isinstance(target, ast.Name) and target.id in dictionaries for target in node.targets):
+            found |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+    return frozenset(map(str, found))
 
 
 def wrap(owner: Any, path: str, make: Make) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from engine_side.discovery.discover import ROWS, Contradicted, Discovery, Shape
 from engine_side.discovery.identities import ROUNDINGS
 from engine_side.discovery.nudge import Nudge
+from engine_side.discovery.outcome import Outcome, proved_sites
 from engine_side.discovery.parts import Roles
-from engine_side.tap.architectures import Family, TapPoint, every_point
+from engine_side.tap.architectures import Family, TapPoint, every_point, family_of, is_known
 from schemas.errors import StartError
 
 logger = logging.getLogger("vllm.tap")
@@ -160,3 +162,32 @@ def _as_written(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, value in changed:
             setattr(module, name, value)
+
+
+def search(model: nn.Module, vllm_config: Any) -> Outcome:
+    """The outcome of ``discover`` on a model that is loaded and no more, with the places of the table beside those that
+    were found; StartError where it is not looked into.
+    """
+    import vllm
+
+    model_config = vllm_config.model_config
+    names, n_layers = list(model_config.architectures), model_config.get_total_num_hidden_layers()
+    if getattr(model_config, "is_multimodal_model", False):
+        raise StartError(f"vllm-tap: {', '.join(names)} takes images or sound, whose positions are not looked into")
+    outcome = Outcome(str(model_config.dtype).removeprefix("torch."), ROUNDINGS[model_config.dtype],
+                      str(vllm.__version__), n_layers)
+    known = family_of(names, model_config.hf_text_config) if is_known(names) else None
+    try:
+        family = discover(model, vllm_config)
+        if known is not None:
+            prove(model, vllm_config, known)
+    except StartError as error:
+        return msgspec.structs.replace(outcome, failed=str(error).rpartition("not found by structure: ")[2])
+    sites = proved_sites(model, family, names, list(family.found), n_layers, model_config.get_hidden_size())
+    refused = dict(family.refused)
+    if known is not None:  # what the search does not look for is where the table says
+        others = [site for site in (*known.block, *known.model) if site not in sites]
+        sites |= proved_sites(model, known, names, others, n_layers, model_config.get_hidden_size())
+        refused |= known.refused
+    return msgspec.structs.replace(outcome, sites=sites, names=dict((known or family).names), refused={
+        site: why for site, why in refused.items() if site not in sites})

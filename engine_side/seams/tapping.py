@@ -201,6 +201,7 @@ def _info(model: nn.Module, vllm_config: Any, armed: Armed, points: Iterable[Tap
         world_size=vllm_config.parallel_config.world_size,
         meaning={**{point.site: f"raw weights; {point.meaning}" for point in points},
                  **{site: made.about.meaning for site, made in staging.probes.items()}},
+        sources={point.site: point.source for point in points},
     )
 
 

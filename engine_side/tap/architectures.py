@@ -17,6 +17,8 @@ from schemas.sites import SITES
 if TYPE_CHECKING:  # commands look up what an architecture has, and have no seconds for torch
     from torch import nn
 
+    from engine_side.discovery.proofs import Proof
+
 
 @dataclass(frozen=True, slots=True)
 class ModulePath:
@@ -41,7 +43,7 @@ class Family:
     model scales its embeddings or adds positions to them. ``names``: the sites of TransformerLens's names that are not
     the same everywhere (schemas.sites.BY_MODEL). ``refused``: why a model lacks sites. ``sums``: whether the stream
     after a block is what entered it, ``attn_out`` and ``mlp_out`` added. ``found``: by site and layer, the places of a
-    model that is not in the table, below the model.
+    model that is not in the table, below the model; ``proofs`` are what shows them to be right.
     """
 
     layers: str
@@ -54,6 +56,7 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
     sums: bool = True
     found: Mapping[str, Mapping[int, ModulePath]] = field(default_factory=dict)
+    proofs: tuple[Proof, ...] = ()
 
 
 # Newer vLLM runs these by Transformers' classes, told to or not; of the others taps know vLLM's own code alone.
@@ -77,6 +80,7 @@ class TapPoint:
     width: int
     meaning: str
     ids: int = 0  # how many different ids a row may hold, where the site is one of ids
+    source: str = "table"  # or "structure", of a place that was found by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +314,7 @@ def _offered(family: Family, model: nn.Module, blocks: nn.ModuleList) -> list[st
 def _found_point(model: nn.Module, site: str, layer: int, at: ModulePath, hidden: int) -> TapPoint:
     module = _part(model, at.path)
     return TapPoint(site, layer, module, at.rule, at.width or hidden, f"{at.meaning} (found by structure)",
-                    _ids(module, at.rule))
+                    _ids(module, at.rule), source="structure")
 
 
 def _point(site: str, layer: int, root: nn.Module, module: Any, place: ModulePath, hidden: int) -> TapPoint:

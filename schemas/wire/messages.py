@@ -38,6 +38,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     speculative: str = ""  # how drafts are made ("ngram, 3 tokens"), "" where none are
     world_size: int = 1
     meaning: dict[str, str] = {}  # by site: what exactly the value is on this model
+    sources: dict[str, str] = {}  # by site: "table" of architectures, or "structure" where the start's search found it
 
     def dtype_of(self, site: str) -> str:
         """The dtype of a site's rows before their codec: the model's, and float32 of a probe's scores."""

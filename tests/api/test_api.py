@@ -562,7 +562,8 @@ def test_models_and_tokenize_pass_through(stack: Stack) -> None:
 def test_capabilities(stack: Stack) -> None:
     body = stack.http.get("/v1/capabilities").json()
     assert body["armed"]["resid_post"] == {"layers": [0, 1, 2, 3], "width": 96, "transformer_lens":
-                                           "blocks.{l}.hook_resid_post", "meaning": "residual stream leaving the block"}
+                                           "blocks.{l}.hook_resid_post", "meaning": "residual stream leaving the block",
+                                           "source": None}  # the played engine does not say, as older ones
     assert body["codecs"]["int8b64"]["default"] and "0.51" in body["codecs"]["int8b64"]["error"]
     assert "arrow" in body["formats"] and body["limits"]["slice_bytes_max"] == 1 << 30
     assert body["engine"]["model"] == "played" and body["versions"]["store"] == 1

@@ -1,6 +1,7 @@
 """``python -m tests.survey [ARCHITECTURE …]``: a small random model of every architecture, each in a child process.
 
-What came of each is printed as it comes, and written to docs/models.json, where other architectures keep theirs.
+What came of each is printed as it comes, and written to docs/models.json, where other architectures keep theirs, and
+to docs/models.md.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from tests.survey.page import JSON, write
+
 os.environ.update({
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1",
 })  # before vLLM is imported
 
-OUT: Final = Path(__file__).parents[2] / "docs" / "models.json"
 SECONDS_MAX: Final = 120
 
 
@@ -70,7 +72,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     registry._run_in_subprocess = lambda look: look()  # children are processes of their own already
-    rows = json.loads(OUT.read_text()) if OUT.is_file() else {}
+    rows = json.loads(JSON.read_text()) if JSON.is_file() else {}
     for name in architectures():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
@@ -82,7 +84,8 @@ def main() -> None:
         print(f"{name:34} {time.monotonic() - began:5.1f} s  {row['result']:11} "
               f"{' '.join(row.get('sites', ())) or row.get('why')}"
               f"{'' if worst is None else f'  worst {worst:.1e}'}", flush=True)
-        OUT.write_text(json.dumps(rows, indent=1) + "\n")
+        JSON.write_text(json.dumps(rows, indent=1) + "\n")
+    write()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from schemas.errors import ArgumentError, TapError
 from schemas.legacy import FLAGS
 from schemas.manifest import STATUSES
 from schemas.probes import parse_probes
-from vllm_tap.cli import keys, upkeep
+from vllm_tap.cli import keys, sites, upkeep
 from vllm_tap.cli.options import (
     ActBits,
     ActMode,
@@ -38,6 +38,8 @@ from vllm_tap.cli.options import (
     Store,
     Tiny,
     TopkK,
+    engine_of,
+    model_of,
 )
 from vllm_tap.sizes import parse_size
 
@@ -111,8 +113,8 @@ def serve(
     capture_all = legacy_names.capture_all({**os.environ, **legacy}) or ""
     if legacy and not capture_all:
         raise TapError(f"{FLAGS[next(iter(legacy))]}: says how --activation-capture captures; add that flag")
-    chosen = _model(model, tiny)
-    environment, arguments = _engine(tiny, max_model_len, context.obj)
+    chosen = model_of(model, tiny)
+    environment, arguments = engine_of(tiny, max_model_len, context.obj)
     raise typer.Exit(run(ServeConfig(
         model=chosen, served_name="tiny" if tiny else "", store=store, keys=keys, host=host, port=port,
         engine_port=engine_port, arm=arm, on_full=on_full.value, ring_bytes=_size(ring_bytes, "--ring-bytes"),
@@ -175,11 +177,11 @@ def capture(
         raise TapError(f"either --codec or --act-mode, not both (--codec {act_mode} says the same)")
     if codec is None:
         codec = legacy_names.act_codec({**os.environ, **legacy})
-    environment, arguments = _engine(tiny, max_model_len, context.obj)
+    environment, arguments = engine_of(tiny, max_model_len, context.obj)
     if tiny:
         arguments = ("--served-model-name", "tiny", *arguments)  # as serve calls it: `ls --model tiny` finds both
     raise typer.Exit(run(CaptureJob(
-        prompts=PromptSource(prompts, split, column, limit), model=_model(model, tiny, "--model M"), store=store,
+        prompts=PromptSource(prompts, split, column, limit), model=model_of(model, tiny, "--model M"), store=store,
         sites=sites, layers=layers,
         positions=positions, codec=codec, max_tokens=max_tokens, temperature=temperature, arm=arm, output=output,
         durability=durability.value, engine_args=arguments, environment=environment,
@@ -276,6 +278,7 @@ def _print_versions(asked: bool) -> None:
     raise typer.Exit()
 
 
+sites.add(app)
 upkeep.add(app)
 
 
@@ -286,8 +289,8 @@ def main() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     own, dashes, for_vllm = _split(sys.argv[1:])
     try:
-        if dashes and own[:1] not in (["serve"], ["capture"]):
-            raise TapError("only serve and capture pass arguments after -- on to vLLM")
+        if dashes and own[:1] not in (["serve"], ["capture"], ["sites"]):
+            raise TapError("only serve, capture and sites pass arguments after -- on to vLLM")
         status = app(own, standalone_mode=False, obj=for_vllm)
         sys.stdout.flush()  # while what it meets can still be said
     except TapError as error:
@@ -320,19 +323,6 @@ def main() -> None:
     raise SystemExit(status or 0)
 
 
-def _engine(tiny: bool, max_model_len: int | None, for_vllm: tuple[str, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Environment and vLLM arguments of a command that starts an engine."""
-    environment: dict[str, str] = {}
-    arguments: tuple[str, ...] = ()
-    if tiny:  # fit for a small machine; without --dtype vLLM would narrow a float32 model to 16 bits
-        environment, arguments = {"VLLM_CPU_KVCACHE_SPACE": "1"}, ("--dtype", "float32")
-    if max_model_len is not None:
-        if max_model_len < 1:
-            raise TapError(f"--max-model-len = {max_model_len}: at least 1")
-        arguments = (*arguments, "--max-model-len", str(max_model_len))
-    return environment, (*arguments, *for_vllm)
-
-
 def _legacy(on: bool, mode: str | None, rp_k: int | None, rp_seed: int | None, topk_k: int | None,
             bits: int | None) -> dict[str, str]:
     """The flags that were given, under the names of the variables that say the same."""
@@ -346,18 +336,6 @@ def _split(arguments: list[str]) -> tuple[list[str], bool, tuple[str, ...]]:
         return arguments, False, ()
     at = arguments.index("--")
     return arguments[:at], True, tuple(arguments[at + 1:])
-
-
-def _model(model: str | None, tiny: bool, how: str = "MODEL") -> str:
-    if tiny and model is not None:
-        raise TapError(f"either {how} or --tiny, not both")
-    if tiny:
-        from vllm_tap.tiny_model import tiny_model
-
-        return str(tiny_model())
-    if model is None:
-        raise TapError(f"name a model ({how}) or use --tiny")
-    return model
 
 
 def _value(error: Exception, arguments: list[str]) -> str:

@@ -10,10 +10,11 @@ import typer
 
 from schemas.checks import Durability, LogFormat, OnFull
 from schemas.codecs import CODECS
+from schemas.errors import TapError
 from schemas.legacy import MODES
 
 __all__ = ["ActBits", "ActMode", "Arm", "Durability", "Format", "Keys", "LogFormat", "MaxModelLen", "OnFull", "Probes",
-           "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK"]
+           "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK", "engine_of", "model_of"]
 
 
 class Format(StrEnum):
@@ -42,3 +43,30 @@ Probes = Annotated[list[str] | None, typer.Option(
 Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …; resid_post.12 "
                                        "taps a layer alone.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
+
+
+def engine_of(tiny: bool, max_model_len: int | None, for_vllm: tuple[str, ...]
+              ) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Environment and vLLM arguments of a command that starts an engine."""
+    environment: dict[str, str] = {}
+    arguments: tuple[str, ...] = ()
+    if tiny:  # fit for a small machine; without --dtype vLLM would narrow a float32 model to 16 bits
+        environment, arguments = {"VLLM_CPU_KVCACHE_SPACE": "1"}, ("--dtype", "float32")
+    if max_model_len is not None:
+        if max_model_len < 1:
+            raise TapError(f"--max-model-len = {max_model_len}: at least 1")
+        arguments = (*arguments, "--max-model-len", str(max_model_len))
+    return environment, (*arguments, *for_vllm)
+
+
+def model_of(model: str | None, tiny: bool, how: str = "MODEL") -> str:
+    """The model that a command is given, or the tiny one; TapError where it is given both, or none."""
+    if tiny and model is not None:
+        raise TapError(f"either {how} or --tiny, not both")
+    if tiny:
+        from vllm_tap.tiny_model import tiny_model
+
+        return str(tiny_model())
+    if model is None:
+        raise TapError(f"name a model ({how}) or use --tiny")
+    return model

@@ -18,7 +18,7 @@ from schemas.manifest import STATUSES, Manifest, SiteLayer
 from schemas.read.reader import StoreReader
 from vllm_tap.client.listing import filtered
 
-__all__ = ["console", "print_captures", "print_json", "print_manifest", "when"]
+__all__ = ["console", "print_captures", "print_json", "print_manifest", "ranges", "when"]
 
 _STATUS_STYLES = {"complete": "green", "running": "cyan", "pending": "dim", "empty": "dim", "incomplete": "yellow",
                   "failed": "red"}
@@ -110,7 +110,7 @@ def _rows(manifest: Manifest) -> Table:
         gaps = ", ".join(f"{gap.start}–{gap.stop - 1} {gap.reason}" for gap in first.missing[:8])
         if len(first.missing) > 8:
             gaps += f", and {len(first.missing) - 8} more ranges"
-        table.add_row(first.site, _ranges([row.layer for row in group]), first.codec, str(widths.get(first.site, 0)),
+        table.add_row(first.site, ranges([row.layer for row in group]), first.codec, str(widths.get(first.site, 0)),
                       str(first.expected), str(first.captured), Text(gaps or "–"))
     return table
 
@@ -123,8 +123,8 @@ def _alike(rows: list[SiteLayer]) -> list[list[SiteLayer]]:
     return list(groups.values())
 
 
-def _ranges(numbers: list[int]) -> str:
-    """``0–3, 7`` for 0, 1, 2, 3, 7."""
+def ranges(numbers: list[int]) -> str:
+    """Numbers in order as text: ``0–3, 7`` for 0, 1, 2, 3, 7."""
     parts: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][1] == number - 1:

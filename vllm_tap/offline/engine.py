@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -22,9 +22,9 @@ from vllm_tap.offline.resume import WORK, Resume
 from vllm_tap.serve.causes import advice_for, output_heard
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine
+    from vllm import EngineArgs, LLMEngine
 
-__all__ = ["Tally", "generate", "load_tokenizer", "start_engine", "token_ids"]
+__all__ = ["Tally", "engine_args", "generate", "load_tokenizer", "start_engine", "token_ids"]
 
 _IN_FLIGHT_MAX: Final = 1024  # requests handed to the engine and not finished: bounds memory, keeps batches full
 _BATCH: Final = 64  # prompts announced to the writer in one commit
@@ -49,21 +49,11 @@ class Tally:
 def start_engine(job: CaptureJob, endpoint: str) -> LLMEngine:
     """An engine as the job wants it, whose rows go to the writer at ``endpoint``."""
     _set_environment(job, endpoint)
-    from vllm import EngineArgs, LLMEngine
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm import LLMEngine
 
-    parser = FlexibleArgumentParser(prog="vllm-tap capture … --")
-    EngineArgs.add_cli_args(parser)
-
-    def refuse(message: str) -> None:
-        raise TapError(f"after --: {message}")
-
-    parser.error = refuse
     try:
         with output_heard() as causes:  # the engine is a process of its own, whose log alone has why it ended
-            return LLMEngine.from_engine_args(
-                EngineArgs.from_cli_args(parser.parse_args(
-                    ["--model", job.model, "--no-use-tqdm-on-load", *job.engine_args])))
+            return LLMEngine.from_engine_args(engine_args(job.model, job.engine_args))
     except (ValueError, RuntimeError, OSError) as error:
         for line in f"{type(error).__name__}: {error}".splitlines():
             causes.hear(line)
@@ -71,6 +61,21 @@ def start_engine(job: CaptureJob, endpoint: str) -> LLMEngine:
             raise
         helping = "" if (advice := advice_for(cause)) is None else f"; what helps: {advice}"
         raise StartError(f"vLLM did not start: {cause}{helping}") from None
+
+
+def engine_args(model: str, words: Sequence[str]) -> EngineArgs:
+    """vLLM's arguments of an engine for ``model``, with the ``words`` after --; TapError where it knows one not."""
+    from vllm import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm-tap … --")
+    EngineArgs.add_cli_args(parser)
+
+    def refuse(message: str) -> None:
+        raise TapError(f"after --: {message}")
+
+    parser.error = refuse
+    return EngineArgs.from_cli_args(parser.parse_args(["--model", model, "--no-use-tqdm-on-load", *words]))
 
 
 def _set_environment(job: CaptureJob, endpoint: str) -> None:

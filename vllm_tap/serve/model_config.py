@@ -14,8 +14,14 @@ from schemas.probes import Registered, load_probe
 from schemas.sites import SITES, layers_by_site
 from schemas.spec import CaptureSpec, armed_at, resolve
 
-__all__ = ["ModelConfig", "check_arguments", "read_config"]
+__all__ = ["ModelConfig", "check_arguments", "config_of", "fetched", "read_config", "takes_more_than_text"]
 
+# Architectures whose heads, in vLLM's code, share the hidden size where head_dim is not said; and those whose keys have
+# as many heads as their queries where nothing else is said, or whatever is said.
+_EVEN: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Phi3ForCausalLM",
+                          "MixtralForCausalLM", "OPTForCausalLM", "GPTNeoXForCausalLM"})
+_KEYS_LIKE_QUERIES: Final = frozenset({"LlamaForCausalLM", "Phi3ForCausalLM"})
+_ALWAYS: Final = frozenset({"OPTForCausalLM", "GPTNeoXForCausalLM"})
 _CHANGE_IT: Final = ("--config", "--hf", "--model")  # how the names of vLLM's arguments begin that do
 
 
@@ -42,7 +48,7 @@ class ModelConfig:
         from engine_side.tap.architectures import BY_STRUCTURE, family_of, is_known
 
         if not is_known(self.architectures):
-            if any(name.endswith("ForConditionalGeneration") for name in self.architectures):
+            if takes_more_than_text(self.architectures):
                 raise StartError(f"{flag}: {', '.join(self.architectures)} takes images or sound: no tap is known for "
                                  "it, and its sites are not looked for by structure")
             if absent := [site for site in sites if site not in BY_STRUCTURE]:
@@ -51,13 +57,19 @@ class ModelConfig:
                                  f"{', '.join(BY_STRUCTURE)}")
             return
         family = family_of(self.architectures, self.said)
-        offered = [*family.block, *family.model]
+        offered = [site for site in (*family.block, *family.model) if self.layers_of(site) != []]
         for site in sites:
             if site in family.refused:
                 raise StartError(f"{flag} = {site!r}: {family.refused[site]}; valid: {', '.join(offered)}")
             if site not in offered:
                 raise StartError(f"{flag} = {site!r}: the architecture {', '.join(self.architectures)} has no such "
                                  f"site; valid: {', '.join(offered)}")
+
+    def layers_of(self, site: str) -> list[int] | None:
+        """The layers in which a model of the table has a site that its family has; None where it is not known."""
+        from engine_side.tap.layers import site_layers
+
+        return site_layers(self.architectures, self.said, site, self.n_layers) if self.n_layers else None
 
     def check_taps(self, flag: str, places: Sequence[str], probes: Sequence[Registered]) -> None:
         """StartError where the model cannot have what ``flag`` arms, or what a probe reads."""
@@ -97,9 +109,21 @@ class ModelConfig:
     @property
     def widths(self) -> dict[str, int]:
         """Numbers in a row, by site, as far as they are known."""
-        by_rule = {"hidden": self.hidden, "q_heads": self.heads * self.head, "kv_heads": self.kv_heads * self.head}
+        by_rule = {"hidden": self.hidden, "q_heads": self.heads * self.head, "kv_heads": self.kv_heads * self.head,
+                   **self._of_mlp}
         known = {name: width for name, site in SITES.items() if (width := by_rule.get(site.width, 0))}
         return known | ({"embed": own} if (own := _number(self.said, "word_embed_proj_dim")) else {})
+
+    @property
+    def _of_mlp(self) -> dict[str, int]:
+        """Sizes in the MLP of a model of the table, by what a width follows."""
+        from engine_side.tap.architectures import is_known
+
+        if not is_known(self.architectures):
+            return {}
+        return {"mlp": _number(self.said, "ffn_dim" if "OPTForCausalLM" in self.architectures else "intermediate_size"),
+                "experts": _number(self.said, "num_local_experts") or _number(self.said, "num_experts"),
+                "chosen_experts": _number(self.said, "num_experts_per_tok")}
 
 
 def read_config(model: str, engine_args: Sequence[str]) -> ModelConfig | None:
@@ -108,19 +132,39 @@ def read_config(model: str, engine_args: Sequence[str]) -> ModelConfig | None:
     """
     own = Path(model) / "config.json"
     try:
-        path = own if own.is_file() else _fetched(model, engine_args)
+        path = own if own.is_file() else fetched(model, engine_args)
         if path is None or any(map(_may_change_it, engine_args)):
             return None
-        whole = json.loads(path.read_text())
-        text = whole.get("text_config", whole)
-        n_layers, hidden, head, heads, kv_heads = (_number(text, name) for name in (
-            "num_hidden_layers", "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads"))
-        return ModelConfig(tuple(map(str, whole["architectures"])), n_layers, hidden, head, heads, kv_heads, text)
+        return config_of(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # vLLM says what is wrong with it
 
 
-def _fetched(model: str, engine_args: Sequence[str]) -> Path | None:
+def config_of(whole: Mapping[str, Any]) -> ModelConfig:
+    """What a config.json says of captures; KeyError, TypeError, AttributeError where it is none of a model."""
+    text = whole.get("text_config", whole)
+    names = tuple(map(str, whole["architectures"]))
+    n_layers, hidden, heads = (_number(text, *keys) for keys in (
+        ("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")))
+    head, kv_heads = _number(text, "head_dim"), _number(text, "num_key_value_heads")
+    if _EVEN & set(names) and heads and (not head or _ALWAYS & set(names)):
+        head = hidden // heads
+    if _ALWAYS & set(names) or (_KEYS_LIKE_QUERIES & set(names) and "num_key_value_heads" not in text):
+        kv_heads = heads
+    return ModelConfig(names, n_layers, hidden, head, heads, kv_heads, text)
+
+
+def takes_more_than_text(names: Sequence[str]) -> bool:
+    """Whether a model of these architectures takes images or sound, which have positions of their own: by their names,
+    and by the table of the vLLM beside this project, where there is one.
+    """
+    from engine_side.seams.patching import declared_keys
+
+    return any(name.endswith("ForConditionalGeneration") for name in names) or not declared_keys(
+        "vllm.model_executor.models.registry", "_MULTIMODAL_MODELS").isdisjoint(names)
+
+
+def fetched(model: str, engine_args: Sequence[str]) -> Path | None:
     """The file of a hub model's configuration, if this machine has it and vLLM will take that one."""
     if Path(model).exists() or any("revision" in flag or "download" in flag for flag in engine_args):
         return None
@@ -151,6 +195,7 @@ def _may_change_it(argument: str) -> bool:
     return flag.startswith("--") and any(flag.startswith(name) or name.startswith(flag) for name in _CHANGE_IT)
 
 
-def _number(config: Mapping[str, Any], name: str) -> int:
-    found = config.get(name)
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    """The number under the first of ``names`` that is there; 0 where it is none."""
+    found = next((config[name] for name in names if name in config), 0)
     return found if isinstance(found, int) else 0

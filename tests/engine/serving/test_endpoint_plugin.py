@@ -255,7 +255,9 @@ def test_the_python_client_and_everything_beside_generating(server: Server) -> N
     generation = client.generate("Rows by name.", max_tokens=5, capture={"codec": "raw"}, ignore_eos=True)
     server.check(generation.capture_id)
     assert generation["blocks.2.hook_resid_post"].shape[0] == generation.manifest().total_len - 1
-    assert HTTP.get(f"{server.url}/v1/capabilities").json()["engine"]["n_layers"] == LAYERS
+    capabilities = HTTP.get(f"{server.url}/v1/capabilities").json()
+    assert capabilities["engine"]["n_layers"] == LAYERS
+    assert {site["source"] for site in capabilities["armed"].values()} == {"table"}
     events = HTTP.get(f"{server.url}/v1/captures/{generation.capture_id}/events").text
     assert '"status":"complete"' in events.replace(" ", "")
     live = HTTP.get(f"{server.url}/v1/captures/{generation.capture_id}/live?site=resid_post").text

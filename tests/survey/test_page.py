@@ -1,0 +1,24 @@
+"""docs/models.md is what docs/models.json says, and that is what the README promises."""
+
+from __future__ import annotations
+
+import json
+
+from tests.survey.page import BAR, JSON, PAGE, page, worst
+
+# vLLM itself computes another activation there.
+OWN = {"ApertusForCausalLM": 5e-3, "BloomForCausalLM": 1e-3, "NemotronHForCausalLM": 1e-3}
+
+
+def test_the_page_follows_from_its_figures() -> None:
+    assert PAGE.read_text() == page(json.loads(JSON.read_text()))
+
+
+def test_nothing_was_admitted_and_is_wrong() -> None:
+    rows = json.loads(JSON.read_text())
+    admitted = {name: row for name, row in rows.items() if row["result"] == "admitted"}
+    assert len(rows) >= 100 and len(admitted) >= 60
+    held = {name: off for name, row in admitted.items() if (off := worst(row)) is not None}
+    assert len(held) >= 25
+    assert {name: off for name, off in held.items() if off > OWN.get(name, BAR)} == {}
+    assert all({"resid_pre", "resid_post"} <= row["sites"].keys() for row in admitted.values())
