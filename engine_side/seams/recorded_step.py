@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from engine_side.discovery.identities import ROUNDINGS
 from engine_side.discovery.nudge import Nudge
 from engine_side.discovery.outcome import Outcome, proved_sites
 from engine_side.discovery.parts import Roles
+from engine_side.tap import taps
 from engine_side.tap.architectures import Family, TapPoint, every_point, family_of, is_known
 from schemas.errors import StartError
 
@@ -93,10 +96,12 @@ def _noisy(model: nn.Module, draws: torch.Generator) -> Iterator[None]:
     kernels = [module for module in model.modules() if is_kernel(module)]
 
     def noisy(forward: Callable[..., Any]) -> Callable[..., Any]:
+        places = {name: place for place, name in enumerate(inspect.signature(forward).parameters)}
+
+        @wraps(forward)  # who looks at its arguments' names finds them
         def attend(*args: Any, **kwargs: Any) -> Any:
             result = forward(*args, **kwargs)
-            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-            written = result if isinstance(result, torch.Tensor) else kwargs.get("output", tensors[0])
+            written = result if isinstance(result, torch.Tensor) else taps.Call(places, args, kwargs).get("output")
             written.copy_(torch.randn(written.shape, generator=draws))
             return result
         return attend

@@ -150,6 +150,9 @@ def test_every_site(family: str, feature: Feature, engines: Engines, errors: par
         for site, error in site_errors(engine, one, family).items():
             worst[site] = max(worst.get(site, 0.0), error)
     errors.setdefault(family, {})[feature.name] = worst
+    if family in UNLISTED:
+        info = engine.reader.engine()
+        assert info is not None and info.sources == dict.fromkeys(SITES[family], "structure")
     if feature is FEATURES[0] and family in ("qwen3", "opt"):
         check_heads(engine, SITES[family])
     assert max(worst.values()) <= tolerance(family), worst

@@ -34,9 +34,13 @@ class Held:
 
 
 def watch(model: nn.Module, family: Family) -> dict[Key, list[torch.Tensor]]:
-    """By site and layer, the rows [tokens, width] of every step from now on, taken by the rules of taps."""
+    """By site and layer, the rows [tokens, width] of every step from now on, taken by the rules of taps: of the stream
+    and what is added to it, which Hugging Face's modules show.
+    """
     rows: dict[Key, list[torch.Tensor]] = {}
     for site, places in family.found.items():
+        if site not in HELD:
+            continue
         for layer, place in places.items():
             kept = rows.setdefault((site, layer), [])
             _watch(model.get_submodule(place.path), place.rule, kept.append)

@@ -13,18 +13,23 @@ BAR: Final = 1e-4  # of a row's length, in float32
 _WORDS: Final = {"admitted": "admitted", "refused": "refused", "not started": "not started here"}
 _HEAD: Final = """# Models
 
-What the start does with every text architecture that vLLM knows: a small model of each (three layers, random weights) is
-loaded on a CPU, and the search of its sites ([how it works](tap.md#models-that-are-in-no-table)) is run on it. Written by
-`make survey`.
+What the start does with every text architecture that vLLM knows: a small model of each (three layers, random
+weights) is loaded on a CPU, and the search of its sites ([how it works](tap.md#models-that-are-in-no-table)) is run
+on it. Written by `make survey`.
 
 {counts}
 
-*Admitted* says which tensor a row is: the stream adds up, and moves with what is added to it. It does not say that vLLM
-computes the model: parity with Hugging Face does, [here](parity.md) for all sites under the scheduler's features, and in the
-column *Hugging Face* for the stream, its outputs, `embed` and `final_norm` of one prompt and what followed it (the worst row's
-error over its length; "–" where Hugging Face has no such model or the small one has no weights of its kind). *Refused* means
-that an engine with taps does not start, and says this reason. *Not started here* is vLLM's own word on this machine, or a
-small configuration that nobody has found yet: on a GPU such a model may start, and is looked into there as well.
+*Admitted* says which tensor a row is: the stream adds up, and moves with what is added to it. It does not say that
+vLLM computes the model: parity with Hugging Face does, [here](parity.md) for all sites under the scheduler's
+features, and in the column *Hugging Face* for the stream, its outputs, `embed` and `final_norm` of one prompt and
+what followed it (the worst row's error over its length; "–" where it was not held). *Refused* means that an engine
+with taps does not start, and says this reason. *Not started here* is vLLM's own word on this machine, or a small
+configuration that nobody has found yet: on a GPU such a model may start, and is looked into there as well.
+
+Where a row is off by more than rounding, the stream is off as well, which is proved to be what the model's output
+is made of: vLLM computes another number there than Hugging Face. For Apertus, BLOOM and Nemotron-H that is another
+form of an activation or a scan; Ernie 4.5 MoE and MiMo V2 Flash read this small configuration otherwise than
+Hugging Face, where nobody has looked.
 
 | architecture | result | sites, or why not | Hugging Face |
 |---|---|---|---|

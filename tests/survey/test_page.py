@@ -6,8 +6,9 @@ import json
 
 from tests.survey.page import BAR, JSON, PAGE, page, worst
 
-# vLLM itself computes another activation there.
-OWN = {"ApertusForCausalLM": 5e-3, "BloomForCausalLM": 1e-3, "NemotronHForCausalLM": 1e-3}
+# vLLM's own: another form of an activation or a scan; a small configuration that it reads in another way.
+OWN = {"ApertusForCausalLM": 5e-3, "BloomForCausalLM": 1e-3, "NemotronHForCausalLM": 1e-3,
+       "Ernie4_5_MoeForCausalLM": 2, "MiMoV2FlashForCausalLM": 2}
 
 
 def test_the_page_follows_from_its_figures() -> None:
@@ -21,4 +22,6 @@ def test_nothing_was_admitted_and_is_wrong() -> None:
     held = {name: off for name, row in admitted.items() if (off := worst(row)) is not None}
     assert len(held) >= 25
     assert {name: off for name, off in held.items() if off > OWN.get(name, BAR)} == {}
+    for name in OWN:  # the stream itself is off there, and it is what the final norm makes the model's output of
+        assert admitted[name]["held"]["resid_pre"]["error"] > held[name] / 4, name
     assert all({"resid_pre", "resid_post"} <= row["sites"].keys() for row in admitted.values())

@@ -70,7 +70,7 @@ _APART: dict[str, Any] = {"here": False}  # vLLM runs Hugging Face's own classes
 # The rotary embedding's kernel of vLLM's CPU build is wrong on queries by heads, which is what these hand it eagerly.
 _NATIVE: dict[str, Any] = {"engine": {"compilation_config": {"custom_ops": ["none"]}}}
 _WHOLE: dict[str, Any] = {"not_run": dict.fromkeys(
-    ("ragged batch", "chunked prefill", "prefix cache, recomputed", "prefix cache, allowed", "eager", "compiled"),
+    ("ragged batch", "chunked prefill", "prefix cache, recomputed", "prefix cache, allowed"),
     "vLLM's CPU build neither cuts a prompt up nor caches prefixes with latent attention")}
 _MLA = {"num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
