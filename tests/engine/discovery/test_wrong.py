@@ -6,6 +6,7 @@ Each case is the table's entry for a family with one place exchanged; all are he
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -63,7 +64,6 @@ GEMMA: list[Wrong] = [
     ("as added for raw", "mlp_out_raw", "post_feedforward_layernorm", "result"),
     ("what the norm behind attention is given", "resid_mid", "post_attention_layernorm", "argument x"),
 ]
-CASES = [("qwen3", one) for one in LLAMA] + [("gemma2", one) for one in GEMMA]
 
 
 class Models:
@@ -113,13 +113,19 @@ def exchanged(family: Family, site: str, path: str, rule: str) -> Family:
     return replace(family, **{side: {**getattr(family, side), site: ModulePath(path, rule, "wrong on purpose")}})
 
 
-@pytest.mark.parametrize(("family", "wrong"), CASES, ids=[f"{family}-{one[1]}-{one[0]}".replace(" ", "_")
-                                                          for family, one in CASES])
-def test_a_table_that_is_wrong_ends_the_start(family: str, wrong: Wrong, models: Models) -> None:
+@pytest.mark.parametrize(("family", "cases"), [("qwen3", LLAMA), ("gemma2", GEMMA)])
+def test_a_table_that_is_wrong_ends_the_start(family: str, cases: list[Wrong], models: Models) -> None:
     model, config = models.of(family)
-    _, site, path, rule = wrong
-    with pytest.raises(StartError, match=rf"are not what the table of architectures calls them: .*\b{site}"):
-        prove(model, config, exchanged(family_on(config), site, path, rule))
+    started: list[Wrong] = []
+    for wrong in cases:
+        _, site, path, rule = wrong
+        try:
+            prove(model, config, exchanged(family_on(config), site, path, rule))
+        except StartError as error:
+            assert re.search(rf"are not what the table of architectures calls them: .*\b{site}", str(error)), wrong
+        else:
+            started.append(wrong)
+    assert started == []
     assert not any("forward" in vars(module) for module in model.modules())
 
 
