@@ -99,7 +99,8 @@ def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPla
     StartError where its sites are not found, or are not what its table says.
     """
     if plan.family is not None:
-        prove(model, vllm_config, plan.family)
+        if vllm_config.parallel_config.data_parallel_size == 1:  # else other engines have to take the step too
+            prove(model, vllm_config, plan.family)
         return plan
     return replace(plan, family=discover(model, vllm_config))
 
