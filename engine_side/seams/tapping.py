@@ -17,7 +17,6 @@ from engine_side.config import TAP_VERSION, EngineConfig, untested
 from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.seams.recorded_step import discover, prove
 from engine_side.tap.architectures import (
-    BY_STRUCTURE,
     BY_TRANSFORMERS,
     SHARED_OUT,
     Family,
@@ -123,16 +122,14 @@ def plan_arming(vllm_config: Any, config: EngineConfig) -> ArmingPlan:
                       {probe: load_probe(probe) for probe in config.probes})
     _check_parallel(plan, vllm_config)
     if family is None:
-        _check_unknown(plan, names, vllm_config)
+        _check_unknown(names, vllm_config)
     return plan
 
 
-def _check_unknown(plan: ArmingPlan, names: list[str], vllm_config: Any) -> None:
+def _check_unknown(names: list[str], vllm_config: Any) -> None:
     """StartError where sites of an architecture that is not in the table cannot be found by structure."""
     start = (f"vllm-tap: {', '.join(names)} is not in the table of architectures, and its sites cannot be found by "
              "structure")
-    if absent := [site for site in plan.tapped if site not in BY_STRUCTURE]:
-        raise StartError(f"{start}: {', '.join(absent)} is not among those; valid: {', '.join(BY_STRUCTURE)}")
     if getattr(vllm_config.model_config, "is_multimodal_model", False):
         raise StartError(f"{start}: it takes images or sound, whose positions are not looked into")
     if vllm_config.lora_config is not None:

@@ -61,10 +61,7 @@ class Family:
 
 # Newer vLLM runs these by Transformers' classes, told to or not; of the others taps know vLLM's own code alone.
 BY_TRANSFORMERS: Final = frozenset({"GPTNeoXForCausalLM"})
-# Sites that are looked for by structure where an architecture is not in the table.
-BY_STRUCTURE: Final = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "attn_out_raw", "mlp_out_raw",
-                       "mlp_post", "q", "k", "v", "q_rot", "k_rot", "z", "kv_latent", "k_pe", "router_logits",
-                       "experts", "embed", "final_norm")
+BY_STRUCTURE: Final = tuple(SITES)  # what is looked for where an architecture is not in the table
 # Rows of these are a rank's share of the heads or of the MLP under tensor parallelism; the others are whole everywhere.
 SHARED_OUT: Final = ("mlp_post", "q", "k", "v", "q_rot", "k_rot", "z")
 

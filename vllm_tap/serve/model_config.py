@@ -45,16 +45,12 @@ class ModelConfig:
 
         A site that only some models of an architecture have is refused once the engine has loaded its own.
         """
-        from engine_side.tap.architectures import BY_STRUCTURE, family_of, is_known
+        from engine_side.tap.architectures import family_of, is_known
 
         if not is_known(self.architectures):
             if takes_more_than_text(self.architectures):
                 raise StartError(f"{flag}: {', '.join(self.architectures)} takes images or sound: no tap is known for "
                                  "it, and its sites are not looked for by structure")
-            if absent := [site for site in sites if site not in BY_STRUCTURE]:
-                raise StartError(f"{flag} = {absent[0]!r}: {', '.join(self.architectures)} is not in the table of "
-                                 "architectures: its sites are found by structure as the engine starts; valid: "
-                                 f"{', '.join(BY_STRUCTURE)}")
             return
         family = family_of(self.architectures, self.said)
         offered = [site for site in (*family.block, *family.model) if self.layers_of(site) != []]

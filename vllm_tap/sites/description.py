@@ -104,8 +104,7 @@ def describe(model: str, config: ModelConfig) -> SiteList:
                              "known for it, and its sites are not looked for by structure; take the text model alone, "
                              "where it is published")
         entries = [_entry(config, site, SITES[site].meaning, {}, "structure") for site in BY_STRUCTURE]
-        refused = dict.fromkeys((site for site in SITES if site not in BY_STRUCTURE), "is not looked for by structure")
-        return SiteList(model, names, False, config.n_layers or None, tuple(entries), refused)
+        return SiteList(model, names, False, config.n_layers or None, tuple(entries), {})
     family = family_of(names, config.said)
     places = {**family.block, **family.model}
     meanings = {site: place.meaning if place.hidden is None else f"{place.meaning}; or {place.hidden.meaning}"
