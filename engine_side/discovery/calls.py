@@ -7,7 +7,7 @@ decoder block is handed over when the block ends, so that never more than a bloc
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
@@ -76,11 +76,7 @@ class Recording:
         return self.outside
 
     def __exit__(self, *_: object) -> None:
-        for module, own in self._undo:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
+        put_back(self._undo)
 
     def _recording(self, path: str, module: nn.Module) -> Callable[..., Any]:
         forward, claims = module.forward, self.claims.get(id(module), ())
@@ -137,6 +133,15 @@ class Recording:
     def _values(self, side: str, tensors: Mapping[str, Any]) -> list[Value]:
         return [Value(f"{side} {name}", rows) for name, tensor in tensors.items()
                 if (rows := rows_of(tensor, self.tokens)) is not None]
+
+
+def put_back(before: Iterable[tuple[nn.Module, Any]]) -> None:
+    """Give modules the ``forward`` back that they had of their own; None where they had their class's."""
+    for module, own in before:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 def rows_of(value: Any, tokens: int) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from engine_side.discovery.calls import rows_of
+from engine_side.discovery.calls import put_back, rows_of
 from engine_side.discovery.identities import apart
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
@@ -48,11 +48,7 @@ class Nudge:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module, own in self._undo:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
+        put_back(self._undo)
 
     def _nudging(self, module: Any, points: list[TapPoint]) -> Callable[..., Any]:
         forward = module.forward

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
+from engine_side.discovery.calls import put_back
 from engine_side.discovery.discover import ROWS, Contradicted, Discovery, Shape
 from engine_side.discovery.identities import ROUNDINGS
 from engine_side.discovery.nudge import Nudge
@@ -112,11 +113,7 @@ def _noisy(model: nn.Module, draws: torch.Generator) -> Iterator[None]:
     try:
         yield
     finally:
-        for kernel, own in before:
-            if own is None:
-                del kernel.forward
-            else:
-                kernel.forward = own
+        put_back(before)
 
 
 @contextmanager
