@@ -10,7 +10,7 @@ from schemas.wire.messages import Bye, Hello
 from writer_service import fs
 from writer_service.catalog import catalog
 from writer_service.catalog.changes import Change
-from writer_service.control_log import log_numbers, log_path, read_log
+from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.recover.sequences import Recovered, StreamSequence
 
 
@@ -24,7 +24,8 @@ def replay_logs(db: sqlite3.Connection, store: Path, state: Recovered) -> set[st
         if number < int(log):
             continue
         path = log_path(journal, number)
-        end = start = int(offset) if number == int(log) else 0
+        start = int(offset) if number == int(log) else 0
+        end = max(start, log_end)
         entries: list[Change] = []
         for after, entry in read_log(path, state.uuid, start):
             end = after

@@ -65,7 +65,7 @@ def merge(store: Path, uuid: bytes, numbers: Sequence[int]) -> None:
             end = max((after for after, _ in read_log(path, uuid)), default=log_end)
         except StoreError:
             end = 0
-        if end != len(data):
+        if end != max(len(data), log_end):  # one whose head was never whole has no records
             raise DamagedLogError(number, path, end)
         records.append(data[log_end:])
     span = numbers[-1] - numbers[0]  # what a head below says is of a merge that is finished

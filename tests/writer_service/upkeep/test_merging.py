@@ -82,6 +82,19 @@ def copied(many: Sample, tmp_path: Path) -> Iterator[Sample]:
     yield Sample(tmp_path / "store", many.gone, many.kept)
 
 
+def test_starts_that_wrote_nothing_leave_few_logs(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for turn in range(12):
+        with WriterProcess(store, *NEVER) as writer:
+            writer.kill()
+        if turn % 2:  # killed before the head was there
+            log_path(store / journal_folder(), logs(store)[-1]).write_bytes(b"TAPLOG01"[:turn])
+    with WriterProcess(store, "--seal-idle-s", "0.05", "--keep-s", "0.05") as writer:
+        assert until(lambda: len(logs(store)) <= 8, 10.0)
+        writer.stop()
+    assert_consistent(store)
+
+
 def test_rounds_of_erasing_leave_few_logs(tmp_path: Path) -> None:
     with WriterProcess(tmp_path / "store", "--seal-idle-s", "0.05", "--keep-s", "0.05") as writer:
         with Sender(writer.endpoint) as engine, Sender(writer.endpoint, role="api") as api:
