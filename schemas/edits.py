@@ -88,10 +88,11 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"):
-    """All edits of a request in their order, with the vectors that are not the engine's own: float32, by digest."""
+    """All edits of a request in their order, with their vectors: float32, by digest."""
 
     placed: list[Placed]
     vectors: dict[str, bytes]
+    told: str  # as in Manifest.edits, JSON
 
     def salt(self, prompt_len: int) -> str:
         """Text that is equal where the same rows get the same edits: what such requests cached they may share."""
@@ -195,7 +196,7 @@ def _check_positions(field: str, positions: str | Sequence[object]) -> None:
 
 def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
     """Edits held against an engine; EditError where they do not fit."""
-    placed, vectors = [], {}
+    placed, vectors, told = [], {}, []
     for number, spec in enumerate(specs):
         site, layers = _layers(f"[{number}]", spec, arms)
         form, vector = _form(f"[{number}]", spec, site, arms)
@@ -206,9 +207,18 @@ def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
         positions = spec.positions if isinstance(spec.positions, str) else merged(
             (item, item + 1) if isinstance(item, int) else item for item in spec.positions)
         placed.append(Placed(site, layers, positions, form, digest))
-    found = Edits(placed, vectors)
+        told.append(_told(spec, placed[-1]))
+    found = Edits(placed, vectors, json.dumps(told))
     _check_depth(found, arms)
     return found
+
+
+def _told(spec: EditSpec, placed: Placed) -> dict[str, Any]:
+    """An edit as a manifest has it: as asked, its site and layers as they were found, its vector by its digest."""
+    asked = spec.model_dump(exclude_defaults=True, exclude={"site", "layers", "vector"})
+    return {"site": placed.site, "layers": placed.layers, **asked,
+            **({"vector": spec.vector} if isinstance(spec.vector, str) else {}),
+            **({"digest": placed.vector} if placed.vector else {})}
 
 
 def _layers(at: str, spec: EditSpec, arms: Arms) -> tuple[str, list[int]]:

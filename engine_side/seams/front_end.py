@@ -137,13 +137,17 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         """The request with its edits, and with a salt: nobody else reads what it leaves in the prefix cache."""
         edits = _admit_edits(self, extra[EDIT_KEY], params, bool(kwargs.get("resumable")))
         rest = {key: value for key, value in extra.items() if key != EDIT_KEY}
+        if edits is not None:  # what is changed has a manifest, though nothing be captured
+            rest.setdefault(KEY, self.vllm_tap.capture_all or {"sites": []})
         request = plain(self, rest, request_id, prompt, _without_spec(params, rest), *args, **kwargs)
         if edits is None:
             return request
         prompt_len = len(request.prompt_token_ids)
         cut(edits, prompt_len)
         request.cache_salt = f"{request.cache_salt or ''}|vllm-tap-edit:{edits.salt(prompt_len)}"
-        request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), EDIT_KEY: encode(edits)}
+        held = request.sampling_params.extra_args
+        held = {**held, KEY: admission.with_told(held[KEY], edits=edits.told), EDIT_KEY: encode(edits)}
+        request.sampling_params.extra_args = held
         return request
 
     def ticketed(self: Any, extra: dict[str, Any], request_id: str, prompt: Any, params: Any, *args: Any,
@@ -165,7 +169,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             admission.forget(text)
             return request
         if (adapter := getattr(request, "lora_request", None)) is not None:
-            text = admission.with_adapter(text, str(adapter.lora_name))
+            text = admission.with_told(text, adapter=str(adapter.lora_name))
         request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), KEY: text}
         return request
 

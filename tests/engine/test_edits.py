@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
 
+from schemas.edits import digest_of
+from schemas.errors import SpecError
 from schemas.read.reader import StoreReader
 from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, in_this_process
 from tests.support.models.common import COMMON
@@ -41,8 +44,8 @@ def started(reader: StoreReader, family: str, group: str = "scheduler", edit: st
             patch.delenv(name)
         patch.setenv("VLLM_TAP_EDIT", edit or armed(family))
         with in_this_process(not family.startswith("gpt_neox")):
-            llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, seed=0,
-                           **{**options(family, group), **more})
+            llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8,
+                           seed=0, **{**options(family, group), **more})
     return Engine(llm, reader, Reference(folder))
 
 
@@ -62,19 +65,18 @@ def vector(width: int, seed: int, size: float = 1.0) -> Any:
     return (np.random.default_rng(seed).standard_normal(width) * size).astype(np.float32)
 
 
-def run(engine: Engine, prompts: Sequence[Sequence[int]], edits: Sequence[Any], capture: bool = True, n_tokens: int = 6,
-        **more: Any) -> list[Any]:
+def run(engine: Engine, prompts: Sequence[Sequence[int]], edits: Sequence[Any], **more: Any) -> list[Captured]:
     """Generate all at once, each with its edits (None: none); raw captures of all that the engine has tapped."""
     from vllm import SamplingParams
 
     from schemas.ids import new_ulid
 
     ids = [new_ulid() for _ in prompts]
-    params = [SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True, logprobs=0, extra_args={
-        **({"capture": {"codec": "raw", "id": id_, "prefix_cache": "allow"}} if capture else {}),
-        **({} if edit is None else {"edit": edit})}, **more) for id_, edit in zip(ids, edits, strict=True)]
+    params = [SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, extra_args={
+        "capture": {"codec": "raw", "id": id_, "prefix_cache": "allow", **more},
+        **({} if edit is None else {"edit": edit})}) for id_, edit in zip(ids, edits, strict=True)]
     outputs = engine.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
-    return [engine.captured(id_, output) if capture else output for id_, output in zip(ids, outputs, strict=True)]
+    return [engine.captured(id_, output) for id_, output in zip(ids, outputs, strict=True)]
 
 
 def moved(edits: Sequence[dict[str, Any]], prompt_len: int, named: Any = None) -> dict[tuple[str, int], list[Edit]]:
@@ -187,6 +189,96 @@ def test_neighbours_have_the_same_bits(engine: Engine) -> None:
             there = np.isin(one.positions, other.positions)
             assert there.any() and np.array_equal(one.values()[0][there], other.values()[0])
     assert with_edits[1].tokens[:26] == tuple(prompts[1])
+
+
+def one(**fields: Any) -> list[dict[str, Any]]:
+    """A request's edits: one that can be made, but for these fields."""
+    made = {"site": "resid_post.1", "op": "scale", "by": 2, **fields}
+    return [{name: value for name, value in made.items() if value is not None}]
+
+
+@pytest.mark.parametrize(("edit", "said"), [
+    (one()[0], "must be a list"),
+    (one(site="resid_pre.1"), r"edit\[0\].site = 'resid_pre.1': cannot be edited; valid: one of"),
+    (one(site="mlp_out.1"), r"edit\[0\].layers = \[1\]: not armed for edits of mlp_out; armed: \[2\]"),
+    (one(site="resid_post.9"), r"edit\[0\].layers = \[9\]: out of range"),
+    (one(op="twist"), r"edit\[0\].op = 'twist': valid: add, scale"),
+    (one(op="add", by=None), r"edit\[0\].vector = 'nothing': add needs it"),
+    (one(op="add", by=None, vector=[1, 2]), r"edit\[0\].vector = '2 numbers': rows of resid_post have 128"),
+    (one(op="add", by=None, vector=[float("nan")] * 128), r"vector\[0\] = nan: valid: a finite number"),
+    (one(op="add", by=None, vector=[1e39] * 128), r"vector\[0\] = 1e\+39: valid: a finite number"),
+    (one(op="ablate", by=None, vector=[0.0] * 128), "ablate needs a direction"),
+    (one(op="add", by=None, vector="nobody"), r"no such vector; registered: tone"),
+    (one(scale=3), r"edit\[0\].scale = 3: scale has by, and no scale"),
+    (one(head=3), r"edit\[0\].head = 3: unknown field; valid: site"),
+    (one(op="cap", by=None, vector="tone", low=2, high=1), r"edit\[0\].low = 2: is above high"),
+    (one(positions=[[5, 5]]), r"start < stop"),
+    (one(positions=[-1]), r"edit\[0\].positions"),
+    (one(positions="later"), r"edit\[0\].positions = 'later'"),
+    (one() * 3, r"edit 3 of resid_post.1: the engine makes 2"),
+    (one() * 9, r"edits: 9 asked, limit 8"),
+    ("[", "malformed JSON"),
+    (7, "must be a list"),
+])
+def test_what_cannot_be_edited_is_refused(engine: Engine, edit: Any, said: str) -> None:
+    from vllm import SamplingParams
+
+    with pytest.raises(SpecError, match=said):
+        engine.llm.generate([{"prompt_token_ids": tokens(5, seed=1)}], SamplingParams(extra_args={"edit": edit}),
+                            use_tqdm=False)
+
+
+def test_the_manifest_tells_of_edits(engine: Engine) -> None:
+    """Also where nothing is captured, under the id that the request names."""
+    given = vector(HIDDEN, 3)
+    edits = [
+        {"site": "blocks.1.hook_resid_post", "op": "add", "vector": given.tolist(), "scale": 2},
+        {"site": "resid_post", "layers": [0, 2], "op": "cap", "vector": "tone", "high": 1.5, "positions": "prompt"}]
+    told = [{"site": "resid_post", "layers": [1], "op": "add", "scale": 2, "digest": digest_of(given)},
+            {"site": "resid_post", "layers": [0, 2], "op": "cap", "high": 1.5, "positions": "prompt", "vector": "tone",
+             "digest": ANY}]
+    captured, = run(engine, [tokens(8, seed=9)], [edits])
+    assert captured.manifest.edits == told
+    alone, = run(engine, [tokens(8, seed=9)], [edits], sites=[])
+    assert alone.manifest.edits == told and alone.manifest.rows == [] and alone.tokens == captured.tokens
+    plain, = run(engine, [tokens(8, seed=9)], [None])
+    assert plain.manifest.edits == []
+
+
+def test_without_a_salt_the_prefix_cache_is_poisoned(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The salt is what keeps it clean: without it, a plain request reads what an edited one left there."""
+    edit = operations(engine)[0]
+    prompt = tokens(96, seed=31)
+    clean, = run(engine, [prompt], [None])
+    monkeypatch.setattr(engine.llm.llm_engine.input_processor, "process_inputs", unsalted(engine))
+    other = tokens(96, seed=32)
+    run(engine, [other], [edit])
+    poisoned, = run(engine, [other], [None])
+    assert poisoned.output.num_cached_tokens >= 32
+    with pytest.raises(AssertionError):
+        check(engine, poisoned, None)
+    monkeypatch.undo()
+    third = tokens(96, seed=33)
+    run(engine, [third], [edit])
+    right, = run(engine, [third], [None])
+    assert right.output.num_cached_tokens == 0
+    check(engine, right, None)
+    shared, = run(engine, [third], [edit])
+    assert shared.output.num_cached_tokens >= 32  # equal edits share
+    check(engine, shared, edit)
+    check(engine, clean, None)
+
+
+def unsalted(engine: Engine) -> Any:
+    """The way in without a salt."""
+    original = engine.llm.llm_engine.input_processor.process_inputs
+
+    def process_inputs(*args: Any, **kwargs: Any) -> Any:
+        request = original(*args, **kwargs)
+        request.cache_salt = None
+        return request
+
+    return process_inputs
 
 
 WHILE = [feature for feature in FEATURES if feature.group in (
