@@ -24,7 +24,7 @@ class Unlisted:
     Face's block whose result is added to the stream, the first that a layer has (``path:Class`` where its class
     begins so); none where the family lacks the site, since ``lacks`` says why. ``raw``: the modules that those
     norm. ``factor``: what both are multiplied by. ``between``: whether the stream between them is somewhere.
-    ``engine``: options of vLLM's. ``here``: whether vLLM leaves Hugging Face's classes as they are, so that the
+    ``zero``: parameters that stay zeros, by the end of their names, and ``because``. ``engine``: options of vLLM's. ``here``: whether vLLM leaves Hugging Face's classes as they are, so that the
     engine may share a process with the reference. ``routed``: a row may hang on a close call of a router.
     ``not_run``: why, by group of features or by feature. ``tolerance``: of a row's length, and ``why`` it is not
     1e-4.
@@ -39,6 +39,8 @@ class Unlisted:
     factor: float = 1.0
     between: bool = True
     lacks: str = ""
+    zero: str = ""
+    because: str = ""
     engine: dict[str, Any] = field(default_factory=dict)
     here: bool = True
     routed: bool = False
@@ -95,6 +97,9 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "deepseek_v3": Unlisted({**COMMON, **_MLA, "n_group": 2, "topk_group": 1, "norm_topk_prob": True},
                             {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}, **_NATIVE, **_WHOLE, routed=True),
     "ernie4_5": Unlisted({**COMMON, **HEADS}),
+    "ernie4_5_moe": Unlisted({**COMMON, **HEADS, "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96,
+                              "moe_num_shared_experts": 1}, routed=True, zero="e_score_correction_bias",
+                             because="vLLM's CPU build leaves the bias of its router out"),
     "exaone4": Unlisted({**COMMON, "sliding_window": 64, "layer_types": _LAST}, **_NORMED),
     "exaone_moe": Unlisted({**COMMON, **HEADS, **_EIGHT, "sliding_window": 64, "layer_types": _LAST,
                             "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 96,
@@ -144,6 +149,16 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "mamba2": Unlisted({**_without("intermediate_size"), "state_size": 16, "num_heads": 8, "head_dim": 32,
                         "n_groups": 1, "chunk_size": 64},
                        attention=("mixer",), mlp=(), between=False, lacks="a block is one mixer"),
+    "mimo_v2_flash": Unlisted(
+        {**COMMON, **HEADS, "v_head_dim": 32, "sliding_window": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
+         "layer_types": _LAST, "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 96,
+         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 1.0}
+                             for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))}},
+        # Layers with a window have twice the heads of keys, which Hugging Face's class knows and vLLM reads.
+        {"hybrid_layer_pattern": [1, 1, 0], "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+         "swa_head_dim": 32, "swa_v_head_dim": 32, "swa_rope_theta": 1e4, "sliding_window_size": 64,
+         "layernorm_epsilon": 1e-5, "moe_layer_freq": [0, 1, 1], "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+         "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}, routed=True),
     "ministral3": Unlisted({**COMMON, **HEADS}),
     "nemotron": Unlisted({**COMMON, **HEADS, "partial_rotary_factor": 0.5}),
     "nemotron_h": Unlisted({**COMMON, **HEADS, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*-",

@@ -138,6 +138,7 @@ def _notes(family: str) -> list[str]:
     return [
         *([f"no {', '.join(f'`{site}`' for site in lacks)}: {of.lacks}"] if lacks else []),
         *([f"tolerance {of.tolerance:g}: {of.why}"] if of.why else []),
+        *([f"`{of.zero}` is zeros: {of.because}"] if of.zero else []),
         *(f"Hugging Face's model is told `{key}` = {value}, vLLM {of.says[key]}, which it takes for one more"
           for key, value in of.reads.items()),
         *(f"{', '.join(what)} not run: {why}" for why, what in reasons.items())]
