@@ -24,10 +24,11 @@ class Unlisted:
     Face's block whose result is added to the stream, the first that a layer has (``path:Class`` where its class
     begins so); none where the family lacks the site, since ``lacks`` says why. ``raw``: the modules that those
     norm. ``factor``: what both are multiplied by. ``between``: whether the stream between them is somewhere.
-    ``zero``: parameters that stay zeros, by the end of their names, and ``because``. ``engine``: options of vLLM's. ``here``: whether vLLM leaves Hugging Face's classes as they are, so that the
-    engine may share a process with the reference. ``routed``: a row may hang on a close call of a router.
-    ``not_run``: why, by group of features or by feature. ``tolerance``: of a row's length, and ``why`` it is not
-    1e-4.
+    ``zero``: the end of the names of parameters that are zeros, and ``because``. ``engine``: options of vLLM's.
+    ``blocks``: of the cache, fewer than eight requests want, where its kind does not say how many. ``here``: whether
+    vLLM leaves Hugging Face's classes as they are, so that the engine may share a process with the reference.
+    ``routed``: a row may hang on a close call of a router. ``not_run``: why, by group of features or by feature.
+    ``tolerance``: of a row's length, and ``why`` it is not 1e-4.
     """
 
     says: dict[str, Any]
@@ -42,6 +43,7 @@ class Unlisted:
     zero: str = ""
     because: str = ""
     engine: dict[str, Any] = field(default_factory=dict)
+    blocks: int = 0
     here: bool = True
     routed: bool = False
     not_run: dict[str, str] = field(default_factory=dict)
@@ -74,6 +76,8 @@ _NATIVE: dict[str, Any] = {"engine": {"compilation_config": {"custom_ops": ["non
 _WHOLE: dict[str, Any] = {"not_run": dict.fromkeys(
     ("ragged batch", "chunked prefill", "prefix cache, recomputed", "prefix cache, allowed"),
     "vLLM's CPU build neither cuts a prompt up nor caches prefixes with latent attention")}
+_NO_DRAFTS = "vLLM's CPU build has no kernel that moves a mixer's state when it drafts"
+_STATE: dict[str, Any] = {"not_run": {"speculative decoding": _NO_DRAFTS}}
 _MLA = {"num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "first_k_dense_replace": 1, "moe_intermediate_size": 96, "n_shared_experts": 1}
@@ -166,7 +170,8 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                             "expand": 2, "chunk_size": 64},
                            attention=("mixer:NemotronHMamba", "mixer:NemotronHAttention"), mlp=("mixer:NemotronHMLP",),
                            between=False, lacks="a block is a mixer or an MLP", tolerance=2e-3,
-                           why="off from the first Mamba layer on; what of vLLM's scan differs was not found"),
+                           why="off from the first Mamba layer on; what of vLLM's scan differs was not found",
+                           blocks=8, **_STATE),
     "olmo": Unlisted(COMMON, **_APART),
     "olmo2": Unlisted(COMMON, **_NORMED, **_APART),
     "olmo3": Unlisted({**COMMON, "sliding_window": 64}, **_NORMED, **_APART),
