@@ -67,7 +67,7 @@ class BlocksReference:
         ids = torch.tensor(tokens)
         with torch.inference_mode():
             self._keep("final_norm", 0, self.base(ids[None]).last_hidden_state)
-            self._keep("embed", 0, self.model.get_input_embeddings().weight[ids])
+            self._keep("embed", 0, self.family.scale * self.model.get_input_embeddings().weight[ids])
         if self.family.between:
             for layer in range(len(self.blocks)):
                 self._keep("resid_mid", layer, self._rows["resid_pre", layer] + self._rows["attn_out", layer])

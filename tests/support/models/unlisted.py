@@ -24,6 +24,7 @@ class Unlisted:
     Face's block whose result is added to the stream, the first that a layer has (``path:Class`` where its class
     begins so); none where the family lacks the site, since ``lacks`` says why. ``raw``: the modules that those
     norm. ``factor``: what both are multiplied by. ``between``: whether the stream between them is somewhere.
+    ``scale``: by what the embedding module that vLLM runs multiplies the rows of its table.
     ``zero``: the end of the names of parameters that are zeros, and ``because``. ``engine``: options of vLLM's.
     ``blocks``: of the cache, fewer than eight requests want, where its kind does not say how many. ``here``: whether
     vLLM leaves Hugging Face's classes as they are, so that the engine may share a process with the reference.
@@ -38,6 +39,7 @@ class Unlisted:
     mlp: tuple[str, ...] = MLP
     raw: tuple[str, str] = ("", "")
     factor: float = 1.0
+    scale: float = 1.0
     between: bool = True
     lacks: str = ""
     zero: str = ""
@@ -184,7 +186,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "stablelm": Unlisted(COMMON),
     "starcoder2": Unlisted(COMMON, **_APART),
     "vaultgemma": Unlisted({**COMMON, **HEADS, "query_pre_attn_scalar": 32, "sliding_window": 64,
-                            "layer_types": _THREE}, **_APART),
+                            "layer_types": _THREE}, scale=COMMON["hidden_size"]**0.5, **_APART),
 }
 
 # Four streams a token, of which a block is given all.
