@@ -24,6 +24,7 @@ class Unlisted:
     Face's block whose result is added to the stream, the first that a layer has (``path:Class`` where its class
     begins so); none where the family lacks the site, since ``lacks`` says why. ``raw``: the modules that those
     norm. ``factor``: what both are multiplied by. ``between``: whether the stream between them is somewhere.
+    ``more``: sites besides, by the module of Hugging Face's block that is given ("in") or returns ("out") their rows.
     ``scale``: by what the embedding module that vLLM runs multiplies the rows of its table.
     ``zero``: the end of the names of parameters that are zeros, and ``because``. ``engine``: options of vLLM's.
     ``blocks``: of the cache, fewer than eight requests want, where its kind does not say how many. ``here``: whether
@@ -39,6 +40,7 @@ class Unlisted:
     mlp: tuple[str, ...] = MLP
     raw: tuple[str, str] = ("", "")
     factor: float = 1.0
+    more: dict[str, tuple[str, str]] = field(default_factory=dict)
     scale: float = 1.0
     between: bool = True
     lacks: str = ""
@@ -57,7 +59,7 @@ class Unlisted:
         """What is armed."""
         return (*STREAM, *(("resid_mid",) if self.between else ()), *(("attn_out",) if self.attention else ()),
                 *(("mlp_out",) if self.mlp else ()), *(("attn_out_raw",) if self.raw[0] else ()),
-                *(("mlp_out_raw",) if self.raw[1] else ()))
+                *(("mlp_out_raw",) if self.raw[1] else ()), *self.more)
 
 
 _MOE = {"num_local_experts": 8, "num_experts_per_tok": 2}
@@ -78,6 +80,8 @@ _NATIVE: dict[str, Any] = {"engine": {"compilation_config": {"custom_ops": ["non
 _WHOLE: dict[str, Any] = {"not_run": dict.fromkeys(
     ("ragged batch", "chunked prefill", "prefix cache, recomputed", "prefix cache, allowed"),
     "vLLM's CPU build neither cuts a prompt up nor caches prefixes with latent attention")}
+_PROJECTIONS = {"q": ("self_attn.q_proj", "out"), "k": ("self_attn.k_proj", "out"), "v": ("self_attn.v_proj", "out"),
+                "z": ("self_attn.o_proj", "in"), "mlp_post": ("mlp.down_proj", "in")}
 _NO_DRAFTS = "vLLM's CPU build has no kernel that moves a mixer's state when it drafts"
 _STATE: dict[str, Any] = {"not_run": {"speculative decoding": _NO_DRAFTS}}
 _MLA = {"num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
@@ -114,7 +118,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                         "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False},
                        attention=("self_attention",), **_PARALLEL),
     "falcon_h1": Unlisted({**COMMON, **HEADS, **_MAMBA, "mamba_d_ssm": 256}, attention=(), between=False,
-                          lacks="two mixers are added up in place of attention"),
+                          lacks="two mixers are added up in place of attention", blocks=8, **_STATE),
     "gemma": Unlisted({**COMMON, **HEADS, **TIED}),
     "gemma4_text": Unlisted({**COMMON, **HEADS, **TIED, "sliding_window": 64, "layer_types": _LAST,
                              "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
@@ -136,25 +140,27 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "gpt_bigcode": Unlisted(_SMALL, **_APART),
     "gpt_oss": Unlisted({**COMMON, **HEADS, **_MOE, "sliding_window": 64, "layer_types": _THREE}, routed=True),
     "gptj": Unlisted({**_SMALL, "rotary_dim": 16}, **_PARALLEL),
-    "granite": Unlisted({**COMMON, **_GRANITE}, factor=0.22),
+    "granite": Unlisted({**COMMON, **_GRANITE}, factor=0.22, more=_PROJECTIONS),
     "granitemoe": Unlisted({**COMMON, **_GRANITE, **_MOE}, factor=0.22, routed=True),
     "granitemoehybrid": Unlisted({**COMMON, **_GRANITE, **_MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2,
                                   "shared_intermediate_size": 96, "layer_types": ["mamba", "mamba", "attention"],
                                   "mamba_expand": 2, "position_embedding_type": "rope"}, factor=0.22, mlp=(),
-                                 lacks="shared experts are added beside the routed ones", routed=True),
+                                 lacks="shared experts are added beside the routed ones", routed=True, blocks=8,
+                                 **_STATE),
     "helium": Unlisted({**COMMON, **HEADS}, **_APART),
     "hunyuan_v1_dense": Unlisted({**COMMON, **HEADS}, **_APART),
     "lfm2": Unlisted({**COMMON, "layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 192,
-                      "block_auto_adjust_ff_dim": False}, {"conv_dim": 128, "block_dim": 128}, **_NATIVE),
+                      "block_auto_adjust_ff_dim": False}, {"conv_dim": 128, "block_dim": 128}, **_NATIVE,
+                     **_STATE),
     "lfm2_moe": Unlisted({**COMMON, **_EIGHT, "layer_types": ["conv", "full_attention", "conv"],
-                          "moe_intermediate_size": 96, "num_dense_layers": 1}, {"conv_dim": 128}, **_NATIVE,
+                          "moe_intermediate_size": 96, "num_dense_layers": 1}, {"conv_dim": 128}, **_NATIVE, **_STATE,
                          routed=True),
     "llama4_text": Unlisted({**COMMON, **HEADS, "intermediate_size_mlp": 192, "num_local_experts": 4,
                              "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 128},
                             routed=True),
     "mamba2": Unlisted({**_without("intermediate_size"), "state_size": 16, "num_heads": 8, "head_dim": 32,
                         "n_groups": 1, "chunk_size": 64},
-                       attention=("mixer",), mlp=(), between=False, lacks="a block is one mixer"),
+                       attention=("mixer",), mlp=(), between=False, lacks="a block is one mixer", blocks=8, **_STATE),
     "mimo_v2_flash": Unlisted(
         {**COMMON, **HEADS, "v_head_dim": 32, "sliding_window": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
          "layer_types": _LAST, "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 96,

@@ -146,6 +146,7 @@ def _notes(family: str, own: dict[str, float] | None) -> list[str]:
         *([f"tolerance {of.tolerance:g}: {of.why}"] if of.why else []),
         *([f"a log-probability of vLLM without taps is up to {own['vllm']:.1e} nats off Hugging Face's, and "
            f"{own['rows']:.1e} off what the captured `final_norm` gives"] if own else []),
+        *([f"{', '.join(f'`{site}`' for site in of.more)} too"] if of.more else []),
         *(["`embed` is scaled, by the embedding module itself"] if of.scale != 1 else []),
         *([f"`{of.zero}` is zeros: {of.because}"] if of.zero else []),
         *(f"Hugging Face's model is told `{key}` = {value}, vLLM {of.says[key]}, which it takes for one more"
