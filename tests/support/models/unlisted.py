@@ -82,7 +82,9 @@ _WHOLE: dict[str, Any] = {"not_run": dict.fromkeys(
     "vLLM's CPU build neither cuts a prompt up nor caches prefixes with latent attention")}
 _PROJECTIONS = {"q": ("self_attn.q_proj", "out"), "k": ("self_attn.k_proj", "out"), "v": ("self_attn.v_proj", "out"),
                 "z": ("self_attn.o_proj", "in"), "mlp_post": ("mlp.down_proj", "in")}
-_NO_DRAFTS = "vLLM's CPU build has no kernel that moves a mixer's state when it drafts"
+_NO_PREFIXES = "vLLM's CPU build caches no prefixes of a model that has mixers alone"
+_NO_DRAFTS = ("vLLM's CPU build gives other tokens with drafts than without, from the second on, with taps or without; "
+              "where it caches prefixes it fails")
 _STATE: dict[str, Any] = {"not_run": {"speculative decoding": _NO_DRAFTS}}
 _MLA = {"num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
@@ -145,8 +147,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "granitemoehybrid": Unlisted({**COMMON, **_GRANITE, **_MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2,
                                   "shared_intermediate_size": 96, "layer_types": ["mamba", "mamba", "attention"],
                                   "mamba_expand": 2, "position_embedding_type": "rope"}, factor=0.22, mlp=(),
-                                 lacks="shared experts are added beside the routed ones", routed=True, blocks=8,
-                                 **_STATE),
+                                 lacks="shared experts are added beside the routed ones", routed=True, **_STATE),
     "helium": Unlisted({**COMMON, **HEADS}, **_APART),
     "hunyuan_v1_dense": Unlisted({**COMMON, **HEADS}, **_APART),
     "lfm2": Unlisted({**COMMON, "layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 192,
@@ -160,7 +161,10 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                             routed=True),
     "mamba2": Unlisted({**_without("intermediate_size"), "state_size": 16, "num_heads": 8, "head_dim": 32,
                         "n_groups": 1, "chunk_size": 64},
-                       attention=("mixer",), mlp=(), between=False, lacks="a block is one mixer", blocks=8, **_STATE),
+                       attention=("mixer",), mlp=(), between=False, lacks="a block is one mixer", not_run={
+                           "speculative decoding": _NO_DRAFTS, "prefix cache, recomputed": _NO_PREFIXES,
+                           "prefix cache, allowed": _NO_PREFIXES,
+                           "preemption": "a request holds one block of the cache from its beginning to its end"}),
     "mimo_v2_flash": Unlisted(
         {**COMMON, **HEADS, "v_head_dim": 32, "sliding_window": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
          "layer_types": _LAST, "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 96,
