@@ -83,7 +83,7 @@ _WHOLE: dict[str, Any] = {"not_run": dict.fromkeys(
 _PROJECTIONS = {"q": ("self_attn.q_proj", "out"), "k": ("self_attn.k_proj", "out"), "v": ("self_attn.v_proj", "out"),
                 "z": ("self_attn.o_proj", "in"), "mlp_post": ("mlp.down_proj", "in")}
 _NO_PREFIXES = "vLLM's CPU build caches no prefixes of a model that has mixers alone"
-_NO_DRAFTS = ("vLLM's CPU build gives other tokens with drafts than without, from the second on, with taps or without; "
+_NO_DRAFTS = ("vLLM's CPU build gives other tokens with drafts than without after the first few, taps or none; "
               "where it caches prefixes it fails")
 _STATE: dict[str, Any] = {"not_run": {"speculative decoding": _NO_DRAFTS}}
 _MLA = {"num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
