@@ -186,7 +186,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                            blocks=8, **_STATE),
     "olmo": Unlisted(COMMON, **_APART),
     "olmo2": Unlisted(COMMON, **_NORMED, **_APART),
-    "olmo3": Unlisted({**COMMON, "sliding_window": 64}, **_NORMED, **_APART),
+    "olmo3": Unlisted({**COMMON, "sliding_window": 64}, blocks=14, **_NORMED, **_APART),
     "olmoe": Unlisted({**COMMON, **_EIGHT}, routed=True),
     "phi": Unlisted(COMMON, **_PARALLEL, **_APART),
     "qwen2_moe": Unlisted({**COMMON, **_EIGHT, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96},
