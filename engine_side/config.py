@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from schemas import legacy
+from schemas import legacy, limits
 from schemas.checks import OnFull, check_one_of, parse_arm
+from schemas.edits import parse_edit_places
 from schemas.errors import StartError
 from schemas.probes import Registered, parse_probes, place_of
 from schemas.sites import layers_by_site
@@ -21,6 +22,7 @@ TAP_VERSION: Final = "7"  # part of the compile-cache salt: change it when trace
 VARIABLES: Final = (
     "VLLM_TAP_ENDPOINT", "VLLM_TAP_CURVE", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES",
     "VLLM_TAP_ON_FULL", "VLLM_TAP_STAGING_BYTES_MAX", "VLLM_TAP_PROBES", "VLLM_TAP_OWN_GROUP",
+    "VLLM_TAP_EDIT", "VLLM_TAP_EDIT_DEPTH", "VLLM_TAP_VECTORS",
 )
 
 TESTED_VERSIONS: Final = ((0, 26), (0, 32))  # of vLLM, first and last
@@ -43,6 +45,9 @@ class EngineConfig:
     staging_bytes_max: int = 8 << 30
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
     probes: tuple[Registered, ...] = ()
+    edit: tuple[str, ...] = ()  # sites, or site.layer, whose rows requests may have changed
+    edit_depth: int = 2  # edits of one row at one site and layer
+    vectors: tuple[Registered, ...] = ()  # that edits name
     own_group: bool = False  # each of vLLM's processes in a process group of its own: Ctrl-C is for who started them
 
     def __post_init__(self) -> None:
@@ -70,6 +75,11 @@ class EngineConfig:
         if self.capture_all and legacy.SITE not in layers_by_site(self.arm):
             raise StartError(f"VLLM_TAP_ARM={','.join(self.arm)!r}: must have {legacy.SITE}, which VLLM_ACT_CAPTURE=1 "
                              "captures")
+        if not 1 <= self.edit_depth <= limits.edit_depth_max:
+            raise StartError(f"VLLM_TAP_EDIT_DEPTH={self.edit_depth}: must be 1 to {limits.edit_depth_max}")
+        if self.vectors and not self.edit:
+            raise StartError(f"VLLM_TAP_VECTORS={self.vectors[0]}: nothing is armed that an edit could use it at; set "
+                             "VLLM_TAP_EDIT (--edit)")
         for name, value in (("RING", self.ring_bytes), ("SCRATCH", self.scratch_bytes)):
             if value != 0 and value < 4 * _MIB:
                 raise StartError(f"VLLM_TAP_{name}_BYTES={value}: at least {4 * _MIB}, or 0: what the model needs")
@@ -79,7 +89,8 @@ class EngineConfig:
         # In their order, as taps are made in it: what a graph of a cache writes first is the first that was registered.
         more = dict.fromkeys(f"{site}.{layer}" for site, layer in map(place_of, self.probes)
                              if not {site, f"{site}.{layer}"} & set(self.arm))
-        return " ".join(["vllm-tap", TAP_VERSION, ",".join(self.arm), *more])
+        edits = [f"edit={','.join(self.edit)}:{self.edit_depth}"] if self.edit else []
+        return " ".join(["vllm-tap", TAP_VERSION, ",".join(self.arm), *more, *edits])
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfig | None:
@@ -101,6 +112,9 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
         staging_bytes_max=_number(environment, "VLLM_TAP_STAGING_BYTES_MAX", 8 << 30),
         capture_all=capture_all or "",
         probes=parse_probes(environment.get("VLLM_TAP_PROBES", "").split(","), "VLLM_TAP_PROBES"),
+        edit=parse_edit_places("VLLM_TAP_EDIT", environment.get("VLLM_TAP_EDIT", "")),
+        edit_depth=_number(environment, "VLLM_TAP_EDIT_DEPTH", 2),
+        vectors=parse_probes(environment.get("VLLM_TAP_VECTORS", "").split(","), "VLLM_TAP_VECTORS", "vector"),
         own_group=environment.get("VLLM_TAP_OWN_GROUP", "") == "1",
     )
 

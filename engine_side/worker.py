@@ -14,6 +14,7 @@ import torch
 from engine_side import kernels
 from engine_side.codecs import matrices
 from engine_side.config import EngineConfig
+from engine_side.edits.editor import Editor
 from engine_side.step.recorder import Recorder
 from engine_side.tap.architectures import Embedding, Sum
 from engine_side.tap.staging import Staging
@@ -47,6 +48,7 @@ class Worker:
     staging: Staging
     recorder: Recorder | None  # None on a rank whose rows another rank hands over
     sender: SenderProcess | None
+    editor: Editor | None  # None where nothing is armed for edits
     pid: int  # of the process whose it is: one that was forked from it has no part in it
 
 
@@ -54,12 +56,12 @@ CURRENT: Worker | None = None
 
 
 def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks: Checks, staging: Staging,
-          scratch: Scratch | None, device: torch.device, leads: bool) -> None:
+          scratch: Scratch | None, device: torch.device, leads: bool, editor: Editor | None = None) -> None:
     """Make the worker's recorder and its sender, on the rank that ``leads`` its tensor-parallel group."""
     global CURRENT
     stop()
     if not leads:  # the sites are whole on every rank: once is enough
-        CURRENT = Worker(info, model, checks, staging, None, None, os.getpid())
+        CURRENT = Worker(info, model, checks, staging, None, None, editor, os.getpid())
         return
     row = max(buffer.shape[0] * buffer.shape[2] * buffer.element_size() for buffer in staging.buffers.values())
     for name, value in (("RING", config.ring_bytes), ("SCRATCH", config.scratch_bytes)):
@@ -76,7 +78,7 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks
         model.register_buffer("vllm_tap_numbers", to_host.numbers, persistent=False)
     recorder = Recorder(staging, info.model_dtype, config.on_full, to_host)
     sender = SenderProcess(config.endpoint, ring.shared, config.curve)
-    CURRENT = Worker(info, model, checks, staging, recorder, sender, os.getpid())
+    CURRENT = Worker(info, model, checks, staging, recorder, sender, editor, os.getpid())
     atexit.register(stop)
 
 

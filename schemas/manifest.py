@@ -78,6 +78,7 @@ class Manifest(msgspec.Struct, frozen=True):
     created_ms: int
     engine: dict[str, Any]  # EngineInfo
     adapter: str  # the LoRA adapter that the model ran with, "" for none
+    edits: list[dict[str, Any]]  # made while it ran, in their order, vectors by their digest; rows are as they went on
     prompt_len: int
     total_len: int  # prompt + generated tokens known so far
     end: int  # positions [0, end) were computed for the final sequence

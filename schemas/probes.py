@@ -77,28 +77,32 @@ class LoadedProbe:
     bias: F32
 
 
-def parse_probes(texts: Iterable[str], what: str = "probes") -> tuple[Registered, ...]:
-    """``NAME=FILE`` or ``NAME=FILE@resid_post.12`` each; StartError, beginning with ``what``, where one is no good."""
+def parse_probes(texts: Iterable[str], what: str = "probes", kind: str = "probe") -> tuple[Registered, ...]:
+    """``NAME=FILE`` or ``NAME=FILE@resid_post.12`` each; StartError, beginning with ``what``, where one is no good.
+
+    A ``vector`` (of edits) is named like a probe.
+    """
     found: dict[str, Registered] = {}
     for text in filter(None, map(str.strip, texts)):
         name, equals, rest = text.partition("=")
         if not equals or not rest:
-            raise StartError(f"{what}: {text!r}: valid: NAME=FILE, or NAME=FILE@resid_post.12")
+            raise StartError(f"{what}: {text!r}: valid: NAME=FILE"
+                             + (", or NAME=FILE@resid_post.12" if kind == "probe" else ""))
         if _NAME.fullmatch(name) is None or len(name) > limits.probe_name_chars_max:
-            raise StartError(f"{what}: {name!r}: a probe's name is 1 to {limits.probe_name_chars_max} of "
+            raise StartError(f"{what}: {name!r}: a {kind}'s name is 1 to {limits.probe_name_chars_max} of "
                              "A-Z a-z 0-9 _ -, and begins with none of the last two")
         if name in found:
             raise StartError(f"{what}: {name!r} is named twice")
         path, place = rest, ""
-        if "@" in rest and _is_place(rest.rpartition("@")[2]):
+        if kind == "probe" and "@" in rest and _is_place(rest.rpartition("@")[2]):
             path, _, place = rest.rpartition("@")
         absolute = Path(path).absolute()  # which is how an engine is told of it
         if "," in str(absolute):
-            raise StartError(f"{what}: {str(absolute)!r}: a probe's path has no comma, which parts one probe from the "
+            raise StartError(f"{what}: {str(absolute)!r}: a {kind}'s path has no comma, which parts one from the "
                              "next; nor has the working folder of a relative one")
         found[name] = Registered(name, Path(path), place)
     if len(found) > limits.probes_max:
-        raise StartError(f"{what}: {len(found)} probes, limit {limits.probes_max}")
+        raise StartError(f"{what}: {len(found)} {kind}s, limit {limits.probes_max}")
     return tuple(found.values())
 
 

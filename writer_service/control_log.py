@@ -179,8 +179,8 @@ def content_of(entry: LogEntry) -> str | None:
     match entry.message:
         case Own(capture=capture, tags=tags) if tags:
             return capture
-        case Open(capture=capture, asked=asked, prompt_token_ids=tokens, adapter=adapter) if (
-                asked != "{}" or tokens or adapter):
+        case Open(capture=capture, asked=asked, prompt_token_ids=tokens, adapter=adapter, edits=edits) if (
+                asked != "{}" or tokens or adapter or edits):
             return capture
         case Finish(capture=capture, stop_reason=stop, output_token_ids=tokens) if tokens or stop is not None:
             return capture

@@ -182,9 +182,10 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Sh
     return encode(Ticket(id=ulid, asked=wanted.asked, resolved=wanted.resolved, base=base, n=n, count=count))
 
 
-def with_adapter(text: str, adapter: str) -> str:
-    """Add the LoRA adapter of its request to a ticket's JSON."""
-    return encode(msgspec.structs.replace(decode(text), adapter=adapter))
+def with_told(text: str, adapter: str = "", edits: str = "") -> str:
+    """Add the LoRA adapter of its request to a ticket's JSON, or what is told of its edits."""
+    ticket = decode(text)
+    return encode(msgspec.structs.replace(ticket, adapter=adapter or ticket.adapter, edits=edits or ticket.edits))
 
 
 def forget(text: str) -> None:

@@ -12,10 +12,13 @@ from typing import Any, Final
 
 import msgspec
 
+from schemas import edits
+from schemas.edits import Edits
 from schemas.ids import sample_id
 from schemas.spec import Resolved
 
 KEY: Final = "capture"
+EDIT_KEY: Final = "edit"
 COUNT_KEY: Final = "capture_count"
 LISTED_KEY: Final = "capture_listed"  # by our own front end, on requests that vLLM's server numbers by their prompt
 
@@ -32,6 +35,7 @@ class Ticket(msgspec.Struct, frozen=True, tag="vllm-tap", tag_field="ticket"):
     n: int
     count: int
     adapter: str = ""  # the LoRA adapter that the request runs with
+    edits: str = ""  # what is told of its edits (Edits.told)
 
     def capture(self, sample: int) -> str:
         """The capture id of this request's sample 0 … n-1."""
@@ -72,5 +76,17 @@ def find(sampling_params: Any) -> Ticket | None:
         return None
     try:
         return _kept(text) if len(text) <= _KEPT_LENGTH_MAX else decode(text)
+    except (msgspec.DecodeError, TypeError, UnicodeError, RecursionError):
+        return None
+
+
+def find_edits(sampling_params: Any) -> Edits | None:
+    """The edits of a request, None where it has none. Never raises: the engine must live."""
+    extra = getattr(sampling_params, "extra_args", None)
+    text = extra.get(EDIT_KEY) if isinstance(extra, dict) else None
+    if not isinstance(text, str):
+        return None
+    try:
+        return edits.decode(text)
     except (msgspec.DecodeError, TypeError, UnicodeError, RecursionError):
         return None

@@ -20,14 +20,17 @@ from typing import Any, Final
 import msgspec
 
 from engine_side.config import EngineConfig, from_environment
+from engine_side.edits.editor import cut
 from engine_side.front import admission
-from engine_side.front.ticket import COUNT_KEY, KEY, LISTED_KEY, find
+from engine_side.front.ticket import COUNT_KEY, EDIT_KEY, KEY, LISTED_KEY, find
 from engine_side.seams.patching import wrap_when_imported
 from engine_side.tap.architectures import lens_names
-from schemas.errors import SpecError, StartError
+from schemas.edits import Arms, EditError, Edits, encode, parse_edits, resolve_edits
+from schemas.errors import LimitError, SpecError, StartError
 from schemas.probes import load_probe
 from schemas.sites import SITES, layers_by_site
 from schemas.spec import armed_at
+from schemas.vectors import load_vector
 
 logger = logging.getLogger("vllm.tap")
 
@@ -64,6 +67,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         self.vllm_tap = from_environment()
         if self.vllm_tap is not None:
             self.vllm_tap_shape = _shape(self.vllm_config.model_config, self.vllm_tap)
+            self.vllm_tap_arms = _arms(self.vllm_config.model_config, self.vllm_tap, self.vllm_tap_shape)
             if self.vllm_tap.capture_all:
                 _check_capture_all(self.vllm_tap.capture_all, self.vllm_tap_shape)
             admission.use(self.vllm_tap.endpoint, self.vllm_tap.curve)
@@ -72,19 +76,34 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _shape(model: Any, config: EngineConfig) -> admission.Shape:
+    """The armed sites of a model, with their widths as far as its configuration states them."""
+    head, known = model.get_head_size(), widths_of(model)
+    widths = {site: known.get(site) for site in layers_by_site(config.arm)}
+    probes = {probe.name: load_probe(probe).about for probe in config.probes}
+    return admission.Shape(armed_at(config.arm, model.get_total_num_hidden_layers(), head, probes,
+                                lens_names(model.architectures)),
+                       {site: width for site, width in widths.items() if isinstance(width, int) and width > 0})
+
+
+def widths_of(model: Any) -> dict[str, Any]:
     """The widths that the model's own configuration states; those of experts differ too much to be read off it."""
     text, head = model.hf_text_config, model.get_head_size()
     dense = not any("expert" in name and not name.startswith("_") for name in vars(text))
     known = {"hidden": model.get_hidden_size(), "q_heads": getattr(text, "num_attention_heads", 0) * head,
              "kv_heads": model.get_total_num_kv_heads() * head,
              "mlp": getattr(text, "intermediate_size", None) if dense else None}
-    widths = {site: known.get(SITES[site].width) for site in layers_by_site(config.arm)}
-    if "embed" in widths:  # some are projected to the hidden size
-        widths["embed"] = getattr(text, "word_embed_proj_dim", None) or known["hidden"]
-    probes = {probe.name: load_probe(probe).about for probe in config.probes}
-    return admission.Shape(armed_at(config.arm, model.get_total_num_hidden_layers(), head, probes,
-                                lens_names(model.architectures)),
-                       {site: width for site, width in widths.items() if isinstance(width, int) and width > 0})
+    widths = {site: known.get(about.width) for site, about in SITES.items()}
+    # Some are projected to the hidden size.
+    return widths | {"embed": getattr(text, "word_embed_proj_dim", None) or known["hidden"]}
+
+
+def _arms(model: Any, config: EngineConfig, shape: admission.Shape) -> Arms:
+    """What requests may have edited. A site whose width is not known is left to the worker, which refuses the start."""
+    n_layers, known = model.get_total_num_hidden_layers(), widths_of(model)
+    layers = {site: list(range(n_layers)) if chosen is None else chosen
+              for site, chosen in layers_by_site(config.edit).items()}
+    return Arms(layers, {site: known[site] for site in layers if known[site]}, n_layers, config.edit_depth,
+                {vector.name: load_vector(vector) for vector in config.vectors}, dict(shape.armed.names))
 
 
 def _check_capture_all(spec: str, shape: admission.Shape) -> None:
@@ -101,11 +120,35 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         # What is done here stands between a batch's requests, of those without a spec as well.
         extra = getattr(params, "extra_args", None) or {}
         try:
-            if not _is_captured(self, extra, params, bool(kwargs.get("resumable"))):
-                return original(self, request_id, prompt, params, *args, **kwargs)
-            return ticketed(self, extra, request_id, prompt, params, *args, **kwargs)
+            if EDIT_KEY in extra:
+                return edited(self, extra, request_id, prompt, params, *args, **kwargs)
+            return plain(self, extra, request_id, prompt, params, *args, **kwargs)
         except SpecError as error:
             raise _client_error(error) from None
+
+    def plain(self: Any, extra: dict[str, Any], request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+              ) -> Any:
+        if not _is_captured(self, extra, params, bool(kwargs.get("resumable"))):
+            return original(self, request_id, prompt, params, *args, **kwargs)
+        return ticketed(self, extra, request_id, prompt, params, *args, **kwargs)
+
+    def edited(self: Any, extra: dict[str, Any], request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+               ) -> Any:
+        """The request with its edits, and with a salt: nobody else reads what it leaves in the prefix cache."""
+        edits = _admit_edits(self, extra[EDIT_KEY], params, bool(kwargs.get("resumable")))
+        rest = {key: value for key, value in extra.items() if key != EDIT_KEY}
+        if edits is not None:  # what is changed has a manifest, though nothing be captured
+            rest.setdefault(KEY, self.vllm_tap.capture_all or {"sites": []})
+        request = plain(self, rest, request_id, prompt, _without_spec(params, rest), *args, **kwargs)
+        if edits is None:
+            return request
+        prompt_len = len(request.prompt_token_ids)
+        cut(edits, prompt_len)
+        request.cache_salt = f"{request.cache_salt or ''}|vllm-tap-edit:{edits.salt(prompt_len)}"
+        held = request.sampling_params.extra_args
+        held = {**held, KEY: admission.with_told(held[KEY], edits=edits.told), EDIT_KEY: encode(edits)}
+        request.sampling_params.extra_args = held
+        return request
 
     def ticketed(self: Any, extra: dict[str, Any], request_id: str, prompt: Any, params: Any, *args: Any,
                  **kwargs: Any) -> Any:
@@ -126,11 +169,27 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             admission.forget(text)
             return request
         if (adapter := getattr(request, "lora_request", None)) is not None:
-            text = admission.with_adapter(text, str(adapter.lora_name))
+            text = admission.with_told(text, adapter=str(adapter.lora_name))
         request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), KEY: text}
         return request
 
     return process_inputs
+
+
+def _admit_edits(processor: Any, value: object, params: Any, in_pieces: bool) -> Edits | None:
+    """A caller's edits, held against the engine; None where it asks for none. SpecError where they cannot be made."""
+    if getattr(processor, "vllm_tap", None) is None:
+        raise EditError("", value, "this engine was started without taps; start it with VLLM_TAP_ENDPOINT and "
+                                   "VLLM_TAP_EDIT set")
+    if not hasattr(params, "n"):
+        raise EditError("", value, "what asks for a pooled vector is not edited")
+    if in_pieces:
+        raise EditError("", value, "a streamed prompt cannot be edited; send it whole")
+    try:
+        specs = parse_edits(value)
+    except LimitError as error:
+        raise EditError("", "…", str(error)) from None
+    return resolve_edits(specs, processor.vllm_tap_arms) if specs else None
 
 
 def _without_spec(params: Any, rest: dict[str, Any]) -> Any:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from engine_side import worker
-from engine_side.front.ticket import find
+from engine_side.edits.editor import Editor
+from engine_side.front.ticket import find, find_edits
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED
 from engine_side.step.selection import Step
@@ -36,9 +37,11 @@ def connect() -> None:
     """Install the wrappers."""
     wrap_when_imported("vllm.v1.worker.gpu_model_runner", {
         "GPUModelRunner.execute_model": partial(_execute_model, layout=_layout_v1),
+        "GPUModelRunner._prepare_inputs": partial(_prepare_inputs, layout=_rows_v1),
     })
     wrap_when_imported("vllm.v1.worker.gpu.model_runner", {
         "GPUModelRunner.execute_model": partial(_execute_model, layout=_layout_v2),
+        "GPUModelRunner.prepare_inputs": partial(_prepare_inputs, layout=_rows_v2),
     })
 
 
@@ -62,6 +65,8 @@ def _execute_model(original: Callable[..., Any], layout: ReadBatch) -> Callable[
         # Every function that a step enters costs it some microseconds: its caches hold other things by then. So
         # what is asked in every step is asked here.
         current = worker.CURRENT
+        if current is not None and current.editor is not None:
+            _see_edited(current.editor, scheduler_output)
         recorder = None if current is None else current.recorder
         if recorder is None or (recorder.idle and not scheduler_output.scheduled_new_reqs
                                 and not hasattr(scheduler_output, FINISHED)):
@@ -91,6 +96,38 @@ def _execute_model(original: Callable[..., Any], layout: ReadBatch) -> Callable[
         return result
 
     return execute_model
+
+
+def _see_edited(editor: Editor, scheduler_output: Any) -> None:
+    """Take up requests with edits, and forget those that have ended."""
+    if editor.requests:
+        editor.close(scheduler_output.finished_req_ids)
+    for request in scheduler_output.scheduled_new_reqs:
+        if (edits := find_edits(request.sampling_params)) is not None:
+            editor.open(request.req_id, edits, len(request.prompt_token_ids or ()))
+
+
+def _prepare_inputs(original: Callable[..., Any], layout: Callable[[Any, Any], tuple[Any, Any, torch.Tensor]]
+                    ) -> Callable[..., Any]:
+    """Edits are filled in where the batch has its order and its positions, before the forward."""
+    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        editor = None if worker.CURRENT is None else worker.CURRENT.editor
+        if editor is not None and editor.busy:
+            editor.before_forward(*layout(self, result))
+        return result
+
+    return prepare_inputs
+
+
+def _rows_v1(runner: Any, _: Any) -> tuple[Any, Any, torch.Tensor]:
+    batch = runner.input_batch
+    return batch.req_ids[: batch.num_reqs], runner.query_start_loc.np, getattr(runner.positions, "gpu",
+                                                                               runner.positions)
+
+
+def _rows_v2(_: Any, batch: Any) -> tuple[Any, Any, torch.Tensor]:
+    return batch.req_ids[: batch.num_reqs], batch.query_start_loc_np, batch.positions
 
 
 def _guarded(recorder: Any, body: Callable[..., None], *args: Any) -> None:

@@ -14,7 +14,11 @@ from torch import nn
 
 from engine_side import worker
 from engine_side.config import TAP_VERSION, EngineConfig, untested
+from engine_side.edits.editor import Editor
+from engine_side.edits.places import call_of, edit_arguments, edit_results
+from engine_side.edits.tables import room, tables
 from engine_side.seams import fusions, projections, residuals, unchanged
+from engine_side.seams.front_end import widths_of
 from engine_side.seams.recorded_step import discover, prove
 from engine_side.tap.architectures import (
     BY_TRANSFORMERS,
@@ -57,6 +61,11 @@ class ArmingPlan:
         """Sites that are armed, or that a probe reads."""
         return list(dict.fromkeys([*self.asked, *(loaded.about.site for loaded in self.probes.values())]))
 
+    @property
+    def touched(self) -> list[str]:
+        """Sites that are tapped, or that requests may have edited."""
+        return list(dict.fromkeys([*self.tapped, *layers_by_site(self.config.edit)]))
+
 
 def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     """Allocate staging, install taps, make recorder and sender; StartError where rows would not be what they should."""
@@ -79,17 +88,50 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     staging, scratch = allocate(widths, layers, _tokens_max(vllm_config), dtype, device, config.staging_bytes_max,
                                 config.scratch_bytes)
     _make_scorers(probes, staging, model, device)
+    places, editor = _arm_edits(vllm_config, config, find, device)
     classes, homes = unchanged.classes(model), unchanged.homes(model, points)
     compilation = vllm_config.compilation_config
     fusions.warn(fusions.computed_apart(points, compilation))
     writers = projections.find_writers(model, compilation.pass_config)
+    if editor is not None:
+        edit_results(places, editor.tables)
     install(projections.copied_where_quantized(points), staging, writers)
+    if editor is not None:
+        edit_arguments(places, editor.tables)
     residuals.read_back(find_carried(model, family, points), staging, vllm_config)
     unchanged.check_classes(classes, model)
     first_block = tuple(site for site in asked if 0 in armed.sites[site])
     checks = worker.Checks(homes, find_embedding(model, family, first_block), find_sums(family, layers))
     worker.start(config, _info(model, vllm_config, armed, points, staging), model, checks, staging, scratch,
-                 device, leads=_tensor_parallel_rank() == 0)
+                 device, leads=_tensor_parallel_rank() == 0, editor=editor)
+
+
+def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str, ...]], Iterable[TapPoint]],
+               device: torch.device) -> tuple[list[TapPoint], Editor | None]:
+    """The places that requests may have edited, and what edits them; StartError where one cannot be."""
+    if not config.edit:
+        return [], None
+    asked = layers_by_site(config.edit)
+    points = armed_points(asked, find)
+    n_layers, known = vllm_config.model_config.get_total_num_hidden_layers(), widths_of(vllm_config.model_config)
+    for point in points:
+        call_of(point)
+        if known[point.site] != point.width:
+            raise StartError(f"vllm-tap: cannot edit {point.site} on this model: its rows have {point.width} numbers, "
+                             f"which its configuration does not say ({known[point.site]}); arm other sites for edits")
+    for site, layers in asked.items():
+        has = {point.layer for point in points if point.site == site}
+        if layers is None and (lacking := sorted(set(range(n_layers)) - has)):
+            raise StartError(f"vllm-tap: VLLM_TAP_EDIT={','.join(config.edit)!r}: layers {lacking} have no {site}; "
+                             f"name those that have it, such as {site}.{min(has)}")
+    widths = {(point.site, point.layer): point.width for point in points}
+    size = widths, _tokens_max(vllm_config), vllm_config.scheduler_config.max_num_seqs, config.edit_depth
+    if (nbytes := room(*size)) > config.staging_bytes_max:
+        raise StartError(f"vllm-tap: edits need {nbytes / 2**20:,.1f} MiB; the budget is "
+                         f"{config.staging_bytes_max / 2**20:,.1f} MiB: arm fewer sites (VLLM_TAP_EDIT), lower "
+                         "max_num_seqs, or raise VLLM_TAP_STAGING_BYTES_MAX")
+    logger.info("vllm-tap: %d places may be edited; tables of %.1f MiB", len(points), nbytes / 2**20)
+    return points, Editor(tables(*size, device))
 
 
 def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPlan:
@@ -137,7 +179,7 @@ def _check_unknown(names: list[str], vllm_config: Any) -> None:
 
 
 def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
-    parallel, tapped = vllm_config.parallel_config, plan.tapped
+    parallel, tapped = vllm_config.parallel_config, plan.touched
     if parallel.pipeline_parallel_size > 1:
         raise StartError(f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}: valid: 1")
     if (ranks := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:

@@ -63,7 +63,7 @@ class CaptureLifecycle:
         now = time.time_ns() // 1_000_000
         try:
             self.to_host.send_event(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids,
-                                           cached, now, ticket.adapter))
+                                           cached, now, ticket.adapter, ticket.edits))
         except BaseException:  # what nobody heard of takes no rows
             self.captures.close(request)
             raise

@@ -38,6 +38,7 @@ class Opened(msgspec.Struct, tag=True, array_like=True):
     cached: int
     created_ms: int
     adapter: str
+    edits: str
 
 
 class Run(msgspec.Struct, tag=True, array_like=True):

@@ -147,7 +147,7 @@ class Sender:
             resolved=event.resolved, prompt_len=len(event.prompt_token_ids),
             cached=min(event.cached, len(event.prompt_token_ids)),
             prompt_token_ids=np.asarray(event.prompt_token_ids, "<u4").tobytes(), created_ms=event.created_ms,
-            adapter=event.adapter,
+            adapter=event.adapter, edits=event.edits,
         ))
         for site, layers in event.absent.items():
             self._number(Dropped(0, event.capture, site, layers, 0, limits.position_max, "not_armed"))

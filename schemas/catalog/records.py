@@ -138,6 +138,7 @@ class Capture:
     asked: str | None
     resolved: str | None
     adapter: str
+    edits: str
     prompt_len: int
     prompt_tokens: bytes
     cached: int
@@ -190,7 +191,7 @@ def capture_of(row: sqlite3.Row) -> Capture:
     capture = Capture(
         id=row["id"], ulid=row["ulid"], sample=row["sample"], owner=row["owner"], status=row["status"],
         created_ms=row["created_ms"], tags=json.loads(row["tags"]), stream=row["stream"], asked=row["asked"],
-        resolved=row["resolved"], adapter=row["adapter"], prompt_len=row["prompt_len"],
+        resolved=row["resolved"], adapter=row["adapter"], edits=row["edits"], prompt_len=row["prompt_len"],
         prompt_tokens=row["prompt_tokens"], cached=row["cached"], finish_seq=row["finish_seq"],
         finish_reason=row["finish_reason"],
         stop_reason=None if stop is None else json.loads(stop), output_tokens=tokens, end=end,

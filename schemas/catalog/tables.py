@@ -13,7 +13,7 @@ from typing import Final
 
 __all__ = ["CAPTURE_BYTES", "CATALOG_VERSION", "DDL"]
 
-CATALOG_VERSION: Final = 9
+CATALOG_VERSION: Final = 10
 CAPTURE_BYTES: Final = 1024
 DDL: Final = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -30,7 +30,7 @@ CREATE TABLE captures (
     tags TEXT NOT NULL DEFAULT '{{}}',
     own_stream TEXT, own_seq INTEGER,
     stream TEXT, epoch INTEGER, request TEXT, open_seq INTEGER, asked TEXT, resolved TEXT,
-    adapter TEXT NOT NULL DEFAULT '',
+    adapter TEXT NOT NULL DEFAULT '', edits TEXT NOT NULL DEFAULT '',
     prompt_len INTEGER NOT NULL DEFAULT 0, prompt_tokens BLOB NOT NULL DEFAULT x'', cached INTEGER NOT NULL DEFAULT 0,
     finish_seq INTEGER, finish_reason TEXT, stop_reason TEXT, output_tokens BLOB NOT NULL DEFAULT x'',
     "end" INTEGER, recomputed INTEGER NOT NULL DEFAULT 0, client_reason TEXT, client_stop TEXT,

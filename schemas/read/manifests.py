@@ -56,6 +56,7 @@ def manifest_of(db: sqlite3.Connection, covered: CoveredCapture) -> Manifest:
         id=capture.id, aliases=aliases_of(db, capture), status=capture.status,
         asked=json.loads(capture.asked) if capture.asked else {}, resolved=resolved, tags=capture.tags,
         created_ms=capture.created_ms, engine=engine, adapter=capture.adapter,
+        edits=json.loads(capture.edits) if capture.edits else [],
         prompt_len=capture.prompt_len, total_len=capture.total_len,
         end=coverage.end if capture.end is None else capture.end,
         prompt_token_ids=np.frombuffer(capture.prompt_tokens, "<u4").tolist(),

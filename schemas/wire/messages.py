@@ -154,6 +154,7 @@ class Open(msgspec.Struct, tag="open", forbid_unknown_fields=True):
     cached: int  # leading prompt positions that came from the prefix cache
     created_ms: int
     adapter: str = ""  # the LoRA adapter that the request runs with
+    edits: str = ""  # as in Manifest.edits, JSON; "" for none
 
 
 class Finish(msgspec.Struct, tag="finish", forbid_unknown_fields=True):

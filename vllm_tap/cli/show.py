@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -83,6 +84,7 @@ def _facts(manifest: Manifest) -> Table:
         ("also called", Text(", ".join(manifest.aliases) or "–")),
         ("model", Text(f"{manifest.engine.get('model', '?')}, {manifest.engine.get('model_dtype', '?')}"
                        + (f", adapter {manifest.adapter}" if manifest.adapter else ""))),
+        ("edits", Text("\n".join(map(_edit, manifest.edits)) or "–")),
         ("made", Text(when(manifest.created_ms))),
         ("tokens", Text(f"{manifest.prompt_len} prompt + {manifest.total_len - manifest.prompt_len} generated"
                         + (f", {manifest.cached} from the prefix cache" if manifest.cached else ""))),
@@ -93,6 +95,14 @@ def _facts(manifest: Manifest) -> Table:
     ):
         facts.add_row(name, value)
     return facts
+
+
+def _edit(edit: dict[str, Any]) -> str:
+    """An edit in a line: ``add resid_post.12 generated vector=refusal scale=4``."""
+    layers = ranges(edit["layers"])
+    where = edit.get("positions", "all")
+    rest = {name: value for name, value in edit.items() if name not in ("site", "layers", "op", "positions")}
+    return " ".join([edit["op"], f"{edit['site']}.{layers}", str(where), *(f"{k}={v}" for k, v in rest.items())])
 
 
 def _rows(manifest: Manifest) -> Table:

@@ -124,10 +124,11 @@ def _open(db: sqlite3.Connection, entry: LogEntry, opened: Open) -> set[str]:
                (_asked_tags(opened.asked), opened.capture))
     db.execute(
         "UPDATE captures SET stream = ?, epoch = ?, request = ?, open_seq = ?, asked = ?, resolved = ?, "
-        "prompt_len = ?, prompt_tokens = ?, cached = ?, adapter = ? WHERE id = ? AND stream IS NULL AND deleted = 0",
+        "prompt_len = ?, prompt_tokens = ?, cached = ?, adapter = ?, edits = ? "
+        "WHERE id = ? AND stream IS NULL AND deleted = 0",
         (entry.stream, entry.epoch, opened.request, opened.seq, opened.asked,
          msgspec.json.encode(opened.resolved).decode(), opened.prompt_len, opened.prompt_token_ids, opened.cached,
-         opened.adapter, opened.capture))
+         opened.adapter, opened.edits, opened.capture))
     return {opened.capture}
 
 
@@ -190,7 +191,7 @@ def _insert(db: sqlite3.Connection, capture: str, status: str, created_ms: int) 
 def forget(db: sqlite3.Connection, capture: str) -> None:
     """A tombstone: the id stays taken, what was known of the content goes."""
     db.execute(
-        "UPDATE captures SET deleted = 1, status = 'deleted', asked = NULL, resolved = NULL, adapter = '', "
+        "UPDATE captures SET deleted = 1, status = 'deleted', asked = NULL, resolved = NULL, adapter = '', edits = '', "
         "prompt_tokens = x'', output_tokens = x'', client_tokens = x'', tags = '{}', stop_reason = NULL, "
         "client_stop = NULL, total_len = prompt_len WHERE id = ?",
         (capture,))

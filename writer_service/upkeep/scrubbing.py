@@ -35,7 +35,7 @@ def _without(entry: LogEntry) -> LogEntry:
         case Own():
             left: Own | Open | Finish | ClientFinish = msgspec.structs.replace(message, tags={})
         case Open():
-            left = msgspec.structs.replace(message, asked="{}", prompt_token_ids=b"", adapter="")
+            left = msgspec.structs.replace(message, asked="{}", prompt_token_ids=b"", adapter="", edits="")
         case Finish() | ClientFinish():
             left = msgspec.structs.replace(message, stop_reason=None, output_token_ids=b"")
         case _:

@@ -69,7 +69,8 @@ def events(draw: random.Random) -> list[Event]:
             Counted(TapCounters(steps=number)),
         ]
     spec = parse_spec({"codec": "raw"})
-    made.append(Opened(1, "c", "r", spec.to_json(), resolve(spec, ARMED), {SITE: [9]}, list(range(1 << 20)), 3, 4, ""))
+    made.append(Opened(1, "c", "r", spec.to_json(), resolve(spec, ARMED), {SITE: [9]}, list(range(1 << 20)), 3, 4, "",
+                       ""))
     return made
 
 

@@ -22,7 +22,7 @@ OUTPUT = [13, 14, 15, 16, 17, 18]
 RUNNING = Capture(
     id="01", ulid="01", sample=0, owner="", status="running", created_ms=1, tags={}, stream="s", asked="{}",
     resolved=msgspec.json.encode(Resolved({"resid_post": [0, 1]}, {"resid_post": "raw"}, "all", "allow")).decode(),
-    adapter="", prompt_len=3, prompt_tokens=np.asarray(PROMPT, "<u4").tobytes(), cached=0, finish_seq=None,
+    adapter="", edits="", prompt_len=3, prompt_tokens=np.asarray(PROMPT, "<u4").tobytes(), cached=0, finish_seq=None,
     finish_reason=None, stop_reason=None, output_tokens=b"", end=None, recomputed=0, client_reason=None, total_len=3,
     lost=False, failed=None, deleted=False)
 FINISHED = replace(RUNNING, finish_seq=100, finish_reason="length", output_tokens=np.asarray(OUTPUT, "<u4").tobytes(),

@@ -6,7 +6,7 @@ Rows are read off Hugging Face's own modules, by the paths that its families use
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 F32 = npt.NDArray[np.float32]
+Edit = Callable[[torch.Tensor], torch.Tensor]  # of rows [tokens, width]
 
 # By kind of block: site → (module below the block, "in" or "out").
 _LLAMA = {
@@ -73,16 +74,32 @@ class Reference:
         self._rotary()
 
     def _watch(self, module: torch.nn.Module, side: str, site: str, layer: int) -> None:
-        def before(_module: Any, args: Any, kwargs: Any) -> None:
-            self._keep(site, layer, args[0] if args else kwargs["hidden_states"])
+        def before(_module: Any, args: Any, kwargs: Any) -> Any:
+            given = args[0] if args else kwargs["hidden_states"]
+            now = self._edited(site, layer, given)
+            self._keep(site, layer, now)
+            if now is not given:
+                return ((now, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": now})
+            return None
 
-        def after(_module: Any, _args: Any, output: Any) -> None:
-            self._keep(site, layer, output[0] if isinstance(output, tuple) else output)
+        def after(_module: Any, _args: Any, output: Any) -> Any:
+            given = output[0] if isinstance(output, tuple) else output
+            now = self._edited(site, layer, given)
+            self._keep(site, layer, now)
+            if now is not given:
+                return (now, *output[1:]) if isinstance(output, tuple) else now
+            return None
 
         if side == "in":
             module.register_forward_pre_hook(before, with_kwargs=True)
         else:
             module.register_forward_hook(after)
+
+    def _edited(self, site: str, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """Rows as an edit of the forward at hand makes them; the same tensor where there is none."""
+        for edit in self._edits.get((site, layer), ()):
+            rows = edit(rows.reshape(len(self._tokens), -1)).reshape(rows.shape)
+        return rows
 
     def _keep(self, site: str, layer: int, rows: torch.Tensor) -> None:
         self._rows[site, layer] = rows.detach().reshape(len(self._tokens), -1)
@@ -123,6 +140,19 @@ class Reference:
         family.apply_rotary_pos_emb = watched
 
     _calls: int | None = None
+    _edits: Mapping[tuple[str, int], Sequence[Edit]] = {}
+
+    def edited(self, tokens: tuple[int, ...], edits: Mapping[tuple[str, int], Sequence[Edit]]
+               ) -> tuple[dict[tuple[str, int], F32], F32]:
+        """Rows, and log-probabilities [tokens, vocabulary], of a forward in which rows of some places are changed."""
+        self._tokens, self._edits = torch.tensor(tokens), edits
+        self._rows, self._calls = {}, 0
+        try:
+            with torch.inference_mode():
+                chances = self.model(self._tokens[None]).logits[0].float().log_softmax(-1)
+        finally:
+            self._calls, self._edits = None, {}
+        return {key: value.numpy().copy() for key, value in self._rows.items()}, chances.numpy()
 
     @lru_cache(maxsize=256)  # noqa: B019 (one reference a model and session)
     def rows(self, tokens: tuple[int, ...]) -> dict[tuple[str, int], F32]:

@@ -1,0 +1,142 @@
+"""The editor: which rows of the next step get which edits. It fills the tables before the step's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine_side.edits.tables import Tables, programs_of_request
+from schemas.edits import Edits, intervals_of
+from schemas.errors import SpecError
+
+Slots = dict[int, list[int]]  # by width of a pool, those of each edit in their order (-1: it is of another width)
+
+
+@dataclass(slots=True)
+class Edited:
+    """A request with edits: from position ``starts[i]`` on the edits numbered in ``which[i]`` are made."""
+
+    edits: Edits
+    starts: list[int]
+    which: list[tuple[int, ...]]
+    programs: dict[tuple[int, ...], int] = field(default_factory=dict)  # what it has of the tables, if anything
+    slots: Slots = field(default_factory=dict)
+
+    @property
+    def there(self) -> bool:
+        """Whether the tables have it."""
+        return bool(self.programs)
+
+
+def cut(edits: Edits, prompt_len: int) -> Edited:
+    """A request's edits by position; SpecError where they are too many different ones."""
+    spans = [intervals_of(one.positions, prompt_len) for one in edits.placed]
+    starts = sorted({0, *(edge for each in spans for span in each for edge in span)})
+    which = [tuple(number for number, each in enumerate(spans) if any(a <= start < b for a, b in each))
+             for start in starts]
+    if (count := len(set(which) - {()})) > programs_of_request:
+        raise SpecError("edit", count, f"so many different combinations of edits by position; limit "
+                                       f"{programs_of_request}")
+    return Edited(edits, starts, which)
+
+
+class Editor:
+    """Edited requests of one worker. Called by the thread that runs the steps, between them."""
+
+    def __init__(self, made: Tables) -> None:
+        self.tables = made
+        self.requests: dict[str, Edited] = {}
+        self._dirty = False  # whether programs of the last step are not all 0
+        self._free_programs = list(range(next(iter(made.slots.values())).shape[0] - 1, 0, -1))
+        self._free_slots = {width: list(range(pool.vectors.shape[0] - 1, 0, -1)) for width, pool in made.pools.items()}
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to fill in, or to take out again."""
+        return bool(self.requests) or self._dirty
+
+    def open(self, request: str, edits: Edits, prompt_len: int) -> None:
+        """Take a request's edits from its next step on."""
+        if request not in self.requests:
+            self.requests[request] = cut(edits, prompt_len)
+
+    def close(self, requests: Iterable[str]) -> None:
+        """Forget requests that have ended."""
+        for request in requests:
+            if (ended := self.requests.pop(request, None)) is not None:
+                self._let_go(ended)
+
+    def before_forward(self, requests: Sequence[str], starts: npt.NDArray[np.integer], positions: torch.Tensor) -> None:
+        """Fill the tables for a step: row ``starts[i]`` to ``starts[i + 1]`` are of request i, ``positions`` [rows] of
+        the device say which of its.
+        """
+        here = [(number, self.requests[request]) for number, request in enumerate(requests) if request in self.requests]
+        if self._dirty or here:
+            self.tables.programs.zero_()
+            self._dirty = False
+        if not here:
+            return
+        self._make_room({id(each) for _, each in here}, len(here))
+        edges, programs = [-1], [0]
+        for number, each in here:
+            if not each.there:
+                self._write(each)
+            edges += [number << 32 | start for start in each.starts] + [(number + 1) << 32]
+            programs += [each.programs.get(which, 0) for which in each.which] + [0]
+        rows = int(starts[len(requests)])
+        owners = np.repeat(np.arange(len(requests), dtype=np.int64) << 32, np.diff(starts[: len(requests) + 1]))
+        # They ascend, and of two at one place the later one holds.
+        there = self._to_device(np.concatenate([owners, np.array(edges, np.int64), np.array(programs, np.int64)]))
+        keys, found = there[:rows] + positions[:rows], len(edges)
+        at = torch.searchsorted(there[rows : rows + found], keys, right=True) - 1
+        self.tables.programs[:rows] = there[rows + found :][at].to(torch.int32)
+        self._dirty = True
+
+    def clear(self) -> None:
+        """Make no edit in the next step."""
+        self.tables.programs.zero_()
+
+    def _to_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        host, device = torch.from_numpy(numbers), self.tables.programs.device
+        return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+    def _make_room(self, needed: set[int], count: int) -> None:
+        """Let go of requests that wait (preempted ones), as far as those of this step may need their room."""
+        held = [each for each in self.requests.values() if each.there]
+        for each in held:
+            if len(self._free_programs) >= count * programs_of_request:
+                return
+            if id(each) not in needed:
+                self._let_go(each)
+
+    def _write(self, each: Edited) -> None:
+        for which in dict.fromkeys(each.which):
+            if which:
+                each.programs[which] = self._free_programs.pop()
+        for number, one in enumerate(each.edits.placed):
+            for layer in one.layers:
+                width = self.tables.widths[one.site, layer]
+                slots = each.slots.setdefault(width, [-1] * len(each.edits.placed))
+                if slots[number] < 0:
+                    slots[number] = slot = self._free_slots[width].pop()
+                    pool = self.tables.pools[width]
+                    pool.forms[slot] = torch.tensor(one.form).to(pool.forms.device)
+                    numbers = np.frombuffer(each.edits.vectors[one.vector], np.float32) if one.vector else np.zeros(
+                        width, np.float32)
+                    pool.vectors[slot] = torch.from_numpy(numbers.copy()).to(pool.vectors.device)
+        for place, table in self.tables.slots.items():
+            for which, program in each.programs.items():
+                here = [each.slots[self.tables.widths[place]][number] for number in which
+                        if each.edits.placed[number].site == place[0] and place[1] in each.edits.placed[number].layers]
+                table[program] = torch.tensor(here + [0] * (table.shape[1] - len(here)), dtype=torch.int32
+                                              ).to(table.device)
+
+    def _let_go(self, each: Edited) -> None:
+        self._free_programs += each.programs.values()
+        for width, slots in each.slots.items():
+            self._free_slots[width] += [slot for slot in slots if slot > 0]
+        each.programs, each.slots = {}, {}

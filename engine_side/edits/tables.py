@@ -1,0 +1,80 @@
+"""Tables of edits on the device: read by the compiled graph, filled between steps.
+
+A row of a step has a *program*, a number; 0: it is not edited. For each place (site and layer) that is armed, a table
+says which slots a program uses there, in the order of the edits; slot 0 changes nothing. A slot has an edit's form and
+vector (``schemas.edits``). Every buffer keeps its address, as CUDA graphs have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from schemas import limits
+from schemas.edits import IDENTITY
+
+programs_of_request: Final = 16
+
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Edits of rows of one width: ``vectors`` float32 [slots, width], ``forms`` float32 [slots, 4]."""
+
+    vectors: torch.Tensor
+    forms: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """``programs`` int32 [tokens], of a step's rows; ``slots`` by place int32 [programs, depth]; ``pools`` by width.
+
+    Requests of one step are at most as many as there is room for, so it never runs out.
+    """
+
+    programs: torch.Tensor
+    slots: dict[Place, torch.Tensor]
+    widths: dict[Place, int]
+    pools: dict[int, Pool]
+
+
+def room(widths: dict[Place, int], tokens: int, requests: int, depth: int) -> int:
+    """Bytes that ``tables`` takes."""
+    slots, programs = requests * limits.edits_max + 1, requests * programs_of_request + 1
+    return (tokens * 4 + len(widths) * programs * depth * 4
+            + sum(slots * (width + 4) * 4 for width in set(widths.values())))
+
+
+def tables(widths: dict[Place, int], tokens: int, requests: int, depth: int, device: torch.device) -> Tables:
+    """Empty tables for places of these widths, steps of ``tokens`` rows and of ``requests``."""
+    slots, programs = requests * limits.edits_max + 1, requests * programs_of_request + 1
+    identity = torch.tensor(IDENTITY, device=device)
+    return Tables(
+        torch.zeros(tokens, dtype=torch.int32, device=device),
+        {place: torch.zeros(programs, depth, dtype=torch.int32, device=device) for place in widths},
+        widths,
+        {width: Pool(torch.zeros(slots, width, device=device), identity.repeat(slots, 1))
+         for width in set(widths.values())})
+
+
+def edited(rows: torch.Tensor, programs: torch.Tensor, slots: torch.Tensor, vectors: torch.Tensor, forms: torch.Tensor
+           ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [tokens, width] as they go on, and which of them are edited, bool [tokens, 1]; traced into the graph.
+
+    Rows that are not edited are the same, bit for bit. The arithmetic is float32, rounded once at its end.
+    """
+    chosen = slots[programs[: rows.shape[0]]]
+    now = rows.float()
+    for step in range(slots.shape[1]):
+        slot = chosen[:, step]
+        vector, form = vectors[slot], forms[slot]
+        factor, constant, low, high = form[:, 0:1], form[:, 1:2], form[:, 2:3], form[:, 3:4]
+        along = (now * vector).sum(dim=-1, keepdim=True)
+        moved = factor * now + (constant + along.clamp(low, high) - along) * vector
+        # Nothing of a row that is set stays, be it no number.
+        now = torch.where(factor == 0, constant * vector, torch.where(slot[:, None] == 0, now, moved))
+    any_slot = (chosen != 0).any(dim=-1, keepdim=True)
+    return torch.where(any_slot, now.to(rows.dtype), rows), any_slot

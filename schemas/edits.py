@@ -1,0 +1,333 @@
+"""Edits: what one generation asks to be changed in the model's tensors while they are computed.
+
+    "edit": [{"site": "resid_post", "layers": [12], "positions": "generated", "op": "add", "vector": [...], "scale": 4},
+             {"site": "resid_post.20", "op": "ablate", "vector": "refusal"}]
+
+Every operation is one form, of a row x and a vector v, in float32 and rounded once at the end ::
+
+    y = a·x + (c + clamp(t, low, high) − t)·v        t = x·v
+
+``parse_edits`` checks what a caller sent, ``resolve_edits`` holds it against what the engine has armed for edits. Both
+raise SpecError naming the field, its value and what would be valid.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, ValidationError
+
+from schemas import limits
+from schemas.checks import parse_arm
+from schemas.errors import LimitError, NotArmedError, SpecError, StartError, json_fault
+from schemas.sites import ask_site, site_meant
+from schemas.spec import merged
+
+__all__ = ["EDITABLE", "IDENTITY", "Arms", "EditError", "EditSpec", "Edits", "Placed", "intervals_of",
+           "parse_edit_places", "parse_edits", "resolve_edits"]
+
+EDITABLE: Final = ("resid_post", "attn_out", "mlp_out", "mlp_post", "z")
+
+_Number = StrictInt | StrictFloat
+_Natural = Annotated[StrictInt, Field(ge=0, le=limits.position_max)]
+F32 = npt.NDArray[np.float32]
+_MOST: Final = float(np.finfo(np.float32).max)  # no bound: JSON has no infinity
+IDENTITY: Final = (1.0, 0.0, -_MOST, _MOST)
+
+
+class EditError(SpecError):
+    """An edit that cannot be made."""
+
+    @staticmethod
+    def name_of(field: str) -> str:
+        return f"edit{field}" if field.startswith("[") else f"edit.{field}" if field else "edit"
+
+
+class UnarmedEditError(EditError, NotArmedError):
+    """The site or layer exists, but the engine was not started with an edit armed there."""
+
+
+class EditSpec(BaseModel):
+    """One edit of a request; unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    site: StrictStr = Field(description="A site or its TransformerLens name; one with a layer in it fixes it.")
+    layers: Literal["all"] | list[_Natural] = Field("all", max_length=limits.layers_max,
+                                                    description='"all" that are armed for edits, or 0-based layers.')
+    positions: StrictStr | list[_Natural] | list[tuple[_Natural, _Natural]] = Field(
+        "all", max_length=limits.edit_intervals_max,
+        description='"all", "prompt", "generated", positions from 0, or [[start, stop], …].')
+    op: Literal["add", "scale", "ablate", "cap", "set"]
+    vector: StrictStr | list[_Number] | None = Field(
+        None, max_length=limits.width_max, description="Name of a registered vector, or its numbers.")
+    scale: _Number = Field(1, description="Of add: how many times the vector is added.")
+    by: _Number | None = Field(None, description="Of scale: the factor.")
+    low: _Number | None = Field(None, description="Of cap: the least projection on the vector's direction.")
+    high: _Number | None = Field(None, description="Of cap: the largest.")
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """One edit held against an engine; ``vector`` is the digest of its vector, "" where it has none.
+
+    ``form``: a, c, low, high of the module's formula.
+    """
+
+    site: str
+    layers: list[int]
+    positions: str | list[tuple[int, int]]
+    form: tuple[float, float, float, float]
+    vector: str
+
+
+class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"):
+    """All edits of a request in their order, with their vectors: float32, by digest."""
+
+    placed: list[Placed]
+    vectors: dict[str, bytes]
+    told: str  # as in Manifest.edits, JSON
+
+    def salt(self, prompt_len: int) -> str:
+        """Text that is equal where the same rows get the same edits: what such requests cached they may share."""
+        where = [(one.site, one.layers, intervals_of(one.positions, prompt_len), one.form, one.vector)
+                 for one in self.placed]
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode([
+            (site, layers, spans, list(map(repr, form)), vector) for site, layers, spans, form, vector in where]))
+
+
+class Arms(msgspec.Struct, frozen=True):
+    """What an engine is armed to edit: layers and width by site; ``depth`` edits at most of one row.
+
+    ``vectors``: numbers of its own vectors by name.
+    """
+
+    layers: dict[str, list[int]]
+    widths: dict[str, int]
+    n_layers: int
+    depth: int
+    vectors: dict[str, F32]
+    names: dict[str, str]  # Armed.names
+
+
+def digest_of(vector: F32) -> str:
+    """The name of a vector by its numbers."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(vector, np.float32).tobytes())
+
+
+_VALID: Final = {
+    "site": f"one of {', '.join(EDITABLE)}, with a layer (resid_post.12) or without",
+    "layers": '"all" or a list of layers counted from 0',
+    "positions": '"all", "prompt", "generated", a list of positions, or [[start, stop], …], counted from 0, at most '
+                 f"{limits.edit_intervals_max} of them",
+    "op": "add, scale, ablate, cap or set",
+    "vector": "the name of a vector that the engine was started with (--vector NAME=FILE), or a list of numbers",
+    "scale": "a number", "by": "a number", "low": "a number", "high": "a number",
+}
+_FIELDS: Final = {"add": ("vector", "scale"), "scale": ("by",), "ablate": ("vector",), "cap": ("vector", "low", "high"),
+                  "set": ("vector",)}
+
+
+def parse_edits(value: object) -> list[EditSpec]:
+    """Checked edits of a list or of its JSON text; SpecError or LimitError otherwise."""
+    if isinstance(value, str | bytes):
+        if len(value) > limits.edit_json_bytes_max:
+            raise LimitError("bytes of the edits", len(value), limits.edit_json_bytes_max)
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise EditError("", "…", f"malformed JSON: {json_fault(error)}") from None
+    if not isinstance(value, list):
+        raise EditError("", value, 'must be a list such as [{"site": "resid_post.12", "op": "scale", "by": 0}]')
+    if len(value) > limits.edits_max:
+        raise LimitError("edits", len(value), limits.edits_max, "one edit may have many layers and positions")
+    return [_parse_one(number, each) for number, each in enumerate(value)]
+
+
+def _parse_one(number: int, value: object) -> EditSpec:
+    at = f"[{number}]"
+    if not isinstance(value, Mapping):
+        raise EditError(at, value, 'must be an object such as {"site": "resid_post.12", "op": "scale", "by": 0}')
+    for field, most in (("vector", limits.width_max), ("positions", limits.edit_intervals_max)):
+        if isinstance(value.get(field), list) and len(value[field]) > most:
+            raise LimitError(f"edit{at}.{field}", len(value[field]), most)
+    try:
+        spec = EditSpec.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            raise EditError(f"{at}.{field}", first["input"], f"unknown field; valid: {', '.join(_VALID)}") from None
+        raise EditError(f"{at}.{field}", value.get(field, "nothing"), f"valid: {_VALID.get(field, first['msg'])}"
+                        ) from None
+    for field in spec.model_fields_set & {"vector", "scale", "by", "low", "high"}:
+        if field not in _FIELDS[spec.op]:
+            raise EditError(f"{at}.{field}", getattr(spec, field),
+                            f"{spec.op} has {' and '.join(_FIELDS[spec.op])}, and no {field}")
+    for field in ("scale", "by", "low", "high"):
+        if (given := getattr(spec, field)) is not None and not _is_float32(given):
+            raise EditError(f"{at}.{field}", given, "valid: a finite number that float32 holds")
+    _check_positions(f"{at}.positions", spec.positions)
+    for field in ("vector", "by"):
+        if field in _FIELDS[spec.op] and getattr(spec, field) is None:
+            raise EditError(f"{at}.{field}", "nothing", f"{spec.op} needs it; valid: {_VALID[field]}")
+    if spec.op == "cap":
+        low, high = (-math.inf if spec.low is None else spec.low), (math.inf if spec.high is None else spec.high)
+        if spec.low is None and spec.high is None:
+            raise EditError(f"{at}.high", "nothing", "cap needs low or high, or both")
+        if low > high:
+            raise EditError(f"{at}.low", spec.low, f"is above high = {spec.high}")
+    return spec
+
+
+def _check_positions(field: str, positions: str | Sequence[object]) -> None:
+    if isinstance(positions, str) and positions not in ("all", "prompt", "generated"):
+        raise EditError(field, positions, f"valid: {_VALID['positions']}")
+    for item in () if isinstance(positions, str) else positions:
+        if isinstance(item, tuple) and item[0] >= item[1]:
+            raise EditError(field, list(item), "a range is [start, stop] with start < stop")
+
+
+def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
+    """Edits held against an engine; EditError where they do not fit."""
+    placed, vectors, told = [], {}, []
+    for number, spec in enumerate(specs):
+        site, layers = _layers(f"[{number}]", spec, arms)
+        form, vector = _form(f"[{number}]", spec, site, arms)
+        digest = ""
+        if vector is not None:
+            digest = digest_of(vector)
+            vectors[digest] = vector.tobytes()
+        positions = spec.positions if isinstance(spec.positions, str) else merged(
+            (item, item + 1) if isinstance(item, int) else item for item in spec.positions)
+        placed.append(Placed(site, layers, positions, form, digest))
+        told.append(_told(spec, placed[-1]))
+    found = Edits(placed, vectors, json.dumps(told))
+    _check_depth(found, arms)
+    return found
+
+
+def _told(spec: EditSpec, placed: Placed) -> dict[str, Any]:
+    """An edit as a manifest has it: as asked, its site and layers as they were found, its vector by its digest."""
+    asked = spec.model_dump(exclude_defaults=True, exclude={"site", "layers", "vector"})
+    return {"site": placed.site, "layers": placed.layers, **asked,
+            **({"vector": spec.vector} if isinstance(spec.vector, str) else {}),
+            **({"digest": placed.vector} if placed.vector else {})}
+
+
+def _layers(at: str, spec: EditSpec, arms: Arms) -> tuple[str, list[int]]:
+    field = f"{at}.site"
+    site, fixed = ask_site(spec.site, field, EditError)
+    site = site_meant(site, arms.names, spec.site, field, EditError)
+    if site not in EDITABLE:
+        raise EditError(field, spec.site, f"cannot be edited; valid: {_VALID['site']}")
+    if site not in arms.layers:
+        armed = "; ".join(f"{name} {layers}" for name, layers in arms.layers.items()) or "nothing"
+        raise UnarmedEditError(field, spec.site, f"not armed for edits; armed: {armed} (start the engine with --edit, "
+                                                 "or VLLM_TAP_EDIT)")
+    asked = arms.layers[site] if spec.layers == "all" and fixed is None else spec.layers
+    if fixed is not None:
+        if isinstance(asked, list) and fixed not in asked:
+            raise EditError(f"{at}.layers", asked, f"does not contain the layer that {spec.site!r} fixes")
+        asked = [fixed]
+    assert isinstance(asked, list)
+    if not asked:
+        raise EditError(f"{at}.layers", asked, "names no layer: leave the edit out")
+    if out := [layer for layer in asked if layer >= arms.n_layers]:
+        raise EditError(f"{at}.layers", out, f"out of range; the model has layers 0 to {arms.n_layers - 1}")
+    if missing := sorted(set(asked) - set(arms.layers[site])):
+        raise UnarmedEditError(f"{at}.layers", missing, f"not armed for edits of {site}; armed: {arms.layers[site]} "
+                                                        "(start the engine with --edit, or VLLM_TAP_EDIT)")
+    return site, sorted(set(asked))
+
+
+def _form(at: str, spec: EditSpec, site: str, arms: Arms) -> tuple[tuple[float, float, float, float], F32 | None]:
+    if spec.op == "scale":
+        assert spec.by is not None
+        return (float(spec.by), *IDENTITY[1:]), None
+    vector = _vector(f"{at}.vector", spec.vector, arms)
+    if len(vector) != arms.widths[site]:
+        raise EditError(f"{at}.vector", f"{len(vector)} numbers", f"rows of {site} have {arms.widths[site]}")
+    if spec.op == "add":
+        return (1.0, float(spec.scale), -_MOST, _MOST), vector
+    if spec.op == "set":
+        return (0.0, 1.0, -_MOST, _MOST), vector
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    if length == 0:
+        raise EditError(f"{at}.vector", "zeros", f"{spec.op} needs a direction")
+    direction = (vector.astype(np.float64) / length).astype(np.float32)
+    if spec.op == "ablate":
+        return (1.0, 0.0, 0.0, 0.0), direction
+    return (1.0, 0.0, -_MOST if spec.low is None else float(spec.low),
+            _MOST if spec.high is None else float(spec.high)), direction
+
+
+def _vector(field: str, given: str | list[int | float] | None, arms: Arms) -> F32:
+    if isinstance(given, str):
+        if given not in arms.vectors:
+            raise EditError(field, given, f"no such vector; registered: {', '.join(arms.vectors) or 'none'} (start the "
+                                          "engine with --vector NAME=FILE to add one)")
+        return arms.vectors[given]
+    assert given is not None
+    for number, each in enumerate(given):
+        if not _is_float32(each):
+            raise EditError(f"{field}[{number}]", each, "valid: a finite number that float32 holds")
+    return np.array(given, np.float32)
+
+
+def _check_depth(edits: Edits, arms: Arms) -> None:
+    """No row has more edits of one site and layer than the graph has steps: held without regard to positions."""
+    seen: dict[tuple[str, int], int] = {}
+    for number, one in enumerate(edits.placed):
+        for layer in one.layers:
+            seen[one.site, layer] = count = seen.get((one.site, layer), 0) + 1
+            if count > arms.depth:
+                raise EditError(f"[{number}].layers", layer, f"edit {count} of {one.site}.{layer}: the engine makes "
+                                f"{arms.depth} of one site and layer (VLLM_TAP_EDIT_DEPTH raises that)")
+
+
+def intervals_of(positions: str | Iterable[tuple[int, int]], prompt_len: int) -> list[tuple[int, int]]:
+    """Positions as ranges ``[start, stop)``, given where the prompt ends."""
+    if isinstance(positions, str):
+        start = prompt_len if positions == "generated" else 0
+        stop = prompt_len if positions == "prompt" else limits.position_max
+        return [(start, stop)]
+    return list(positions)
+
+
+def _is_float32(number: Any) -> bool:
+    try:
+        return math.isfinite(number) and abs(number) <= _MOST
+    except OverflowError:
+        return False
+
+
+def encode(edits: Edits) -> str:
+    """The JSON text of edits, as it travels in ``SamplingParams.extra_args``."""
+    return msgspec.json.encode(edits).decode()
+
+
+_decoder = msgspec.json.Decoder(Edits)
+
+
+def decode(text: str) -> Edits:
+    """Edits of their JSON text; msgspec.DecodeError on anything else."""
+    return _decoder.decode(text)
+
+
+def parse_edit_places(name: str, text: str) -> tuple[str, ...]:
+    """Parse a comma-separated list of what may be edited: sites, or ``site.layer``; StartError, beginning with
+    ``name``, where one cannot be. Empty: nothing.
+    """
+    places = parse_arm(name, text) if text.strip(", ") else ()
+    for place in places:
+        if place.partition(".")[0] not in EDITABLE:
+            raise StartError(f"{name} = {text!r}: {place!r} cannot be edited; valid: {', '.join(EDITABLE)}, each with "
+                             "a layer or without")
+    return places

@@ -1,0 +1,330 @@
+"""Edited requests against Hugging Face with hooks: every operation, beside requests that are not edited."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from schemas.edits import digest_of
+from schemas.errors import SpecError
+from schemas.read.reader import StoreReader
+from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, in_this_process
+from tests.support.models.common import COMMON
+from tests.support.models.families import FAMILIES as KNOWN
+from tests.support.models.families import family_model
+from tests.support.models.features import FEATURES, GROUPS, Feature, options, tokens
+from tests.support.models.reference import Edit, Reference
+
+HIDDEN = COMMON["hidden_size"]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="held against float32")]
+
+FAMILIES = os.environ.get("TAP_FAMILIES", "qwen3,gemma3_text,opt").replace("all", ",".join(KNOWN)).split(",")
+MIXTURES = ("mixtral", "qwen3_moe")
+
+
+def armed(family: str) -> str:
+    """What is armed for edits: of a mixture no mlp_post."""
+    return "resid_post,attn_out.1,mlp_out.2,z.1" + ("" if family in MIXTURES else ",mlp_post.2")
+
+
+def started(reader: StoreReader, family: str, group: str = "scheduler", edit: str = "", **more: Any) -> Engine:
+    """An engine that is armed to edit, with a vector called ``tone``."""
+    from vllm import LLM
+
+    folder = family_model(family, DTYPE)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in GROUPS[group].without:
+            patch.delenv(name)
+        patch.setenv("VLLM_TAP_EDIT", edit or armed(family))
+        with in_this_process(not family.startswith("gpt_neox")):
+            llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8,
+                           seed=0, **{**options(family, group), **more})
+    return Engine(llm, reader, Reference(folder))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engine(request: pytest.FixtureRequest, reader: StoreReader, tmp_path_factory: pytest.TempPathFactory
+           ) -> Iterator[Engine]:
+    save_file({"vector": vector(HIDDEN, 11)}, path := tmp_path_factory.mktemp("vectors") / "tone.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_TAP_VECTORS", f"tone={path}")
+        made = started(reader, request.param)
+    yield made
+    made.close()
+
+
+def vector(width: int, seed: int, size: float = 1.0) -> Any:
+    """A vector of chance."""
+    return (np.random.default_rng(seed).standard_normal(width) * size).astype(np.float32)
+
+
+def run(engine: Engine, prompts: Sequence[Sequence[int]], edits: Sequence[Any], **more: Any) -> list[Captured]:
+    """Generate all at once, each with its edits (None: none); raw captures of all that the engine has tapped."""
+    from vllm import SamplingParams
+
+    from schemas.ids import new_ulid
+
+    ids = [new_ulid() for _ in prompts]
+    params = [SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, extra_args={
+        "capture": {"codec": "raw", "id": id_, "prefix_cache": "allow", **more},
+        **({} if edit is None else {"edit": edit})}) for id_, edit in zip(ids, edits, strict=True)]
+    outputs = engine.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+    return [engine.captured(id_, output) for id_, output in zip(ids, outputs, strict=True)]
+
+
+def moved(edits: Sequence[dict[str, Any]], prompt_len: int, named: Any = None) -> dict[tuple[str, int], list[Edit]]:
+    """The edits of a request as functions of a reference's rows: written from the documentation, not from the code."""
+    found: dict[tuple[str, int], list[Edit]] = {}
+
+    def edit_of(spec: dict[str, Any]) -> Edit:
+        given = spec.get("vector")
+        v = torch.tensor(named if isinstance(given, str) else given) if given is not None else torch.zeros(1)
+
+        def change(rows: torch.Tensor) -> torch.Tensor:
+            unit = v / v.norm()
+            along = rows @ unit if spec["op"] in ("ablate", "cap") else torch.zeros(len(rows))
+            new = {
+                "add": lambda: rows + spec.get("scale", 1) * v,
+                "scale": lambda: rows * spec["by"],
+                "set": lambda: v.expand_as(rows),
+                "ablate": lambda: rows - along[:, None] * unit,
+                "cap": lambda: rows + (along.clamp(spec.get("low"), spec.get("high")) - along)[:, None] * unit,
+            }[spec["op"]]()
+            at, where = torch.arange(len(rows)), spec.get("positions", "all")
+            if isinstance(where, str):
+                here = {"all": at >= 0, "prompt": at < prompt_len, "generated": at >= prompt_len}[where]
+            else:
+                here = sum(((at >= a) & (at < b) for a, b in where), torch.zeros(len(rows), dtype=torch.bool))
+            return torch.where(here[:, None], new, rows)
+
+        return change
+
+    for spec in edits:
+        site, _, layer = spec["site"].partition(".")
+        for number in [int(layer)] if layer else spec["layers"]:
+            found.setdefault((site, number), []).append(edit_of(spec))
+    return found
+
+
+def check(engine: Engine, captured: Captured, edits: Sequence[dict[str, Any]] | None, greedy: bool = True) -> None:
+    """A capture's rows and tokens against those of Hugging Face with the same edits."""
+    assert isinstance(engine.reference, Reference)
+    rows, chances = engine.reference.edited(captured.tokens, moved(edits or (), captured.prompt_len,
+                                                                   vector(HIDDEN, 11)))
+    for entry in captured.manifest.rows:
+        assert entry.captured, entry
+        found = engine.reader.slice(captured.id, entry.site, [entry.layer])
+        right = rows[entry.site, entry.layer][found.positions]
+        off = np.linalg.norm(found.values()[0] - right, axis=1) / np.linalg.norm(right, axis=1).clip(1e-6)
+        assert off.max() < 1e-5, f"{entry.site}.{entry.layer} is off by {off.max()}"
+    for number, token in enumerate(captured.tokens[captured.prompt_len :]):
+        right = chances[captured.prompt_len - 1 + number]
+        assert not greedy or right[token] >= right.max() - 1e-4
+        if captured.output is not None and captured.output.outputs[0].logprobs:
+            said = captured.output.outputs[0].logprobs[number][token].logprob
+            assert abs(said - right[token]) < 2e-5 * np.abs(right).max()
+
+
+def operations(engine: Engine) -> list[list[dict[str, Any]]]:
+    """One request's edits each: every operation, every site, several in a row, by position."""
+    widths = engine.llm.llm_engine.input_processor.vllm_tap_arms.widths
+    v = {site: vector(width, number).tolist() for number, (site, width) in enumerate(widths.items())}
+    found: list[list[dict[str, Any]]] = [
+        [{"site": "resid_post.1", "op": "add", "vector": v["resid_post"], "scale": 2.5}],
+        [{"site": "resid_post", "layers": [0, 2], "op": "scale", "by": 0.5, "positions": "generated"}],
+        [{"site": "resid_post.2", "op": "ablate", "vector": "tone"}],
+        [{"site": "resid_post.1", "op": "cap", "vector": v["resid_post"], "low": -0.1, "high": 0.05}],
+        [{"site": "resid_post.1", "op": "set", "vector": v["resid_post"], "positions": [[3, 5], [60, 61]]}],
+        [{"site": "resid_post.1", "op": "add", "vector": "tone", "positions": "prompt"},
+         {"site": "resid_post.1", "op": "scale", "by": -1, "positions": [[2, 70]]}],
+        [{"site": "attn_out.1", "op": "scale", "by": 0}, {"site": "mlp_out.2", "op": "add", "vector": v["mlp_out"]}],
+        [{"site": "z.1", "op": "scale", "by": 0, "positions": "generated"}],
+    ]
+    if "mlp_post" in widths:
+        found.append([{"site": "mlp_post.2", "op": "ablate", "vector": v["mlp_post"]},
+                      {"site": "mlp_post.2", "op": "add", "vector": v["mlp_post"], "scale": 0.25}])
+    return found
+
+
+def test_every_operation_beside_requests_without_one(engine: Engine) -> None:
+    """Prompts of 70 tokens in chunks of 48, so that edits cross the edges of chunks."""
+    edits: list[Any] = [None, *operations(engine), None]
+    prompts = [tokens(70, seed=90)] * len(edits)
+    alone = run(engine, prompts[:1], [None])[0]
+    for captured, edit in zip(run(engine, prompts, edits), edits, strict=True):
+        check(engine, captured, edit)
+        if edit is None:
+            assert captured.tokens == alone.tokens
+    again = run(engine, prompts[:1], [None])[0]
+    assert again.tokens == alone.tokens  # and nothing of what was edited is read from the prefix cache
+
+
+def test_a_set_row_is_that_row(engine: Engine) -> None:
+    given = vector(engine.llm.llm_engine.input_processor.vllm_tap_arms.widths["resid_post"], 77)
+    captured, = run(engine, [tokens(20, seed=4)], [[
+        {"site": "resid_post.1", "op": "set", "vector": given.tolist(), "positions": [4, 21]}]])
+    found = engine.reader.slice(captured.id, "resid_post", [1])
+    assert np.array_equal(found.values()[0][[4, 21]], np.stack([given, given]))
+
+
+def test_neighbours_have_the_same_bits(engine: Engine) -> None:
+    """The same batch with and without edits of the others."""
+    prompts = [tokens(25 + number, seed=200 + number) for number in range(4)]
+    edits = [None, operations(engine)[0], None, operations(engine)[2]]
+    with_edits = run(engine, prompts, edits)
+    salted = [list(reversed(each)) for each in prompts]  # so that nothing is cached in one of the two
+    plain = run(engine, salted, [None] * 4)
+    beside = run(engine, salted, edits)
+    for number in (0, 2):
+        assert beside[number].tokens == plain[number].tokens
+        for entry in plain[number].manifest.rows:
+            one, other = (engine.reader.slice(each[number].id, entry.site, [entry.layer]) for each in (plain, beside))
+            there = np.isin(one.positions, other.positions)
+            assert there.any() and np.array_equal(one.values()[0][there], other.values()[0])
+    assert with_edits[1].tokens[:26] == tuple(prompts[1])
+
+
+def one(**fields: Any) -> list[dict[str, Any]]:
+    """A request's edits: one that can be made, but for these fields."""
+    made = {"site": "resid_post.1", "op": "scale", "by": 2, **fields}
+    return [{name: value for name, value in made.items() if value is not None}]
+
+
+@pytest.mark.parametrize(("edit", "said"), [
+    (one()[0], "must be a list"),
+    (one(site="resid_pre.1"), r"edit\[0\].site = 'resid_pre.1': cannot be edited; valid: one of"),
+    (one(site="mlp_out.1"), r"edit\[0\].layers = \[1\]: not armed for edits of mlp_out; armed: \[2\]"),
+    (one(site="resid_post.9"), r"edit\[0\].layers = \[9\]: out of range"),
+    (one(op="twist"), r"edit\[0\].op = 'twist': valid: add, scale"),
+    (one(op="add", by=None), r"edit\[0\].vector = 'nothing': add needs it"),
+    (one(op="add", by=None, vector=[1, 2]), r"edit\[0\].vector = '2 numbers': rows of resid_post have 128"),
+    (one(op="add", by=None, vector=[float("nan")] * 128), r"vector\[0\] = nan: valid: a finite number"),
+    (one(op="add", by=None, vector=[1e39] * 128), r"vector\[0\] = 1e\+39: valid: a finite number"),
+    (one(op="ablate", by=None, vector=[0.0] * 128), "ablate needs a direction"),
+    (one(op="add", by=None, vector="nobody"), r"no such vector; registered: tone"),
+    (one(scale=3), r"edit\[0\].scale = 3: scale has by, and no scale"),
+    (one(head=3), r"edit\[0\].head = 3: unknown field; valid: site"),
+    (one(op="cap", by=None, vector="tone", low=2, high=1), r"edit\[0\].low = 2: is above high"),
+    (one(positions=[[5, 5]]), r"start < stop"),
+    (one(positions=[-1]), r"edit\[0\].positions"),
+    (one(positions="later"), r"edit\[0\].positions = 'later'"),
+    (one() * 3, r"edit 3 of resid_post.1: the engine makes 2"),
+    (one() * 9, r"edits: 9 asked, limit 8"),
+    ("[", "malformed JSON"),
+    (7, "must be a list"),
+])
+def test_what_cannot_be_edited_is_refused(engine: Engine, edit: Any, said: str) -> None:
+    from vllm import SamplingParams
+
+    with pytest.raises(SpecError, match=said):
+        engine.llm.generate([{"prompt_token_ids": tokens(5, seed=1)}], SamplingParams(extra_args={"edit": edit}),
+                            use_tqdm=False)
+
+
+def test_the_manifest_tells_of_edits(engine: Engine) -> None:
+    """Also where nothing is captured, under the id that the request names."""
+    given = vector(HIDDEN, 3)
+    edits = [
+        {"site": "blocks.1.hook_resid_post", "op": "add", "vector": given.tolist(), "scale": 2},
+        {"site": "resid_post", "layers": [0, 2], "op": "cap", "vector": "tone", "high": 1.5, "positions": "prompt"}]
+    told = [{"site": "resid_post", "layers": [1], "op": "add", "scale": 2, "digest": digest_of(given)},
+            {"site": "resid_post", "layers": [0, 2], "op": "cap", "high": 1.5, "positions": "prompt", "vector": "tone",
+             "digest": ANY}]
+    captured, = run(engine, [tokens(8, seed=9)], [edits])
+    assert captured.manifest.edits == told
+    alone, = run(engine, [tokens(8, seed=9)], [edits], sites=[])
+    assert alone.manifest.edits == told and alone.manifest.rows == [] and alone.tokens == captured.tokens
+    plain, = run(engine, [tokens(8, seed=9)], [None])
+    assert plain.manifest.edits == []
+
+
+def test_without_a_salt_the_prefix_cache_is_poisoned(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The salt is what keeps it clean: without it, a plain request reads what an edited one left there."""
+    edit = operations(engine)[0]
+    prompt = tokens(96, seed=31)
+    clean, = run(engine, [prompt], [None])
+    monkeypatch.setattr(engine.llm.llm_engine.input_processor, "process_inputs", unsalted(engine))
+    other = tokens(96, seed=32)
+    run(engine, [other], [edit])
+    poisoned, = run(engine, [other], [None])
+    assert poisoned.output.num_cached_tokens >= 32
+    with pytest.raises(AssertionError):
+        check(engine, poisoned, None)
+    monkeypatch.undo()
+    third = tokens(96, seed=33)
+    run(engine, [third], [edit])
+    right, = run(engine, [third], [None])
+    assert right.output.num_cached_tokens == 0
+    check(engine, right, None)
+    shared, = run(engine, [third], [edit])
+    assert shared.output.num_cached_tokens >= 32  # equal edits share
+    check(engine, shared, edit)
+    check(engine, clean, None)
+
+
+def unsalted(engine: Engine) -> Any:
+    """The way in without a salt."""
+    original = engine.llm.llm_engine.input_processor.process_inputs
+
+    def process_inputs(*args: Any, **kwargs: Any) -> Any:
+        request = original(*args, **kwargs)
+        request.cache_salt = None
+        return request
+
+    return process_inputs
+
+
+WHILE = [feature for feature in FEATURES if feature.group in (
+    ("scheduler", "speculative") if os.environ.get("TAP_FAMILIES") is None else GROUPS) and not (
+        GROUPS[feature.group].not_on_cpu)]
+
+
+class Playing:
+    """One engine at a time: another group's where another is asked for."""
+
+    def __init__(self, reader: StoreReader) -> None:
+        self.reader, self.group, self.engine = reader, "", None
+
+    def of(self, group: str) -> Engine:
+        if self.engine is None or self.group != group:
+            self.close()
+            self.engine, self.group = started(self.reader, "qwen3", group, "resid_post.1,mlp_post.0"), group
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+
+@pytest.fixture(scope="module")
+def playing(reader: StoreReader) -> Iterator[Playing]:
+    made = Playing(reader)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("feature", WHILE, ids=lambda feature: feature.name.replace(" ", "_"))
+def test_whatever_the_scheduler_does(feature: Feature, playing: Playing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request of a feature is edited alike; what they share in the prefix cache is theirs."""
+    engine = playing.of(feature.group)
+    edits = [{"site": "resid_post.1", "op": "add", "vector": vector(HIDDEN, 5).tolist(), "scale": 0.7},
+             {"site": "resid_post.1", "op": "ablate", "vector": vector(HIDDEN, 6).tolist(), "positions": [[5, 40]]},
+             {"site": "mlp_post.0", "op": "scale", "by": 0.25, "positions": "generated"}]
+    processor = engine.llm.llm_engine.input_processor
+    original = processor.process_inputs
+
+    def as_if_asked(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        params.extra_args = {**(params.extra_args or {}), "edit": edits}
+        return original(request_id, prompt, params, *args, **kwargs)
+
+    monkeypatch.setattr(processor, "process_inputs", as_if_asked)
+    for captured in feature.run(engine):
+        check(engine, captured, edits, greedy=feature.name != "n = 2")
