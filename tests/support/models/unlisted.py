@@ -78,7 +78,7 @@ _APART: dict[str, Any] = {"here": False}  # vLLM runs Hugging Face's own classes
 # The rotary embedding's kernel of vLLM's CPU build is wrong on queries by heads, which is what these hand it eagerly.
 _NATIVE: dict[str, Any] = {"engine": {"compilation_config": {"custom_ops": ["none"]}}}
 _WHOLE: dict[str, Any] = {"not_run": dict.fromkeys(
-    ("ragged batch", "chunked prefill", "prefix cache, recomputed", "prefix cache, allowed"),
+    ("ragged batch", "chunked prefill", "prefix cache, recomputed", "prefix cache, allowed", "eager", "compiled"),
     "vLLM's CPU build neither cuts a prompt up nor caches prefixes with latent attention")}
 _PROJECTIONS = {"q": ("self_attn.q_proj", "out"), "k": ("self_attn.k_proj", "out"), "v": ("self_attn.v_proj", "out"),
                 "z": ("self_attn.o_proj", "in"), "mlp_post": ("mlp.down_proj", "in")}

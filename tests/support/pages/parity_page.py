@@ -13,7 +13,7 @@ from typing import Any
 
 from schemas.sites import BY_MODEL, SITES
 from tests.support.models.families import CONFIGURATIONS, FAMILIES
-from tests.support.models.features import FEATURES
+from tests.support.models.features import FEATURES, Feature
 from tests.support.models.unlisted import UNLISTED
 
 Errors = dict[str, dict[str, dict[str, float]]]
@@ -131,7 +131,9 @@ def _unlisted(errors: Errors, own: dict[str, dict[str, float]]) -> list[str]:
         rows.append((family, [worst.get(feature.name) for feature in features], f"`{at}`"))
     return [BY_STRUCTURE.format(count=len(families)),
             *_table("family", [feature.name for feature in features], rows, absent="not run"), "",
-            *(f"- *{family}*: {note}." for family in families for note in _notes(family, own.get(family))), ""]
+            *(f"- *{family}*: {note}." for family in families for note in [
+                *_notes(family, own.get(family)), *_not_yet(family, [
+                    feature for feature in features if feature.name not in errors[family]])]), ""]
 
 
 def _notes(family: str, own: dict[str, float] | None) -> list[str]:
@@ -152,6 +154,13 @@ def _notes(family: str, own: dict[str, float] | None) -> list[str]:
         *(f"Hugging Face's model is told `{key}` = {value}, vLLM {of.says[key]}, which it takes for one more"
           for key, value in of.reads.items()),
         *(f"{', '.join(what)} not run: {why}" for why, what in reasons.items())]
+
+
+def _not_yet(family: str, absent: list[Feature]) -> list[str]:
+    """Features that nothing keeps a family from, of which it has no figures."""
+    reasons = UNLISTED[family].not_run
+    names = [feature.name for feature in absent if feature.name not in reasons and feature.group not in reasons]
+    return [f"{', '.join(names)} not run yet"] if names else []
 
 
 def _configurations(errors: Errors) -> list[str]:
