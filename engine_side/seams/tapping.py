@@ -174,8 +174,6 @@ def _check_unknown(names: list[str], vllm_config: Any) -> None:
              "structure")
     if getattr(vllm_config.model_config, "is_multimodal_model", False):
         raise StartError(f"{start}: it takes images or sound, whose positions are not looked into")
-    if vllm_config.lora_config is not None:
-        raise StartError(f"{start} in a model with adapters: leave out --enable-lora")
     if vllm_config.parallel_config.data_parallel_size > 1:
         raise StartError(f"{start} with data_parallel_size={vllm_config.parallel_config.data_parallel_size}: valid: 1")
 
