@@ -1,4 +1,4 @@
-"""POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages: vLLM's own, with one more field in and
+"""POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages: vLLM's own, with two more fields in and
 one more field out.
 """
 
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from api.description import generation_answers, generation_body
 from api.errors import ApiError, BadParam, Json, OverQuota
 from api.generate.done_finder import DoneFinder, last_event
-from api.generate.generation import Plan, capture_request, check_owned, parse_body, plan, salt_cache
+from api.generate.generation import NOTHING, Plan, capture_request, check_owned, parse_body, plan, salt_cache
 from api.generate.upstream import (
     ClientGone,
     Relay,
@@ -49,7 +49,7 @@ _TAIL_BYTES: Final = 16 * 1024  # of a stream, to find its last event in
 
 
 async def generate(request: Request, protocol: Protocol) -> Response:
-    """Without a capture the bytes pass through; with one it is owned first, then asked for."""
+    """Without a capture or edits the bytes pass through; with any a capture is owned first, then asked for."""
     service = service_of(request)
     try:
         data = await read_body(request, service.config.body_bytes_max)
@@ -58,10 +58,11 @@ async def generate(request: Request, protocol: Protocol) -> Response:
             check_owned(body, protocol, owner, await _engine(service) if protocol.salted_from else None)
         changed = salt_cache(body, owner, service.salt_secret)
         planned = None
-        if "capture" in body and body["capture"] is None:
-            del body["capture"]
-            changed = True
-        if "capture" in body or service.config.capture_all:
+        for name, nothing in (("capture", (None,)), ("edit", (None, []))):
+            if name in body and body[name] in nothing:
+                del body[name]
+                changed = True
+        if "capture" in body or "edit" in body or service.config.capture_all:
             planned = await _plan(service, request, body, protocol)
         if planned is None:
             return await passed(service, request, json.dumps(body).encode() if changed else data)
@@ -85,10 +86,10 @@ async def _plan(service: ApiService, request: Request, body: dict[str, Any], pro
 
     None where all requests are captured, and this one, which did not ask for it, cannot be.
     """
-    own = "capture" in body
+    own = "capture" in body or not service.config.capture_all
+    spec = body["capture"] if "capture" in body else json.loads(service.config.capture_all or json.dumps(NOTHING))
     try:
-        asked = capture_request(body if own else {**body, "capture": json.loads(service.config.capture_all)}, protocol,
-                                request.headers.get("x-request-id"))
+        asked = capture_request({**body, "capture": spec}, protocol, request.headers.get("x-request-id"))
         planned = plan(asked, await service.read(StoreReader.engine))
         # Until the request ends: what its captures took by then is in the store, or is in a moment.
         request.state.at_end.callback(await service.quotas.reserve(owner_of(request), planned.ulid, planned.nbytes))
@@ -97,7 +98,7 @@ async def _plan(service: ApiService, request: Request, body: dict[str, Any], pro
             raise
         service.metrics.captures.labels("impossible").inc()
         log.warning("a request is not captured: %s", error)
-        return None
+        return await _plan(service, request, {**body, "capture": NOTHING}, protocol) if "edit" in body else None
     return planned
 
 
@@ -270,7 +271,7 @@ def _add_route(protocol: Protocol) -> None:
 
     name = protocol.path.removeprefix("/v1/").replace("/", "_")
     router.add_api_route(protocol.path, endpoint, methods=["POST"], name=name,
-                         description=f"{protocol.meaning}; the body is vLLM's, plus ``capture``.",
+                         description=f"{protocol.meaning}; the body is vLLM's, plus ``capture`` and ``edit``.",
                          responses=generation_answers(protocol), openapi_extra=generation_body(protocol))
 
 
