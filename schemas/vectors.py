@@ -74,5 +74,6 @@ class EditArms:
 
     def environment(self) -> dict[str, str]:
         """The variables that tell an engine."""
-        return {"VLLM_TAP_EDIT": self.places, "VLLM_TAP_VECTORS": probes_text(self.vectors),
+        places = ",".join(parse_edit_places("VLLM_TAP_EDIT", self.places))
+        return {"VLLM_TAP_EDIT": places, "VLLM_TAP_VECTORS": probes_text(self.vectors),
                 **({} if self.depth is None else {"VLLM_TAP_EDIT_DEPTH": str(self.depth)})}

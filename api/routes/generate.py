@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -45,6 +46,7 @@ log = logging.getLogger("vllm_tap.api")
 
 _NEVER_BEGUN: Final = ("the engine never began it: is the plugin loaded in the model server, and does the server's "
                        "log say that its sender ended?")
+_EDIT_FIELD: Final = re.compile(r"(edit(?:\[[0-9]+\][\w.\[\]]*)?) = ")  # an error's first words
 _TAIL_BYTES: Final = 16 * 1024  # of a stream, to find its last event in
 
 
@@ -155,7 +157,7 @@ def _abandon(service: ApiService, planned: Plan, reason: str) -> None:
 
 
 async def _refused(service: ApiService, planned: Plan, answer: httpx.Response) -> Response:
-    """Upstream's own error, with its status and its words."""
+    """Upstream's own error, with its status and its words, which say which of the edits it is about."""
     service.metrics.upstream_failures.labels("status").inc()
     try:
         content = await answer.aread()
@@ -164,7 +166,19 @@ async def _refused(service: ApiService, planned: Plan, answer: httpx.Response) -
     finally:
         await answer.aclose()
     _abandon(service, planned, f"the model server answered {answer.status_code}")
-    return _copy(answer, content)
+    return _copy(answer, _with_param(content))
+
+
+def _with_param(content: bytes) -> bytes:
+    """An error with ``param`` where its words begin with a field of edits: upstream does not tell that apart."""
+    try:
+        body = json.loads(content)
+        if (found := _EDIT_FIELD.match(body["error"]["message"])) is None or body["error"].get("param"):
+            return content
+        body["error"]["param"] = found[1]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return content
+    return json.dumps(body).encode()
 
 
 async def _plain(service: ApiService, request: Request, planned: Plan, answer: httpx.Response) -> Response:
