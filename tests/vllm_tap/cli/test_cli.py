@@ -529,7 +529,7 @@ def test_what_serve_arms_for_edits(tmp_path: Path) -> None:
     for arms, says in ((EditArms("q"), "--edit = 'q'"), (EditArms("z", 9), "--edit-depth = 9"),
                        (EditArms("", 2), "--edit-depth = 2: nothing is armed for edits; name sites with --edit"),
                        (EditArms("resid_post.7"), "--edit = resid_post.7: .* layers 0 to 3"),
-                       (replace(config.edits, places=""), "--vector = tone=.*name sites with --edit")):
+                       (replace(config.edits, places="", depth=None), "--vector = tone=.*name sites with --edit")):
         with pytest.raises(StartError, match=says):
             ServeConfig(tiny, tmp_path / "store", edits=arms)
     assert_refused(tap("serve", tiny, "--edit", "z", "--edit-depth", "3", "--vector", "tone=none"), "vector 'tone'")
