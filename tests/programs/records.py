@@ -68,7 +68,7 @@ def main(store: Path) -> None:
     shut_down(llm)
     block, = (block for block in blocks("python", "docs/howto_research.md") if "from vllm import" in block)
     text = block.replace('LLM("Qwen/Qwen3-0.6B")', "LLM(MODEL, **OPTIONS)").replace('"captures"', "STORE")
-    space: dict[str, Any] = {"MODEL": str(model("qwen3")), "OPTIONS": options, "STORE": store}
+    space: dict[str, Any] = {"__name__": "__main__", "MODEL": str(model("qwen3")), "OPTIONS": options, "STORE": store}
     exec(compile(text, "docs/howto_research.md", "exec"), space)  # noqa: S102
     seen["page"] = [space["rows"].shape, [*space["outputs"][0].prompt_token_ids,
                                           *space["outputs"][0].outputs[0].token_ids]]
