@@ -56,7 +56,7 @@ CURRENT: Worker | None = None
 
 
 def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks: Checks, staging: Staging,
-          scratch: Scratch | None, device: torch.device, leads: bool, editor: Editor | None = None) -> None:
+          scratch: Scratch | None, editor: Editor | None, leads: bool) -> None:
     """Make the worker's recorder and its sender, on the rank that ``leads`` its tensor-parallel group."""
     global CURRENT
     stop()
@@ -64,6 +64,7 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks
         CURRENT = Worker(info, model, checks, staging, None, None, editor, os.getpid())
         return
     ring = _ring(config, staging, scratch)
+    device = next(iter(staging.buffers.values())).device
     to_host = DeviceToHost(device, ring, scratch, Outbox(ring.shared))
     if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers
         model.register_buffer("vllm_tap_numbers", to_host.numbers, persistent=False)

@@ -104,8 +104,7 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     first_block = tuple(site for site in asked if 0 in armed.sites[site])
     checks = worker.Checks(homes, find_embedding(model, family, first_block), find_sums(family, layers))
     info = structs.replace(_info(model, vllm_config, armed, points, staging), edits=_editable(config, places))
-    worker.start(config, info, model, checks, staging, scratch,
-                 device, leads=_tensor_parallel_rank() == 0, editor=editor)
+    worker.start(config, info, model, checks, staging, scratch, editor, leads=_tensor_parallel_rank() == 0)
 
 
 def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str, ...]], Iterable[TapPoint]],
@@ -183,8 +182,6 @@ def _check_unknown(names: list[str], vllm_config: Any) -> None:
              "structure")
     if getattr(vllm_config.model_config, "is_multimodal_model", False):
         raise StartError(f"{start}: it takes images or sound, whose positions are not looked into")
-    if vllm_config.lora_config is not None:
-        raise StartError(f"{start} in a model with adapters: leave out --enable-lora")
     if vllm_config.parallel_config.data_parallel_size > 1:
         raise StartError(f"{start} with data_parallel_size={vllm_config.parallel_config.data_parallel_size}: valid: 1")
 

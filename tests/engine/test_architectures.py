@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from engine_side.tap.architectures import ARCHITECTURES
 from schemas.read.reader import StoreReader
 from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, in_this_process
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.families import CONFIGURATIONS, FAMILIES, family_model
-from tests.support.models.features import FEATURES, GROUPS, Feature, not_run, options
+from tests.support.models.features import FEATURES, GROUPS, Feature, not_run, options, tokens
 from tests.support.models.heads import check_heads
 from tests.support.models.reference import Reference
 from tests.support.models.unlisted import UNLISTED
@@ -79,7 +80,13 @@ CELLS = [
 
 
 @pytest.fixture(scope="module")
-def errors() -> Iterator[parity_page.Errors]:
+def own() -> dict[str, dict[str, float]]:
+    """By family how far log-probabilities of vLLM without taps are off, of Hugging Face's and of captured rows'."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def errors(own: dict[str, dict[str, float]]) -> Iterator[parity_page.Errors]:
     """The worst error by family, feature and site, kept where TAP_PARITY names a file."""
     measured: parity_page.Errors = {}
     yield measured
@@ -89,7 +96,7 @@ def errors() -> Iterator[parity_page.Errors]:
         parity_page.merge(Path(TABLE), "gpu" if ON_GPU else "cpu", {
             "versions": versions, "dtype": DTYPE, "tolerance": TOLERANCE,
             "not_run": {feature.name: why for feature in FEATURES if (why := not_run(GROUPS[feature.group]))},
-        }, measured)
+        }, measured, own)
 
 
 class Engines:
@@ -120,7 +127,7 @@ def engines(reader: StoreReader) -> Iterator[Engines]:
     kept.close()
 
 
-def started(family: str, group: str, reader: StoreReader) -> Engine:
+def started(family: str, group: str, reader: StoreReader, tapped: bool = True) -> Engine:
     """An engine of a family for a group of features."""
     from vllm import LLM
 
@@ -132,8 +139,10 @@ def started(family: str, group: str, reader: StoreReader) -> Engine:
         patch.setenv("VLLM_TAP_ARM", ",".join(SITES[family]))
         for name in GROUPS[group].without:
             patch.delenv(name)
+        if not tapped:
+            patch.delenv("VLLM_TAP_ENDPOINT")
         llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, seed=0,
-                       **memory, **options(family, group))
+                       max_logprobs=512, **memory, **options(family, group))
     return Engine(llm, reader, BlocksReference(folder, unlisted) if unlisted else Reference(folder))
 
 
@@ -156,6 +165,34 @@ def test_every_site(family: str, feature: Feature, engines: Engines, errors: par
     if feature is FEATURES[0] and family in ("qwen3", "opt"):
         check_heads(engine, SITES[family])
     assert max(worst.values()) <= tolerance(family), worst
+
+
+@pytest.mark.parametrize("family", [name for name in CHOSEN if name in UNLISTED and UNLISTED[name].why])
+def test_where_the_bar_is_wider_vllm_computes_another_number(
+    family: str, engines: Engines, errors: parity_page.Errors, own: dict[str, dict[str, float]],
+) -> None:
+    """Without taps too: its log-probabilities are those of the captured rows, and not Hugging Face's."""
+    engines.close()
+    engine = started(family, FEATURES[0].group, engines.reader, tapped=False)
+    prompts = [tokens(length, seed=length) for length in (9, 80, 33)]
+    says = [said_of_prompt(output) for output in
+            engine.run(prompts, [{"max_tokens": 1, "prompt_logprobs": 512}] * 3, [None] * 3)]
+    engine.close()
+    engine = engines.of(family, FEATURES[0].group)
+    worst = {"vllm": 0.0, "rows": 0.0}
+    for one, said in zip(engine.run(prompts, [{"max_tokens": 1}] * 3, [{"codec": "raw"}] * 3), says, strict=True):
+        rows = engine.reader.slice(one.id, "final_norm", [0], 0, len(one.tokens)).values()[0]
+        for which, final in (("vllm", engine.reference.rows(one.tokens)["final_norm", 0]), ("rows", rows)):
+            with torch.inference_mode():
+                logits = engine.reference.model.get_output_embeddings()(torch.tensor(final[: len(said)]))
+            worst[which] = max(worst[which], float(np.abs(logits.log_softmax(-1).numpy() - said).max()))
+    own[family] = worst
+    assert worst["rows"] <= 1e-4 and worst["rows"] <= worst["vllm"] / 10, worst
+
+
+def said_of_prompt(output: Any) -> npt.NDArray[np.float32]:
+    """vLLM's log-probabilities of every token behind each of a prompt's but the last: ``[tokens - 1, vocabulary]``."""
+    return np.array([[at[token].logprob for token in range(512)] for at in output.prompt_logprobs[1:]], np.float32)
 
 
 @pytest.mark.parametrize("name", CONFIGURED)

@@ -38,7 +38,7 @@ def make(architecture: str, folder: Path) -> Made:
     config.architectures = [architecture]
     weights = architecture in _types() and differs.reference
     if weights:
-        _model(config, differs.dtype).save_pretrained(folder)
+        _model(config, differs.dtype, differs.zero).save_pretrained(folder)
     else:
         config.save_pretrained(folder)
     said = json.loads((folder / "config.json").read_text())
@@ -80,13 +80,15 @@ def _config(kind: str, said: dict[str, Any]) -> PretrainedConfig:
     return made(**small(made().to_dict(), said))
 
 
-def _model(config: PretrainedConfig, dtype: str) -> torch.nn.Module:
-    """Hugging Face's model with random weights, none of which is neutral."""
+def _model(config: PretrainedConfig, dtype: str, zero: str) -> torch.nn.Module:
+    """Hugging Face's model with random weights, none of which is neutral but those whose names end in ``zero``."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide their use
+        for path, parameter in model.named_parameters():
+            if zero and path.endswith(zero):
+                parameter.zero_()
+            elif parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide their use
                 parameter += 0.2 * torch.randn_like(parameter)
             elif not parameter.isfinite().all() or not parameter.any():  # left as memory was, or as zeros
                 parameter.copy_(0.1 * torch.randn_like(parameter))

@@ -6,9 +6,8 @@ import json
 
 from tests.survey.page import BAR, JSON, PAGE, page, worst
 
-# vLLM's own: another form of an activation or a scan; a small configuration that it reads in another way.
-OWN = {"ApertusForCausalLM": 5e-3, "BloomForCausalLM": 1e-3, "NemotronHForCausalLM": 1e-3,
-       "Ernie4_5_MoeForCausalLM": 2, "MiMoV2FlashForCausalLM": 2}
+# vLLM's own: another form of an activation or a scan.
+OWN = {"ApertusForCausalLM": 5e-3, "BloomForCausalLM": 1e-3, "NemotronHForCausalLM": 1e-3}
 
 
 def test_the_page_follows_from_its_figures() -> None:

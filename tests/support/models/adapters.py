@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.reference import Reference
 
 RANK, ALPHA = 8, 16
@@ -30,7 +31,7 @@ def targets(family: str) -> tuple[str, ...]:
     return TARGETS.get(family, _LLAMA)
 
 
-def make(reference: Reference, family: str, folder: Path, seed: int) -> Path:
+def make(reference: Reference | BlocksReference, family: str, folder: Path, seed: int) -> Path:
     """A random adapter of all projections of a family; ``reference`` has its weights from now on."""
     noise, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
     names = targets(family)

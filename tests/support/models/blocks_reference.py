@@ -44,10 +44,16 @@ class BlocksReference:
                 if module is not None:
                     factor = family.factor if site in ("attn_out", "mlp_out") else 1.0
                     module.register_forward_hook(self._made(site, layer, factor))
+            for site, (path, end) in family.more.items():
+                module = block.get_submodule(path)
+                if end == "in":
+                    module.register_forward_pre_hook(self._given(layer, site), with_kwargs=True)
+                else:
+                    module.register_forward_hook(self._made(site, layer))
 
-    def _given(self, layer: int) -> Callable[..., None]:
+    def _given(self, layer: int, site: str = "resid_pre") -> Callable[..., None]:
         def hook(_module: Any, args: Any, kwargs: Any) -> None:
-            self._keep("resid_pre", layer, args[0] if args else kwargs["hidden_states"])
+            self._keep(site, layer, args[0] if args else kwargs["hidden_states"])
 
         return hook
 
@@ -67,7 +73,7 @@ class BlocksReference:
         ids = torch.tensor(tokens)
         with torch.inference_mode():
             self._keep("final_norm", 0, self.base(ids[None]).last_hidden_state)
-            self._keep("embed", 0, self.model.get_input_embeddings().weight[ids])
+            self._keep("embed", 0, self.family.scale * self.model.get_input_embeddings().weight[ids])
         if self.family.between:
             for layer in range(len(self.blocks)):
                 self._keep("resid_mid", layer, self._rows["resid_pre", layer] + self._rows["attn_out", layer])

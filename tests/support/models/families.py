@@ -75,8 +75,9 @@ def family_model(name: str, dtype: str) -> Path:
     family, more = CONFIGURATIONS.get(name, (name, {}))
     unlisted = UNLISTED.get(family)
     said = {**(unlisted.says if unlisted else FAMILIES.get(family) or SEVERAL_STREAMS[family]), **more}
-    written = unlisted.written if unlisted else {}
-    text = json.dumps([RECIPE, said, transformers.__version__, *([written] if written else [])], sort_keys=True)
+    written, zero = (unlisted.written, unlisted.zero) if unlisted else ({}, "")
+    text = json.dumps([RECIPE, said, transformers.__version__, *(part for part in (written, zero) if part)],
+                      sort_keys=True)
     folder = cache_dir() / "families" / f"{family}-{dtype}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -85,8 +86,10 @@ def family_model(name: str, dtype: str) -> Path:
             config = AutoConfig.for_model(family, **said)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide their use
+                for path, parameter in model.named_parameters():
+                    if zero and path.endswith(zero):
+                        parameter.zero_()
+                    elif parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide their use
                         parameter += 0.2 * torch.randn_like(parameter)
                     elif not parameter.isfinite().all() or not parameter.any():  # left as memory was, or as zeros
                         parameter.copy_(0.1 * torch.randn_like(parameter))

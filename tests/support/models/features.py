@@ -61,7 +61,7 @@ def _few_blocks(family: str) -> int:
     """Cache blocks of which there are fewer than ``preempted`` wants."""
     if family in UNLISTED:
         says = UNLISTED[family].says  # latent attention has blocks of 16 tokens
-        return 40 if "sliding_window" in says else 28 if "kv_lora_rank" in says else 14
+        return UNLISTED[family].blocks or (40 if "sliding_window" in says else 28 if "kv_lora_rank" in says else 14)
     return 40 if family.startswith("gemma") else 14
 
 

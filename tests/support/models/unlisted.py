@@ -24,10 +24,13 @@ class Unlisted:
     Face's block whose result is added to the stream, the first that a layer has (``path:Class`` where its class
     begins so); none where the family lacks the site, since ``lacks`` says why. ``raw``: the modules that those
     norm. ``factor``: what both are multiplied by. ``between``: whether the stream between them is somewhere.
-    ``engine``: options of vLLM's. ``here``: whether vLLM leaves Hugging Face's classes as they are, so that the
-    engine may share a process with the reference. ``routed``: a row may hang on a close call of a router.
-    ``not_run``: why, by group of features or by feature. ``tolerance``: of a row's length, and ``why`` it is not
-    1e-4.
+    ``more``: sites besides, by the module of Hugging Face's block that is given ("in") or returns ("out") their rows.
+    ``scale``: by what the embedding module that vLLM runs multiplies the rows of its table.
+    ``zero``: the end of the names of parameters that are zeros, and ``because``. ``engine``: options of vLLM's.
+    ``blocks``: of the cache, fewer than eight requests want, where its kind does not say how many. ``here``: whether
+    vLLM leaves Hugging Face's classes as they are, so that the engine may share a process with the reference.
+    ``routed``: a row may hang on a close call of a router. ``not_run``: why, by group of features or by feature.
+    ``tolerance``: of a row's length, and ``why`` it is not 1e-4.
     """
 
     says: dict[str, Any]
@@ -37,9 +40,14 @@ class Unlisted:
     mlp: tuple[str, ...] = MLP
     raw: tuple[str, str] = ("", "")
     factor: float = 1.0
+    more: dict[str, tuple[str, str]] = field(default_factory=dict)
+    scale: float = 1.0
     between: bool = True
     lacks: str = ""
+    zero: str = ""
+    because: str = ""
     engine: dict[str, Any] = field(default_factory=dict)
+    blocks: int = 0
     here: bool = True
     routed: bool = False
     not_run: dict[str, str] = field(default_factory=dict)
@@ -51,7 +59,7 @@ class Unlisted:
         """What is armed."""
         return (*STREAM, *(("resid_mid",) if self.between else ()), *(("attn_out",) if self.attention else ()),
                 *(("mlp_out",) if self.mlp else ()), *(("attn_out_raw",) if self.raw[0] else ()),
-                *(("mlp_out_raw",) if self.raw[1] else ()))
+                *(("mlp_out_raw",) if self.raw[1] else ()), *self.more)
 
 
 _MOE = {"num_local_experts": 8, "num_experts_per_tok": 2}
@@ -70,8 +78,14 @@ _APART: dict[str, Any] = {"here": False}  # vLLM runs Hugging Face's own classes
 # The rotary embedding's kernel of vLLM's CPU build is wrong on queries by heads, which is what these hand it eagerly.
 _NATIVE: dict[str, Any] = {"engine": {"compilation_config": {"custom_ops": ["none"]}}}
 _WHOLE: dict[str, Any] = {"not_run": dict.fromkeys(
-    ("ragged batch", "chunked prefill", "prefix cache, recomputed", "prefix cache, allowed"),
+    ("ragged batch", "chunked prefill", "prefix cache, recomputed", "prefix cache, allowed", "eager", "compiled"),
     "vLLM's CPU build neither cuts a prompt up nor caches prefixes with latent attention")}
+_PROJECTIONS = {"q": ("self_attn.q_proj", "out"), "k": ("self_attn.k_proj", "out"), "v": ("self_attn.v_proj", "out"),
+                "z": ("self_attn.o_proj", "in"), "mlp_post": ("mlp.down_proj", "in")}
+_NO_PREFIXES = "vLLM's CPU build caches no prefixes of a model that has mixers alone"
+_NO_DRAFTS = ("vLLM's CPU build gives other tokens with drafts than without after the first few, taps or none; "
+              "where it caches prefixes it fails")
+_STATE: dict[str, Any] = {"not_run": {"speculative decoding": _NO_DRAFTS}}
 _MLA = {"num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "first_k_dense_replace": 1, "moe_intermediate_size": 96, "n_shared_experts": 1}
@@ -95,6 +109,9 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "deepseek_v3": Unlisted({**COMMON, **_MLA, "n_group": 2, "topk_group": 1, "norm_topk_prob": True},
                             {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}, **_NATIVE, **_WHOLE, routed=True),
     "ernie4_5": Unlisted({**COMMON, **HEADS}),
+    "ernie4_5_moe": Unlisted({**COMMON, **HEADS, "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96,
+                              "moe_num_shared_experts": 1}, routed=True, zero="e_score_correction_bias",
+                             because="vLLM's CPU build leaves the bias of its router out"),
     "exaone4": Unlisted({**COMMON, "sliding_window": 64, "layer_types": _LAST}, **_NORMED),
     "exaone_moe": Unlisted({**COMMON, **HEADS, **_EIGHT, "sliding_window": 64, "layer_types": _LAST,
                             "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 96,
@@ -103,7 +120,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                         "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False},
                        attention=("self_attention",), **_PARALLEL),
     "falcon_h1": Unlisted({**COMMON, **HEADS, **_MAMBA, "mamba_d_ssm": 256}, attention=(), between=False,
-                          lacks="two mixers are added up in place of attention"),
+                          lacks="two mixers are added up in place of attention", blocks=8, **_STATE),
     "gemma": Unlisted({**COMMON, **HEADS, **TIED}),
     "gemma4_text": Unlisted({**COMMON, **HEADS, **TIED, "sliding_window": 64, "layer_types": _LAST,
                              "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
@@ -125,25 +142,39 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "gpt_bigcode": Unlisted(_SMALL, **_APART),
     "gpt_oss": Unlisted({**COMMON, **HEADS, **_MOE, "sliding_window": 64, "layer_types": _THREE}, routed=True),
     "gptj": Unlisted({**_SMALL, "rotary_dim": 16}, **_PARALLEL),
-    "granite": Unlisted({**COMMON, **_GRANITE}, factor=0.22),
+    "granite": Unlisted({**COMMON, **_GRANITE}, factor=0.22, more=_PROJECTIONS),
     "granitemoe": Unlisted({**COMMON, **_GRANITE, **_MOE}, factor=0.22, routed=True),
     "granitemoehybrid": Unlisted({**COMMON, **_GRANITE, **_MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2,
                                   "shared_intermediate_size": 96, "layer_types": ["mamba", "mamba", "attention"],
                                   "mamba_expand": 2, "position_embedding_type": "rope"}, factor=0.22, mlp=(),
-                                 lacks="shared experts are added beside the routed ones", routed=True),
+                                 lacks="shared experts are added beside the routed ones", routed=True, **_STATE),
     "helium": Unlisted({**COMMON, **HEADS}, **_APART),
     "hunyuan_v1_dense": Unlisted({**COMMON, **HEADS}, **_APART),
     "lfm2": Unlisted({**COMMON, "layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 192,
-                      "block_auto_adjust_ff_dim": False}, {"conv_dim": 128, "block_dim": 128}, **_NATIVE),
+                      "block_auto_adjust_ff_dim": False}, {"conv_dim": 128, "block_dim": 128}, **_NATIVE,
+                     **_STATE),
     "lfm2_moe": Unlisted({**COMMON, **_EIGHT, "layer_types": ["conv", "full_attention", "conv"],
-                          "moe_intermediate_size": 96, "num_dense_layers": 1}, {"conv_dim": 128}, **_NATIVE,
+                          "moe_intermediate_size": 96, "num_dense_layers": 1}, {"conv_dim": 128}, **_NATIVE, **_STATE,
                          routed=True),
     "llama4_text": Unlisted({**COMMON, **HEADS, "intermediate_size_mlp": 192, "num_local_experts": 4,
                              "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 128},
                             routed=True),
     "mamba2": Unlisted({**_without("intermediate_size"), "state_size": 16, "num_heads": 8, "head_dim": 32,
                         "n_groups": 1, "chunk_size": 64},
-                       attention=("mixer",), mlp=(), between=False, lacks="a block is one mixer"),
+                       attention=("mixer",), mlp=(), between=False, lacks="a block is one mixer", not_run={
+                           "speculative decoding": _NO_DRAFTS, "prefix cache, recomputed": _NO_PREFIXES,
+                           "prefix cache, allowed": _NO_PREFIXES,
+                           "preemption": "a request holds one block of the cache from its beginning to its end"}),
+    "mimo_v2_flash": Unlisted(
+        {**COMMON, **HEADS, "v_head_dim": 32, "sliding_window": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
+         "layer_types": _LAST, "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 96,
+         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 1.0}
+                             for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))}},
+        # Layers with a window have twice the heads of keys, which Hugging Face's class knows and vLLM reads.
+        {"hybrid_layer_pattern": [1, 1, 0], "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+         "swa_head_dim": 32, "swa_v_head_dim": 32, "swa_rope_theta": 1e4, "sliding_window_size": 64,
+         "layernorm_epsilon": 1e-5, "moe_layer_freq": [0, 1, 1], "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+         "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}, routed=True),
     "ministral3": Unlisted({**COMMON, **HEADS}),
     "nemotron": Unlisted({**COMMON, **HEADS, "partial_rotary_factor": 0.5}),
     "nemotron_h": Unlisted({**COMMON, **HEADS, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*-",
@@ -151,10 +182,11 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                             "expand": 2, "chunk_size": 64},
                            attention=("mixer:NemotronHMamba", "mixer:NemotronHAttention"), mlp=("mixer:NemotronHMLP",),
                            between=False, lacks="a block is a mixer or an MLP", tolerance=2e-3,
-                           why="off from the first Mamba layer on; what of vLLM's scan differs was not found"),
+                           why="off from the first Mamba layer on; what of vLLM's scan differs was not found",
+                           blocks=8, **_STATE),
     "olmo": Unlisted(COMMON, **_APART),
     "olmo2": Unlisted(COMMON, **_NORMED, **_APART),
-    "olmo3": Unlisted({**COMMON, "sliding_window": 64}, **_NORMED, **_APART),
+    "olmo3": Unlisted({**COMMON, "sliding_window": 64}, blocks=14, **_NORMED, **_APART),
     "olmoe": Unlisted({**COMMON, **_EIGHT}, routed=True),
     "phi": Unlisted(COMMON, **_PARALLEL, **_APART),
     "qwen2_moe": Unlisted({**COMMON, **_EIGHT, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96},
@@ -164,7 +196,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "stablelm": Unlisted(COMMON),
     "starcoder2": Unlisted(COMMON, **_APART),
     "vaultgemma": Unlisted({**COMMON, **HEADS, "query_pre_attn_scalar": 32, "sliding_window": 64,
-                            "layer_types": _THREE}, **_APART),
+                            "layer_types": _THREE}, scale=COMMON["hidden_size"]**0.5, **_APART),
 }
 
 # Four streams a token, of which a block is given all.

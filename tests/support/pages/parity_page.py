@@ -1,8 +1,8 @@
 """docs/parity.md: the figures of docs/parity.json as tables, one part a machine.
 
 ``parity.json``: ``{machine: {"versions", "dtype", "tolerance", "errors": {family: {feature: {site: error}}},
-"not_run": {feature: why}}, "lens": {…}}``. A run replaces what it measured and leaves the rest, so that one page can
-hold what a CPU and what a GPU showed.
+"own": {family: {"vllm", "rows"}}, "not_run": {feature: why}}, "lens": {…}}``. A run replaces what it measured and
+leaves the rest, so that one page can hold what a CPU and what a GPU showed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from schemas.sites import BY_MODEL, SITES
 from tests.support.models.families import CONFIGURATIONS, FAMILIES
-from tests.support.models.features import FEATURES
+from tests.support.models.features import FEATURES, Feature
 from tests.support.models.unlisted import UNLISTED
 
 Errors = dict[str, dict[str, dict[str, float]]]
@@ -30,13 +30,19 @@ counted by vLLM's own metrics, cached tokens by its outputs.
 """
 
 
-def merge(file: Path, machine: str, run: dict[str, Any], errors: Errors) -> None:
-    """Put a run's figures into the JSON file: features that it did not measure keep theirs."""
+def merge(file: Path, machine: str, run: dict[str, Any], errors: Errors,
+          own: dict[str, dict[str, float]]) -> None:
+    """Put a run's figures into the JSON file: features that it did not measure keep theirs.
+
+    ``own``: by family by how much a log-probability of vLLM's without taps is off at most, in nats: of Hugging Face's
+    (``vllm``), and of what the captured ``final_norm`` gives (``rows``).
+    """
     found = json.loads(file.read_text()) if file.exists() else {}
     kept: Errors = found.get(machine, {}).get("errors", {})
     for family, features in errors.items():
         kept.setdefault(family, {}).update(features)
-    found[machine] = {**run, "errors": kept}
+    apart = {**found.get(machine, {}).get("own", {}), **own}
+    found[machine] = {**run, "errors": kept, **({"own": apart} if apart else {})}
     write(file, found)
 
 
@@ -99,7 +105,7 @@ def _machine(machine: str, run: dict[str, Any]) -> list[str]:
         *_configurations(errors),
         "", "`–`: the architecture has no such site, or (on a GPU, in bfloat16) all its rows follow a router's choice, "
         "which a close call turns.", "",
-        *_unlisted(errors),
+        *_unlisted(errors, run.get("own", {})),
     ]
 
 
@@ -112,7 +118,7 @@ reference hooks Hugging Face's own blocks. {count} families; `not run` and notes
 """
 
 
-def _unlisted(errors: Errors) -> list[str]:
+def _unlisted(errors: Errors, own: dict[str, dict[str, float]]) -> list[str]:
     """A row a family, a column a feature."""
     families = [family for family in UNLISTED if family in errors]
     if not families:
@@ -125,10 +131,12 @@ def _unlisted(errors: Errors) -> list[str]:
         rows.append((family, [worst.get(feature.name) for feature in features], f"`{at}`"))
     return [BY_STRUCTURE.format(count=len(families)),
             *_table("family", [feature.name for feature in features], rows, absent="not run"), "",
-            *(f"- *{family}*: {note}." for family in families for note in _notes(family)), ""]
+            *(f"- *{family}*: {note}." for family in families for note in [
+                *_notes(family, own.get(family)), *_not_yet(family, [
+                    feature for feature in features if feature.name not in errors[family]])]), ""]
 
 
-def _notes(family: str) -> list[str]:
+def _notes(family: str, own: dict[str, float] | None) -> list[str]:
     """What a family lacks, its bar where that is another, and what was not run."""
     of = UNLISTED[family]
     lacks = [site for site in ("resid_mid", "attn_out", "mlp_out") if site not in of.sites]
@@ -138,9 +146,21 @@ def _notes(family: str) -> list[str]:
     return [
         *([f"no {', '.join(f'`{site}`' for site in lacks)}: {of.lacks}"] if lacks else []),
         *([f"tolerance {of.tolerance:g}: {of.why}"] if of.why else []),
+        *([f"a log-probability of vLLM without taps is up to {own['vllm']:.1e} nats off Hugging Face's, and "
+           f"{own['rows']:.1e} off what the captured `final_norm` gives"] if own else []),
+        *([f"{', '.join(f'`{site}`' for site in of.more)} too"] if of.more else []),
+        *(["`embed` is scaled, by the embedding module itself"] if of.scale != 1 else []),
+        *([f"`{of.zero}` is zeros: {of.because}"] if of.zero else []),
         *(f"Hugging Face's model is told `{key}` = {value}, vLLM {of.says[key]}, which it takes for one more"
           for key, value in of.reads.items()),
         *(f"{', '.join(what)} not run: {why}" for why, what in reasons.items())]
+
+
+def _not_yet(family: str, absent: list[Feature]) -> list[str]:
+    """Features that nothing keeps a family from, of which it has no figures."""
+    reasons = UNLISTED[family].not_run
+    names = [feature.name for feature in absent if feature.name not in reasons and feature.group not in reasons]
+    return [f"{', '.join(names)} not run yet"] if names else []
 
 
 def _configurations(errors: Errors) -> list[str]:
