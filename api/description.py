@@ -9,6 +9,8 @@ from fastapi.openapi.utils import get_openapi
 
 from api.parameters import ULID
 from api.protocols import Protocol
+from schemas import limits
+from schemas.edits import EditSpec
 from schemas.spec import CaptureSpec
 
 __all__ = ["DONE", "REFUSED", "answers", "body", "describe", "event_content", "generation_answers", "generation_body",
@@ -95,8 +97,10 @@ def generation_body(protocol: Protocol) -> Schema:
         "type": "object", "required": ["model", prompt],
         "properties": {"model": _TEXT, prompt: schema, bound: {"type": "integer", "minimum": 1}, **count,
                        "stream": {"type": "boolean"},
-                       "capture": {"anyOf": [{"$ref": "#/components/schemas/CaptureSpec"}, {"type": "null"}]}},
-        "description": "vLLM's own body, every field of it, plus `capture`.",
+                       "capture": {"anyOf": [{"$ref": "#/components/schemas/CaptureSpec"}, {"type": "null"}]},
+                       "edit": {"anyOf": [{"type": "array", "maxItems": limits.edits_max,
+                                           "items": {"$ref": "#/components/schemas/EditSpec"}}, {"type": "null"}]}},
+        "description": "vLLM's own body, every field of it, plus `capture` and `edit`.",
     }, {"model": "Qwen/Qwen3-0.6B", bound: 8, prompt: example,
         "capture": {"sites": ["resid_post"], "layers": "::4", "positions": "all", "tags": {"run": "a"}}})
 
@@ -124,7 +128,8 @@ def describe(app: FastAPI) -> None:
 def _described(app: FastAPI) -> Schema:
     found = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
     found["components"] = {
-        "schemas": {"CaptureSpec": CaptureSpec.model_json_schema(), "Error": _ERROR},
+        "schemas": {"CaptureSpec": CaptureSpec.model_json_schema(), "EditSpec": EditSpec.model_json_schema(),
+                    "Error": _ERROR},
         "securitySchemes": {"Bearer": {"type": "http", "scheme": "bearer"},
                             "Key": {"type": "apiKey", "in": "header", "name": "x-api-key"}},
     }

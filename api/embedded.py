@@ -39,7 +39,7 @@ __all__ = ["Embedded", "embeddable"]
 log = logging.getLogger("vllm_tap.api")
 
 _PAGE: Final = "/captures"
-_ENGINES: Final = {"vllm_xargs.capture", "vllm_xargs.capture_count"}
+_ENGINES: Final = {"vllm_xargs.capture", "vllm_xargs.capture_count", "vllm_xargs.edit"}
 
 
 def embeddable(config: Config, keyed: Callable[[], bool]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Embedded:
 
 
 def _asks(messages: deque[Message]) -> bool:
-    """Whether a body names a capture, by mistake elsewhere too: what is no JSON object is the server's to refuse.
+    """Whether a body names a capture or edits, by mistake elsewhere too: what is no JSON object the server refuses.
 
     Not where a spec is in the engine's own field, as a gateway in front of this server sends it: but with an id, since
     the answer will not tell one.

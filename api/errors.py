@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
+from schemas.edits import EditError
 from schemas.errors import (
     ArgumentError,
     ConflictError,
@@ -43,6 +44,7 @@ log = logging.getLogger("vllm_tap.api")
 # The first class that fits wins, so a subclass stands before its base.
 _STATUS: tuple[tuple[type[TapError], int, str], ...] = (
     (NotArmedError, 400, "not_armed"),
+    (EditError, 400, "invalid_edit"),
     (ArgumentError, 400, "invalid_parameter"),
     (SpecError, 400, "invalid_capture"),
     (ConflictError, 409, "conflict"),

@@ -1,7 +1,7 @@
-"""A request's body before it is anybody's: received, given once more, and searched for a capture that is named in it.
+"""A request's body before it is anybody's: received, given once more, and searched for a capture or edits named in it.
 
-Servers pass over fields that they do not know. So whoever takes a ``capture`` knows every place where it may stand by
-mistake, and whatever reaches a route that takes none is refused there, by the same rule on routes of any kind.
+Servers pass over fields that they do not know. So whoever takes them knows every place where they may stand by mistake,
+and whatever reaches a route that takes none is refused there, by the same rule on routes of any kind.
 """
 
 from __future__ import annotations
@@ -36,15 +36,28 @@ _LIKE: Final = re.compile(rb'"[acepturACEPTUR]{7}"|\\u00[4-7]')  # the latter is
 _KEY: Final = re.compile(rb'(?<!\\)"(?:[^"\\]{0,40}captur[^"\\]{0,40}|([aceptur]{7})|'
                          rb'[^"]{0,40}\\u00[4-7][^"]{0,100})"\s*:', re.IGNORECASE)
 _PART: Final = re.compile(rb'[\r\n](?i:content-disposition):[^\r\n]{0,1000}?[; ]name="?([^"\r\n;]{1,200})')
+_EDIT: Final = "edit"  # this name alone: other APIs have fields that read like it
+_EDIT_KEY: Final = re.compile(rb'(?<!\\)"edit"\s*:')
+_EDITS_KEY: Final = re.compile(rb'(?<!\\)"edit"\s*:\s*"?\s*[\[{]')
 _FORM_FIELDS: Final = 1000
 _ASIDE_BYTES: Final = 1 << 20
 
 
 class Named(NamedTuple):
-    """A capture that is named: the path of the field, and what it holds."""
+    """A capture that is named, or edits: the path of the field, and what it holds."""
 
     param: str
     value: Any
+
+    @property
+    def of_edits(self) -> bool:
+        """Whether the field is one of edits."""
+        return self.param.rpartition(".")[2] == _EDIT
+
+    @property
+    def is_sure(self) -> bool:
+        """False of a body's own ``edit`` that does not hold edits: of a route that takes none it may be another's."""
+        return not self.of_edits or _are_edits(self.value)
 
 
 async def whole(receive: Receive, bytes_max: float = float("inf")) -> deque[Message]:
@@ -80,13 +93,14 @@ def reads_like(name: str) -> bool:
 
 
 def named(body: Mapping[str, Any]) -> Iterator[Named]:
-    """Places where a JSON object names a capture: in a field, in what holds extra arguments, in the objects of a list.
+    """Places where a JSON object names a capture or edits: in a field, in what holds extra arguments, in the objects of
+    a list.
 
     Elsewhere the word is content: of messages, of tools, of a schema. In a list only what is a spec is meant.
     Among extra arguments, which may be others', only what nearly has the name, or is a spec.
     """
     for name, value in body.items():
-        if reads_like(name) and value is not None:
+        if (reads_like(name) or name == _EDIT) and value is not None:
             yield Named(name, value)
         elif isinstance(value, Mapping) and _HOLDER.search(name):
             yield from _held(name, value, _DEPTH)
@@ -96,7 +110,7 @@ def named(body: Mapping[str, Any]) -> Iterator[Named]:
 
 def _held(path: str, holder: Mapping[str, Any], depth: int) -> Iterator[Named]:
     for name, value in holder.items():
-        if is_meant(name, value):
+        if is_meant(name, value) or (name == _EDIT and _are_edits(value)):
             yield Named(f"{path}.{name}", value)
         elif isinstance(value, Mapping) and depth > 1:
             yield from _held(f"{path}.{name}", value, depth - 1)
@@ -121,13 +135,21 @@ def _is_spec(value: Any) -> bool:
     return isinstance(value, Mapping) and _FIELDS.issuperset(value)
 
 
+def _are_edits(value: Any) -> bool:
+    """Whether a value is a list of objects with an ``op``, its JSON text, or one of them without its list."""
+    if isinstance(value, str) and len(value) <= limits.edit_json_bytes_max:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return any(isinstance(each, Mapping) and "op" in each for each in (value if isinstance(value, list) else [value]))
+
+
 def _listed(path: str, items: list[Any], depth: int) -> Iterator[Named]:
     if {dict, list}.isdisjoint(map(type, items)):  # millions of token ids, say
         return
     for number, item in enumerate(items):
         if isinstance(item, dict):
             for name, value in item.items():
-                if reads_like(name) and _is_spec(value):
+                if (reads_like(name) and _is_spec(value)) or (name == _EDIT and _are_edits(value)):
                     yield Named(f"{path}[{number}].{name}", value)
                 elif isinstance(value, Mapping) and _HOLDER.search(name):
                     yield from _held(f"{path}[{number}].{name}", value, depth)
@@ -166,13 +188,14 @@ def in_body(data: bytes, content_type: str) -> list[Named]:
 
 def may_name(data: bytes) -> bool:
     """False where nothing in a body reads like it: most are parsed but once, where they are served."""
-    return any(sign in data for sign in _SIGNS) or _LIKE.search(data) is not None
+    return any(sign in data for sign in _SIGNS) or any(like.search(data) for like in (_LIKE, _EDIT_KEY))
 
 
 def has_key(data: bytes) -> bool:
     """Whether the text of a body that is not parsed has a key that reads like it: of an object anywhere in it."""
     text = data.replace(b"\0", b"")
-    return any(not found[1] or sorted(found[1].decode().lower()) == _LETTERS for found in _KEY.finditer(text))
+    return _EDITS_KEY.search(text) is not None or any(
+        not found[1] or sorted(found[1].decode().lower()) == _LETTERS for found in _KEY.finditer(text))
 
 
 def check_values(data: bytes) -> None:

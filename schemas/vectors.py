@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from schemas import limits
+from schemas.edits import parse_edit_places
 from schemas.errors import StartError
-from schemas.probes import Registered
+from schemas.probes import Registered, probes_text
 
 _DTYPES: Final = ("F16", "F32", "F64")
 
@@ -48,3 +50,30 @@ def load_vector(registered: Registered) -> npt.NDArray[np.float32]:
         at = int(np.argwhere(~np.isfinite(kept))[0][0])
         raise StartError(f"{start} vector[{at}] = {numbers[at]}: valid: finite numbers that float32 holds")
     return kept
+
+
+@dataclass(frozen=True, slots=True)
+class EditArms:
+    """What an engine is to be started with for edits: ``places`` are sites, or ``site.layer``, comma-separated."""
+
+    places: str = ""
+    depth: int | None = None  # edits of one row, site and layer; None: the engine's default
+    vectors: tuple[Registered, ...] = ()
+
+    def check(self, places: str, depth: str, vectors: str) -> tuple[str, ...]:
+        """The places in canonical names; StartError, naming the argument (as these say), where it cannot be had."""
+        found = parse_edit_places(places, self.places)
+        if self.depth is not None and not 1 <= self.depth <= limits.edit_depth_max:
+            raise StartError(f"{depth} = {self.depth}: must be 1 to {limits.edit_depth_max}")
+        for name, given in ((depth, self.depth), (vectors, ", ".join(map(str, self.vectors)))):
+            if given and not found:
+                raise StartError(f"{name} = {given}: nothing is armed for edits; name sites with {places}")
+        for vector in self.vectors:
+            load_vector(vector)
+        return found
+
+    def environment(self) -> dict[str, str]:
+        """The variables that tell an engine."""
+        places = ",".join(parse_edit_places("VLLM_TAP_EDIT", self.places))
+        return {"VLLM_TAP_EDIT": places, "VLLM_TAP_VECTORS": probes_text(self.vectors),
+                **({} if self.depth is None else {"VLLM_TAP_EDIT_DEPTH": str(self.depth)})}

@@ -1,4 +1,4 @@
-"""Generation requests with a ``capture`` field: the spec, how many captures, the body for upstream."""
+"""Generation requests with a ``capture`` or ``edit`` field: what is asked, how many captures, the body for upstream."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from schemas import limits
 from schemas.bodies import check_values, may_name, named
 from schemas.catalog.tables import CAPTURE_BYTES
 from schemas.codecs import identified, streams
+from schemas.edits import parse_edits
 from schemas.errors import LimitError, json_fault
 from schemas.ids import new_ulid, sample_id, split_capture_id
 from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
 from schemas.wire.messages import EngineInfo
 
-__all__ = ["CaptureRequest", "Plan", "capture_request", "check_owned", "parse_body", "plan", "salt_cache"]
+__all__ = ["NOTHING", "CaptureRequest", "Plan", "capture_request", "check_owned", "parse_body", "plan", "salt_cache"]
 
 _PREFIXES: Final = ("", *(protocol.id_prefix for protocol in PROTOCOLS.values()))
+NOTHING: Final[dict[str, Any]] = {"sites": []}  # the capture of what is edited only: a name and a manifest
 _UNTAGGED: Final = re.compile(r"0\.[01]\b.*\.dev")  # as of 0.1.dev9837+g1a2b3c4d5
 _TEXT_TOKEN_BYTES: Final = 4  # of text in a token, where only the model server could tell
 
@@ -52,8 +54,8 @@ class Plan:
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """The JSON object of a request; BadParam otherwise, and where it carries a spec past the ``capture`` field, or in
-    a field whose name is not quite that one.
+    """The JSON object of a request; BadParam otherwise, and where it carries a spec past the ``capture`` field, edits
+    past ``edit``, or a spec in a field whose name is not quite that one.
 
     LimitError where it has so many values that parsing it would keep everybody else waiting.
     """
@@ -64,9 +66,13 @@ def parse_body(data: bytes) -> dict[str, Any]:
         raise ApiError(400, "malformed_json", f"the body is not JSON: {json_fault(error)}") from None
     if not isinstance(body, dict):
         raise ApiError(400, "malformed_json", "the body must be a JSON object")
-    for param, value in named(body) if may_name(data) else ():
-        if param == "capture":
+    for each in named(body) if may_name(data) else ():
+        param, value = each
+        if param in ("capture", "edit"):
             continue
+        if each.of_edits:  # it would reach the engine with nobody's owner, or not at all
+            raise BadParam(param, value, 'reserved, nothing else would be edited; put the edits into the body\'s own '
+                           'field "edit"')
         if "." in param or "[" in param:  # it would reach the engine unchecked, with nobody's owner, or not at all
             raise BadParam(param, value, 'reserved, nothing else would be captured; put the spec into the body\'s own '
                            'field "capture"')
@@ -119,23 +125,26 @@ def _is_before(engine: EngineInfo, version: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CaptureRequest:
-    """A request with a ``capture`` field, checked as far as that goes without knowing the engine."""
+    """A request with a capture, and edits or none, checked as far as that goes without knowing the engine."""
 
     spec: CaptureSpec
     count: int
     protocol: Protocol
     request_id: str | None
-    body: dict[str, Any]  # without the field
+    body: dict[str, Any]  # without the fields
+    edits: str = ""  # JSON, "" for none
 
 
 def capture_request(body: dict[str, Any], protocol: Protocol, request_id: str | None) -> CaptureRequest:
-    """Checks a parsed body and takes the ``capture`` field out of it; SpecError, LimitError or ApiError."""
+    """Checks a parsed body and takes ``capture`` and ``edit`` out of it; SpecError, LimitError or ApiError."""
+    edits = _edits(body.pop("edit", None))
     spec = parse_spec(body.pop("capture"))
     if body.get("use_beam_search"):
-        raise BadParam("use_beam_search", body["use_beam_search"],
-                       "beam search cannot be captured: every beam step is a request of its own, without the spec")
+        raise BadParam("use_beam_search", body["use_beam_search"], "beam search cannot be captured or edited: every "
+                       "beam step is a request of its own, without the spec")
     if body.get("prompt_embeds") is not None:
-        raise BadParam("prompt_embeds", "…", "prompts given as embeddings cannot be captured; send text or token ids")
+        raise BadParam("prompt_embeds", "…", "prompts given as embeddings cannot be captured or edited; send text or "
+                       "token ids")
     protocol.check(body)
     count = protocol.count(body)
     if count > limits.capture_samples_max:
@@ -154,15 +163,26 @@ def capture_request(body: dict[str, Any], protocol: Protocol, request_id: str | 
                        "taken for; send another, or a ULID of your own as capture.id")
     if not isinstance(body.get("vllm_xargs") or {}, dict):
         raise BadParam("vllm_xargs", body["vllm_xargs"], "must be an object")
-    return CaptureRequest(spec, count, protocol, request_id, body)
+    return CaptureRequest(spec, count, protocol, request_id, body, edits)
+
+
+def _edits(value: object) -> str:
+    """The JSON of a request's edits as the engine gets it, "" for none; SpecError or LimitError."""
+    if value is None or not parse_edits(value):
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) > limits.edit_json_bytes_max:
+        raise LimitError("bytes of the edits", len(text), limits.edit_json_bytes_max,
+                         "name vectors that the engine was started with (--vector NAME=FILE)")
+    return text
 
 
 def plan(asked: CaptureRequest, engine: EngineInfo | None) -> Plan:
     """Words for the writer and upstream; SpecError, NotArmedError or ApiError where the engine cannot do it."""
     engine = _known(engine)
     if _is_before(engine, asked.protocol.captured_from):
-        raise BadParam("capture", "…", f"requests of {asked.protocol.path} have no field for a spec in vLLM "
-                       f"{engine.vllm_version}; use /v1/chat/completions, or a newer vLLM")
+        raise BadParam("edit" if asked.edits else "capture", "…", f"requests of {asked.protocol.path} have no field "
+                       f"for it in vLLM {engine.vllm_version}; use /v1/chat/completions, or a newer vLLM")
     resolved = resolve(asked.spec, engine.armed, engine.widths)
     if asked.spec.return_ == "inline":
         check_inline(asked, resolved, engine)
@@ -175,6 +195,8 @@ def plan(asked: CaptureRequest, engine: EngineInfo | None) -> Plan:
         raise LimitError("bytes of the capture spec", len(spec), limits.spec_json_bytes_max,
                          "name fewer positions, sites or tags")
     xargs: dict[str, Any] = {**(asked.body.get("vllm_xargs") or {}), "capture": spec}
+    if asked.edits:
+        xargs["edit"] = asked.edits
     if asked.count > 1:
         xargs["capture_count"] = asked.count
     named_after = {"request_id": response_id} if asked.protocol is RESPONSES else {}  # it heeds no header

@@ -20,6 +20,7 @@ from api.generate.upstream import ClientGone, passed, read_body
 from api.service import ApiService, service_of
 from api.slices.formats import DTYPES, FORMATS, available_formats
 from schemas import limits
+from schemas.bodies import named
 from schemas.codecs import CODECS, DEFAULT_CODEC
 from schemas.errors import TapError
 from schemas.sites import SITES, lens_name
@@ -29,7 +30,7 @@ from schemas.wire.messages import EngineInfo
 router = APIRouter(tags=["service"])
 _OBJECT: Final = {"type": "object"}
 
-_LIMITS = ("spec_", "tag_", "capture", "slice", "map", "wait_", "alias_")
+_LIMITS = ("spec_", "edit", "tag_", "capture", "slice", "map", "wait_", "alias_")
 
 
 @router.get("/v1/capabilities", responses=answers(json_content({
@@ -51,6 +52,8 @@ async def capabilities(request: Request) -> Json:
             name: {"site": probe.site, "layer": probe.layer, "k": len(probe.names), "names": probe.names,
                    "activation": probe.activation, "meaning": probe.meaning}
             for name, probe in engine.armed.probes.items()},
+        "edits": {} if engine is None or engine.edits is None else {
+            "armed": engine.edits.layers, "depth": engine.edits.depth, "vectors": engine.edits.vectors},
         "codecs": {name: {"meaning": codec.meaning, "error": codec.error, "default": name == DEFAULT_CODEC,
                           "sites": list(codec.sites), "decoded": codec.decoded,
                           "parameters": {p.name: {"meaning": p.meaning, "min": p.low, "max": p.high,
@@ -158,8 +161,9 @@ async def others(request: Request) -> Response:
         data = await read_body(request, service.config.body_bytes_max)
         if request.method == "POST":
             asked = parse_body(data)
-            if asked.get("capture") is not None:
-                raise BadParam("capture", asked["capture"], f"taken by {', '.join(GENERATIONS)} only")
+            for each in named(asked):
+                if each.is_sure:
+                    raise BadParam(each.param, each.value, f"taken by {', '.join(GENERATIONS)} only")
         return await passed(service, request, data)
     except ClientGone:
         return Response(status_code=499)

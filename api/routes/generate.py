@@ -1,4 +1,4 @@
-"""POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages: vLLM's own, with one more field in and
+"""POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages: vLLM's own, with two more fields in and
 one more field out.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from api.description import generation_answers, generation_body
 from api.errors import ApiError, BadParam, Json, OverQuota
 from api.generate.done_finder import DoneFinder, last_event
-from api.generate.generation import Plan, capture_request, check_owned, parse_body, plan, salt_cache
+from api.generate.generation import NOTHING, Plan, capture_request, check_owned, parse_body, plan, salt_cache
 from api.generate.upstream import (
     ClientGone,
     Relay,
@@ -45,11 +46,12 @@ log = logging.getLogger("vllm_tap.api")
 
 _NEVER_BEGUN: Final = ("the engine never began it: is the plugin loaded in the model server, and does the server's "
                        "log say that its sender ended?")
+_EDIT_FIELD: Final = re.compile(r"(edit(?:\[[0-9]+\][\w.\[\]]*)?) = ")  # an error's first words
 _TAIL_BYTES: Final = 16 * 1024  # of a stream, to find its last event in
 
 
 async def generate(request: Request, protocol: Protocol) -> Response:
-    """Without a capture the bytes pass through; with one it is owned first, then asked for."""
+    """Without a capture or edits the bytes pass through; with any a capture is owned first, then asked for."""
     service = service_of(request)
     try:
         data = await read_body(request, service.config.body_bytes_max)
@@ -58,10 +60,11 @@ async def generate(request: Request, protocol: Protocol) -> Response:
             check_owned(body, protocol, owner, await _engine(service) if protocol.salted_from else None)
         changed = salt_cache(body, owner, service.salt_secret)
         planned = None
-        if "capture" in body and body["capture"] is None:
-            del body["capture"]
-            changed = True
-        if "capture" in body or service.config.capture_all:
+        for name, nothing in (("capture", (None,)), ("edit", (None, []))):
+            if name in body and body[name] in nothing:
+                del body[name]
+                changed = True
+        if "capture" in body or "edit" in body or service.config.capture_all:
             planned = await _plan(service, request, body, protocol)
         if planned is None:
             return await passed(service, request, json.dumps(body).encode() if changed else data)
@@ -85,10 +88,10 @@ async def _plan(service: ApiService, request: Request, body: dict[str, Any], pro
 
     None where all requests are captured, and this one, which did not ask for it, cannot be.
     """
-    own = "capture" in body
+    own = "capture" in body or not service.config.capture_all
+    spec = body["capture"] if "capture" in body else json.loads(service.config.capture_all or json.dumps(NOTHING))
     try:
-        asked = capture_request(body if own else {**body, "capture": json.loads(service.config.capture_all)}, protocol,
-                                request.headers.get("x-request-id"))
+        asked = capture_request({**body, "capture": spec}, protocol, request.headers.get("x-request-id"))
         planned = plan(asked, await service.read(StoreReader.engine))
         # Until the request ends: what its captures took by then is in the store, or is in a moment.
         request.state.at_end.callback(await service.quotas.reserve(owner_of(request), planned.ulid, planned.nbytes))
@@ -97,7 +100,7 @@ async def _plan(service: ApiService, request: Request, body: dict[str, Any], pro
             raise
         service.metrics.captures.labels("impossible").inc()
         log.warning("a request is not captured: %s", error)
-        return None
+        return await _plan(service, request, {**body, "capture": NOTHING}, protocol) if "edit" in body else None
     return planned
 
 
@@ -154,7 +157,7 @@ def _abandon(service: ApiService, planned: Plan, reason: str) -> None:
 
 
 async def _refused(service: ApiService, planned: Plan, answer: httpx.Response) -> Response:
-    """Upstream's own error, with its status and its words."""
+    """Upstream's own error, with its status and its words, which say which of the edits it is about."""
     service.metrics.upstream_failures.labels("status").inc()
     try:
         content = await answer.aread()
@@ -163,7 +166,19 @@ async def _refused(service: ApiService, planned: Plan, answer: httpx.Response) -
     finally:
         await answer.aclose()
     _abandon(service, planned, f"the model server answered {answer.status_code}")
-    return _copy(answer, content)
+    return _copy(answer, _with_param(content))
+
+
+def _with_param(content: bytes) -> bytes:
+    """An error with ``param`` where its words begin with a field of edits: upstream does not tell that apart."""
+    try:
+        body = json.loads(content)
+        if (found := _EDIT_FIELD.match(body["error"]["message"])) is None or body["error"].get("param"):
+            return content
+        body["error"]["param"] = found[1]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return content
+    return json.dumps(body).encode()
 
 
 async def _plain(service: ApiService, request: Request, planned: Plan, answer: httpx.Response) -> Response:
@@ -270,7 +285,7 @@ def _add_route(protocol: Protocol) -> None:
 
     name = protocol.path.removeprefix("/v1/").replace("/", "_")
     router.add_api_route(protocol.path, endpoint, methods=["POST"], name=name,
-                         description=f"{protocol.meaning}; the body is vLLM's, plus ``capture``.",
+                         description=f"{protocol.meaning}; the body is vLLM's, plus ``capture`` and ``edit``.",
                          responses=generation_answers(protocol), openapi_extra=generation_body(protocol))
 
 

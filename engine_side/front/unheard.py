@@ -1,4 +1,4 @@
-"""The last word before vLLM's own routes: a body that still names a capture there would be answered without one."""
+"""The last word before vLLM's own routes: what still names a capture or edits there would be answered without."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Container, MutableMapping
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
-from engine_side.front.ticket import COUNT_KEY, KEY
+from engine_side.front.ticket import COUNT_KEY, EDIT_KEY, KEY
 from schemas import limits
 from schemas.bodies import Named, again, aside, has_key, in_body, may_name, named, reads_like, whole
 from schemas.errors import ArgumentError, LimitError, shown
@@ -23,18 +23,17 @@ Send = Callable[[Message], Awaitable[None]]
 
 _BODILESS: Final = ("GET", "HEAD", "OPTIONS", "DELETE")
 # By the field that holds them: where a spec does reach the engine, on routes whose requests have that field.
-_CARRIED: Final = {"vllm_xargs": (f"vllm_xargs.{KEY}", f"vllm_xargs.{COUNT_KEY}"),
-                   "sampling_params": (f"sampling_params.extra_args.{KEY}",
-                                       f"sampling_params.extra_args.{COUNT_KEY}")}
-_FIX: Final = ('nothing would be captured here; "capture" is a field of POST /v1/completions, /v1/chat/completions, '
+_CARRIED: Final = {field: tuple(f"{field}{holder}.{key}" for key in (KEY, COUNT_KEY, EDIT_KEY))
+                   for field, holder in (("vllm_xargs", ""), ("sampling_params", ".extra_args"))}
+_FIX: Final = ('nothing would be {done} here; "{name}" is a field of POST /v1/completions, /v1/chat/completions, '
                "/v1/responses and /v1/messages where the service of captures is: on the port of vllm-tap serve, or on "
                "vLLM's own with VLLM_PLUGINS=vllm_tap,vllm_tap_http")
-_BATCH_FIX: Final = ("nothing would be captured in a batch file, so none of it is generated; send its requests to a "
-                     "service of captures, or give its prompts to `vllm-tap capture`")
+_BATCH_FIX: Final = ("nothing would be {done} in a batch file, so none of it is generated; send its requests to a "
+                     "service of captures{other}")
 
 
 class Unheard:
-    """ASGI middleware: 400 for what names a capture that nobody would make, whatever the route.
+    """ASGI middleware: 400 for what names a capture or edits that nobody would make, whatever the route.
 
     ``fields`` says which fields the requests of a route have, as far as that is known, and None where there is no such
     route: that answer is the application's, and no body is held for it. What a service of captures takes it has taken
@@ -63,15 +62,15 @@ class Unheard:
 
 def _fault(scope: Scope, fields: Container[str], messages: deque[Message]
            ) -> tuple[int, str, str, str | None] | None:
-    """Refusal of a request: status, code, message and field; None where nothing names a capture."""
+    """Refusal of a request: status, code, message and field; None where nothing names a capture or edits."""
     kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
     data = b"".join(message.get("body", b"") for message in messages)
     try:
-        found = in_body(data, kind)
+        found = [each for each in in_body(data, kind) if each.is_sure]
         if not found and messages[-1].get("more_body", False) and "multipart" not in kind and has_key(data):
             raise LimitError("bytes of the body", len(data), limits.request_body_bytes_max)
     except LimitError as error:
-        return 413, "too_large", f"{error}; a body that may name a capture is looked into as far as that", None
+        return 413, "too_large", f"{error}; a body that may name a capture or edits is looked into as far as that", None
     except ArgumentError as error:
         return 400, "invalid_parameter", str(error), None
     query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
@@ -79,14 +78,15 @@ def _fault(scope: Scope, fields: Container[str], messages: deque[Message]
     if not found:
         return None
     taken = {path for field, paths in _CARRIED.items() if field in fields for path in paths}
-    for param, value in found:
-        if param not in taken:
-            return 400, "invalid_parameter", f"{param} = {shown(value)}: {_FIX}", param
+    for each in found:
+        if each.param not in taken:
+            fix = _FIX.format(done="edited", name=EDIT_KEY) if each.of_edits else _FIX.format(done="captured", name=KEY)
+            return 400, "invalid_parameter", f"{each.param} = {shown(each.value)}: {fix}", each.param
     return None
 
 
 def check_batch(text: str) -> None:
-    """ArgumentError, naming line and field, where a batch file (a request in JSON a line) names a capture in vain."""
+    """ArgumentError, naming line and field, where a batch file (a request in JSON a line) names one in vain."""
     for number, line in enumerate(text.split("\n"), 1):
         if not may_name(line.encode()):
             continue
@@ -96,12 +96,15 @@ def check_batch(text: str) -> None:
             continue
         if not isinstance(request, dict):
             continue
-        found, body = list(named(request)), request.get("body")
+        found, body = [each for each in named(request) if each.is_sure], request.get("body")
         if isinstance(body, dict):
             taken = _CARRIED["vllm_xargs"] if request.get("url") == "/v1/chat/completions" else ()
-            found += [Named(f"body.{param}", value) for param, value in named(body) if param not in taken]
+            found += [Named(f"body.{each.param}", each.value) for each in named(body)
+                      if each.is_sure and each.param not in taken]
         if found:
-            raise ArgumentError(f"line {number}: {found[0].param}", found[0].value, _BATCH_FIX)
+            fix = _BATCH_FIX.format(done="edited", other="") if found[0].of_edits else _BATCH_FIX.format(
+                done="captured", other=", or give its prompts to `vllm-tap capture`")
+            raise ArgumentError(f"line {number}: {found[0].param}", found[0].value, fix)
 
 
 async def _refuse(send: Send, status: int, code: str, message: str, param: str | None) -> None:

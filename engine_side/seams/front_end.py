@@ -247,8 +247,10 @@ def _is_captured(processor: Any, extra: dict[str, Any], params: Any, in_pieces: 
 def _to_beam_search_params(original: Callable[..., Any]) -> Callable[..., Any]:
     def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         extra = getattr(self, "vllm_xargs", None) or {}
-        if KEY in extra:
-            raise SpecError("", extra[KEY], "beam search cannot be captured: vLLM makes requests of its own for it")
+        for key, error in ((KEY, SpecError), (EDIT_KEY, EditError)):
+            if key in extra:
+                raise error("", extra[key], "beam search cannot be captured or edited: vLLM makes requests of its own "
+                                            "for it")
         return original(self, *args, **kwargs)
 
     return to_beam_search_params

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import xxhash
+from msgspec import structs
 from torch import nn
 
 from engine_side import worker
@@ -39,7 +40,7 @@ from schemas.errors import StartError
 from schemas.probes import LoadedProbe, Registered, load_probe
 from schemas.sites import PROBE, SITES, has_heads, layers_by_site
 from schemas.spec import Armed
-from schemas.wire.messages import EngineInfo
+from schemas.wire.messages import Editable, EngineInfo
 
 logger = logging.getLogger("vllm.tap")
 
@@ -102,8 +103,8 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     unchanged.check_classes(classes, model)
     first_block = tuple(site for site in asked if 0 in armed.sites[site])
     checks = worker.Checks(homes, find_embedding(model, family, first_block), find_sums(family, layers))
-    worker.start(config, _info(model, vllm_config, armed, points, staging), model, checks, staging, scratch,
-                 editor, leads=_tensor_parallel_rank() == 0)
+    info = structs.replace(_info(model, vllm_config, armed, points, staging), edits=_editable(config, places))
+    worker.start(config, info, model, checks, staging, scratch, editor, leads=_tensor_parallel_rank() == 0)
 
 
 def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str, ...]], Iterable[TapPoint]],
@@ -132,6 +133,13 @@ def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str
                          "max_num_seqs, or raise VLLM_TAP_STAGING_BYTES_MAX")
     logger.info("vllm-tap: %d places may be edited; tables of %.1f MiB", len(points), nbytes / 2**20)
     return points, Editor(tables(*size, device))
+
+
+def _editable(config: EngineConfig, places: Iterable[TapPoint]) -> Editable | None:
+    layers: dict[str, list[int]] = {}
+    for point in places:
+        layers.setdefault(point.site, []).append(point.layer)
+    return Editable(layers, config.edit_depth, [vector.name for vector in config.vectors]) if layers else None
 
 
 def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPlan:

@@ -19,6 +19,16 @@ from schemas.sites import is_probe
 from schemas.spec import Armed, Resolved
 
 
+class Editable(msgspec.Struct, frozen=True):
+    """What requests may have changed: layers by site, at most ``depth`` edits of one row, site and layer; ``vectors``:
+    names that they may use.
+    """
+
+    layers: dict[str, list[int]]
+    depth: int
+    vectors: list[str]
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """Description of an engine by itself: enough to name every number it sends."""
 
@@ -39,6 +49,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     world_size: int = 1
     meaning: dict[str, str] = {}  # by site: what exactly the value is on this model
     sources: dict[str, str] = {}  # by site: "table" of architectures, or "structure" where the start's search found it
+    edits: Editable | None = None  # None: nothing is armed for edits
 
     def dtype_of(self, site: str) -> str:
         """The dtype of a site's rows before their codec: the model's, and float32 of a probe's scores."""

@@ -349,7 +349,7 @@ def test_what_asked_for_nothing_is_refused_nothing(tmp_path: Path, caplog: pytes
                 assert bodies == [plain, plain, large, b"{", *[plain] * 5]
                 found = service.state.service.metrics.captures.labels("impossible")._value.get()
                 assert found == len(bodies)
-                for request, status in ((post(b'{"capture": {}}'), 503),
+                for request, status in ((post(b'{"capture": {}}'), 503), (post(b'{"edit": [{"op": "turn"}]}'), 400),
                                         (post(b'{"capture": {}}', host="models.invalid"), 403),
                                         (post(large.replace(b"}", b', "capture": {}}')), 413)):
                     assert (await request).status_code == status

@@ -37,7 +37,9 @@ def main(store: Path) -> None:
     seen: dict[str, Any] = {"outside": said(lambda: vllm_tap.capture_args(sites=["resid_post"]))}
     prompts = [{"prompt_token_ids": prompt(length, seed=length)} for length in (5, 40)]
     untapped = LLM(str(model("qwen3")), **options)
-    with vllm_tap.recording(store, arm=["resid_post", "mlp_out"]) as tape:
+    save_file({"vector": np.ones(256, np.float32)}, ones := store.parent / "ones.safetensors")
+    with vllm_tap.recording(store, arm=["resid_post", "mlp_out"], edit="resid_post.1",
+                            vectors={"ones": ones}) as tape:
         args = vllm_tap.capture_args(sites=["blocks.1.hook_resid_post", "mlp_out"], codec="raw", tags={"run": "a"})
         greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra_args=args)
         seen["untapped"] = said(lambda: untapped.generate(prompts, greedy, use_tqdm=False))
@@ -55,13 +57,18 @@ def main(store: Path) -> None:
                            for sample in range(2)]
         plain = llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)[0]
         seen["plain"] = said(lambda: vllm_tap.manifest(plain))
+        edit = [{"site": "resid_post.1", "op": "set", "vector": "ones", "positions": "prompt"}]
+        edited = llm.generate(prompts[:1], SamplingParams(max_tokens=2, extra_args={**args, "edit": edit}),
+                              use_tqdm=False)[0]
+        seen["edited"] = tape.capture(edited)["resid_post", 1][:5].tolist()
+        seen["edits"] = vllm_tap.manifest(edited).edits
     seen["after"] = said(lambda: llm.generate(prompts, greedy, use_tqdm=False))
     seen["environment"] = [name for name in os.environ if name.startswith("VLLM_TAP_")]
     seen["goes_on"] = len(llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs)
     shut_down(llm)
     block, = (block for block in blocks("python", "docs/howto_research.md") if "from vllm import" in block)
     text = block.replace('LLM("Qwen/Qwen3-0.6B")', "LLM(MODEL, **OPTIONS)").replace('"captures"', "STORE")
-    space: dict[str, Any] = {"MODEL": str(model("qwen3")), "OPTIONS": options, "STORE": store}
+    space: dict[str, Any] = {"__name__": "__main__", "MODEL": str(model("qwen3")), "OPTIONS": options, "STORE": store}
     exec(compile(text, "docs/howto_research.md", "exec"), space)  # noqa: S102
     seen["page"] = [space["rows"].shape, [*space["outputs"][0].prompt_token_ids,
                                           *space["outputs"][0].outputs[0].token_ids]]

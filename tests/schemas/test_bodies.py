@@ -80,12 +80,15 @@ MANY = b'"list": [' + b"[]," * limits.request_values_max + b"1]"
 
 @pytest.mark.parametrize("rest", [
     b'"prompt": "What is captured in this video?"', b'"prompt": "caf\\u00e9"', b'"prompt": "a \\u0041"',
-    b'"prompt": "{\\"capture\\": {}}"', b'"creates": 1, "trapper": 1', b'"x": ["capture", "captures"]'])
+    b'"prompt": "{\\"capture\\": {}}"', b'"creates": 1, "trapper": 1', b'"x": ["capture", "captures"]',
+    b'"edit": "this"', b'"edit": true'])
 def test_a_word_in_the_text_refuses_no_large_body(rest: bytes) -> None:
     assert in_body(b"{" + rest + b", " + MANY + b"}", "application/json") == []
 
 
-@pytest.mark.parametrize("rest", [b'"capture": {}', b'"myCaptures" : 1', b'"\\u0063apture": {}', b'"cpature": {}'])
+@pytest.mark.parametrize("rest", [
+    b'"capture": {}', b'"myCaptures" : 1', b'"\\u0063apture": {}', b'"cpature": {}', b'"edit": [{"op": "scale"}]',
+    b'"edit" : "[{}]"'])
 def test_a_key_does(rest: bytes) -> None:
     for text in (body := b"{" + rest + b", " + MANY + b"}", body.decode().encode("utf-16")):
         with pytest.raises(LimitError):
@@ -93,7 +96,8 @@ def test_a_key_does(rest: bytes) -> None:
 
 
 def test_looking_for_a_key_takes_one_go_as_well() -> None:
-    for part in (b'"', b'"captur', b'"capture" ', b'"' + b"capturx" * 5, b'"\\u0041', b'"aceptur":', b'" captur"   \n'):
+    for part in (b'"', b'"captur', b'"capture" ', b'"' + b"capturx" * 5, b'"\\u0041', b'"aceptur":', b'" captur"   \n',
+                 b'"edit" ', b'"edit":"'):
         data = part * (500_000 // len(part))
         assert cost(lambda data=data: has_key(data)) < 10 * cost(lambda data=data: sum(1 for _ in data)), part
 
@@ -102,7 +106,8 @@ def test_looking_for_a_key_takes_one_go_as_well() -> None:
     {"extra_args": {"captured_at": "2026-01-01"}}, {"vllm_xargs": {"screen_capture": 1, "capture_device": "x"}},
     {"sampling_params": {"extra_args": {"plugin": {"screen_capture": {"x": 1}}}}},
     {"requests": [{"extra_body": {"captured_at": 1}}]}, {"messages": [{"content": [{"input": {"capture": {}}}]}]},
-    {"messages": [{"role": "user", "capture": "of a screen"}]}])
+    {"messages": [{"role": "user", "capture": "of a screen"}]}, {"edits": [{"op": "add"}]}, {"edit": None},
+    {"vllm_xargs": {"edit": "the text"}}, {"messages": [{"edit": [{"line": 1}]}]}])
 def test_arguments_of_others_go_by(body: dict[str, Any]) -> None:
     assert list(named(body)) == []
 
@@ -115,7 +120,9 @@ def test_arguments_of_others_go_by(body: dict[str, Any]) -> None:
     ({"requests": [[{"capture": {}}]]}, "requests[0][0].capture"),
     ({"requests": [{"extra_body": {"capture": True}}]}, "requests[0].extra_body.capture"),
     ({"requests": [{"sampling_params": {"extra_args": {"capture": "{}"}}}]},
-     "requests[0].sampling_params.extra_args.capture")])
+     "requests[0].sampling_params.extra_args.capture"),
+    ({"edit": [{"op": "scale"}]}, "edit"), ({"vllm_xargs": {"edit": '[{"op": "scale"}]'}}, "vllm_xargs.edit"),
+    ({"requests": [{"edit": [{"op": "scale"}]}]}, "requests[0].edit")])
 def test_a_capture_among_them_does_not(body: dict[str, Any], param: str) -> None:
     assert [each.param for each in named(body)] == [param]
 

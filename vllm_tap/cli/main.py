@@ -20,12 +20,15 @@ from schemas.errors import ArgumentError, TapError
 from schemas.legacy import FLAGS
 from schemas.manifest import STATUSES
 from schemas.probes import parse_probes
+from schemas.vectors import EditArms
 from vllm_tap.cli import keys, sites, upkeep
 from vllm_tap.cli.options import (
     ActBits,
     ActMode,
     Arm,
     Durability,
+    Edit,
+    EditDepth,
     Format,
     Keys,
     LogFormat,
@@ -38,6 +41,7 @@ from vllm_tap.cli.options import (
     Store,
     Tiny,
     TopkK,
+    Vectors,
     engine_of,
     model_of,
 )
@@ -78,6 +82,9 @@ def serve(
     keys: Keys = None,
     arm: Arm = "resid_post",
     probe: Probes = None,
+    edit: Edit = "",
+    edit_depth: EditDepth = None,
+    vector: Vectors = None,
     max_model_len: MaxModelLen = None,
     on_full: Annotated[OnFull, typer.Option(help="Drop rows (named in the manifest) or let generation wait.")]
         = OnFull.drop,
@@ -123,6 +130,7 @@ def serve(
         quota_bytes=_size(quota_bytes, "--quota-bytes"), metrics_port=metrics_port, log_format=log_format.value,
         engine_args=arguments, environment={**environment, **legacy}, capture_all=capture_all,
         probes=parse_probes(probe or (), "--probe"),
+        edits=EditArms(edit, edit_depth, parse_probes(vector or (), "--vector", "vector")),
     )))
 
 

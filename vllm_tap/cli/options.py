@@ -13,8 +13,9 @@ from schemas.codecs import CODECS
 from schemas.errors import TapError
 from schemas.legacy import MODES
 
-__all__ = ["ActBits", "ActMode", "Arm", "Durability", "Format", "Keys", "LogFormat", "MaxModelLen", "OnFull", "Probes",
-           "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK", "engine_of", "model_of"]
+__all__ = ["ActBits", "ActMode", "Arm", "Durability", "Edit", "EditDepth", "Format", "Keys", "LogFormat",
+           "MaxModelLen", "OnFull", "Probes", "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK", "Vectors", "engine_of",
+           "model_of"]
 
 
 class Format(StrEnum):
@@ -42,6 +43,13 @@ Probes = Annotated[list[str] | None, typer.Option(
     "--probe", help="Register a probe: NAME=FILE (safetensors), or NAME=FILE@resid_post.12; repeatable.")]
 Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …; resid_post.12 "
                                        "taps a layer alone.")]
+Edit = Annotated[str, typer.Option(help="Sites whose rows requests may have changed, comma-separated: resid_post, "
+                                        "attn_out, mlp_out, mlp_post, z, each in every layer or, as resid_post.12, in "
+                                        "one.")]
+EditDepth = Annotated[int | None, typer.Option(help="Edits that a row may have at one site and layer (default 2).")]
+Vectors = Annotated[list[str] | None, typer.Option(
+    "--vector", help="Register a vector that edits may name: NAME=FILE (safetensors with one tensor, vector); "
+                     "repeatable.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
 
 

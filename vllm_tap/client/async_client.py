@@ -118,27 +118,30 @@ class AsyncClient:
         """Closes the connections."""
         await self._http.aclose()
 
-    async def generate(self, prompt: http.AnyPrompt, max_tokens: int = 16, capture: http.Spec | None = None,
-                       **fields: Any) -> AsyncGeneration:
+    async def generate(self, prompt: http.AnyPrompt, max_tokens: int = 16, capture: http.Spec | None = None, *,
+                       edit: http.Edits | None = None, **fields: Any) -> AsyncGeneration:
         """``Client.generate``."""
         model = fields.pop("model", None) or await self.model()
-        response = http.read_generation(
-            await self._send(http.generate_request(prompt, max_tokens, capture, model, fields)), capture is not None)
+        request = http.generate_request(prompt, max_tokens, http.Asked(capture, edit), model, fields)
+        response = http.read_generation(await self._send(request), capture is not None or bool(edit))
         ids = Answer(response).capture_ids
         return AsyncGeneration(response, [AsyncCapture(self, capture_id, self.wait_s) for capture_id in ids])
 
     @overload
     async def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16,
-                           capture: http.Spec | None = None, *, at_once: int = 64, progress: ProgressReport = False,
+                           capture: http.Spec | None = None, *, edit: http.Edits | None = None,
+                           at_once: int = 64, progress: ProgressReport = False,
                            return_exceptions: Literal[False] = False, **fields: Any) -> list[AsyncGeneration]: ...
 
     @overload
     async def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16,
-                           capture: http.Spec | None = None, *, at_once: int = 64, progress: ProgressReport = False,
+                           capture: http.Spec | None = None, *, edit: http.Edits | None = None,
+                           at_once: int = 64, progress: ProgressReport = False,
                            return_exceptions: bool, **fields: Any) -> list[AsyncGeneration | Exception]: ...
 
     async def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16,
-                           capture: http.Spec | None = None, *, at_once: int = 64, progress: ProgressReport = False,
+                           capture: http.Spec | None = None, *, edit: http.Edits | None = None,
+                           at_once: int = 64, progress: ProgressReport = False,
                            return_exceptions: bool = False, **fields: Any
                            ) -> list[AsyncGeneration] | list[AsyncGeneration | Exception]:
         """``Client.generate_all``."""
@@ -153,7 +156,7 @@ class AsyncClient:
                 made: AsyncGeneration | Exception
                 async with free:
                     try:
-                        made = await self.generate(prompt, max_tokens, capture, **fields)
+                        made = await self.generate(prompt, max_tokens, capture, edit=edit, **fields)
                     except Exception as error:
                         error.add_note(f"of prompts[{number}]")
                         if not return_exceptions:

@@ -94,30 +94,31 @@ class Client:
         """Closes the connections."""
         _run(self._client.close())
 
-    def generate(self, prompt: http.AnyPrompt, max_tokens: int = 16, capture: http.Spec | None = None,
-                 **fields: Any) -> Generation:
+    def generate(self, prompt: http.AnyPrompt, max_tokens: int = 16, capture: http.Spec | None = None, *,
+                 edit: http.Edits | None = None, **fields: Any) -> Generation:
         """Text for a prompt (text, token ids, or a list of either), or an answer to chat messages.
 
-        ``capture`` is the spec (``{}``: everything armed); ``fields`` are OpenAI's and vLLM's, such as ``temperature``,
-        ``n``, ``seed``; ``model`` is the served one where not named. Raises BadRequest, Conflict or Unavailable with
+        ``capture`` is the spec (``{}``: everything armed); ``edit`` is the list of edits, whose vectors may be arrays;
+        with either it has captures. ``fields`` are OpenAI's and vLLM's, such as ``temperature``, ``n``, ``seed``;
+        ``model`` is the served one where not named. Raises BadRequest, Conflict or Unavailable with
         the service's message.
         """
-        answer = _run(self._client.generate(prompt, max_tokens, capture, **fields))
+        answer = _run(self._client.generate(prompt, max_tokens, capture, edit=edit, **fields))
         return Generation(answer.response, [self.capture(capture_id) for capture_id in answer.capture_ids])
 
     @overload
     def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
-                     at_once: int = 16, progress: ProgressReport = False, return_exceptions: Literal[False] = False,
-                     **fields: Any) -> list[Generation]: ...
+                     edit: http.Edits | None = None, at_once: int = 16, progress: ProgressReport = False,
+                     return_exceptions: Literal[False] = False, **fields: Any) -> list[Generation]: ...
 
     @overload
     def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
-                     at_once: int = 16, progress: ProgressReport = False, return_exceptions: bool,
-                     **fields: Any) -> list[Generation | Exception]: ...
+                     edit: http.Edits | None = None, at_once: int = 16, progress: ProgressReport = False,
+                     return_exceptions: bool, **fields: Any) -> list[Generation | Exception]: ...
 
     def generate_all(self, prompts: Iterable[http.AnyPrompt], max_tokens: int = 16, capture: http.Spec | None = None, *,
-                     at_once: int = 16, progress: ProgressReport = False, return_exceptions: bool = False,
-                     **fields: Any) -> list[Generation] | list[Generation | Exception]:
+                     edit: http.Edits | None = None, at_once: int = 16, progress: ProgressReport = False,
+                     return_exceptions: bool = False, **fields: Any) -> list[Generation] | list[Generation | Exception]:
         """``generate`` for every prompt, ``at_once`` at a time, so that the engine's batches are full.
 
         In the order of the prompts. ``progress``: True for a bar, or a function of (done, total). The first error ends
@@ -128,7 +129,7 @@ class Client:
         asked = list(prompts)
         self.model()
         with reporting(progress, "generating") as tell, ThreadPoolExecutor(at_once) as pool:
-            futures = [pool.submit(self.generate, prompt, max_tokens, capture, **fields) for prompt in asked]
+            futures = [pool.submit(self.generate, prompt, max_tokens, capture, edit=edit, **fields) for prompt in asked]
             try:
                 for done, future in enumerate(as_completed(futures), 1):
                     if (error := future.exception()) is not None:

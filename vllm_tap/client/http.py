@@ -37,9 +37,18 @@ logger = logging.getLogger("vllm_tap")
 API_KEY: Final = "VLLM_TAP_API_KEY"
 AnyPrompt = str | Sequence[Any]  # text, token ids, a list of either, or chat messages
 Spec = Mapping[str, Any] | CaptureSpec
+Edits = Sequence[Mapping[str, Any]]  # as schemas.edits has them, vectors also as arrays
 _BUSY: Final = (429, 503)
 _PAUSE_S: Final = 0.25  # before the first attempt that is made again; twice as long before each further one
 _PAUSE_S_MAX: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a generation asks for beside text."""
+
+    capture: Spec | None = None
+    edit: Edits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +113,7 @@ def path(ref: str) -> str:
     return "/v1/captures/" + quote(ref, safe=":@+=~")
 
 
-def generate_request(prompt: AnyPrompt, max_tokens: int, capture: Spec | None, model: str, fields: dict[str, Any]
-                     ) -> Request:
+def generate_request(prompt: AnyPrompt, max_tokens: int, asked: Asked, model: str, fields: dict[str, Any]) -> Request:
     """A completion or, for messages, a chat."""
     if fields.get("stream"):
         raise ValueError("stream = True: generate() gives the whole answer; use the openai package to stream")
@@ -114,11 +122,21 @@ def generate_request(prompt: AnyPrompt, max_tokens: int, capture: Spec | None, m
     chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, **fields,
                             "messages" if chat else "prompt": prompt if isinstance(prompt, str) else list(prompt)}
-    if capture is not None:
+    if (capture := asked.capture) is not None:
         if not isinstance(capture, CaptureSpec | Mapping):
             raise ArgumentError("capture", capture, 'a mapping such as {"sites": ["resid_post"]}; {}: everything')
         body["capture"] = json.loads(capture.to_json()) if isinstance(capture, CaptureSpec) else dict(capture)
+    if asked.edit is not None:
+        body["edit"] = _edits(asked.edit)
     return Request("POST", "/v1/chat/completions" if chat else "/v1/completions", body=body, again=False)
+
+
+def _edits(edit: Edits) -> list[dict[str, Any]]:
+    """Edits for JSON, arrays and tensors as lists."""
+    if isinstance(edit, str) or not isinstance(edit, Sequence) or not all(isinstance(each, Mapping) for each in edit):
+        raise ArgumentError("edit", edit, 'a list such as [{"site": "resid_post.12", "op": "scale", "by": 0}]')
+    return [{name: value.tolist() if hasattr(value, "tolist") else value for name, value in each.items()}
+            for each in edit]
 
 
 def captures_request(filters: Filters, limit: int, before: str | None) -> Request:

@@ -14,6 +14,7 @@ from schemas.errors import ConflictError, SpecError, StartError, TapError
 from schemas.probes import probes_text
 from schemas.read.reader import StoreReader
 from schemas.spec import CaptureSpec, Resolved, intervals, resolve
+from schemas.vectors import EditArms
 from schemas.wire.control_channel import ControlChannel
 from schemas.wire.messages import Abandon, Own
 from vllm_tap.offline.job import CaptureJob
@@ -80,7 +81,7 @@ def engine_args(model: str, words: Sequence[str]) -> EngineArgs:
 
 def _set_environment(job: CaptureJob, endpoint: str) -> None:
     os.environ |= {**job.environment, "VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": job.armed,
-                   "VLLM_TAP_PROBES": probes_text(job.probes),
+                   "VLLM_TAP_PROBES": probes_text(job.probes), **EditArms().environment(),
                    "VLLM_TAP_ON_FULL": "wait", "VLLM_TAP_OWN_GROUP": "1", "VLLM_NO_USAGE_STATS": "1",
                    "VLLM_ACT_CAPTURE": "0"}  # every prompt has a spec of its own
     # A progress bar is no place for vLLM's log; VLLM_LOGGING_LEVEL=INFO and PYTHONWARNINGS=default bring it back.

@@ -26,6 +26,7 @@ from schemas.manifest import Manifest
 from schemas.probes import load_probe, parse_probes, probes_text
 from schemas.read.reader import StoreReader
 from schemas.spec import parse_spec
+from schemas.vectors import EditArms
 from vllm_tap.client.captures import Capture
 from vllm_tap.client.listing import Filters
 from vllm_tap.serve.services import check_store, make_socket_dir
@@ -60,12 +61,15 @@ class Recording:
 @contextmanager
 def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_post", *, on_full: str = "wait",
               durability: str = "fsync", ring_bytes: int | None = None, wait_s: float = 60.0,
-              probes: Mapping[str, str | Path] | None = None) -> Iterator[Recording]:
+              probes: Mapping[str, str | Path] | None = None, edit: str | Sequence[str] = (),
+              vectors: Mapping[str, str | Path] | None = None) -> Iterator[Recording]:
     """Runs a writer beside this process; an ``LLM`` that is made inside has taps at the sites of ``arm``, each in every
     layer (``resid_post``) or in one (``resid_post.12``).
 
     ``on_full``: whether generation waits for the disk ("wait") or rows are dropped and named ("drop"). ``probes``: by
-    name the files of probes that can be asked for (schemas.probes). At its end it waits, ``wait_s`` seconds at most,
+    name the files of probes that can be asked for (schemas.probes). ``edit``: the sites, as of ``arm``, whose rows
+    requests may have changed, with ``SamplingParams(extra_args={"edit": […]})``; ``vectors``: by name the files of
+    vectors that their edits may name (schemas.vectors). At its end it waits, ``wait_s`` seconds at most,
     until every capture has ended. Requests with a capture that come to such an engine later are refused; others are not
     affected. StartError, before anything is started, where it cannot be had.
     """
@@ -78,6 +82,9 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
     registered = parse_probes((f"{name}={file}" for name, file in (probes or {}).items()))
     for probe in registered:
         load_probe(probe)
+    edits = EditArms(edit if isinstance(edit, str) else ",".join(edit), None, parse_probes(
+        (f"{name}={file}" for name, file in (vectors or {}).items()), "vectors", "vector"))
+    edits.check("edit", "edit_depth", "vectors")
     check_one_of("on_full", on_full, OnFull)
     check_one_of("durability", durability, Durability)
     with ExitStack() as stack:
@@ -94,7 +101,7 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
         with StoreReader(path) as reader:
             strangers = _open_captures(reader)  # of engines that were killed before they began or ended them
         settings = {_ENDPOINT: endpoint, "VLLM_TAP_ARM": armed, "VLLM_TAP_ON_FULL": on_full, "VLLM_ACT_CAPTURE": "0",
-                    "VLLM_TAP_PROBES": probes_text(registered)}
+                    "VLLM_TAP_PROBES": probes_text(registered), **edits.environment()}
         if ring_bytes is not None:
             settings["VLLM_TAP_RING_BYTES"] = str(ring_bytes)
         stack.callback(_restore, {name: os.environ.get(name) for name in settings})

@@ -81,13 +81,15 @@ def _ready_text(config: ServeConfig, seconds: float) -> str:
         every = f"\n    every    request is captured: {SITE}, all layers, as {codec.identity}\n" \
                 f"             error: {error_text(codec)}"
     probes = "".join(f"\n    probe    {probe}" for probe in config.probes)
+    edits = f"\n    edit     {config.edits.places}      (add \"edit\" to a request)" if config.edits.places else ""
+    vectors = "".join(f"\n    vector   {vector}" for vector in config.edits.vectors)
     return f"""
   vllm-tap is ready ({seconds:.0f} s)
 
     API      {config.url}/v1      (OpenAI-compatible; add "capture" to a request)
     page     {config.url}/       (captures in a browser)
     store    {config.store.absolute()}
-    armed    {config.arm}{probes}{every}{needed}
+    armed    {config.arm}{probes}{edits}{vectors}{every}{needed}
 
     try      curl {config.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d \\
                '{body} "capture": {{}}}}'

@@ -29,6 +29,7 @@ from schemas.errors import StartError
 from schemas.legacy import SITE
 from schemas.probes import Registered, load_probe, probes_text
 from schemas.sites import layers_by_site
+from schemas.vectors import EditArms
 from vllm_tap.serve.child import ServiceCommand
 from vllm_tap.serve.model_config import check_arguments, read_config
 from writer_service.recover.store_lock import check_free
@@ -67,15 +68,17 @@ class ServeConfig:
     environment: Mapping[str, str] = field(default_factory=dict)
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
     probes: tuple[Registered, ...] = ()
+    edits: EditArms = field(default_factory=EditArms)
 
     def __post_init__(self) -> None:
-        armed = self.armed
+        armed, edited = self.armed, self.edits.check("--edit", "--edit-depth", "--vector")
         for probe in self.probes:
             load_probe(probe)
         check_model(self.model)
         check_arguments(self.model, self.engine_args)
         if (config := read_config(self.model, self.engine_args)) is not None:
             config.check_taps("--arm", armed, self.probes)
+            config.check_taps("--edit", edited, ())
         if self.capture_all and SITE not in layers_by_site(armed):
             raise StartError(f"--arm {self.arm!r}: --activation-capture captures {SITE}, which is not among them")
         check_port("--port", self.port)
@@ -231,6 +234,7 @@ def tap_environment(config: ServeConfig, endpoint: str) -> dict[str, str]:
         "VLLM_TAP_ARM": ",".join(config.armed),
         "VLLM_TAP_ON_FULL": config.on_full,
         "VLLM_TAP_PROBES": probes_text(config.probes),
+        **config.edits.environment(),
     }
     if config.ring_bytes is not None:
         environment["VLLM_TAP_RING_BYTES"] = str(config.ring_bytes)

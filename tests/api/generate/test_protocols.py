@@ -28,6 +28,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "played", "input": "hello", "max_output_tokens": 6},
     "/v1/messages": {"model": "played", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}}
 PATHS = sorted(ASKED)
+EDITS: list[dict[str, Any]] = [{"site": "resid_post.1", "op": "scale", "by": 0.5}]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,24 @@ def test_a_captured_request_is_owned_sent_and_answered(stack: Stack, path: str) 
     for name in (ulid, body["id"], f"mine{path[3:]}".replace("/", "-")):
         manifest = stack.http.get(f"/v1/captures/{name}").json()
         assert manifest["id"] == ulid and manifest["expected"] == manifest["captured"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_edits_go_to_the_engine_with_a_capture_or_without(stack: Stack, path: str, stream: bool) -> None:
+    for capture, rows in ((None, 0), (SPEC, 20)):
+        answer = post(stack, path, edit=EDITS, stream=stream, capture=capture)
+        sent: Any = stack.seen()[-1]["body"]
+        xargs = sent["vllm_xargs"]
+        assert "edit" not in sent and json.loads(xargs["edit"]) == EDITS
+        ulid = answer.headers["x-tap-capture"]
+        assert json.loads(xargs["capture"]) == {**(capture or {"sites": []}), "id": ulid}
+        assert ulid in answer.text
+        manifest = stack.http.get(f"/v1/captures/{ulid}", params={"wait": "complete"}).json()
+        assert (manifest["status"], manifest["captured"]) == ("complete" if rows else "empty", rows)
+    for nothing in (None, []):
+        assert "x-tap-capture" not in post(stack, path, edit=nothing).headers
+        assert not {"edit", "vllm_xargs"} & stack.seen()[-1]["body"].keys()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -136,6 +155,10 @@ def test_a_stream_that_breaks_off_says_so(stack: Stack, path: str) -> None:
     *((path, fields, param) for path in PATHS for fields, param in (
         ({"n": 2}, "n"), ({"use_beam_search": True}, "use_beam_search"), ({"prompt_embeds": "A"}, "prompt_embeds"),
         ({"captures": {}}, "captures"), ({"extra_body": {"capture": {}}}, "extra_body.capture"),
+        ({"extra_body": {"edit": EDITS}}, "extra_body.edit"), ({"vllm_xargs": {"edit": json.dumps(EDITS)}},
+                                                               "vllm_xargs.edit"),
+        ({"edit": EDITS[0]}, "edit"), ({"edit": [{**EDITS[0], "op": "turn"}]}, "edit[0].op"),
+        ({"edit": "scale"}, "edit"), ({"edit": [*EDITS, 7]}, "edit[1]"),
         ({"vllm_xargs": {"capture": "{}"}}, "vllm_xargs.capture"), ({"cache_salt": 7}, "cache_salt"),
         ({"messages": [{"role": "user", "content": "x", "capture": SPEC}]}, "messages[0].capture"))),
 ])

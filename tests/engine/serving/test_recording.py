@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from schemas.errors import StartError
 from schemas.ids import new_ulid
 from schemas.wire.control_channel import ControlChannel
 from schemas.wire.messages import Own
@@ -46,12 +48,13 @@ def test_a_script_that_records(tmp_path: Path, reference_of: Callable[[str], Ref
     tokens = seen["tokens"]
     assert [shape[0] for shape in seen["shapes"]] == [len(one) - 1 for one in tokens]
     assert seen["page"][0][0] == len(seen["page"][1]) - 1  # the block of docs/howto_research.md
+    assert np.array_equal(seen["edited"], np.ones((5, 256))) and seen["edits"][0]["vector"] == "ones"
     shape, one, scores = seen["probe"]  # the block of docs/howto_probe.md
     assert shape == [len(one) - 1, 2]
     sums = reference_of("qwen3").rows(tuple(one))["resid_post", 2][:-1].sum(-1, keepdims=True)
     assert np.abs(np.asarray(scores) - sums).max() < 1e-3 * np.abs(sums).max()
     with open_store(tmp_path / "store") as store:
-        assert len(list(store.captures("complete"))) == len(list(store.captures())) == 8
+        assert len(list(store.captures("complete"))) == len(list(store.captures())) == 9
         assert {row.id for row in store.captures(tags={"run": "a"})} >= set(seen["ids"])
         for capture, sequence in zip(seen["ids"], tokens, strict=True):
             want = reference_of("qwen3").rows(tuple(sequence))
@@ -76,6 +79,20 @@ def test_what_was_killed_before_a_recording_is_not_waited_for(
     shutil.rmtree(sockets)
     with recording(store, wait_s=2.0) as tape:
         assert [row.status for row in tape.store.captures()] == ["pending"]
+
+
+def test_what_a_recording_arms_for_edits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told to the engines of the process, and taken back; refused by name before anything starts."""
+    monkeypatch.delenv("VLLM_TAP_ENDPOINT", raising=False)
+    monkeypatch.delenv("VLLM_TAP_EDIT", raising=False)
+    save_file({"vector": np.ones(8, np.float32)}, file := tmp_path / "tone.safetensors")
+    with recording(tmp_path / "store", edit=["resid_post.1", "z"], vectors={"tone": file}):
+        assert (os.environ["VLLM_TAP_EDIT"], os.environ["VLLM_TAP_VECTORS"]) == ("resid_post.1,z", f"tone={file}")
+    assert "VLLM_TAP_EDIT" not in os.environ
+    for wrong, says in (({"edit": "q"}, "edit = 'q'"), ({"vectors": {"tone": file}}, "name sites with edit"),
+                        ({"edit": "z", "vectors": {"tone": tmp_path / "none"}}, "vector 'tone'")):
+        with pytest.raises(StartError, match=says):
+            recording(tmp_path / "other", **wrong).__enter__()  # type: ignore[arg-type]
 
 
 def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.versions
 
 SPEC = {"sites": ["resid_post"], "layers": [0]}
 SAYS = "nothing would be captured"
+EDITS = [{"site": "resid_post.1", "op": "scale", "by": 0}]
+UNEDITED = "nothing would be edited"
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,23 @@ NAMED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+EDITED: list[tuple[dict[str, Any], str]] = [
+    ({"json": {"model": "x", "edit": EDITS}}, "edit"), ({"json": {"edit": EDITS[0]}}, "edit"),
+    ({"json": {"edit": json.dumps(EDITS)}}, "edit"),
+    ({"json": {"extra_body": {"edit": EDITS}}}, "extra_body.edit"),
+    ({"json": {"requests": [{"prompt": "x"}, {"prompt": "y", "edit": EDITS}]}}, "requests[1].edit"),
+    (as_json(json.dumps({"edit": EDITS}).encode("utf-16")), "edit"),
+]
+
+
+def test_every_route_refuses_edits_that_it_would_not_make(app: Any) -> None:
+    for path in routes(app):
+        for arguments, param in EDITED:
+            answer = post(app, path, **arguments)
+            assert answer.status_code == 400 and UNEDITED in answer.text, (path, arguments, answer.text)
+            assert answer.json()["error"]["param"] == param, (path, arguments)
+
+
 def test_every_route_refuses_what_it_would_not_capture(app: Any) -> None:
     paths = list(routes(app))
     assert {"/v1/completions", "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/inference/v1/generate",
@@ -113,12 +132,15 @@ def test_every_route_refuses_what_it_would_not_capture(app: Any) -> None:
     {"tools": [{"name": "f", "input_schema": {"type": "object", "properties": {"capture": {}}}}]},
     {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {
         "capture": SPEC}}]}]},
+    {"edit": "the second line"}, {"edit": [{"line": 2}]}, {"edit": []}, {"edits": EDITS}, {"metadata": {"edit": EDITS}},
+    {"tools": [{"name": "f", "input_schema": {"edit": EDITS}}]}, {"vllm_xargs": {"edit": "x"}},
     {"metadata": {"capture": "one"}}, {"text": {"format": {"type": "json_schema", "schema": {"properties": {
         "capture": {"type": "string"}}}}}}, {"sites": ["x"]}, [{"capture": SPEC}], "capture",
 ])
 def test_the_word_elsewhere_is_content(app: Any, body: object) -> None:
     for path in routes(app):
-        assert SAYS not in post(app, path, json=body).text, path
+        answer = post(app, path, json=body)
+        assert SAYS not in answer.text and UNEDITED not in answer.text, path
 
 
 def test_a_file_may_have_any_name(app: Any) -> None:
@@ -131,12 +153,14 @@ def test_a_file_may_have_any_name(app: Any) -> None:
 def test_a_spec_that_reaches_the_engine_goes_by(app: Any) -> None:
     """Only where a request has the field: elsewhere it would be passed over."""
     for path in routes(app):
-        answer = post(app, path, json={"model": "x", "vllm_xargs": {"capture": "{}", "capture_count": 2}})
+        answer = post(app, path, json={"model": "x", "vllm_xargs": {
+            "capture": "{}", "capture_count": 2, "edit": json.dumps(EDITS)}})
         carried = path in ("/v1/completions", "/v1/chat/completions", "/v1/responses") or (
             path == "/v1/messages" and "vllm_xargs" in message_fields())
         if not path.endswith("/render"):  # which answers what is to be sent to /inference/v1/generate
             assert (SAYS in answer.text) != carried, (path, answer.text)
-        answer = post(app, path, json={"token_ids": [1], "sampling_params": {"extra_args": {"capture": "{}"}}})
+        answer = post(app, path, json={"token_ids": [1], "sampling_params": {"extra_args": {
+            "capture": "{}", "edit": json.dumps(EDITS)}}})
         assert (SAYS in answer.text) != (path == "/inference/v1/generate"), (path, answer.text)
 
 
@@ -185,16 +209,18 @@ LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body
     ({**LINE, "body": {**CHAT, "capture": SPEC}}, "line 3: body.capture = "),
     ({**LINE, "body": {**CHAT, "vllm_xargs": {"captures": "{}"}}}, "line 3: body.vllm_xargs.captures = "),
     ({**LINE, "capture": SPEC}, "line 3: capture = "),
+    ({**LINE, "body": {**CHAT, "edit": EDITS}}, "line 3: body.edit = "), ({**LINE, "edit": EDITS}, "line 3: edit = "),
     ({**LINE, "url": "/v1/score", "body": {"vllm_xargs": {"capture": "{}"}}}, "line 3: body.vllm_xargs.capture = "),
 ])
 def test_a_batch_file_that_names_a_capture_is_refused(tmp_path: Path, line: dict[str, Any], param: str) -> None:
     """``vllm run-batch`` calls what is behind the routes; a spec that does reach the engine goes by."""
     http_routes.connect()
     batch, file = importlib.import_module(http_routes.batch_module()), tmp_path / "in.jsonl"
-    heard = [LINE, {**LINE, "body": {**CHAT, "vllm_xargs": {"capture": json.dumps(SPEC)}}}]
+    heard = [LINE, {**LINE, "body": {**CHAT, "edit": "x", "vllm_xargs": {
+        "capture": json.dumps(SPEC), "edit": json.dumps(EDITS)}}}]
     text = "\n".join(map(json.dumps, heard))
     file.write_text(text)
     assert asyncio.run(batch.read_file(str(file))) == text
     file.write_text(f"{text}\n{json.dumps(line)}\nno json: capture")
-    with pytest.raises(ArgumentError, match=f"{re.escape(param)}.*{SAYS}"):
+    with pytest.raises(ArgumentError, match=f"{re.escape(param)}.*({SAYS}|{UNEDITED})"):
         asyncio.run(batch.read_file(str(file)))

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -23,6 +24,7 @@ import openai
 import pytest
 from safetensors.numpy import save_file
 
+from schemas.edits import digest_of
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from tests.engine.conftest import ENVIRONMENT
@@ -37,6 +39,7 @@ from vllm_tap.tiny_model import LAYERS, cache_dir
 pytestmark = pytest.mark.timeout(600)
 
 SITES = ("resid_post", "attn_out", "mlp_out")
+PORTS = ("the gateway's", "vLLM's")
 
 
 @dataclass
@@ -90,6 +93,7 @@ class Service:
 
 DIRECTIONS = np.random.default_rng(7).standard_normal((2, 256)).astype(np.float32)
 BIAS = np.array([0.5, -3.0], np.float32)
+STEER = np.random.default_rng(8).standard_normal(256).astype(np.float32)
 
 
 def probe_file(folder: Path) -> Path:
@@ -97,6 +101,12 @@ def probe_file(folder: Path) -> Path:
     save_file({"directions": DIRECTIONS, "bias": BIAS}, folder / "tone.safetensors",
               {"site": "resid_mid", "layer": "2", "names": "glad, sad"})
     return folder / "tone.safetensors"
+
+
+def vector_file(folder: Path) -> Path:
+    """A vector that edits may name."""
+    save_file({"vector": STEER}, folder / "steer.safetensors")
+    return folder / "steer.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +120,8 @@ def service(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[st
                     "PYTHONPATH": f"{entry_points(store.parent)}:{ROOT}"}
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm_tap", "serve", "--tiny", "--port", str(port), "--engine-port", str(engine_port),
-         "--store", str(store), "--arm", ",".join(SITES), "--probe", f"tone={probe_file(store.parent)}", "--",
+         "--store", str(store), "--arm", ",".join(SITES), "--probe", f"tone={probe_file(store.parent)}",
+         "--edit", "resid_post.1,attn_out.2", "--vector", f"steer={vector_file(store.parent)}", "--",
          "--dtype", "float32", "--max-num-batched-tokens", "48", "--max-num-seqs", "16", "--block-size", "32",
          "--max-model-len", "1024", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
@@ -521,6 +532,54 @@ def test_the_service_on_vllms_own_port(service: Service) -> None:
     assert plain.status_code == 200 and "capture" not in plain.json()
 
 
+def port_of(service: Service, port: str) -> str:
+    return service.url if port == PORTS[0] else service.vllm_url
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_an_edited_request_beside_a_plain_one(service: Service, port: str) -> None:
+    capture = {"codec": "raw", "sites": ["resid_post"], "layers": [1]}
+    edits: list[Any] = [None, [{"site": "resid_post.1", "op": "add", "vector": "steer", "scale": 2}],
+                        [{"site": "blocks.1.hook_resid_post", "op": "add", "vector": STEER, "positions": "prompt"},
+                         {"site": "attn_out.2", "op": "scale", "by": 0}]]
+    with Client(port_of(service, port)) as client, ThreadPoolExecutor(len(edits)) as pool:
+        plain, named, given = pool.map(lambda edit: client.generate(
+            f"Steer this sentence ({port}), please.", 6, capture, edit=edit, temperature=0, ignore_eos=True), edits)
+        service.check(plain.capture_id)
+        manifests = [each.manifest() for each in (plain, named, given)]
+        rows = [each["resid_post", 1][:manifests[0].prompt_len] for each in (plain, named, given)]
+    assert all(each.status == "complete" and each.captured == each.expected > 0 for each in manifests)
+    assert np.abs(rows[1] - (rows[0] + 2 * STEER)).max() < 1e-4
+    assert np.abs(rows[2] - (rows[0] + STEER)).max() < 1e-4
+    digest = digest_of(STEER)
+    assert [each.edits for each in manifests] == [[], [
+        {"site": "resid_post", "layers": [1], "op": "add", "scale": 2, "vector": "steer", "digest": digest}], [
+        {"site": "resid_post", "layers": [1], "positions": "prompt", "op": "add", "digest": digest},
+        {"site": "attn_out", "layers": [2], "op": "scale", "by": 0}]]
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_edits_without_a_capture_and_such_as_cannot_be_made(service: Service, port: str) -> None:
+    url = port_of(service, port)
+    capabilities = httpx.get(f"{url}/v1/capabilities").json()
+    assert capabilities["edits"] == {"armed": {"resid_post": [1], "attn_out": [2]}, "depth": 2, "vectors": ["steer"]}
+    ask = {"model": service.model, "max_tokens": 4, "messages": _chat("Only edited.")}
+    for path in ("chat/completions", "messages"):
+        answer = httpx.post(f"{url}/v1/{path}", timeout=30, json={
+            **ask, "edit": [{"site": "resid_post.1", "op": "ablate", "vector": "steer"}]})
+        assert answer.status_code == 200, answer.text
+        manifest = service.manifest(answer.json()["capture"]["id"])
+        assert (manifest["status"], manifest["rows"], manifest["edits"][0]["op"]) == ("empty", [], "ablate")
+    for edit, param in (({"op": "turn"}, "edit[0].op"), ({"site": "resid_post.2"}, "edit[0].layers"),
+                        ({"op": "add", "vector": "calm"}, "edit[0].vector"), ({"factor": 2}, "edit[0].factor")):
+        made = {"site": "resid_post.1", "op": "scale", **edit}
+        refused = httpx.post(f"{url}/v1/chat/completions", timeout=30, json={
+            **ask, "edit": [made if made["op"] == "add" else {**made, "by": 2}]})
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and f"{param} = " in error["message"], refused.text
+        assert error["param"] == param, refused.text
+
+
 def test_a_stop_string_ends_as_the_client_saw_it(service: Service) -> None:
     """By either port: the engine alone takes it for an abort."""
     for url in (service.url, service.vllm_url):
@@ -541,11 +600,11 @@ def test_a_stop_string_ends_as_the_client_saw_it(service: Service) -> None:
             assert [row["finish_reason"] for row in listed] == ["stop"]
 
 
-@pytest.mark.parametrize("port", ["the gateway's", "vLLM's"])
+@pytest.mark.parametrize("port", PORTS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses_and_messages_are_captured(service: Service, port: str, stream: bool) -> None:
     """As agents ask, with tools of their own; tests/engine/serving/test_endpoint_plugin.py has more of it."""
-    here = service if port == "the gateway's" else replace(service, url=service.vllm_url)
+    here = service if port == PORTS[0] else replace(service, url=service.vllm_url)
     tool = {"name": "ask", "description": "d"}
     answer: Any = here.openai.responses.create(
         model=service.model, input=[{"role": "user", "content": "Which layer?"}], max_output_tokens=8, temperature=0,

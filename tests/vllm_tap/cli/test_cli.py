@@ -25,11 +25,12 @@ from typer.main import get_command
 from api.auth.keys import make_key
 from api.routes.captures import ListParameters
 from schemas.catalog.filters import milliseconds
-from schemas.errors import ArgumentError, SpecError, TapError
+from schemas.errors import ArgumentError, SpecError, StartError, TapError
 from schemas.ids import new_ulid
 from schemas.probes import parse_probes
 from schemas.spec import parse_spec
 from schemas.store.paths import KEYS_FILE
+from schemas.vectors import EditArms
 from schemas.wire.messages import Own
 from tests.support.engines.engine_player import WIDTH, EnginePlayer, decoded
 from tests.support.processes import free_port, runs
@@ -48,7 +49,7 @@ from vllm_tap.offline.prompt_source import PromptSource
 from vllm_tap.serve import writer_process
 from vllm_tap.serve.command import _ready_text
 from vllm_tap.serve.model_config import ModelConfig, check_arguments, read_config
-from vllm_tap.serve.services import ServeConfig, make_socket_dir
+from vllm_tap.serve.services import ServeConfig, make_socket_dir, tap_environment
 from vllm_tap.serve.writer_process import WriterProcess
 from vllm_tap.tiny_model import tiny_model
 from writer_service.recover.store_lock import is_free
@@ -514,6 +515,24 @@ def test_what_only_some_blocks_have_is_armed_wherever_it_is(tmp_path: Path) -> N
     job = CaptureJob(PromptSource("p"), "some/sparse-model", tmp_path, sites="router_logits,resid_post,mlp_post",
                      layers="0,1")
     assert job.armed == "router_logits,resid_post.0,resid_post.1,mlp_post"
+
+
+def test_what_serve_arms_for_edits(tmp_path: Path) -> None:
+    """Told to the engine; refused by flag, value and what would be valid, before anything starts."""
+    save_file({"vector": np.ones(256, np.float32)}, file := tmp_path / "v.safetensors")
+    tiny = str(tiny_model())
+    config = ServeConfig(tiny, tmp_path / "store", edits=EditArms("resid_post.1, z", 3, parse_probes(
+        [f"tone={file}"], "--vector", "vector")))
+    told = tap_environment(config, "ipc:///tmp/none")
+    assert [told[f"VLLM_TAP_{name}"] for name in ("EDIT", "EDIT_DEPTH", "VECTORS")] == [
+        "resid_post.1,z", "3", f"tone={file}"]
+    for arms, says in ((EditArms("q"), "--edit = 'q'"), (EditArms("z", 9), "--edit-depth = 9"),
+                       (EditArms("", 2), "--edit-depth = 2: nothing is armed for edits; name sites with --edit"),
+                       (EditArms("resid_post.7"), "--edit = resid_post.7: .* layers 0 to 3"),
+                       (replace(config.edits, places="", depth=None), "--vector = tone=.*name sites with --edit")):
+        with pytest.raises(StartError, match=says):
+            ServeConfig(tiny, tmp_path / "store", edits=arms)
+    assert_refused(tap("serve", tiny, "--edit", "z", "--edit-depth", "3", "--vector", "tone=none"), "vector 'tone'")
 
 
 def test_probes_of_an_offline_run(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import subprocess
 import sys
 import time
@@ -89,6 +91,31 @@ def test_the_default_codec_over_both_ways(client: Client, store: Store) -> None:
     want = decoded("int8b64", 0, "attn_out", 1, ALL, "float32").tobytes()
     assert generation["attn_out", 1].tobytes() == store[generation.id]["attn_out", 1].tobytes() == want
     assert generation.id.startswith("chatcmpl-") and generation.text == "abcd"
+
+
+def test_edits_are_sent_with_arrays_as_lists(stack: Stack, client: Client) -> None:
+    vector = np.arange(4, dtype=np.float32) / 3
+    edit = [{"site": "resid_post.1", "op": "add", "vector": vector, "scale": np.float32(2)}]
+    one = client.generate(PROMPT, edit=edit)
+    two, three = client.generate_all([PROMPT] * 2, capture={"sites": ["resid_post"]}, edit=edit)
+    for generation, rows_of in ((one, 0), (two, 4), (three, 4)):
+        assert len(generation.manifest().rows) == rows_of
+    for seen in stack.seen()[-3:]:
+        sent: Any = seen["body"]
+        assert json.loads(sent["vllm_xargs"]["edit"]) == [{**edit[0], "vector": vector.tolist(), "scale": 2.0}]
+    assert client.generate(PROMPT, edit=[]).captures == []
+    for wrong in ("resid_post", [7]):
+        with pytest.raises(SpecError, match="edit = "):
+            client.generate(PROMPT, edit=wrong)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match=re.escape("edit[0].op = 'turn'")):
+        client.generate(PROMPT, edit=[{"site": "resid_post", "op": "turn"}])
+
+    async def awaited() -> None:
+        async with AsyncClient(stack.url, wait_s=5) as other:
+            made, = await other.generate_all([PROMPT], edit=edit)
+            assert (await made.capture.status()) == "empty"
+
+    asyncio.run(awaited())
 
 
 def test_several_samples(client: Client) -> None:
