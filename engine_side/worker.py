@@ -56,23 +56,15 @@ CURRENT: Worker | None = None
 
 
 def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks: Checks, staging: Staging,
-          scratch: Scratch | None, device: torch.device, leads: bool, editor: Editor | None = None) -> None:
+          scratch: Scratch | None, editor: Editor | None, leads: bool) -> None:
     """Make the worker's recorder and its sender, on the rank that ``leads`` its tensor-parallel group."""
     global CURRENT
     stop()
     if not leads:  # the sites are whole on every rank: once is enough
         CURRENT = Worker(info, model, checks, staging, None, None, editor, os.getpid())
         return
-    row = max(buffer.shape[0] * buffer.shape[2] * buffer.element_size() for buffer in staging.buffers.values())
-    for name, value in (("RING", config.ring_bytes), ("SCRATCH", config.scratch_bytes)):
-        if 0 < value < 4 * row:
-            raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row} bytes; at least {4 * row}")
-    size = config.ring_bytes or ring_bytes(scratch)
-    try:
-        ring = Ring(size, pinned=scratch is not None)
-    except OSError as error:
-        raise StartError(f"vllm-tap: no ring of {size / 2**20:,.0f} MiB in shared memory ({error}): lower "
-                         "VLLM_TAP_RING_BYTES, or give /dev/shm more (containers: --shm-size)") from None
+    ring = _ring(config, staging, scratch)
+    device = next(iter(staging.buffers.values())).device
     to_host = DeviceToHost(device, ring, scratch, Outbox(ring.shared))
     if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers
         model.register_buffer("vllm_tap_numbers", to_host.numbers, persistent=False)
@@ -80,6 +72,20 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks
     sender = SenderProcess(config.endpoint, ring.shared, config.curve)
     CURRENT = Worker(info, model, checks, staging, recorder, sender, editor, os.getpid())
     atexit.register(stop)
+
+
+def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None) -> Ring:
+    """The worker's ring; StartError where the settings or the machine leave no room for it."""
+    row = max(buffer.shape[0] * buffer.shape[2] * buffer.element_size() for buffer in staging.buffers.values())
+    for name, value in (("RING", config.ring_bytes), ("SCRATCH", config.scratch_bytes)):
+        if 0 < value < 4 * row:
+            raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row} bytes; at least {4 * row}")
+    size = config.ring_bytes or ring_bytes(scratch)
+    try:
+        return Ring(size, pinned=scratch is not None)
+    except OSError as error:
+        raise StartError(f"vllm-tap: no ring of {size / 2**20:,.0f} MiB in shared memory ({error}): lower "
+                         "VLLM_TAP_RING_BYTES, or give /dev/shm more (containers: --shm-size)") from None
 
 
 def ring_bytes(scratch: Scratch | None) -> int:

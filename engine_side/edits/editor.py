@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine_side.edits.tables import Tables, programs_of_request
-from schemas.edits import Edits, intervals_of
+from engine_side.edits.tables import Place, Tables, programs_of_request
+from schemas.edits import IDENTITY, Edits, intervals_of
 from schemas.errors import SpecError
 
 Slots = dict[int, list[int]]  # by width of a pool, those of each edit in their order (-1: it is of another width)
@@ -96,9 +97,21 @@ class Editor:
         self.tables.programs[:rows] = there[rows + found :][at].to(torch.int32)
         self._dirty = True
 
-    def clear(self) -> None:
-        """Make no edit in the next step."""
-        self.tables.programs.zero_()
+    @contextmanager
+    def setting(self, place: Place, rows: int) -> Iterator[None]:
+        """Steps whose first rows are set to others at a place, before there is any request."""
+        tables, pool = self.tables, self.tables.pools[self.tables.widths[place]]
+        changed = tables.programs[:rows], tables.slots[place][1], pool.forms[1], pool.vectors[1]
+        before = [each.clone() for each in changed]
+        changed[0].fill_(1)
+        changed[1].copy_(torch.tensor([1] + [0] * (tables.slots[place].shape[1] - 1)))
+        changed[2].copy_(torch.tensor((0.0, 1.0, *IDENTITY[2:])))
+        changed[3].copy_(torch.linspace(-3, 5, self.tables.widths[place]))
+        try:
+            yield
+        finally:
+            for each, kept in zip(changed, before, strict=True):
+                each.copy_(kept)
 
     def _to_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
         host, device = torch.from_numpy(numbers), self.tables.programs.device

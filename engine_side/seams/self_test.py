@@ -50,8 +50,34 @@ def self_test(runner: Any, current: Worker) -> None:
             if current.checks.embedding is not None and _takes_token_ids(runner):
                 _check_entry(current.staging, current.checks.embedding, input_ids(runner)[:_ROWS], where)
             check_sums(current.staging, current.checks.sums, _ROWS, where)
+    if current.editor is not None:
+        _check_edits(runner, current, where)
     logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
                 current.info.model)
+
+
+def _check_edits(runner: Any, current: Worker, where: str) -> None:
+    """StartError where rows that are set at an armed place change nothing of what the compiled model returns."""
+    assert current.editor is not None
+
+    def returned() -> torch.Tensor:
+        with torch.inference_mode(), _noisy_attention(current.model):
+            hidden: torch.Tensor = runner._dummy_run(_ROWS)[0]
+            return hidden[:_ROWS].clone()
+
+    returned()  # the first may still record a graph
+    before = returned()
+    for place in current.editor.tables.slots:
+        with current.editor.setting(place, _ROWS):
+            if torch.equal(returned(), before):
+                raise StartError(
+                    f"vllm-tap: after a step of the compiled model in which the rows of {_named(place)} were set to "
+                    f"others it returned what it did before; looked at it in {where}. A stale compile cache "
+                    "(VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward does that")
+    if not torch.equal(returned(), before):
+        raise StartError("vllm-tap: the compiled model returns other rows after edits than before them, though none is "
+                         f"made; looked at it in {where}")
+    logger.info("vllm-tap: edits act at %d places", len(current.editor.tables.slots))
 
 
 @contextmanager

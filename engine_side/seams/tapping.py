@@ -103,7 +103,7 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     first_block = tuple(site for site in asked if 0 in armed.sites[site])
     checks = worker.Checks(homes, find_embedding(model, family, first_block), find_sums(family, layers))
     worker.start(config, _info(model, vllm_config, armed, points, staging), model, checks, staging, scratch,
-                 device, leads=_tensor_parallel_rank() == 0, editor=editor)
+                 editor, leads=_tensor_parallel_rank() == 0)
 
 
 def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str, ...]], Iterable[TapPoint]],

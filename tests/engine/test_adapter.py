@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from tests.engine.test_architectures import SITES, TOLERANCE, site_errors
 from tests.support.engines.engines import DTYPE, ON_GPU, Engine, in_this_process, prompt
 from tests.support.models.adapters import RANK, make
 from tests.support.models.blocks_reference import BlocksReference
+from tests.support.models.edited import moved, vector
 from tests.support.models.families import family_model
 from tests.support.models.reference import Reference
 from tests.support.models.unlisted import UNLISTED
@@ -49,12 +51,13 @@ class Adapted:
 
 
 def generate(llm: Any, requests: list[Any], ids: Sequence[str | None] = (None,) * len(ASKED),
-             asked: tuple[int, ...] = ASKED) -> list[Any]:
-    """One batch with and without adapters; with a capture where there is an id."""
+             asked: tuple[int, ...] = ASKED, edits: Any = None) -> list[Any]:
+    """One batch with and without adapters; with a capture, and edits, where there is an id."""
     from vllm import SamplingParams
 
     sampling = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=3,
-                               extra_args=None if id_ is None else {"capture": {"codec": "raw", "id": id_}})
+                               extra_args=None if id_ is None else {
+                                   "capture": {"codec": "raw", "id": id_}, **({"edit": edits} if edits else {})})
                 for id_ in ids]
     outputs: list[Any] = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False,
                                       lora_request=[requests[number] for number in asked])
@@ -133,6 +136,8 @@ def adapted(request: pytest.FixtureRequest, reader: StoreReader, tmp_path_factor
             crowded, reloads = generate(untapped.llm, requests, asked=ALL_SLOTS), reloaded(untapped.llm)
             untapped.close()
         patch.setenv("VLLM_TAP_ARM", ",".join(SITES[family]))
+        if family not in UNLISTED:
+            patch.setenv("VLLM_TAP_EDIT", "resid_post.1,attn_out.0,mlp_out.1,mlp_post.2,z.1")
         engine = Engine(start(family), reader, references[0])
         try:
             yield Adapted(family, engine, references, requests, plain, crowded, plain_layers, reloads)
@@ -174,6 +179,30 @@ def test_every_row_is_the_adapted_models(adapted: Adapted) -> None:
             if not ON_GPU:
                 wanted = greedy(adapted.references[adapter], one.tokens, one.prompt_len)
                 assert list(one.tokens[one.prompt_len :]) == wanted
+
+
+def test_edits_beside_adapters(adapted: Adapted) -> None:
+    """Every second request of the mixed batch is edited; the others are served as ever."""
+    if adapted.family in UNLISTED:
+        pytest.skip("nothing is armed for edits there")
+    edits = [{"site": "resid_post.1", "op": "add", "vector": vector(128, 1).tolist()},
+             {"site": "mlp_post.2", "op": "scale", "by": 0.5, "positions": "generated"},
+             {"site": "z.1", "op": "scale", "by": 0}]
+    ids = [new_ulid() if number % 2 else None for number in range(len(ASKED))]
+    for id_, output, plain, adapter in zip(ids, generate(adapted.engine.llm, adapted.requests, ids, edits=edits),
+                                           adapted.plain, ASKED, strict=True):
+        if id_ is None:
+            assert said(output) == said(plain)
+            continue
+        one = adapted.engine.captured(id_, output)
+        reference = adapted.references[adapter]
+        assert isinstance(reference, Reference)
+        rows, _ = reference.edited(one.tokens, moved(edits, one.prompt_len))
+        for entry in one.manifest.rows:
+            found = adapted.engine.reader.slice(id_, entry.site, [entry.layer])
+            right = rows[entry.site, entry.layer][found.positions]
+            assert np.abs(found.values()[0] - right).max() <= TOLERANCE * np.abs(right).max(), entry
+        assert one.tokens[one.prompt_len :] != tuple(plain.outputs[0].token_ids)
 
 
 def test_weights_that_are_loaded_anew_leave_taps_and_adapters_where_they_are(adapted: Adapted) -> None:

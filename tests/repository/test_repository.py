@@ -69,7 +69,7 @@ def test_packages_import_only_what_they_may(package: str) -> None:
 ROOMS = {
     "schemas": ["native", "codecs", "catalog", "wire", "store", "read"],
     "writer_service": ["catalog", "journal", "seal", "upkeep", "recover", "receive", "tools"],
-    "engine_side": ["codecs", "transport", "kernels", "tap", "discovery", "front", "step", "seams"],
+    "engine_side": ["codecs", "transport", "kernels", "tap", "discovery", "edits", "front", "step", "seams"],
     "api": ["page", "auth", "slices", "generate", "live", "routes"],
     "vllm_tap": ["client", "loader", "serve", "offline", "sites", "export", "cli", "demo"],
 }

@@ -150,6 +150,7 @@ class Reference:
         try:
             with torch.inference_mode():
                 chances = self.model(self._tokens[None]).logits[0].float().log_softmax(-1)
+                self._keep("embed", 0, self._embedding.weight[self._tokens])
         finally:
             self._calls, self._edits = None, {}
         return {key: value.numpy().copy() for key, value in self._rows.items()}, chances.numpy()

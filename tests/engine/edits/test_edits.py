@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save_file
 
+from engine_side import worker
+from engine_side.edits import places
 from schemas.edits import digest_of
 from schemas.errors import SpecError
 from schemas.read.reader import StoreReader
-from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, in_this_process
+from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, in_this_process, refused_start
 from tests.support.models.common import COMMON
+from tests.support.models.edited import moved, vector
 from tests.support.models.families import FAMILIES as KNOWN
 from tests.support.models.families import family_model
 from tests.support.models.features import FEATURES, GROUPS, Feature, options, tokens
-from tests.support.models.reference import Edit, Reference
+from tests.support.models.reference import Reference
 
 HIDDEN = COMMON["hidden_size"]
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="held against float32")]
@@ -60,11 +61,6 @@ def engine(request: pytest.FixtureRequest, reader: StoreReader, tmp_path_factory
     made.close()
 
 
-def vector(width: int, seed: int, size: float = 1.0) -> Any:
-    """A vector of chance."""
-    return (np.random.default_rng(seed).standard_normal(width) * size).astype(np.float32)
-
-
 def run(engine: Engine, prompts: Sequence[Sequence[int]], edits: Sequence[Any], **more: Any) -> list[Captured]:
     """Generate all at once, each with its edits (None: none); raw captures of all that the engine has tapped."""
     from vllm import SamplingParams
@@ -77,40 +73,6 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], edits: Sequence[Any], 
         **({} if edit is None else {"edit": edit})}) for id_, edit in zip(ids, edits, strict=True)]
     outputs = engine.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
     return [engine.captured(id_, output) for id_, output in zip(ids, outputs, strict=True)]
-
-
-def moved(edits: Sequence[dict[str, Any]], prompt_len: int, named: Any = None) -> dict[tuple[str, int], list[Edit]]:
-    """The edits of a request as functions of a reference's rows: written from the documentation, not from the code."""
-    found: dict[tuple[str, int], list[Edit]] = {}
-
-    def edit_of(spec: dict[str, Any]) -> Edit:
-        given = spec.get("vector")
-        v = torch.tensor(named if isinstance(given, str) else given) if given is not None else torch.zeros(1)
-
-        def change(rows: torch.Tensor) -> torch.Tensor:
-            unit = v / v.norm()
-            along = rows @ unit if spec["op"] in ("ablate", "cap") else torch.zeros(len(rows))
-            new = {
-                "add": lambda: rows + spec.get("scale", 1) * v,
-                "scale": lambda: rows * spec["by"],
-                "set": lambda: v.expand_as(rows),
-                "ablate": lambda: rows - along[:, None] * unit,
-                "cap": lambda: rows + (along.clamp(spec.get("low"), spec.get("high")) - along)[:, None] * unit,
-            }[spec["op"]]()
-            at, where = torch.arange(len(rows)), spec.get("positions", "all")
-            if isinstance(where, str):
-                here = {"all": at >= 0, "prompt": at < prompt_len, "generated": at >= prompt_len}[where]
-            else:
-                here = sum(((at >= a) & (at < b) for a, b in where), torch.zeros(len(rows), dtype=torch.bool))
-            return torch.where(here[:, None], new, rows)
-
-        return change
-
-    for spec in edits:
-        site, _, layer = spec["site"].partition(".")
-        for number in [int(layer)] if layer else spec["layers"]:
-            found.setdefault((site, number), []).append(edit_of(spec))
-    return found
 
 
 def check(engine: Engine, captured: Captured, edits: Sequence[dict[str, Any]] | None, greedy: bool = True) -> None:
@@ -228,15 +190,50 @@ def test_what_cannot_be_edited_is_refused(engine: Engine, edit: Any, said: str) 
                             use_tqdm=False)
 
 
+FAULTS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+    "a neighbour's rows": lambda fill, requests, starts, at: fill([*requests[1:], requests[0]], starts, at),
+    "a position late": lambda fill, requests, starts, at: fill(requests, starts, at + 1),
+    "the rows of a step ago": lambda fill, requests, starts, at: None if int(at[0]) else fill(requests, starts, at),
+    "a row late": lambda fill, requests, starts, at: fill(requests, [0, *(starts[1:] + 1)], at),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_filled_in_wrongly_is_seen(fault: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison with Hugging Face is one that can fail."""
+    editor = worker.CURRENT.editor if worker.CURRENT is not None else None
+    if editor is None:
+        pytest.skip("the engine is in another process")
+    right = editor.before_forward
+    monkeypatch.setattr(editor, "before_forward", lambda *step: FAULTS[fault](right, *step))
+    edits = [one(positions="prompt"), None, one(op="add", by=None, vector="tone", positions="generated")]
+    prompts = [tokens(20 + number, seed=400 + number) for number in range(3)]
+    found = run(engine, prompts, edits)
+    with pytest.raises(AssertionError):
+        for captured, edit in zip(found, edits, strict=True):
+            check(engine, captured, edit)
+    monkeypatch.undo()
+    for captured, edit in zip(run(engine, prompts, edits), edits, strict=True):
+        check(engine, captured, edit)
+
+
+@pytest.mark.skipif(ON_GPU, reason="an engine in this process")
+def test_an_edit_that_does_nothing_ends_the_start(reader: StoreReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_put_back", lambda module, call, result: result)
+    with refused_start("in which the rows of attn_out.1 were set to others it returned what it did before"):
+        started(reader, "qwen3", edit="mlp_post.0,attn_out.1")
+
+
 def test_the_manifest_tells_of_edits(engine: Engine) -> None:
     """Also where nothing is captured, under the id that the request names."""
-    given = vector(HIDDEN, 3)
+    given, tone = vector(HIDDEN, 3), vector(HIDDEN, 11).astype(np.float64)
+    direction = (tone / np.linalg.norm(tone)).astype(np.float32)
     edits = [
         {"site": "blocks.1.hook_resid_post", "op": "add", "vector": given.tolist(), "scale": 2},
         {"site": "resid_post", "layers": [0, 2], "op": "cap", "vector": "tone", "high": 1.5, "positions": "prompt"}]
     told = [{"site": "resid_post", "layers": [1], "op": "add", "scale": 2, "digest": digest_of(given)},
             {"site": "resid_post", "layers": [0, 2], "op": "cap", "high": 1.5, "positions": "prompt", "vector": "tone",
-             "digest": ANY}]
+             "digest": digest_of(direction)}]
     captured, = run(engine, [tokens(8, seed=9)], [edits])
     assert captured.manifest.edits == told
     alone, = run(engine, [tokens(8, seed=9)], [edits], sites=[])
