@@ -6,7 +6,7 @@ paths of ``tests/support/models/unlisted.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.support.models.reference import Edit
 from tests.support.models.unlisted import Unlisted
 
 F32 = npt.NDArray[np.float32]
@@ -58,13 +59,33 @@ class BlocksReference:
         return hook
 
     def _made(self, site: str, layer: int, factor: float = 1.0) -> Callable[..., None]:
-        def hook(_module: Any, _args: Any, result: Any) -> None:
-            self._keep(site, layer, factor * (result[0] if isinstance(result, tuple) else result))
+        def hook(_module: Any, _args: Any, result: Any) -> Any:
+            rows = result[0] if isinstance(result, tuple) else result
+            changed = rows
+            for edit in self._edits.get((site, layer), ()):
+                changed = edit(changed.reshape(-1, rows.shape[-1])).reshape(rows.shape)
+            self._keep(site, layer, factor * changed)
+            if changed is rows:
+                return None
+            return (changed, *result[1:]) if isinstance(result, tuple) else changed
 
         return hook
 
     def _keep(self, site: str, layer: int, rows: torch.Tensor) -> None:
         self._rows[site, layer] = rows.detach().reshape(-1, rows.shape[-1]).clone()
+
+    _edits: Mapping[tuple[str, int], Sequence[Edit]] = {}
+
+    def edited(self, tokens: tuple[int, ...], edits: Mapping[tuple[str, int], Sequence[Edit]]
+               ) -> tuple[dict[tuple[str, int], F32], F32]:
+        """Rows, and log-probabilities [tokens, vocabulary], of a forward in which rows of some places are changed."""
+        self._rows, self._edits = {}, edits
+        try:
+            with torch.inference_mode():
+                chances = self.model(torch.tensor(tokens)[None]).logits[0].float().log_softmax(-1)
+        finally:
+            self._edits = {}
+        return {key: rows.numpy() for key, rows in self._rows.items()}, chances.numpy()
 
     @lru_cache(maxsize=256)  # noqa: B019 (one reference a family and session)
     def rows(self, tokens: tuple[int, ...]) -> dict[tuple[str, int], F32]:
