@@ -107,7 +107,7 @@ def start(family: str) -> Any:
 @pytest.fixture(scope="module", params=[
     pytest.param("qwen3", marks=pytest.mark.versions),
     "opt",
-    "granite",  # found by structure, before vLLM wraps its layers
+    pytest.param("granite", marks=pytest.mark.soak),  # found by structure, before vLLM wraps its layers
     *(pytest.param(family, marks=pytest.mark.soak) for family in THERE if family not in ("qwen3", "opt")),
     pytest.param("qwen3 compiled", marks=pytest.mark.soak),
 ])
