@@ -15,22 +15,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
 
 from schemas import limits
 from schemas.checks import parse_arm
 from schemas.errors import LimitError, NotArmedError, SpecError, StartError, json_fault
 from schemas.sites import ask_site, site_meant
-from schemas.spec import merged
+from schemas.spec import intervals, ranges_of, validated
 
-__all__ = ["EDITABLE", "IDENTITY", "Arms", "EditError", "EditSpec", "Edits", "Placed", "intervals_of",
+__all__ = ["EDITABLE", "IDENTITY", "Arms", "EditError", "EditSpec", "Edits", "Placed",
            "parse_edit_places", "parse_edits", "resolve_edits"]
 
 EDITABLE: Final = ("resid_post", "attn_out", "mlp_out", "mlp_post", "z")
@@ -96,7 +96,7 @@ class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"
 
     def salt(self, prompt_len: int) -> str:
         """Text that is equal where the same rows get the same edits: what such requests cached they may share."""
-        where = [(one.site, one.layers, intervals_of(one.positions, prompt_len), one.form, one.vector)
+        where = [(one.site, one.layers, intervals(one.positions, prompt_len), one.form, one.vector)
                  for one in self.placed]
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode([
             (site, layers, spans, list(map(repr, form)), vector) for site, layers, spans, form, vector in where]))
@@ -157,15 +157,7 @@ def _parse_one(number: int, value: object) -> EditSpec:
     for field, most in (("vector", limits.width_max), ("positions", limits.edit_intervals_max)):
         if isinstance(value.get(field), list) and len(value[field]) > most:
             raise LimitError(f"edit{at}.{field}", len(value[field]), most)
-    try:
-        spec = EditSpec.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = str(first["loc"][0]) if first["loc"] else ""
-        if first["type"] == "extra_forbidden":
-            raise EditError(f"{at}.{field}", first["input"], f"unknown field; valid: {', '.join(_VALID)}") from None
-        raise EditError(f"{at}.{field}", value.get(field, "nothing"), f"valid: {_VALID.get(field, first['msg'])}"
-                        ) from None
+    spec = validated(EditSpec, value, _VALID, EditError, f"{at}.")
     for field in spec.model_fields_set & {"vector", "scale", "by", "low", "high"}:
         if field not in _FIELDS[spec.op]:
             raise EditError(f"{at}.{field}", getattr(spec, field),
@@ -204,9 +196,7 @@ def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
         if vector is not None:
             digest = digest_of(vector)
             vectors[digest] = vector.tobytes()
-        positions = spec.positions if isinstance(spec.positions, str) else merged(
-            (item, item + 1) if isinstance(item, int) else item for item in spec.positions)
-        placed.append(Placed(site, layers, positions, form, digest))
+        placed.append(Placed(site, layers, ranges_of(spec.positions), form, digest))
         told.append(_told(spec, placed[-1]))
     found = Edits(placed, vectors, json.dumps(told))
     _check_depth(found, arms)
@@ -290,15 +280,6 @@ def _check_depth(edits: Edits, arms: Arms) -> None:
             if count > arms.depth:
                 raise EditError(f"[{number}].layers", layer, f"edit {count} of {one.site}.{layer}: the engine makes "
                                 f"{arms.depth} of one site and layer (VLLM_TAP_EDIT_DEPTH raises that)")
-
-
-def intervals_of(positions: str | Iterable[tuple[int, int]], prompt_len: int) -> list[tuple[int, int]]:
-    """Positions as ranges ``[start, stop)``, given where the prompt ends."""
-    if isinstance(positions, str):
-        start = prompt_len if positions == "generated" else 0
-        stop = prompt_len if positions == "prompt" else limits.position_max
-        return [(start, stop)]
-    return list(positions)
 
 
 def _is_float32(number: Any) -> bool:

@@ -17,13 +17,12 @@ edits_max: Final = 8  # of one request
 edit_intervals_max: Final = 64  # of one edit's positions
 edit_json_bytes_max: Final = 4 * 1024 * 1024
 edit_depth_max: Final = 8  # of one row, site and layer
-vector_file_bytes_max: Final = 64 * 1024 * 1024
 alias_chars_max: Final = 256
 position_max: Final = 2**31 - 1
 probes_max: Final = 64  # of one engine
 probe_scores_max: Final = 1024  # of one probe
 probe_name_chars_max: Final = 64
-probe_file_bytes_max: Final = 64 * 1024 * 1024
+probe_file_bytes_max: Final = 64 * 1024 * 1024  # and of a vector's
 layers_max: Final = 1024
 width_max: Final = 1 << 20
 

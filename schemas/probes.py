@@ -29,7 +29,8 @@ from schemas import limits
 from schemas.errors import SpecError, StartError
 from schemas.sites import SITES, parse_site
 
-__all__ = ["LoadedProbe", "Probe", "Registered", "load_probe", "parse_probes", "place_of", "probes_text"]
+__all__ = ["LoadedProbe", "Probe", "Registered", "load_probe", "numbers_of", "opened", "parse_probes", "place_of",
+           "probes_text", "refusal", "shape_of"]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*", re.ASCII)
 _TENSORS: Final = ("directions", "bias", "mean")
@@ -63,6 +64,7 @@ class Registered:
     name: str
     path: Path
     place: str = ""
+    kind: str = "probe"  # or "vector"
 
     def __str__(self) -> str:
         return f"{self.name}={self.path}" + (f"@{self.place}" if self.place else "")
@@ -100,7 +102,7 @@ def parse_probes(texts: Iterable[str], what: str = "probes", kind: str = "probe"
         if "," in str(absolute):
             raise StartError(f"{what}: {str(absolute)!r}: a {kind}'s path has no comma, which parts one from the "
                              "next; nor has the working folder of a relative one")
-        found[name] = Registered(name, Path(path), place)
+        found[name] = Registered(name, Path(path), place, kind)
     if len(found) > limits.probes_max:
         raise StartError(f"{what}: {len(found)} {kind}s, limit {limits.probes_max}")
     return tuple(found.values())
@@ -121,7 +123,7 @@ def _is_place(text: str) -> bool:
 
 def place_of(registered: Registered) -> tuple[str, int]:
     """Site and layer of a probe, of its file the head alone; StartError where they cannot be had."""
-    with _opened(registered) as file:
+    with opened(registered) as file:
         return _place(registered, dict(file.metadata() or {}))
 
 
@@ -130,32 +132,32 @@ def load_probe(registered: Registered) -> LoadedProbe:
 
     Sizes are held against ``schemas.limits`` before memory is taken.
     """
-    with _opened(registered) as file:
+    with opened(registered) as file:
         metadata = dict(file.metadata() or {})
         site, layer = _place(registered, metadata)
         names = set(file.keys())
         if "directions" not in names or names - set(_TENSORS):
-            raise _bad(registered, "tensors", sorted(names), "directions, and if need be bias and mean; no others")
-        shapes = {name: _shape(registered, name, file) for name in names}
+            raise refusal(registered, "tensors", sorted(names), "directions, and if need be bias and mean; no others")
+        shapes = {name: shape_of(registered, name, file) for name in names}
         given = shapes["directions"]
         if len(given) not in (1, 2) or 0 in given:
-            raise _bad(registered, "directions", list(given), "[k, width] or [width]")
+            raise refusal(registered, "directions", list(given), "[k, width] or [width]")
         k, width = (1, given[0]) if len(given) == 1 else given
         if k > limits.probe_scores_max:
-            raise _bad(registered, "directions", list(given), f"at most {limits.probe_scores_max} of them")
+            raise refusal(registered, "directions", list(given), f"at most {limits.probe_scores_max} of them")
         if width > limits.width_max:
-            raise _bad(registered, "directions", list(given), f"a width of at most {limits.width_max}")
+            raise refusal(registered, "directions", list(given), f"a width of at most {limits.width_max}")
         for name, fitting, scalar in (("bias", (k,), k == 1), ("mean", (width,), False)):
             if shapes.get(name, fitting) != fitting and not (scalar and shapes[name] == ()):
-                raise _bad(registered, name, list(shapes[name]), f"{list(fitting)}, beside directions {list(given)}")
-        numbers = {name: _numbers(registered, name, file) for name in names}
+                raise refusal(registered, name, list(shapes[name]), f"{list(fitting)}, beside directions {list(given)}")
+        numbers = {name: numbers_of(registered, name, file) for name in names}
     directions = numbers["directions"].reshape(k, width)
     bias = numbers.get("bias", np.zeros(k)).reshape(k) - directions @ numbers.get("mean", np.zeros(width))
     probe = Probe(site, layer, _score_names(registered, metadata, k), _activation(registered, metadata), "")
     with np.errstate(over="ignore"):
         kept = LoadedProbe(probe, directions.astype(np.float32), bias.astype(np.float32))
     if not (np.isfinite(kept.directions).all() and np.isfinite(kept.bias).all()):
-        raise _bad(registered, "directions", "…", "numbers that float32 can hold")
+        raise refusal(registered, "directions", "…", "numbers that float32 can hold")
     digest = xxhash.xxh3_128(kept.directions.tobytes())
     digest.update(kept.bias.tobytes())
     digest.update(f"{site}.{layer} {probe.activation}".encode())
@@ -164,19 +166,21 @@ def load_probe(registered: Registered) -> LoadedProbe:
         fingerprint=digest.hexdigest()), kept.directions, kept.bias)
 
 
-def _opened(registered: Registered) -> Any:
+def opened(registered: Registered) -> Any:
+    """The safetensors file of a probe or a vector; StartError where it cannot be read or is too large."""
     from safetensors import SafetensorError, safe_open
 
+    start = f"{registered.kind} {registered.name!r}: {registered.path}:"
     try:
         size = registered.path.stat().st_size
         if size > limits.probe_file_bytes_max:
-            raise _bad(registered, "bytes", size, f"at most {limits.probe_file_bytes_max}")
+            raise refusal(registered, "bytes", size, f"at most {limits.probe_file_bytes_max}")
         return safe_open(registered.path, framework="np")
     except OSError as error:
-        raise StartError(f"probe {registered.name!r}: {registered.path}: {error.strerror or error}") from None
+        raise StartError(f"{start} {error.strerror or error}") from None
     except SafetensorError as error:
-        raise StartError(f"probe {registered.name!r}: {registered.path}: no safetensors file ({error}); save it with "
-                         "safetensors.numpy.save_file or safetensors.torch.save_file") from None
+        raise StartError(f"{start} no safetensors file ({error}); save it with safetensors.numpy.save_file or "
+                         "safetensors.torch.save_file") from None
 
 
 def _place(registered: Registered, metadata: Mapping[str, str]) -> tuple[str, int]:
@@ -189,35 +193,37 @@ def _place(registered: Registered, metadata: Mapping[str, str]) -> tuple[str, in
         if said:
             raise StartError(f"probe {registered.name!r}: {registered.path}: {field} = {said!r}: {error.reason}"
                              ) from None
-        raise _bad(registered, field, said, 'in its metadata, such as "resid_post", or NAME=FILE@resid_post.12'
+        raise refusal(registered, field, said, 'in its metadata, such as "resid_post", or NAME=FILE@resid_post.12'
                    ) from None
     if site not in SITES or SITES[site].ids:
-        raise _bad(registered, field, said, "a site whose rows are numbers of the model: no ids, no other probe")
+        raise refusal(registered, field, said, "a site whose rows are numbers of the model: no ids, no other probe")
     if not SITES[site].per_layer:
         return site, 0
     if not registered.place and (text := metadata.get("layer")) is not None:
         if not (text.isascii() and text.isdecimal() and len(text) <= 4):
-            raise _bad(registered, "layer", text, "a 0-based layer, such as 12")
+            raise refusal(registered, "layer", text, "a 0-based layer, such as 12")
         if layer not in (None, int(text)):
-            raise _bad(registered, "layer", text, f"the layer that {said!r} fixes")
+            raise refusal(registered, "layer", text, f"the layer that {said!r} fixes")
         layer = int(text)
     if layer is None:
-        raise _bad(registered, field, said, f"which layer? {site}.12 says so, and so does layer in the metadata")
+        raise refusal(registered, field, said, f"which layer? {site}.12 says so, and so does layer in the metadata")
     return site, layer
 
 
-def _shape(registered: Registered, name: str, file: Any) -> tuple[int, ...]:
+def shape_of(registered: Registered, name: str, file: Any) -> tuple[int, ...]:
+    """The shape of a file's tensor, whose dtype is one that is read; StartError where it is another."""
     part = file.get_slice(name)
     if part.get_dtype() not in _DTYPES:
-        raise _bad(registered, name, part.get_dtype(), f"one of {', '.join(_DTYPES)} (tensor.float() makes it F32)")
+        raise refusal(registered, name, part.get_dtype(), f"one of {', '.join(_DTYPES)} (tensor.float() makes it F32)")
     return tuple(part.get_shape())
 
 
-def _numbers(registered: Registered, name: str, file: Any) -> npt.NDArray[np.float64]:
+def numbers_of(registered: Registered, name: str, file: Any) -> npt.NDArray[np.float64]:
+    """The numbers of a file\'s tensor; StartError where one is not finite."""
     numbers: npt.NDArray[np.float64] = file.get_tensor(name).astype(np.float64)
     if not np.isfinite(numbers).all():
         at = [int(index) for index in np.argwhere(~np.isfinite(numbers))[0]]
-        raise _bad(registered, f"{name}{at}", float(numbers[tuple(at)]), "finite numbers")
+        raise refusal(registered, f"{name}{at}", float(numbers[tuple(at)]), "finite numbers")
     return numbers
 
 
@@ -233,7 +239,7 @@ def _score_names(registered: Registered, metadata: Mapping[str, str], k: int) ->
     if (not isinstance(names, list) or len(names) != k or len(set(map(str, names))) != k
             or not all(isinstance(name, str) and 0 < len(name) <= limits.probe_name_chars_max and name.isprintable()
                        for name in names)):
-        raise _bad(registered, "names", text[:200], f"{k} different names, one a direction, of at most "
+        raise refusal(registered, "names", text[:200], f"{k} different names, one a direction, of at most "
                    f"{limits.probe_name_chars_max} printable characters: a JSON list, or text with commas")
     return names
 
@@ -241,9 +247,10 @@ def _score_names(registered: Registered, metadata: Mapping[str, str], k: int) ->
 def _activation(registered: Registered, metadata: Mapping[str, str]) -> str:
     activation = metadata.get("activation", "none")
     if activation not in _ACTIVATIONS:
-        raise _bad(registered, "activation", activation, " or ".join(_ACTIVATIONS))
+        raise refusal(registered, "activation", activation, " or ".join(_ACTIVATIONS))
     return activation
 
 
-def _bad(registered: Registered, field: str, value: object, valid: str) -> StartError:
-    return StartError(f"probe {registered.name!r}: {registered.path}: {field} = {value!r}: valid: {valid}")
+def refusal(registered: Registered, field: str, value: object, valid: str) -> StartError:
+    """The refusal of a field of a file, with what would be valid."""
+    return StartError(f"{registered.kind} {registered.name!r}: {registered.path}: {field} = {value!r}: valid: {valid}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
@@ -21,12 +21,14 @@ from schemas.ids import check_ulid
 from schemas.probes import Probe
 from schemas.sites import PROBE, SITES, ask_site, has_heads, is_probe, layers_by_site, site_meant
 
-__all__ = ["Armed", "CaptureSpec", "Resolved", "armed_at", "intervals", "merged", "parse_spec", "resolve"]
+__all__ = ["Armed", "CaptureSpec", "Resolved", "armed_at", "intervals", "merged", "parse_spec", "ranges_of", "resolve",
+           "validated"]
 
 NAMED_POSITIONS: Final = ("all", "prompt", "generated", "last_prompt")
 _SLICE: Final = re.compile(r"(-?[0-9]{1,5})?:(-?[0-9]{1,5})?(?::([0-9]{1,5}))?", re.ASCII)
 _TAG_KEY: Final = re.compile(r"[A-Za-z0-9_.\-]+", re.ASCII)
 
+_Model = TypeVar("_Model", bound=BaseModel)
 _Natural = Annotated[StrictInt, Field(ge=0, le=limits.position_max)]
 
 
@@ -144,16 +146,24 @@ def parse_spec(value: object) -> CaptureSpec:
     for field, most in _LONGEST.items():
         if isinstance(value.get(field), list | Mapping) and len(value[field]) > most:
             raise LimitError(f"capture.{field}", len(value[field]), most, "use ranges, or \"all\"")
-    try:
-        spec = CaptureSpec.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = str(first["loc"][0]) if first["loc"] else ""
-        if first["type"] == "extra_forbidden":
-            raise SpecError(field, first["input"], f"unknown field; valid: {', '.join(_VALID)}") from None
-        raise SpecError(field, value.get(field, first["input"]), f"valid: {_VALID.get(field, first['msg'])}") from None
+    spec = validated(CaptureSpec, value, _VALID)
     _check_values(spec)
     return spec
+
+
+def validated(kind: type[_Model], value: Mapping[Any, Any], valid: Mapping[str, str],
+              error: type[SpecError] = SpecError, at: str = "") -> _Model:
+    """The model of a mapping; else ``error``, naming the field (below ``at``), its value and what is ``valid``."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as fault:
+        first = fault.errors(include_url=False, include_context=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        field, missing = f"{at}{name}", first["type"] == "missing"
+        if first["type"] == "extra_forbidden":
+            raise error(field, first["input"], f"unknown field; valid: {', '.join(valid)}") from None
+        raise error(field, "nothing" if missing else value.get(name, first["input"]),
+                    f"valid: {valid.get(name, first['msg'])}") from None
 
 
 def _check_values(spec: CaptureSpec) -> None:
@@ -248,7 +258,7 @@ def resolve(spec: CaptureSpec, armed: Armed, widths: Mapping[str, int] | None = 
         layers={**{site: sorted(chosen) for site, chosen in layers.items()}, **scores},
         codec={**{site: _identity(codec, site, armed, (widths or {}).get(site))
                   for site, codec in _codecs(spec, layers, armed.names).items()}, **dict.fromkeys(scores, "raw")},
-        positions=_positions(spec.positions),
+        positions=ranges_of(spec.positions),
         prefix_cache=spec.prefix_cache or ("recompute" if _could_be_cached(spec.positions) else "allow"),
     )
 
@@ -313,7 +323,7 @@ def _identity(text: str, site: str, armed: Armed, width: int | None) -> str:
     return identity
 
 
-def _positions(positions: str | list[int] | list[tuple[int, int]]) -> str | list[tuple[int, int]]:
+def ranges_of(positions: str | list[int] | list[tuple[int, int]]) -> str | list[tuple[int, int]]:
     """A name as it is; lists as sorted, disjoint, merged ``[start, stop)`` ranges."""
     if isinstance(positions, str):
         return positions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +10,7 @@ import numpy.typing as npt
 from schemas import limits
 from schemas.edits import parse_edit_places
 from schemas.errors import StartError
-from schemas.probes import Registered, probes_text
-
-_DTYPES: Final = ("F16", "F32", "F64")
+from schemas.probes import Registered, numbers_of, opened, probes_text, refusal, shape_of
 
 
 def load_vector(registered: Registered) -> npt.NDArray[np.float32]:
@@ -21,34 +18,17 @@ def load_vector(registered: Registered) -> npt.NDArray[np.float32]:
 
     Sizes are held against ``schemas.limits`` before memory is taken.
     """
-    from safetensors import SafetensorError, safe_open
-
-    start = f"vector {registered.name!r}: {registered.path}:"
-    try:
-        size = registered.path.stat().st_size
-        if size > limits.vector_file_bytes_max:
-            raise StartError(f"{start} bytes = {size}: valid: at most {limits.vector_file_bytes_max}")
-        with safe_open(registered.path, framework="np") as file:
-            if (names := sorted(file.keys())) != ["vector"]:
-                raise StartError(f"{start} tensors = {names}: valid: vector, and no others")
-            part = file.get_slice("vector")
-            shape, dtype = list(part.get_shape()), part.get_dtype()
-            if len(shape) != 1 or not 0 < shape[0] <= limits.width_max:
-                raise StartError(f"{start} vector = {shape}: valid: [width], at most {limits.width_max}")
-            if dtype not in _DTYPES:
-                raise StartError(f"{start} vector = {dtype}: valid: one of {', '.join(_DTYPES)} (tensor.float() makes "
-                                 "it F32)")
-            numbers = file.get_tensor("vector")
-    except OSError as error:
-        raise StartError(f"{start} {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise StartError(f"{start} no safetensors file ({error}); save it with safetensors.numpy.save_file or "
-                         "safetensors.torch.save_file") from None
+    with opened(registered) as file:
+        if (names := sorted(file.keys())) != ["vector"]:
+            raise refusal(registered, "tensors", names, "vector, and no others")
+        shape = shape_of(registered, "vector", file)
+        if len(shape) != 1 or not 0 < shape[0] <= limits.width_max:
+            raise refusal(registered, "vector", list(shape), f"[width], at most {limits.width_max}")
+        numbers = numbers_of(registered, "vector", file)
     with np.errstate(over="ignore"):
-        kept: npt.NDArray[np.float32] = numbers.astype(np.float32)
+        kept = numbers.astype(np.float32)
     if not np.isfinite(kept).all():
-        at = int(np.argwhere(~np.isfinite(kept))[0][0])
-        raise StartError(f"{start} vector[{at}] = {numbers[at]}: valid: finite numbers that float32 holds")
+        raise refusal(registered, "vector", "…", "numbers that float32 can hold")
     return kept
 
 

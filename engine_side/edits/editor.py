@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from engine_side.edits.tables import Place, Tables, programs_of_request
-from schemas.edits import IDENTITY, Edits, intervals_of
-from schemas.errors import SpecError
+from schemas.edits import IDENTITY, EditError, Edits
+from schemas.spec import intervals
 
 Slots = dict[int, list[int]]  # by width of a pool, those of each edit in their order (-1: it is of another width)
 
@@ -30,18 +30,17 @@ class Edited:
     @property
     def there(self) -> bool:
         """Whether the tables have it."""
-        return bool(self.programs)
+        return bool(self.slots)
 
 
 def cut(edits: Edits, prompt_len: int) -> Edited:
-    """A request's edits by position; SpecError where they are too many different ones."""
-    spans = [intervals_of(one.positions, prompt_len) for one in edits.placed]
+    """A request's edits by position; EditError where they are too many different ones."""
+    spans = [intervals(one.positions, prompt_len) for one in edits.placed]
     starts = sorted({0, *(edge for each in spans for span in each for edge in span)})
     which = [tuple(number for number, each in enumerate(spans) if any(a <= start < b for a, b in each))
              for start in starts]
     if (count := len(set(which) - {()})) > programs_of_request:
-        raise SpecError("edit", count, f"so many different combinations of edits by position; limit "
-                                       f"{programs_of_request}")
+        raise EditError("", count, f"so many different combinations of edits by position; limit {programs_of_request}")
     return Edited(edits, starts, which)
 
 
@@ -141,12 +140,14 @@ class Editor:
                     numbers = np.frombuffer(each.edits.vectors[one.vector], np.float32) if one.vector else np.zeros(
                         width, np.float32)
                     pool.vectors[slot] = torch.from_numpy(numbers.copy()).to(pool.vectors.device)
-        for place, table in self.tables.slots.items():
-            for which, program in each.programs.items():
+        every = self.tables.every_slot
+        written = torch.zeros(every.shape[0], len(each.programs), every.shape[2], dtype=torch.int32)
+        for row, place in enumerate(self.tables.slots):
+            for column, which in enumerate(each.programs):
                 here = [each.slots[self.tables.widths[place]][number] for number in which
                         if each.edits.placed[number].site == place[0] and place[1] in each.edits.placed[number].layers]
-                table[program] = torch.tensor(here + [0] * (table.shape[1] - len(here)), dtype=torch.int32
-                                              ).to(table.device)
+                written[row, column, : len(here)] = torch.tensor(here, dtype=torch.int32)
+        every[:, list(each.programs.values())] = written.to(every.device)
 
     def _let_go(self, each: Edited) -> None:
         self._free_programs += each.programs.values()

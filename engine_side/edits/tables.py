@@ -30,12 +30,14 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """``programs`` int32 [tokens], of a step's rows; ``slots`` by place int32 [programs, depth]; ``pools`` by width.
+    """``programs`` int32 [tokens], of a step's rows; ``slots`` by place int32 [programs, depth], in their order parts
+    of ``every_slot``, so that a request is written at once; ``pools`` by width.
 
     Requests of one step are at most as many as there is room for, so it never runs out.
     """
 
     programs: torch.Tensor
+    every_slot: torch.Tensor
     slots: dict[Place, torch.Tensor]
     widths: dict[Place, int]
     pools: dict[int, Pool]
@@ -52,10 +54,10 @@ def tables(widths: dict[Place, int], tokens: int, requests: int, depth: int, dev
     """Empty tables for places of these widths, steps of ``tokens`` rows and of ``requests``."""
     slots, programs = requests * limits.edits_max + 1, requests * programs_of_request + 1
     identity = torch.tensor(IDENTITY, device=device)
+    every_slot = torch.zeros(len(widths), programs, depth, dtype=torch.int32, device=device)
     return Tables(
-        torch.zeros(tokens, dtype=torch.int32, device=device),
-        {place: torch.zeros(programs, depth, dtype=torch.int32, device=device) for place in widths},
-        widths,
+        torch.zeros(tokens, dtype=torch.int32, device=device), every_slot,
+        dict(zip(widths, every_slot, strict=True)), widths,
         {width: Pool(torch.zeros(slots, width, device=device), identity.repeat(slots, 1))
          for width in set(widths.values())})
 

@@ -21,7 +21,7 @@ import torch
 
 from engine_side.tap.architectures import ARCHITECTURES
 from schemas.read.reader import StoreReader
-from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, in_this_process
+from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, OneAtATime, in_this_process
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.families import CONFIGURATIONS, FAMILIES, family_model
 from tests.support.models.features import FEATURES, GROUPS, Feature, not_run, options, tokens
@@ -99,30 +99,10 @@ def errors(own: dict[str, dict[str, float]]) -> Iterator[parity_page.Errors]:
         }, measured, own)
 
 
-class Engines:
-    """One engine at a time, with every site of its family armed; another one where another is asked for."""
-
-    def __init__(self, reader: StoreReader) -> None:
-        self.reader = reader
-        self.key: tuple[str, str] | None = None
-        self.engine: Engine | None = None
-
-    def of(self, family: str, group: str) -> Engine:
-        if self.engine is None or self.key != (family, group):
-            self.close()
-            self.engine, self.key = started(family, group, self.reader), (family, group)
-        return self.engine
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-        self.engine = None
-
-
 @pytest.fixture(scope="module")
-def engines(reader: StoreReader) -> Iterator[Engines]:
-    """Cells of one engine follow each other."""
-    kept = Engines(reader)
+def engines(reader: StoreReader) -> Iterator[OneAtATime]:
+    """Cells of one engine follow each other, with every site of its family armed."""
+    kept = OneAtATime(lambda family, group: started(family, group, reader))
     yield kept
     kept.close()
 
@@ -153,7 +133,7 @@ def test_every_architecture_of_the_table_has_a_row_here() -> None:
 
 
 @pytest.mark.parametrize(("family", "feature"), CELLS)
-def test_every_site(family: str, feature: Feature, engines: Engines, errors: parity_page.Errors) -> None:
+def test_every_site(family: str, feature: Feature, engines: OneAtATime, errors: parity_page.Errors) -> None:
     engine, worst = engines.of(family, feature.group), dict[str, float]()
     for one in feature.run(engine):
         for site, error in site_errors(engine, one, family).items():
@@ -169,7 +149,7 @@ def test_every_site(family: str, feature: Feature, engines: Engines, errors: par
 
 @pytest.mark.parametrize("family", [name for name in CHOSEN if name in UNLISTED and UNLISTED[name].why])
 def test_where_the_bar_is_wider_vllm_computes_another_number(
-    family: str, engines: Engines, errors: parity_page.Errors, own: dict[str, dict[str, float]],
+    family: str, engines: OneAtATime, errors: parity_page.Errors, own: dict[str, dict[str, float]],
 ) -> None:
     """Without taps too: its log-probabilities are those of the captured rows, and not Hugging Face's."""
     engines.close()
@@ -196,7 +176,7 @@ def said_of_prompt(output: Any) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("name", CONFIGURED)
-def test_every_site_of_other_configurations(name: str, engines: Engines, errors: parity_page.Errors) -> None:
+def test_every_site_of_other_configurations(name: str, engines: OneAtATime, errors: parity_page.Errors) -> None:
     engine, worst = engines.of(name, FEATURES[0].group), dict[str, float]()
     for one in FEATURES[0].run(engine):
         for site, error in site_errors(engine, one, name).items():

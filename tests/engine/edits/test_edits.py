@@ -15,7 +15,7 @@ from engine_side.edits import places
 from schemas.edits import digest_of
 from schemas.errors import SpecError
 from schemas.read.reader import StoreReader
-from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, in_this_process, refused_start
+from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, OneAtATime, in_this_process, refused_start
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.common import COMMON
 from tests.support.models.edited import moved, vector
@@ -304,33 +304,15 @@ WHILE = [feature for feature in FEATURES if feature.group in (
         GROUPS[feature.group].not_on_cpu)]
 
 
-class Playing:
-    """One engine at a time: another group's where another is asked for."""
-
-    def __init__(self, reader: StoreReader) -> None:
-        self.reader, self.group, self.engine = reader, "", None
-
-    def of(self, group: str) -> Engine:
-        if self.engine is None or self.group != group:
-            self.close()
-            self.engine, self.group = started(self.reader, "qwen3", group, "resid_post.1,mlp_post.0"), group
-        return self.engine
-
-    def close(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
-
-
 @pytest.fixture(scope="module")
-def playing(reader: StoreReader) -> Iterator[Playing]:
-    made = Playing(reader)
+def playing(reader: StoreReader) -> Iterator[OneAtATime]:
+    made = OneAtATime(lambda group: started(reader, "qwen3", group, "resid_post.1,mlp_post.0"))
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("feature", WHILE, ids=lambda feature: feature.name.replace(" ", "_"))
-def test_whatever_the_scheduler_does(feature: Feature, playing: Playing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_the_scheduler_does(feature: Feature, playing: OneAtATime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request of a feature is edited alike; what they share in the prefix cache is theirs."""
     engine = playing.of(feature.group)
     edits = [{"site": "resid_post.1", "op": "add", "vector": vector(HIDDEN, 5).tolist(), "scale": 0.7},

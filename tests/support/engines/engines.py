@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +105,28 @@ class Engine:
         """End the engine: its processes, or what it holds of this one."""
         llm, self.llm = self.llm, None
         shut_down(llm)
+
+
+class OneAtATime:
+    """One engine at a time, which ``start`` makes of a key; another one where another key is asked for."""
+
+    def __init__(self, start: Callable[..., Engine]) -> None:
+        self.start = start
+        self.key: tuple[str, ...] = ()
+        self.engine: Engine | None = None
+
+    def of(self, *key: str) -> Engine:
+        """The engine of a key."""
+        if self.engine is None or self.key != key:
+            self.close()
+            self.engine, self.key = self.start(*key), key
+        return self.engine
+
+    def close(self) -> None:
+        """End the engine that is there."""
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None
 
 
 def shut_down(llm: Any) -> None:
