@@ -183,7 +183,7 @@ def test_every_row_once_or_lost(
     taken = Recorder(armed, "float32", "drop", to_host)
     patch.setattr(taken.layouts.kernel_cache, "has", lambda _codec, _site: compiled)
     patch.setattr(taken.layouts.kernel_cache, "compile_later", lambda _codec, _site: None)
-    patch.setattr(worker, "CURRENT", SimpleNamespace(recorder=taken))
+    patch.setattr(worker, "CURRENT", SimpleNamespace(recorder=taken, editor=None))
     laid, layout = Runner(second), runner._layout_v2 if second else runner._layout_v1
     tickets: dict[int, Ticket] = {}
     unseen, ended = set[int](), list[End]()  # the first: requests whose begin was missed
@@ -264,7 +264,7 @@ class One:
                               defer_to_next_call=self.late, async_scheduling=self.late)
         self.patch.setattr(self.taken.layouts.kernel_cache, "has", lambda _codec, _site: True)
         self.patch.setattr(self.taken.layouts.kernel_cache, "compile_later", lambda _codec, _site: None)
-        self.patch.setattr(worker, "CURRENT", SimpleNamespace(recorder=self.taken))
+        self.patch.setattr(worker, "CURRENT", SimpleNamespace(recorder=self.taken, editor=None))
         self.laid = Runner(self.second)
         assert self.step(0)[:2] == ["execute_model", "before_step"]
         assert self.step(1) == ["execute_model"], "an engine that captures nothing"
