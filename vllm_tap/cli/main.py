@@ -21,7 +21,7 @@ from schemas.legacy import FLAGS
 from schemas.manifest import STATUSES
 from schemas.probes import parse_probes
 from schemas.vectors import EditArms
-from vllm_tap.cli import keys, sites, upkeep
+from vllm_tap.cli import keys, sites, upkeep, verify
 from vllm_tap.cli.options import (
     ActBits,
     ActMode,
@@ -289,6 +289,7 @@ def _print_versions(asked: bool) -> None:
 
 
 sites.add(app)
+verify.add(app)
 upkeep.add(app)
 
 
@@ -299,8 +300,8 @@ def main() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     own, dashes, for_vllm = _split(sys.argv[1:])
     try:
-        if dashes and own[:1] not in (["serve"], ["capture"], ["sites"]):
-            raise TapError("only serve, capture and sites pass arguments after -- on to vLLM")
+        if dashes and own[:1] not in (["serve"], ["capture"], ["sites"], ["verify"]):
+            raise TapError("only serve, capture, sites and verify pass arguments after -- on to vLLM")
         status = app(own, standalone_mode=False, obj=for_vllm)
         sys.stdout.flush()  # while what it meets can still be said
     except TapError as error:

@@ -25,7 +25,7 @@ from vllm_tap.serve.causes import advice_for, output_heard
 if TYPE_CHECKING:
     from vllm import EngineArgs, LLMEngine
 
-__all__ = ["Tally", "engine_args", "generate", "load_tokenizer", "start_engine", "token_ids"]
+__all__ = ["Tally", "engine_args", "generate", "load_tokenizer", "start_engine", "started", "token_ids"]
 
 _IN_FLIGHT_MAX: Final = 1024  # requests handed to the engine and not finished: bounds memory, keeps batches full
 _BATCH: Final = 64  # prompts announced to the writer in one commit
@@ -50,11 +50,16 @@ class Tally:
 def start_engine(job: CaptureJob, endpoint: str) -> LLMEngine:
     """An engine as the job wants it, whose rows go to the writer at ``endpoint``."""
     _set_environment(job, endpoint)
+    return started(job.model, job.engine_args)
+
+
+def started(model: str, words: Sequence[str]) -> LLMEngine:
+    """An engine of ``model`` with vLLM's arguments ``words``; StartError that says why vLLM did not start."""
     from vllm import LLMEngine
 
     try:
         with output_heard() as causes:  # the engine is a process of its own, whose log alone has why it ended
-            return LLMEngine.from_engine_args(engine_args(job.model, job.engine_args))
+            return LLMEngine.from_engine_args(engine_args(model, words))
     except (ValueError, RuntimeError, OSError) as error:
         for line in f"{type(error).__name__}: {error}".splitlines():
             causes.hear(line)
