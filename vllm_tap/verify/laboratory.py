@@ -65,7 +65,7 @@ class Laboratory:
     @property
     def arms(self) -> Arms:
         """What is armed for edits."""
-        found: Arms = self.engine.input_processor.vllm_tap_arms  # type: ignore[attr-defined]
+        found: Arms = self.engine.input_processor.vllm_tap_arms
         return found
 
     @property

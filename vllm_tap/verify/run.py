@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -66,7 +67,7 @@ def run(job: VerifyJob, progress: ProgressReport = False) -> Outcome:
                 info = reader.engine()
             if info is None:
                 raise StartError("the engine did not make itself known to the store")
-            chosen = {site: sorted(layers) for site, layers in info.armed.layers.items()}
+            chosen = info.armed.sites
             with reporting(progress, "verifying") as tell:
                 return verify(Laboratory(engine, tape.store, chosen), tell=tell)
         finally:
@@ -89,4 +90,5 @@ def _set_environment(job: VerifyJob) -> None:
     os.environ |= {**job.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
                    "VLLM_TAP_EDIT_ROWS": str(_ROWS), "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    if "PYTHONWARNINGS" not in os.environ:
+        warnings.simplefilter("ignore")
