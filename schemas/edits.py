@@ -13,6 +13,8 @@ raise SpecError naming the field, its value and what would be valid.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -28,7 +30,7 @@ from schemas import limits
 from schemas.checks import parse_arm
 from schemas.errors import LimitError, NotArmedError, SpecError, StartError, json_fault
 from schemas.sites import ask_site, site_meant
-from schemas.spec import intervals, ranges_of, validated
+from schemas.spec import intervals, merged, ranges_of, validated
 
 __all__ = ["EDITABLE", "IDENTITY", "Arms", "EditError", "EditSpec", "Edits", "Placed",
            "parse_edit_places", "parse_edits", "resolve_edits"]
@@ -54,6 +56,14 @@ class UnarmedEditError(EditError, NotArmedError):
     """The site or layer exists, but the engine was not started with an edit armed there."""
 
 
+class Base64(BaseModel):
+    """Numbers as base64 of little-endian float32."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base64: StrictStr = Field(max_length=limits.edit_json_bytes_max)
+
+
 class EditSpec(BaseModel):
     """One edit of a request; unknown fields are refused."""
 
@@ -68,6 +78,8 @@ class EditSpec(BaseModel):
     op: Literal["add", "scale", "ablate", "cap", "set"]
     vector: StrictStr | list[_Number] | None = Field(
         None, max_length=limits.width_max, description="Name of a registered vector, or its numbers.")
+    rows: Base64 | Annotated[list[list[_Number]], Field(max_length=limits.edit_rows_max)] | None = Field(
+        None, description="Of set, in place of vector: a row for each position that positions lists, in its order.")
     scale: _Number = Field(1, description="Of add: how many times the vector is added.")
     by: _Number | None = Field(None, description="Of scale: the factor.")
     low: _Number | None = Field(None, description="Of cap: the least projection on the vector's direction.")
@@ -77,7 +89,8 @@ class EditSpec(BaseModel):
 class Placed(msgspec.Struct, frozen=True):
     """One edit held against an engine; ``vector`` is the digest of its vector, "" where it has none.
 
-    ``form``: a, c, low, high of the module's formula.
+    ``form``: a, c, low, high of the module's formula. ``rows``: how many the vector is of, one for each position in
+    ascending order; 0: it is one, for every position.
     """
 
     site: str
@@ -85,6 +98,7 @@ class Placed(msgspec.Struct, frozen=True):
     positions: str | list[tuple[int, int]]
     form: tuple[float, float, float, float]
     vector: str
+    rows: int = 0
 
 
 class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"):
@@ -93,6 +107,16 @@ class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"
     placed: list[Placed]
     vectors: dict[str, bytes]
     told: str  # as in Manifest.edits, JSON
+
+    @property
+    def row_positions(self) -> list[tuple[int, int]]:
+        """Positions that have rows of their own in any edit, as sorted, disjoint ranges."""
+        return merged(span for one in self.placed if one.rows for span in one.positions if not isinstance(span, str))
+
+    @property
+    def rows_kept(self) -> int:
+        """Rows that an engine keeps for them: every edit with rows has a place for each of ``row_positions``."""
+        return sum(one.rows > 0 for one in self.placed) * sum(stop - start for start, stop in self.row_positions)
 
     def salt(self, prompt_len: int) -> str:
         """Text that is equal where the same rows get the same edits: what such requests cached they may share."""
@@ -103,7 +127,8 @@ class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"
 
 
 class Arms(msgspec.Struct, frozen=True):
-    """What an engine is armed to edit: layers and width by site; ``depth`` edits at most of one row.
+    """What an engine is armed to edit: layers and width by site; ``depth`` edits at most of one row, ``rows`` that it
+    keeps at once for all its requests.
 
     ``vectors``: numbers of its own vectors by name.
     """
@@ -114,6 +139,8 @@ class Arms(msgspec.Struct, frozen=True):
     depth: int
     vectors: dict[str, F32]
     names: dict[str, str]  # Armed.names
+    rows: int
+    max_len: int  # tokens of a request, at most
 
 
 def digest_of(vector: F32) -> str:
@@ -126,12 +153,13 @@ _VALID: Final = {
     "layers": '"all" or a list of layers counted from 0',
     "positions": '"all", "prompt", "generated", a list of positions, or [[start, stop], …], counted from 0, at most '
                  f"{limits.edit_intervals_max} of them",
+    "rows": 'a list with a list of numbers for each position, or {"base64": "…"} of their float32',
     "op": "add, scale, ablate, cap or set",
     "vector": "the name of a vector that the engine was started with (--vector NAME=FILE), or a list of numbers",
     "scale": "a number", "by": "a number", "low": "a number", "high": "a number",
 }
 _FIELDS: Final = {"add": ("vector", "scale"), "scale": ("by",), "ablate": ("vector",), "cap": ("vector", "low", "high"),
-                  "set": ("vector",)}
+                  "set": ("vector", "rows")}
 
 
 def parse_edits(value: object) -> list[EditSpec]:
@@ -158,7 +186,7 @@ def _parse_one(number: int, value: object) -> EditSpec:
         if isinstance(value.get(field), list) and len(value[field]) > most:
             raise LimitError(f"edit{at}.{field}", len(value[field]), most)
     spec = validated(EditSpec, value, _VALID, EditError, f"{at}.")
-    for field in spec.model_fields_set & {"vector", "scale", "by", "low", "high"}:
+    for field in spec.model_fields_set & {"vector", "rows", "scale", "by", "low", "high"}:
         if field not in _FIELDS[spec.op]:
             raise EditError(f"{at}.{field}", getattr(spec, field),
                             f"{spec.op} has {' and '.join(_FIELDS[spec.op])}, and no {field}")
@@ -166,7 +194,11 @@ def _parse_one(number: int, value: object) -> EditSpec:
         if (given := getattr(spec, field)) is not None and not _is_float32(given):
             raise EditError(f"{at}.{field}", given, "valid: a finite number that float32 holds")
     _check_positions(f"{at}.positions", spec.positions)
+    if spec.rows is not None:
+        _check_rows(at, spec)
     for field in ("vector", "by"):
+        if field == "vector" and spec.rows is not None:
+            continue
         if field in _FIELDS[spec.op] and getattr(spec, field) is None:
             raise EditError(f"{at}.{field}", "nothing", f"{spec.op} needs it; valid: {_VALID[field]}")
     if spec.op == "cap":
@@ -176,6 +208,28 @@ def _parse_one(number: int, value: object) -> EditSpec:
         if low > high:
             raise EditError(f"{at}.low", spec.low, f"is above high = {spec.high}")
     return spec
+
+
+def _check_rows(at: str, spec: EditSpec) -> None:
+    if spec.vector is not None:
+        raise EditError(f"{at}.rows", "…", "set has vector, one row for all positions, or rows, and not both")
+    if isinstance(spec.positions, str):
+        raise EditError(f"{at}.positions", spec.positions, "rows are of positions that are listed; valid: a list of "
+                                                           "positions, or [[start, stop], …]")
+    if not spec.positions:
+        raise EditError(f"{at}.positions", spec.positions, "names no position: leave the edit out")
+    if (count := sum(stop - start for start, stop in _spans(spec.positions))) > limits.edit_rows_max:
+        raise LimitError(f"edit{at}.positions", count, limits.edit_rows_max)
+    if len(at_once := _each(spec.positions)) != len(set(at_once)):
+        raise EditError(f"{at}.positions", spec.positions, "names a position twice, with two rows")
+
+
+def _spans(positions: Sequence[int] | Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(each, each + 1) if isinstance(each, int) else each for each in positions]
+
+
+def _each(positions: Sequence[int] | Sequence[tuple[int, int]]) -> list[int]:
+    return [position for start, stop in _spans(positions) for position in range(start, stop)]
 
 
 def _check_positions(field: str, positions: str | Sequence[object]) -> None:
@@ -191,21 +245,27 @@ def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
     placed, vectors, told = [], {}, []
     for number, spec in enumerate(specs):
         site, layers = _layers(f"[{number}]", spec, arms)
+        _check_reach(f"[{number}].positions", spec.positions, arms.max_len)
         form, vector = _form(f"[{number}]", spec, site, arms)
         digest = ""
         if vector is not None:
             digest = digest_of(vector)
             vectors[digest] = vector.tobytes()
-        placed.append(Placed(site, layers, ranges_of(spec.positions), form, digest))
+        rows = 0 if vector is None or spec.rows is None else len(vector)
+        placed.append(Placed(site, layers, ranges_of(spec.positions), form, digest, rows))
         told.append(_told(spec, placed[-1]))
     found = Edits(placed, vectors, json.dumps(told))
+    if found.rows_kept > arms.rows:
+        raise EditError("", f"{found.rows_kept} rows", f"the engine keeps {arms.rows} for all its requests: edits with "
+                        "rows of their own have a place for each of their positions together (VLLM_TAP_EDIT_ROWS, "
+                        "--edit-rows, raises that)")
     _check_depth(found, arms)
     return found
 
 
 def _told(spec: EditSpec, placed: Placed) -> dict[str, Any]:
     """An edit as a manifest has it: as asked, its site and layers as they were found, its vector by its digest."""
-    asked = spec.model_dump(exclude_defaults=True, exclude={"site", "layers", "vector"})
+    asked = spec.model_dump(exclude_defaults=True, exclude={"site", "layers", "vector", "rows"})
     return {"site": placed.site, "layers": placed.layers, **asked,
             **({"vector": spec.vector} if isinstance(spec.vector, str) else {}),
             **({"digest": placed.vector} if placed.vector else {})}
@@ -237,10 +297,18 @@ def _layers(at: str, spec: EditSpec, arms: Arms) -> tuple[str, list[int]]:
     return site, sorted(set(asked))
 
 
+def _check_reach(field: str, positions: str | Sequence[int] | Sequence[tuple[int, int]], max_len: int) -> None:
+    if not isinstance(positions, str) and (beyond := [span for span in _spans(positions) if span[1] > max_len]):
+        raise EditError(field, list(beyond[0]), f"beyond the model: a request has {max_len} tokens at most, counted "
+                                                "from 0 (max_model_len)")
+
+
 def _form(at: str, spec: EditSpec, site: str, arms: Arms) -> tuple[tuple[float, float, float, float], F32 | None]:
     if spec.op == "scale":
         assert spec.by is not None
         return (float(spec.by), *IDENTITY[1:]), None
+    if spec.rows is not None and not isinstance(spec.positions, str):
+        return (0.0, 1.0, -_MOST, _MOST), _rows(f"{at}.rows", spec.rows, _each(spec.positions), arms.widths[site])
     vector = _vector(f"{at}.vector", spec.vector, arms)
     if len(vector) != arms.widths[site]:
         raise EditError(f"{at}.vector", f"{len(vector)} numbers", f"rows of {site} have {arms.widths[site]}")
@@ -269,6 +337,37 @@ def _vector(field: str, given: str | list[int | float] | None, arms: Arms) -> F3
         if not _is_float32(each):
             raise EditError(f"{field}[{number}]", each, "valid: a finite number that float32 holds")
     return np.array(given, np.float32)
+
+
+def _rows(field: str, given: Base64 | list[list[int | float]], positions: Sequence[int], width: int) -> F32:
+    """Rows float32 [positions, width], in the order of positions."""
+    if isinstance(given, Base64):
+        flat = _decoded(field, given)
+        if flat.size != len(positions) * width:
+            raise EditError(field, f"{flat.size} numbers", f"{len(positions)} positions of {width} numbers each")
+        found = flat.reshape(-1, width)
+    else:
+        if len(given) != len(positions):
+            raise EditError(field, f"{len(given)} rows", f"positions lists {len(positions)}")
+        for number, row in enumerate(given):
+            if len(row) != width:
+                raise EditError(f"{field}[{number}]", f"{len(row)} numbers", f"rows of the site have {width}")
+            for column, each in enumerate(row):
+                if not _is_float32(each):
+                    raise EditError(f"{field}[{number}][{column}]", each, "valid: a finite number that float32 holds")
+        found = np.array(given, np.float32).reshape(-1, width)
+    return found[np.argsort(positions)]
+
+
+def _decoded(field: str, given: Base64) -> F32:
+    """Numbers of a base64 text, float32 [n]; EditError where they are none, or not finite."""
+    try:
+        numbers = np.frombuffer(base64.b64decode(given.base64, validate=True), "<f4")
+    except (binascii.Error, ValueError):
+        raise EditError(f"{field}.base64", given.base64, "valid: base64 of little-endian float32") from None
+    if not np.isfinite(numbers).all():
+        raise EditError(f"{field}.base64", "…", "valid: finite numbers")
+    return numbers
 
 
 def _check_depth(edits: Edits, arms: Arms) -> None:
