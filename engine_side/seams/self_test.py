@@ -61,7 +61,7 @@ def _check_edits(runner: Any, current: Worker, where: str) -> None:
     assert current.editor is not None
 
     def returned() -> torch.Tensor:
-        with torch.inference_mode(), _noisy_attention(current.model):
+        with torch.inference_mode(), _noisy_attention(current.model), _heard_attention(current.model):
             hidden: torch.Tensor = runner._dummy_run(_ROWS)[0]
             return hidden[:_ROWS].clone()
 
@@ -96,15 +96,47 @@ def _noisy_attention(model: torch.nn.Module) -> Iterator[None]:
 
         return attend
 
+    with _attending(model, beginning_as_noise):
+        yield
+
+
+@contextmanager
+def _heard_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Attention outputs of a step that attends to nothing tell what queries, keys and values it was given."""
+    def told(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def attend(layer: Any, *args: Any, output: torch.Tensor | None = None, **options: Any) -> Any:
+            result = forward(layer, *args, output=output, **options)
+            if output is not None and len(args) > 4 and args[4] is None:  # query, key, value, cache, what to attend to
+                shares = getattr(layer, "kv_sharing_target_layer_name", None) is not None
+                for given in args[: 1 if shares else 3]:
+                    if given is not None:
+                        rows = given.reshape(given.shape[0], -1).float()
+                        heard = (rows * torch.linspace(0.1, 1, rows.shape[1], device=rows.device)).mean(dim=1)
+                        output.add_(heard.tanh().view(-1, *[1] * (output.dim() - 1))[: output.shape[0]])
+            return result
+
+        return attend
+
+    with _attending(model, told):
+        yield
+
+
+@contextmanager
+def _attending(model: torch.nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Attention kernels with something around their forward."""
     found = (getattr(module, "impl", None) for module in model.modules())
     kernels: list[Any] = list({id(kernel): kernel for kernel in found if hasattr(kernel, "forward")}.values())
+    before = [(kernel, kernel.__dict__.get("forward")) for kernel in kernels]
     for kernel in kernels:
-        kernel.forward = beginning_as_noise(kernel.forward)
+        kernel.forward = around(kernel.forward)
     try:
         yield
     finally:
-        for kernel in kernels:
-            del kernel.forward
+        for kernel, own in before:
+            if own is None:
+                del kernel.forward
+            else:
+                kernel.forward = own
 
 
 def check_model(tapped: torch.nn.Module, running: torch.nn.Module, where: str) -> None:
