@@ -19,6 +19,7 @@ from schemas.errors import StartError
 logger = logging.getLogger("vllm.tap")
 
 _ROWS: Final = 2
+_ATTENDED: Final = ("q", "k", "v", "q_rot", "k_rot")  # only attention reads them
 _ROUNDINGS: Final = 8  # of a sum, in units of the dtype: vLLM makes it in that, or in float32
 
 
@@ -51,33 +52,46 @@ def self_test(runner: Any, current: Worker) -> None:
                 _check_entry(current.staging, current.checks.embedding, input_ids(runner)[:_ROWS], where)
             check_sums(current.staging, current.checks.sums, _ROWS, where)
     if current.editor is not None:
-        _check_edits(runner, current, where)
+        check_edits(runner, current, where)
     logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
                 current.info.model)
 
 
-def _check_edits(runner: Any, current: Worker, where: str) -> None:
+def check_edits(runner: Any, current: Worker, where: str) -> None:
     """StartError where rows that are set at an armed place change nothing of what the compiled model returns."""
     assert current.editor is not None
 
-    def returned() -> torch.Tensor:
+    def returned(attended: bool) -> torch.Tensor:
+        options = _unattended(runner) if attended else {}
         with torch.inference_mode(), _noisy_attention(current.model), _heard_attention(current.model):
-            hidden: torch.Tensor = runner._dummy_run(_ROWS)[0]
+            hidden: torch.Tensor = runner._dummy_run(_ROWS, **options)[0]
             return hidden[:_ROWS].clone()
 
-    returned()  # the first may still record a graph
-    before = returned()
-    for place in current.editor.tables.slots:
+    places = current.editor.tables.slots
+    for _ in range(2):  # the first may still record a graph
+        before = {kind: returned(kind) for kind in sorted({site in _ATTENDED for site, _ in places})}
+    for place in places:
         with current.editor.setting(place, _ROWS):
-            if torch.equal(returned(), before):
+            if torch.equal(returned(kind := place[0] in _ATTENDED), before[kind]):
                 raise StartError(
                     f"vllm-tap: after a step of the compiled model in which the rows of {_named(place)} were set to "
                     f"others it returned what it did before; looked at it in {where}. A stale compile cache "
                     "(VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward does that")
-    if not torch.equal(returned(), before):
+    if any(not torch.equal(returned(kind), rows) for kind, rows in before.items()):
         raise StartError("vllm-tap: the compiled model returns other rows after edits than before them, though none is "
                          f"made; looked at it in {where}")
     logger.info("vllm-tap: edits act at %d places", len(current.editor.tables.slots))
+
+
+def _unattended(runner: Any) -> dict[str, Any]:
+    """What a runner is told for a dummy step of the compiled model that replays no graph and attends to nothing: in a
+    graph the kernels attend to an empty cache, whatever they are given.
+    """
+    if hasattr(runner, "input_buffers"):
+        return {"skip_attn": True, "is_profile": True}
+    from vllm.config import CUDAGraphMode
+
+    return {"cudagraph_runtime_mode": CUDAGraphMode.NONE}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from safetensors.numpy import save_file
 
 from engine_side import worker
 from engine_side.edits import places
+from engine_side.seams import self_test
 from schemas.edits import digest_of
-from schemas.errors import SpecError
+from schemas.errors import SpecError, StartError
 from schemas.read.reader import StoreReader
 from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, OneAtATime, in_this_process, refused_start
 from tests.support.models.blocks_reference import BlocksReference
@@ -309,6 +311,21 @@ def test_an_edit_that_does_nothing_ends_the_start(reader: StoreReader, monkeypat
     monkeypatch.setattr(places, "_put_back", lambda module, call, result: result)
     with refused_start("in which the rows of attn_out.1 were set to others it returned what it did before"):
         started(reader, "qwen3", edit="mlp_post.0,attn_out.1")
+
+
+def test_each_place_that_does_not_act_is_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look at a start, with edits that are not filled in at one place."""
+    core, current = getattr(engine.llm.llm_engine.engine_core, "engine_core", None), worker.CURRENT
+    if core is None or current is None or current.editor is None:
+        pytest.skip("the engine is in another process")
+    runner, right = core.model_executor.driver_worker.worker.model_runner, current.editor.setting
+    for idle in [place for place in current.editor.tables.slots if place[0] != "resid_post"]:
+        monkeypatch.setattr(current.editor, "setting", lambda place, rows, idle=idle: (
+            nullcontext() if place == idle else right(place, rows)))
+        with pytest.raises(StartError, match=rf"rows of {idle[0]}\.{idle[1]} were set to others it returned"):
+            self_test.check_edits(runner, current, "here")
+    monkeypatch.undo()
+    self_test.check_edits(runner, current, "here")
 
 
 def test_the_manifest_tells_of_edits(engine: Engine) -> None:
