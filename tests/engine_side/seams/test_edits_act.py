@@ -15,7 +15,7 @@ from engine_side.edits.editor import Editor
 from engine_side.edits.tables import tables
 from engine_side.seams.patching import wrap
 from engine_side.seams.runner import check_fills
-from engine_side.seams.self_test import _check_edits
+from engine_side.seams.self_test import check_edits
 from engine_side.tap.architectures import TapPoint
 from schemas.errors import StartError
 
@@ -80,7 +80,7 @@ def no_numbers_at_first(model: Model) -> None:
 def test_edits_that_act_are_told_from_noise(chance: Callable[[Model], None]) -> None:
     chance(model := Model())
     runner, worker = armed(model)
-    _check_edits(runner, worker, "a runner")
+    check_edits(runner, worker, "a runner")
     assert model.steps == 8 and not worker.editor.tables.programs.any()
 
 
@@ -93,7 +93,7 @@ def test_edits_that_do_nothing_are_not_taken_for_noise(chance: Callable[[Model],
     monkeypatch.setattr(places, "_put_back", lambda module, call, result: result)
     chance(model := Model())
     with pytest.raises(StartError, match=said):
-        _check_edits(*armed(model), "a runner")
+        check_edits(*armed(model), "a runner")
 
 
 def test_edits_of_one_row_of_two_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_edits_of_one_row_of_two_are_not_enough(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(places, "_put_back", lambda module, call, result: torch.cat(
         [result[:1], right(module, call, result)[1:]]))
     with pytest.raises(StartError, match=r"the rows of resid_post.0 were set to others it returned what it did before"):
-        _check_edits(*armed(Model()), "a runner")
+        check_edits(*armed(Model()), "a runner")
 
 
 @pytest.mark.parametrize("often", [1, 3])
@@ -110,7 +110,7 @@ def test_where_there_are_no_numbers_nothing_is_proved(often: int) -> None:
     model = Model()
     model.after = lambda step, rows: rows * torch.nan if step % often == 0 else rows
     with pytest.raises(StartError, match=r"cannot be proved that edits of resid_post.0 act: .*leave resid_post.0 out"):
-        _check_edits(*armed(model), "a runner")
+        check_edits(*armed(model), "a runner")
 
 
 def test_an_edit_that_stays_is_seen() -> None:
@@ -118,7 +118,7 @@ def test_an_edit_that_stays_is_seen() -> None:
     runner, worker = armed(model)
     model.after = lambda step, rows: rows + 0.01 if step == 8 else rows
     with pytest.raises(StartError, match="returns other rows after edits than before them"):
-        _check_edits(runner, worker, "a runner")
+        check_edits(runner, worker, "a runner")
 
 
 def test_a_runner_with_ways_of_its_own_gets_no_edits() -> None:
