@@ -13,16 +13,18 @@ raise SpecError naming the field, its value and what would be valid.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from schemas import limits
 from schemas.checks import parse_arm
@@ -30,8 +32,8 @@ from schemas.errors import LimitError, NotArmedError, SpecError, StartError, jso
 from schemas.sites import ask_site, site_meant
 from schemas.spec import intervals, ranges_of, validated
 
-__all__ = ["EDITABLE", "IDENTITY", "Arms", "EditError", "EditSpec", "Edits", "Placed",
-           "parse_edit_places", "parse_edits", "resolve_edits"]
+__all__ = ["EDITABLE", "IDENTITY", "Arms", "Base64", "EditError", "EditSpec", "Edits", "Placed", "Source",
+           "layers_meant", "parse_edit_places", "parse_edits", "resolve_edits"]
 
 EDITABLE: Final = ("resid_post", "attn_out", "mlp_out", "mlp_post", "z")
 
@@ -54,6 +56,30 @@ class UnarmedEditError(EditError, NotArmedError):
     """The site or layer exists, but the engine was not started with an edit armed there."""
 
 
+class Base64(BaseModel):
+    """Numbers as bytes: float32, little-endian, in base64; ``name`` is what a manifest calls them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base64: StrictStr = Field(min_length=1, max_length=limits.edit_json_bytes_max,
+                              description="The bytes of the numbers, float32 and little-endian.")
+    name: StrictStr | None = Field(None, description="Of a stored vector: its name. The service alone gives it.")
+
+
+class Source(BaseModel):
+    """Rows of a stored capture."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    capture: StrictStr = Field(max_length=limits.alias_chars_max, description="A capture of the caller's own.")
+    positions: list[_Natural] | list[tuple[_Natural, _Natural]] | None = Field(
+        None, max_length=limits.edit_intervals_max, description="Of the rows, as many as those of the edit and in "
+                                                                "their order; default: the same.")
+    site: StrictStr | None = Field(None, description="Default: that of the edit.")
+    layer: _Natural | None = Field(None, description="Default: for each layer of the edit the same.")
+    decoded: StrictBool = Field(False, description="Take rows of a codec that is not exact, as they decode.")
+
+
 class EditSpec(BaseModel):
     """One edit of a request; unknown fields are refused."""
 
@@ -66,8 +92,9 @@ class EditSpec(BaseModel):
         "all", max_length=limits.edit_intervals_max,
         description='"all", "prompt", "generated", positions from 0, or [[start, stop], …].')
     op: Literal["add", "scale", "ablate", "cap", "set"]
-    vector: StrictStr | list[_Number] | None = Field(
-        None, max_length=limits.width_max, description="Name of a registered vector, or its numbers.")
+    vector: StrictStr | Annotated[list[_Number], Field(max_length=limits.width_max)] | Base64 | None = Field(
+        None, description="Name of a registered or stored vector, or its numbers.")
+    from_: Source | None = Field(None, alias="from", description="Of set: the rows of a capture, a position each.")
     scale: _Number = Field(1, description="Of add: how many times the vector is added.")
     by: _Number | None = Field(None, description="Of scale: the factor.")
     low: _Number | None = Field(None, description="Of cap: the least projection on the vector's direction.")
@@ -127,11 +154,18 @@ _VALID: Final = {
     "positions": '"all", "prompt", "generated", a list of positions, or [[start, stop], …], counted from 0, at most '
                  f"{limits.edit_intervals_max} of them",
     "op": "add, scale, ablate, cap or set",
-    "vector": "the name of a vector that the engine was started with (--vector NAME=FILE), or a list of numbers",
+    "vector": "the name of a vector that the engine was started with (--vector NAME=FILE) or that was stored (PUT "
+              '/v1/vectors/NAME), a list of numbers, or {"base64": "…"} of float32, little-endian',
+    "from": '{"capture": ID, "positions": [5]}, and if need be site, layer and decoded',
     "scale": "a number", "by": "a number", "low": "a number", "high": "a number",
 }
+_PARTS: Final[dict[str, dict[str, str]]] = {
+    "vector": {"base64": "text of at most " f"{limits.edit_json_bytes_max} characters", "name": "text"},
+    "from": {"capture": "the id of a capture, a response id or an X-Request-Id",
+             "positions": _VALID["positions"].removeprefix('"all", "prompt", "generated", '),
+             "site": "the name of a site", "layer": "a layer counted from 0", "decoded": "true or false"}}
 _FIELDS: Final = {"add": ("vector", "scale"), "scale": ("by",), "ablate": ("vector",), "cap": ("vector", "low", "high"),
-                  "set": ("vector",)}
+                  "set": ("vector", "from")}
 
 
 def parse_edits(value: object) -> list[EditSpec]:
@@ -157,17 +191,24 @@ def _parse_one(number: int, value: object) -> EditSpec:
     for field, most in (("vector", limits.width_max), ("positions", limits.edit_intervals_max)):
         if isinstance(value.get(field), list) and len(value[field]) > most:
             raise LimitError(f"edit{at}.{field}", len(value[field]), most)
+    for field, kind in (("from", Source), ("vector", Base64)):  # else which of its own fields is wrong is not told
+        if isinstance(value.get(field), Mapping):
+            validated(kind, value[field], _PARTS[field], EditError, f"{at}.{field}.")
     spec = validated(EditSpec, value, _VALID, EditError, f"{at}.")
-    for field in spec.model_fields_set & {"vector", "scale", "by", "low", "high"}:
-        if field not in _FIELDS[spec.op]:
-            raise EditError(f"{at}.{field}", getattr(spec, field),
+    for field in ("vector", "from", "scale", "by", "low", "high"):
+        if field in value and field not in _FIELDS[spec.op]:
+            raise EditError(f"{at}.{field}", value[field],
                             f"{spec.op} has {' and '.join(_FIELDS[spec.op])}, and no {field}")
     for field in ("scale", "by", "low", "high"):
         if (given := getattr(spec, field)) is not None and not _is_float32(given):
             raise EditError(f"{at}.{field}", given, "valid: a finite number that float32 holds")
     _check_positions(f"{at}.positions", spec.positions)
+    if isinstance(spec.vector, Base64):
+        floats_of(f"{at}.vector.base64", spec.vector.base64)
+    if spec.from_ is not None:
+        _check_source(at, spec, spec.from_)
     for field in ("vector", "by"):
-        if field in _FIELDS[spec.op] and getattr(spec, field) is None:
+        if field in _FIELDS[spec.op] and getattr(spec, field) is None and spec.from_ is None:
             raise EditError(f"{at}.{field}", "nothing", f"{spec.op} needs it; valid: {_VALID[field]}")
     if spec.op == "cap":
         low, high = (-math.inf if spec.low is None else spec.low), (math.inf if spec.high is None else spec.high)
@@ -186,11 +227,64 @@ def _check_positions(field: str, positions: str | Sequence[object]) -> None:
             raise EditError(field, list(item), "a range is [start, stop] with start < stop")
 
 
+def _check_source(at: str, spec: EditSpec, source: Source) -> None:
+    if spec.vector is not None:
+        raise EditError(f"{at}.from", source.capture, "set has a vector or rows from a capture, not both")
+    if isinstance(spec.positions, str):
+        raise EditError(f"{at}.positions", spec.positions, "rows from a capture are one for each position: list them, "
+                        "as in [5] or [[0, 8]]")
+    if source.positions is not None:
+        _check_positions(f"{at}.from.positions", source.positions)
+        count, asked = counted(source.positions), counted(spec.positions)
+        if count != asked:
+            raise EditError(f"{at}.from.positions", f"{count} of them", f"the edit has {asked}; name as many, in their "
+                            "order, or none where they are the same")
+
+
+def positions_named(positions: str | Sequence[int] | Sequence[tuple[int, int]]) -> list[int]:
+    """Listed positions, each for itself, in their order; LimitError where they are more than edits could have rows for.
+
+    >>> positions_named([[3, 6]]), positions_named([5, 1])
+    ([3, 4, 5], [5, 1])
+    """
+    assert not isinstance(positions, str)
+    if (count := counted(positions)) > limits.edit_json_bytes_max // 4:
+        raise LimitError("positions of an edit with a row for each", count, limits.edit_json_bytes_max // 4)
+    return [each for item in positions for each in ([item] if isinstance(item, int) else range(*item))]
+
+
+def counted(positions: Sequence[int] | Sequence[tuple[int, int]]) -> int:
+    """The number of positions named, each as often as it is named."""
+    return sum(1 if isinstance(item, int) else item[1] - item[0] for item in positions)
+
+
+def floats_of(field: str, text: str, error: type[SpecError] = EditError) -> F32:
+    """The numbers of base64, float32 [n]; ``error`` where it is none, holds none, or one that is not finite."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as fault:
+        raise error(field, text, f"no base64 ({fault}); valid: base64.b64encode(array.astype('<f4').tobytes())"
+                        ) from None
+    if not data or len(data) % 4:
+        raise error(field, f"{len(data)} bytes", "float32 takes 4 bytes a number, and at least one is needed")
+    if len(data) > 4 * limits.width_max:
+        raise LimitError(error.name_of(field), len(data) // 4, limits.width_max)
+    found = np.frombuffer(data, "<f4").astype(np.float32)
+    if not (finite := np.isfinite(found)).all():
+        at = int(finite.argmin())
+        raise error(f"{field}[{at}]", float(found[at]), "valid: a finite number that float32 holds")
+    return found
+
+
 def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
     """Edits held against an engine; EditError where they do not fit."""
     placed, vectors, told = [], {}, []
     for number, spec in enumerate(specs):
-        site, layers = _layers(f"[{number}]", spec, arms)
+        if spec.from_ is not None:
+            raise EditError(f"[{number}].from", spec.from_.capture, "rows of a capture are looked up by the service "
+                            "(the request's own field edit), not by the engine; read them from the store, and give "
+                            "their numbers as vector")
+        site, layers = layers_meant(f"[{number}]", spec, arms)
         form, vector = _form(f"[{number}]", spec, site, arms)
         digest = ""
         if vector is not None:
@@ -207,11 +301,16 @@ def _told(spec: EditSpec, placed: Placed) -> dict[str, Any]:
     """An edit as a manifest has it: as asked, its site and layers as they were found, its vector by its digest."""
     asked = spec.model_dump(exclude_defaults=True, exclude={"site", "layers", "vector"})
     return {"site": placed.site, "layers": placed.layers, **asked,
-            **({"vector": spec.vector} if isinstance(spec.vector, str) else {}),
+            **({"vector": name} if (name := _name_of(spec.vector)) is not None else {}),
             **({"digest": placed.vector} if placed.vector else {})}
 
 
-def _layers(at: str, spec: EditSpec, arms: Arms) -> tuple[str, list[int]]:
+def _name_of(vector: str | list[int | float] | Base64 | None) -> str | None:
+    return vector if isinstance(vector, str) else vector.name if isinstance(vector, Base64) else None
+
+
+def layers_meant(at: str, spec: EditSpec, arms: Arms) -> tuple[str, list[int]]:
+    """The site and the layers of an edit; EditError, naming the field below ``at``, where they cannot be edited."""
     field = f"{at}.site"
     site, fixed = ask_site(spec.site, field, EditError)
     site = site_meant(site, arms.names, spec.site, field, EditError)
@@ -258,17 +357,27 @@ def _form(at: str, spec: EditSpec, site: str, arms: Arms) -> tuple[tuple[float, 
             _MOST if spec.high is None else float(spec.high)), direction
 
 
-def _vector(field: str, given: str | list[int | float] | None, arms: Arms) -> F32:
+def _vector(field: str, given: str | list[int | float] | Base64 | None, arms: Arms) -> F32:
     if isinstance(given, str):
         if given not in arms.vectors:
-            raise EditError(field, given, f"no such vector; registered: {', '.join(arms.vectors) or 'none'} (start the "
-                                          "engine with --vector NAME=FILE to add one)")
+            raise no_vector(field, given, arms.vectors)
         return arms.vectors[given]
+    if isinstance(given, Base64):
+        numbers = floats_of(f"{field}.base64", given.base64)
+        if given.name in arms.vectors and digest_of(arms.vectors[given.name]) != digest_of(numbers):
+            raise EditError(f"{field}.name", given.name, "the engine was started with other numbers under this name")
+        return numbers
     assert given is not None
     for number, each in enumerate(given):
         if not _is_float32(each):
             raise EditError(f"{field}[{number}]", each, "valid: a finite number that float32 holds")
     return np.array(given, np.float32)
+
+
+def no_vector(field: str, name: str, registered: Iterable[str]) -> EditError:
+    """The refusal of a name that no vector has."""
+    return EditError(field, name, f"no such vector; registered: {', '.join(registered) or 'none'} (start the engine "
+                                  "with --vector NAME=FILE to add one, or store one: PUT /v1/vectors/NAME)")
 
 
 def _check_depth(edits: Edits, arms: Arms) -> None:

@@ -23,6 +23,10 @@ probes_max: Final = 64  # of one engine
 probe_scores_max: Final = 1024  # of one probe
 probe_name_chars_max: Final = 64
 probe_file_bytes_max: Final = 64 * 1024 * 1024  # and of a vector's
+vectors_max: Final = 1024  # that one key has stored
+vectors_bytes_max: Final = 256 * 1024 * 1024  # of the files of them
+vector_width_max: Final = 1 << 19  # of a stored one: as base64 it fits edit_json_bytes_max
+vector_body_bytes_max: Final = 32 * 1024 * 1024
 layers_max: Final = 1024
 width_max: Final = 1 << 20
 
