@@ -36,7 +36,7 @@ from schemas.sites import ask_site, site_meant
 from schemas.spec import merged
 from schemas.wire.messages import EngineInfo
 
-__all__ = ["Asked", "ask_edits", "edits_text"]
+__all__ = ["Asked", "ask_edits", "edits_text", "is_exact"]
 
 Asked = list[tuple[EditSpec, dict[str, Any]]]  # each edit as it was checked, and as it was sent
 F32 = npt.NDArray[np.float32]
@@ -148,7 +148,7 @@ def _rows(field: str, source: Source, site: str, layers: Sequence[int], position
     if codec.family.projected:
         raise EditError(field, source.capture, f"its rows of {site} are stored as {first.codec}, which keeps other "
                         "numbers than the row's own; capture them with codec raw")
-    if not source.decoded and not _is_exact(first):
+    if not source.decoded and not is_exact(first):
         raise EditError(field, source.capture, f"its rows of {site} are stored as {first.codec}, which is not exact "
                         f"({codec.family.error}); capture them with codec raw, or say \"decoded\": true to set what "
                         "they decode to")
@@ -163,7 +163,7 @@ def _rows(field: str, source: Source, site: str, layers: Sequence[int], position
     return values
 
 
-def _is_exact(rows: RowsAt) -> bool:
+def is_exact(rows: RowsAt) -> bool:
     """Whether stored rows are the model's own, bit for bit."""
     return rows.codec == "raw" or (rows.codec == "raw16" and rows.dtype != "float32")
 
