@@ -99,7 +99,7 @@ def generation_body(protocol: Protocol) -> Schema:
         "properties": {"model": _TEXT, prompt: schema, bound: {"type": "integer", "minimum": 1}, **count,
                        "stream": {"type": "boolean"},
                        "capture": {"anyOf": [{"$ref": "#/components/schemas/CaptureSpec"}, {"type": "null"}]},
-                       "edit": {"anyOf": [{"type": "array", "maxItems": limits.edits_max,
+                       "edit": {"anyOf": [{"type": "array", "maxItems": limits.edits_of_rows_max,
                                            "items": {"$ref": "#/components/schemas/EditSpec"}}, {"type": "null"}]}},
         "description": "vLLM's own body, every field of it, plus `capture` and `edit`.",
     }, {"model": "Qwen/Qwen3-0.6B", bound: 8, prompt: example,

@@ -22,7 +22,7 @@ TAP_VERSION: Final = "7"  # part of the compile-cache salt: change it when trace
 VARIABLES: Final = (
     "VLLM_TAP_ENDPOINT", "VLLM_TAP_CURVE", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES",
     "VLLM_TAP_ON_FULL", "VLLM_TAP_STAGING_BYTES_MAX", "VLLM_TAP_PROBES", "VLLM_TAP_OWN_GROUP",
-    "VLLM_TAP_EDIT", "VLLM_TAP_EDIT_DEPTH", "VLLM_TAP_VECTORS",
+    "VLLM_TAP_EDIT", "VLLM_TAP_EDIT_DEPTH", "VLLM_TAP_EDIT_ROWS", "VLLM_TAP_VECTORS",
 )
 
 TESTED_VERSIONS: Final = ((0, 26), (0, 32))  # of vLLM, first and last
@@ -47,6 +47,7 @@ class EngineConfig:
     probes: tuple[Registered, ...] = ()
     edit: tuple[str, ...] = ()  # sites, or site.layer, whose rows requests may have changed
     edit_depth: int = 2  # edits of one row at one site and layer
+    edit_rows: int = 256  # of all requests at once, that edits set rows to
     vectors: tuple[Registered, ...] = ()  # that edits name
     own_group: bool = False  # each of vLLM's processes in a process group of its own: Ctrl-C is for who started them
 
@@ -77,6 +78,8 @@ class EngineConfig:
                              "captures")
         if not 1 <= self.edit_depth <= limits.edit_depth_max:
             raise StartError(f"VLLM_TAP_EDIT_DEPTH={self.edit_depth}: must be 1 to {limits.edit_depth_max}")
+        if not 0 <= self.edit_rows <= limits.edit_rows_max:
+            raise StartError(f"VLLM_TAP_EDIT_ROWS={self.edit_rows}: must be 0 to {limits.edit_rows_max}")
         if self.vectors and not self.edit:
             raise StartError(f"VLLM_TAP_VECTORS={self.vectors[0]}: nothing is armed that an edit could use it at; set "
                              "VLLM_TAP_EDIT (--edit)")
@@ -114,6 +117,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
         probes=parse_probes(environment.get("VLLM_TAP_PROBES", "").split(","), "VLLM_TAP_PROBES"),
         edit=parse_edit_places("VLLM_TAP_EDIT", environment.get("VLLM_TAP_EDIT", "")),
         edit_depth=_number(environment, "VLLM_TAP_EDIT_DEPTH", 2),
+        edit_rows=_number(environment, "VLLM_TAP_EDIT_ROWS", 256),
         vectors=parse_probes(environment.get("VLLM_TAP_VECTORS", "").split(","), "VLLM_TAP_VECTORS", "vector"),
         own_group=environment.get("VLLM_TAP_OWN_GROUP", "") == "1",
     )

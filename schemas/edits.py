@@ -30,10 +30,11 @@ from schemas import limits
 from schemas.checks import parse_arm
 from schemas.errors import LimitError, NotArmedError, SpecError, StartError, json_fault
 from schemas.sites import ask_site, site_meant
-from schemas.spec import intervals, ranges_of, validated
+from schemas.spec import intervals, merged, ranges_of, validated
 
 __all__ = ["EDITABLE", "IDENTITY", "Arms", "Base64", "EditError", "EditSpec", "Edits", "Placed", "Source",
-           "layers_meant", "parse_edit_places", "parse_edits", "resolve_edits"]
+           "each_position", "floats_of", "layers_meant", "no_vector", "parse_edit_places", "parse_edits",
+           "resolve_edits"]
 
 EDITABLE: Final = ("resid_post", "attn_out", "mlp_out", "mlp_post", "z")
 
@@ -57,12 +58,11 @@ class UnarmedEditError(EditError, NotArmedError):
 
 
 class Base64(BaseModel):
-    """Numbers as bytes: float32, little-endian, in base64; ``name`` is what a manifest calls them."""
+    """Numbers as base64 of little-endian float32; ``name`` is what a manifest calls a vector."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    base64: StrictStr = Field(min_length=1, max_length=limits.edit_json_bytes_max,
-                              description="The bytes of the numbers, float32 and little-endian.")
+    base64: StrictStr = Field(min_length=1, max_length=limits.edit_json_bytes_max)
     name: StrictStr | None = Field(None, description="Of a stored vector: its name. The service alone gives it.")
 
 
@@ -94,7 +94,10 @@ class EditSpec(BaseModel):
     op: Literal["add", "scale", "ablate", "cap", "set"]
     vector: StrictStr | Annotated[list[_Number], Field(max_length=limits.width_max)] | Base64 | None = Field(
         None, description="Name of a registered or stored vector, or its numbers.")
-    from_: Source | None = Field(None, alias="from", description="Of set: the rows of a capture, a position each.")
+    rows: Base64 | Annotated[list[list[_Number]], Field(max_length=limits.edit_rows_max)] | None = Field(
+        None, description="Of set, in place of vector: a row for each position that positions lists, in its order.")
+    from_: Source | None = Field(None, alias="from", description="Of set: the capture whose rows it takes. The service "
+                                                                 "looks them up, and tells the engine rows as well.")
     scale: _Number = Field(1, description="Of add: how many times the vector is added.")
     by: _Number | None = Field(None, description="Of scale: the factor.")
     low: _Number | None = Field(None, description="Of cap: the least projection on the vector's direction.")
@@ -104,7 +107,8 @@ class EditSpec(BaseModel):
 class Placed(msgspec.Struct, frozen=True):
     """One edit held against an engine; ``vector`` is the digest of its vector, "" where it has none.
 
-    ``form``: a, c, low, high of the module's formula.
+    ``form``: a, c, low, high of the module's formula. ``rows``: how many the vector is of, one for each position in
+    ascending order; 0: it is one, for every position.
     """
 
     site: str
@@ -112,6 +116,7 @@ class Placed(msgspec.Struct, frozen=True):
     positions: str | list[tuple[int, int]]
     form: tuple[float, float, float, float]
     vector: str
+    rows: int = 0
 
 
 class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"):
@@ -120,6 +125,16 @@ class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"
     placed: list[Placed]
     vectors: dict[str, bytes]
     told: str  # as in Manifest.edits, JSON
+
+    @property
+    def row_positions(self) -> list[tuple[int, int]]:
+        """Positions that have rows of their own in any edit, as sorted, disjoint ranges."""
+        return merged(span for one in self.placed if one.rows for span in one.positions if not isinstance(span, str))
+
+    @property
+    def rows_kept(self) -> int:
+        """Rows that an engine keeps for them: every edit with rows has a place for each of ``row_positions``."""
+        return sum(one.rows > 0 for one in self.placed) * sum(stop - start for start, stop in self.row_positions)
 
     def salt(self, prompt_len: int) -> str:
         """Text that is equal where the same rows get the same edits: what such requests cached they may share."""
@@ -130,7 +145,8 @@ class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"
 
 
 class Arms(msgspec.Struct, frozen=True):
-    """What an engine is armed to edit: layers and width by site; ``depth`` edits at most of one row.
+    """What an engine is armed to edit: layers and width by site; ``depth`` edits at most of one row, ``rows`` that it
+    keeps at once for all its requests.
 
     ``vectors``: numbers of its own vectors by name.
     """
@@ -141,6 +157,8 @@ class Arms(msgspec.Struct, frozen=True):
     depth: int
     vectors: dict[str, F32]
     names: dict[str, str]  # Armed.names
+    rows: int
+    max_len: int  # tokens of a request, at most
 
 
 def digest_of(vector: F32) -> str:
@@ -153,6 +171,7 @@ _VALID: Final = {
     "layers": '"all" or a list of layers counted from 0',
     "positions": '"all", "prompt", "generated", a list of positions, or [[start, stop], …], counted from 0, at most '
                  f"{limits.edit_intervals_max} of them",
+    "rows": 'a list with a list of numbers for each position, or {"base64": "…"} of their float32',
     "op": "add, scale, ablate, cap or set",
     "vector": "the name of a vector that the engine was started with (--vector NAME=FILE) or that was stored (PUT "
               '/v1/vectors/NAME), a list of numbers, or {"base64": "…"} of float32, little-endian',
@@ -165,7 +184,7 @@ _PARTS: Final[dict[str, dict[str, str]]] = {
              "positions": _VALID["positions"].removeprefix('"all", "prompt", "generated", '),
              "site": "the name of a site", "layer": "a layer counted from 0", "decoded": "true or false"}}
 _FIELDS: Final = {"add": ("vector", "scale"), "scale": ("by",), "ablate": ("vector",), "cap": ("vector", "low", "high"),
-                  "set": ("vector", "from")}
+                  "set": ("vector", "rows", "from")}
 
 
 def parse_edits(value: object) -> list[EditSpec]:
@@ -179,8 +198,10 @@ def parse_edits(value: object) -> list[EditSpec]:
             raise EditError("", "…", f"malformed JSON: {json_fault(error)}") from None
     if not isinstance(value, list):
         raise EditError("", value, 'must be a list such as [{"site": "resid_post.12", "op": "scale", "by": 0}]')
-    if len(value) > limits.edits_max:
-        raise LimitError("edits", len(value), limits.edits_max, "one edit may have many layers and positions")
+    own = sum(not (isinstance(each, Mapping) and each.keys() & {"rows", "from"}) for each in value)
+    for count, most in ((own, limits.edits_max), (len(value), limits.edits_of_rows_max)):
+        if count > most:
+            raise LimitError("edits", count, most, "one edit may have many layers and positions")
     return [_parse_one(number, each) for number, each in enumerate(value)]
 
 
@@ -195,7 +216,7 @@ def _parse_one(number: int, value: object) -> EditSpec:
         if isinstance(value.get(field), Mapping):
             validated(kind, value[field], _PARTS[field], EditError, f"{at}.{field}.")
     spec = validated(EditSpec, value, _VALID, EditError, f"{at}.")
-    for field in ("vector", "from", "scale", "by", "low", "high"):
+    for field in ("vector", "rows", "from", "scale", "by", "low", "high"):
         if field in value and field not in _FIELDS[spec.op]:
             raise EditError(f"{at}.{field}", value[field],
                             f"{spec.op} has {' and '.join(_FIELDS[spec.op])}, and no {field}")
@@ -205,10 +226,12 @@ def _parse_one(number: int, value: object) -> EditSpec:
     _check_positions(f"{at}.positions", spec.positions)
     if isinstance(spec.vector, Base64):
         floats_of(f"{at}.vector.base64", spec.vector.base64)
-    if spec.from_ is not None:
-        _check_source(at, spec, spec.from_)
+    if spec.rows is not None or spec.from_ is not None:
+        _check_rows(at, spec)
     for field in ("vector", "by"):
-        if field in _FIELDS[spec.op] and getattr(spec, field) is None and spec.from_ is None:
+        if field == "vector" and (spec.rows is not None or spec.from_ is not None):
+            continue
+        if field in _FIELDS[spec.op] and getattr(spec, field) is None:
             raise EditError(f"{at}.{field}", "nothing", f"{spec.op} needs it; valid: {_VALID[field]}")
     if spec.op == "cap":
         low, high = (-math.inf if spec.low is None else spec.low), (math.inf if spec.high is None else spec.high)
@@ -219,6 +242,36 @@ def _parse_one(number: int, value: object) -> EditSpec:
     return spec
 
 
+def _check_rows(at: str, spec: EditSpec) -> None:
+    if spec.vector is not None:
+        raise EditError(f"{at}.rows", "…", "set has vector, one row for all positions, or rows, its own or from a "
+                                           "capture, and not both")
+    if isinstance(spec.positions, str):
+        raise EditError(f"{at}.positions", spec.positions, "rows are of positions that are listed; valid: a list of "
+                                                           "positions, or [[start, stop], …]")
+    if not spec.positions:
+        raise EditError(f"{at}.positions", spec.positions, "names no position: leave the edit out")
+    if (count := sum(stop - start for start, stop in _spans(spec.positions))) > limits.edit_rows_max:
+        raise LimitError(f"edit{at}.positions", count, limits.edit_rows_max)
+    if len(at_once := each_position(spec.positions)) != len(set(at_once)):
+        raise EditError(f"{at}.positions", spec.positions, "names a position twice, with two rows")
+    if spec.from_ is not None and spec.from_.positions is not None:
+        _check_positions(f"{at}.from.positions", spec.from_.positions)
+        named = sum(stop - start for start, stop in _spans(spec.from_.positions))
+        if named != count:
+            raise EditError(f"{at}.from.positions", f"{named} of them", f"the edit has {count}; name as many, in their "
+                            "order, or none where they are the same")
+
+
+def _spans(positions: Sequence[int] | Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(each, each + 1) if isinstance(each, int) else each for each in positions]
+
+
+def each_position(positions: Sequence[int] | Sequence[tuple[int, int]]) -> list[int]:
+    """Listed positions one by one, in their order."""
+    return [position for start, stop in _spans(positions) for position in range(start, stop)]
+
+
 def _check_positions(field: str, positions: str | Sequence[object]) -> None:
     if isinstance(positions, str) and positions not in ("all", "prompt", "generated"):
         raise EditError(field, positions, f"valid: {_VALID['positions']}")
@@ -227,79 +280,36 @@ def _check_positions(field: str, positions: str | Sequence[object]) -> None:
             raise EditError(field, list(item), "a range is [start, stop] with start < stop")
 
 
-def _check_source(at: str, spec: EditSpec, source: Source) -> None:
-    if spec.vector is not None:
-        raise EditError(f"{at}.from", source.capture, "set has a vector or rows from a capture, not both")
-    if isinstance(spec.positions, str):
-        raise EditError(f"{at}.positions", spec.positions, "rows from a capture are one for each position: list them, "
-                        "as in [5] or [[0, 8]]")
-    if source.positions is not None:
-        _check_positions(f"{at}.from.positions", source.positions)
-        count, asked = counted(source.positions), counted(spec.positions)
-        if count != asked:
-            raise EditError(f"{at}.from.positions", f"{count} of them", f"the edit has {asked}; name as many, in their "
-                            "order, or none where they are the same")
-
-
-def positions_named(positions: str | Sequence[int] | Sequence[tuple[int, int]]) -> list[int]:
-    """Listed positions, each for itself, in their order; LimitError where they are more than edits could have rows for.
-
-    >>> positions_named([[3, 6]]), positions_named([5, 1])
-    ([3, 4, 5], [5, 1])
-    """
-    assert not isinstance(positions, str)
-    if (count := counted(positions)) > limits.edit_json_bytes_max // 4:
-        raise LimitError("positions of an edit with a row for each", count, limits.edit_json_bytes_max // 4)
-    return [each for item in positions for each in ([item] if isinstance(item, int) else range(*item))]
-
-
-def counted(positions: Sequence[int] | Sequence[tuple[int, int]]) -> int:
-    """The number of positions named, each as often as it is named."""
-    return sum(1 if isinstance(item, int) else item[1] - item[0] for item in positions)
-
-
-def floats_of(field: str, text: str, error: type[SpecError] = EditError) -> F32:
-    """The numbers of base64, float32 [n]; ``error`` where it is none, holds none, or one that is not finite."""
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as fault:
-        raise error(field, text, f"no base64 ({fault}); valid: base64.b64encode(array.astype('<f4').tobytes())"
-                        ) from None
-    if not data or len(data) % 4:
-        raise error(field, f"{len(data)} bytes", "float32 takes 4 bytes a number, and at least one is needed")
-    if len(data) > 4 * limits.width_max:
-        raise LimitError(error.name_of(field), len(data) // 4, limits.width_max)
-    found = np.frombuffer(data, "<f4").astype(np.float32)
-    if not (finite := np.isfinite(found)).all():
-        at = int(finite.argmin())
-        raise error(f"{field}[{at}]", float(found[at]), "valid: a finite number that float32 holds")
-    return found
-
-
 def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
     """Edits held against an engine; EditError where they do not fit."""
     placed, vectors, told = [], {}, []
     for number, spec in enumerate(specs):
-        if spec.from_ is not None:
+        if spec.from_ is not None and spec.rows is None:
             raise EditError(f"[{number}].from", spec.from_.capture, "rows of a capture are looked up by the service "
                             "(the request's own field edit), not by the engine; read them from the store, and give "
-                            "their numbers as vector")
+                            "the array as rows")
         site, layers = layers_meant(f"[{number}]", spec, arms)
+        _check_reach(f"[{number}].positions", spec.positions, arms.max_len)
         form, vector = _form(f"[{number}]", spec, site, arms)
         digest = ""
         if vector is not None:
             digest = digest_of(vector)
             vectors[digest] = vector.tobytes()
-        placed.append(Placed(site, layers, ranges_of(spec.positions), form, digest))
+        rows = 0 if vector is None or spec.rows is None else len(vector)
+        placed.append(Placed(site, layers, ranges_of(spec.positions), form, digest, rows))
         told.append(_told(spec, placed[-1]))
     found = Edits(placed, vectors, json.dumps(told))
+    if found.rows_kept > arms.rows:
+        raise EditError("", f"{found.rows_kept} rows", f"the engine keeps {arms.rows} for all its requests: edits with "
+                        "rows of their own have a place for each of their positions together (VLLM_TAP_EDIT_ROWS, "
+                        "--edit-rows, raises that)")
     _check_depth(found, arms)
     return found
 
 
 def _told(spec: EditSpec, placed: Placed) -> dict[str, Any]:
     """An edit as a manifest has it: as asked, its site and layers as they were found, its vector by its digest."""
-    asked = spec.model_dump(exclude_defaults=True, exclude={"site", "layers", "vector"})
+    asked = spec.model_dump(exclude_defaults=True, exclude={"site", "layers", "vector", "rows"}, by_alias=True)
     return {"site": placed.site, "layers": placed.layers, **asked,
             **({"vector": name} if (name := _name_of(spec.vector)) is not None else {}),
             **({"digest": placed.vector} if placed.vector else {})}
@@ -336,10 +346,19 @@ def layers_meant(at: str, spec: EditSpec, arms: Arms) -> tuple[str, list[int]]:
     return site, sorted(set(asked))
 
 
+def _check_reach(field: str, positions: str | Sequence[int] | Sequence[tuple[int, int]], max_len: int) -> None:
+    if not isinstance(positions, str) and (beyond := [span for span in _spans(positions) if span[1] > max_len]):
+        raise EditError(field, list(beyond[0]), f"beyond the model: a request has {max_len} tokens at most, counted "
+                                                "from 0 (max_model_len)")
+
+
 def _form(at: str, spec: EditSpec, site: str, arms: Arms) -> tuple[tuple[float, float, float, float], F32 | None]:
     if spec.op == "scale":
         assert spec.by is not None
         return (float(spec.by), *IDENTITY[1:]), None
+    if spec.rows is not None and not isinstance(spec.positions, str):
+        rows = _rows(f"{at}.rows", spec.rows, each_position(spec.positions), arms.widths[site])
+        return (0.0, 1.0, -_MOST, _MOST), rows
     vector = _vector(f"{at}.vector", spec.vector, arms)
     if len(vector) != arms.widths[site]:
         raise EditError(f"{at}.vector", f"{len(vector)} numbers", f"rows of {site} have {arms.widths[site]}")
@@ -372,6 +391,42 @@ def _vector(field: str, given: str | list[int | float] | Base64 | None, arms: Ar
         if not _is_float32(each):
             raise EditError(f"{field}[{number}]", each, "valid: a finite number that float32 holds")
     return np.array(given, np.float32)
+
+
+def _rows(field: str, given: Base64 | list[list[int | float]], positions: Sequence[int], width: int) -> F32:
+    """Rows float32 [positions, width], in the order of positions."""
+    if isinstance(given, Base64):
+        flat = floats_of(f"{field}.base64", given.base64)
+        if flat.size != len(positions) * width:
+            raise EditError(field, f"{flat.size} numbers", f"{len(positions)} positions of {width} numbers each")
+        found = flat.reshape(-1, width)
+    else:
+        if len(given) != len(positions):
+            raise EditError(field, f"{len(given)} rows", f"positions lists {len(positions)}")
+        for number, row in enumerate(given):
+            if len(row) != width:
+                raise EditError(f"{field}[{number}]", f"{len(row)} numbers", f"rows of the site have {width}")
+            for column, each in enumerate(row):
+                if not _is_float32(each):
+                    raise EditError(f"{field}[{number}][{column}]", each, "valid: a finite number that float32 holds")
+        found = np.array(given, np.float32).reshape(-1, width)
+    return found[np.argsort(positions)]
+
+
+def floats_of(field: str, text: str, error: type[SpecError] = EditError) -> F32:
+    """The numbers of base64, float32 [n]; ``error`` where it is none, holds none, or one that is not finite."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as fault:
+        raise error(field, text, f"no base64 ({fault}); valid: base64.b64encode(array.astype('<f4').tobytes())"
+                    ) from None
+    if not data or len(data) % 4:
+        raise error(field, f"{len(data)} bytes", "float32 takes 4 bytes a number, and at least one is needed")
+    found = np.frombuffer(data, "<f4").astype(np.float32)
+    if not (finite := np.isfinite(found)).all():
+        at = int(finite.argmin())
+        raise error(f"{field}[{at}]", float(found[at]), "valid: a finite number that float32 holds")
+    return found
 
 
 def no_vector(field: str, name: str, registered: Iterable[str]) -> EditError:

@@ -127,14 +127,17 @@ class EditArms:
 
     places: str = ""
     depth: int | None = None  # edits of one row, site and layer; None: the engine's default
+    rows: int | None = None  # that edits of requests at once may set rows to; None: the engine's default
     vectors: tuple[Registered, ...] = ()
 
-    def check(self, places: str, depth: str, vectors: str) -> tuple[str, ...]:
+    def check(self, places: str, depth: str, vectors: str, rows: str = "") -> tuple[str, ...]:
         """The places in canonical names; StartError, naming the argument (as these say), where it cannot be had."""
         found = parse_edit_places(places, self.places)
         if self.depth is not None and not 1 <= self.depth <= limits.edit_depth_max:
             raise StartError(f"{depth} = {self.depth}: must be 1 to {limits.edit_depth_max}")
-        for name, given in ((depth, self.depth), (vectors, ", ".join(map(str, self.vectors)))):
+        if self.rows is not None and not 0 <= self.rows <= limits.edit_rows_max:
+            raise StartError(f"{rows} = {self.rows}: must be 0 to {limits.edit_rows_max}")
+        for name, given in ((depth, self.depth), (rows, self.rows), (vectors, ", ".join(map(str, self.vectors)))):
             if given and not found:
                 raise StartError(f"{name} = {given}: nothing is armed for edits; name sites with {places}")
         for vector in self.vectors:
@@ -145,4 +148,5 @@ class EditArms:
         """The variables that tell an engine."""
         places = ",".join(parse_edit_places("VLLM_TAP_EDIT", self.places))
         return {"VLLM_TAP_EDIT": places, "VLLM_TAP_VECTORS": probes_text(self.vectors),
-                **({} if self.depth is None else {"VLLM_TAP_EDIT_DEPTH": str(self.depth)})}
+                **({} if self.depth is None else {"VLLM_TAP_EDIT_DEPTH": str(self.depth)}),
+                **({} if self.rows is None else {"VLLM_TAP_EDIT_ROWS": str(self.rows)})}

@@ -25,15 +25,14 @@ from schemas.edits import (
     EditError,
     EditSpec,
     Source,
+    each_position,
     layers_meant,
     no_vector,
     parse_edits,
-    positions_named,
 )
 from schemas.errors import LimitError, NotFoundError
 from schemas.read.reader import RowsAt, StoreReader
 from schemas.sites import ask_site, site_meant
-from schemas.spec import merged
 from schemas.wire.messages import EngineInfo
 
 __all__ = ["Asked", "ask_edits", "edits_text", "is_exact"]
@@ -48,6 +47,8 @@ def ask_edits(value: object) -> Asked:
     specs = [] if value is None else parse_edits(value)
     sent = json.loads(value) if isinstance(value, str) else value
     for number, spec in enumerate(specs):
+        if spec.from_ is not None and spec.rows is not None:
+            raise EditError(f"[{number}].from", spec.from_.capture, "rows from a capture, or rows, and not both")
         if isinstance(spec.vector, Base64) and spec.vector.name is not None:
             raise EditError(f"[{number}].vector.name", spec.vector.name, "the service gives it to a stored vector; "
                             "store this one with PUT /v1/vectors/NAME to have the name in manifests, or leave it out")
@@ -63,20 +64,26 @@ def edits_text(asked: Asked, reader: StoreReader, owner: str, engine: EngineInfo
     vectors = StoredVectors(reader.path)
     made: list[dict[str, Any]] = []
     for number, (spec, sent) in enumerate(asked):
+        _check_bytes(sum(len(each[name]["base64"]) for each in made for name in ("vector", "rows")
+                         if isinstance(each.get(name), Mapping)))
         if isinstance(spec.vector, str):
             made.append(_with_vector(f"[{number}].vector", spec.vector, sent, vectors, owner, engine))
         elif spec.from_ is not None:
             made += _with_rows(f"[{number}]", spec, spec.from_, sent, reader, owner, engine)
         else:
             made.append(sent)
-    if len(made) > limits.edits_max:
-        raise LimitError("edits, rows of a capture counted once for each layer", len(made), limits.edits_max,
+    if len(made) > limits.edits_of_rows_max:
+        raise LimitError("edits, rows of a capture counted once for each layer", len(made), limits.edits_of_rows_max,
                          "name fewer layers, or send several requests")
     text = json.dumps(made)
-    if len(text) > limits.edit_json_bytes_max:
-        raise LimitError("bytes of the edits", len(text), limits.edit_json_bytes_max,
-                         "name vectors that the engine was started with (--vector NAME=FILE), or fewer positions")
+    _check_bytes(len(text))
     return text
+
+
+def _check_bytes(nbytes: int) -> None:
+    if nbytes > limits.edit_json_bytes_max:
+        raise LimitError("bytes of the edits", nbytes, limits.edit_json_bytes_max,
+                         "name vectors that the engine was started with (--vector NAME=FILE), or fewer positions")
 
 
 def _with_vector(field: str, name: str, sent: Mapping[str, Any], vectors: StoredVectors, owner: str,
@@ -102,21 +109,17 @@ def _with_rows(at: str, spec: EditSpec, source: Source, sent: Mapping[str, Any],
     """``set`` with the rows that it names: an edit for each layer, or one where all layers get the same rows."""
     armed = engine.edits
     site, layers = layers_meant(at, spec, Arms({} if armed is None else armed.layers, {}, engine.n_layers, 0, {},
-                                               engine.armed.names))
-    into, of = positions_named(spec.positions), positions_named(spec.positions if source.positions is None
-                                                                else source.positions)
-    if len(set(into)) != len(into):
-        raise EditError(f"{at}.positions", spec.positions, "names a position twice; it can be set to one row")
-    pairs = sorted(zip(into, of, strict=True))  # rows go up with the positions, however these were named
+                                               engine.armed.names, 0, engine.max_model_len))
+    assert not isinstance(spec.positions, str)  # it was checked
+    of = each_position(spec.positions if source.positions is None else source.positions)
     field = f"{at}.from"
     capture = _found(field, source, lambda ref: reader.capture(ref, owner).id)  # a name may be another's tomorrow
     source = source.model_copy(update={"capture": capture})
     of_site, of_layers = _meant(field, source, site, layers, reader, owner)
-    values = _rows(field, source, of_site, of_layers, [position for _, position in pairs], reader, owner)
-    rest = {name: value for name, value in sent.items() if name not in ("from", "site", "layers", "positions")}
-    positions = [list(span) for span in merged((position, position + 1) for position, _ in pairs)]
-    told = {"capture": source.capture, "site": of_site, "positions": [position for _, position in pairs]}
-    return [{**rest, "site": site, "layers": [layer] if len(of_layers) > 1 else layers, "positions": positions,
+    values = _rows(field, source, of_site, of_layers, of, reader, owner)
+    rest = {name: value for name, value in sent.items() if name not in ("from", "site", "layers")}
+    told = {**sent["from"], "capture": source.capture, "site": of_site}
+    return [{**rest, "site": site, "layers": [layer] if len(of_layers) > 1 else layers,
              "rows": {"base64": _text(rows)}, "from": {**told, "layer": of_layer}}
             for layer, of_layer, rows in zip(layers, of_layers, values, strict=False)]
 

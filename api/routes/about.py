@@ -53,7 +53,8 @@ async def capabilities(request: Request) -> Json:
                    "activation": probe.activation, "meaning": probe.meaning}
             for name, probe in engine.armed.probes.items()},
         "edits": {} if engine is None or engine.edits is None else {
-            "armed": engine.edits.layers, "depth": engine.edits.depth, "vectors": engine.edits.vectors},
+            "armed": engine.edits.layers, "depth": engine.edits.depth, "rows": engine.edits.rows,
+            "vectors": engine.edits.vectors},
         "codecs": {name: {"meaning": codec.meaning, "error": codec.error, "default": name == DEFAULT_CODEC,
                           "sites": list(codec.sites), "decoded": codec.decoded,
                           "parameters": {p.name: {"meaning": p.meaning, "min": p.low, "max": p.high,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,19 +12,29 @@ import numpy.typing as npt
 import torch
 
 from engine_side.edits.tables import Place, Tables, programs_of_request
-from schemas.edits import IDENTITY, EditError, Edits
-from schemas.spec import intervals
+from schemas.edits import F32, IDENTITY, EditError, Edits, Placed
+from schemas.spec import intervals, merged
 
-Slots = dict[int, list[int]]  # by width of a pool, those of each edit in their order (-1: it is of another width)
+logger = logging.getLogger("vllm.tap")
+
+# By width of a pool those of each edit in their order: 0 where it is of another width, −s for the first of many.
+Slots = dict[int, list[int]]
+
+
+class NoRoom(Exception):
+    """Rows of edits have no room, or none in one piece."""
 
 
 @dataclass(slots=True)
 class Edited:
-    """A request with edits: from position ``starts[i]`` on the edits numbered in ``which[i]`` are made."""
+    """A request with edits: from position ``starts[i]`` on the edits numbered in ``which[i]`` are made, and position p
+    has ordinal ``ordinals[i]`` + p, where any of them has rows of its own.
+    """
 
     edits: Edits
     starts: list[int]
     which: list[tuple[int, ...]]
+    ordinals: list[int]
     programs: dict[tuple[int, ...], int] = field(default_factory=dict)  # what it has of the tables, if anything
     slots: Slots = field(default_factory=dict)
 
@@ -41,7 +52,27 @@ def cut(edits: Edits, prompt_len: int) -> Edited:
              for start in starts]
     if (count := len(set(which) - {()})) > programs_of_request:
         raise EditError("", count, f"so many different combinations of edits by position; limit {programs_of_request}")
-    return Edited(edits, starts, which)
+    ordinals, before = dict.fromkeys(starts, 0), 0
+    for first, stop in edits.row_positions:
+        for start in starts:
+            if first <= start < stop:
+                ordinals[start] = before - first
+        before += stop - first
+    return Edited(edits, starts, which, list(ordinals.values()))
+
+
+def _numbers(each: Edited, one: Placed, width: int) -> F32:
+    """What an edit has of vectors: float32 [1, width], or [rows, width] at the ordinals of its request."""
+    if not one.vector:
+        return np.zeros((1, width), np.float32)
+    given = np.frombuffer(each.edits.vectors[one.vector], np.float32).reshape(-1, width)
+    if not one.rows:
+        return given.copy()
+    found = np.zeros((sum(stop - start for start, stop in each.edits.row_positions), width), np.float32)
+    positions = np.concatenate([np.arange(*span) for span in one.positions])
+    at = np.searchsorted(each.starts, positions, side="right") - 1
+    found[np.array(each.ordinals)[at] + positions] = given
+    return found
 
 
 class Editor:
@@ -51,8 +82,10 @@ class Editor:
         self.tables = made
         self.requests: dict[str, Edited] = {}
         self._dirty = False  # whether programs of the last step are not all 0
-        self._free_programs = list(range(next(iter(made.slots.values())).shape[0] - 1, 0, -1))
-        self._free_slots = {width: list(range(pool.vectors.shape[0] - 1, 0, -1)) for width, pool in made.pools.items()}
+        self._free_programs = list(range(made.size.programs - 1, 0, -1))
+        self._free_slots = {width: list(range(made.size.vectors - 1, 0, -1)) for width in made.pools}
+        end = made.size.vectors + made.size.rows
+        self._free_rows = {width: [(made.size.vectors, end)] for width in made.pools}
 
     @property
     def busy(self) -> bool:
@@ -74,26 +107,27 @@ class Editor:
         """Fill the tables for a step: row ``starts[i]`` to ``starts[i + 1]`` are of request i, ``positions`` [rows] of
         the device say which of its.
         """
+        tables = self.tables
         here = [(number, self.requests[request]) for number, request in enumerate(requests) if request in self.requests]
         if self._dirty or here:
-            self.tables.programs.zero_()
+            tables.programs.zero_()
             self._dirty = False
         if not here:
             return
-        self._make_room({id(each) for _, each in here}, len(here))
-        edges, programs = [-1], [0]
+        self._write_all([each for _, each in here])
+        edges, programs, ordinals = [-1], [0], [0]
         for number, each in here:
-            if not each.there:
-                self._write(each)
             edges += [number << 32 | start for start in each.starts] + [(number + 1) << 32]
             programs += [each.programs.get(which, 0) for which in each.which] + [0]
+            ordinals += [*each.ordinals, 0]
         rows = int(starts[len(requests)])
         owners = np.repeat(np.arange(len(requests), dtype=np.int64) << 32, np.diff(starts[: len(requests) + 1]))
         # They ascend, and of two at one place the later one holds.
-        there = self._to_device(np.concatenate([owners, np.array(edges, np.int64), np.array(programs, np.int64)]))
-        keys, found = there[:rows] + positions[:rows], len(edges)
-        at = torch.searchsorted(there[rows : rows + found], keys, right=True) - 1
-        self.tables.programs[:rows] = there[rows + found :][at].to(torch.int32)
+        there = self._to_device(np.concatenate([owners, np.array([edges, programs, ordinals], np.int64).ravel()]))
+        keys, (begins, program, ordinal) = there[:rows] + positions[:rows], there[rows:].view(3, -1)
+        at = torch.searchsorted(begins, keys, right=True) - 1
+        tables.programs[:rows] = program[at].to(torch.int32)
+        tables.ordinals[:rows] = (ordinal[at] + positions[:rows]).to(torch.int32)
         self._dirty = True
 
     @contextmanager
@@ -116,30 +150,46 @@ class Editor:
         host, device = torch.from_numpy(numbers), self.tables.programs.device
         return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
-    def _make_room(self, needed: set[int], count: int) -> None:
-        """Let go of requests that wait (preempted ones), as far as those of this step may need their room."""
-        held = [each for each in self.requests.values() if each.there]
-        for each in held:
-            if len(self._free_programs) >= count * programs_of_request:
-                return
+    def _write_all(self, here: Sequence[Edited]) -> None:
+        """Write what the requests of a step have, in the room of those that wait (preempted ones) where need be."""
+        needed = set(map(id, here))
+        for each in self.requests.values():
+            if len(self._free_programs) >= len(here) * programs_of_request:
+                break
             if id(each) not in needed:
                 self._let_go(each)
+        try:
+            for each in here:
+                if not each.there:
+                    self._write(each)
+        except NoRoom:  # in one piece: there is, once all are written anew
+            for each in self.requests.values():
+                self._let_go(each)
+            for each in here:
+                try:
+                    self._write(each)
+                except NoRoom:  # the front end lets in no more than there is room for, but there may be several
+                    self._let_go(each)
+                    logger.error("vllm-tap: no room for the rows of a request's edits, which are not made; raise "
+                                 "VLLM_TAP_EDIT_ROWS=%d", self.tables.size.rows)
 
     def _write(self, each: Edited) -> None:
+        rows = sum(stop - start for start, stop in each.edits.row_positions)
         for which in dict.fromkeys(each.which):
             if which:
                 each.programs[which] = self._free_programs.pop()
         for number, one in enumerate(each.edits.placed):
             for layer in one.layers:
                 width = self.tables.widths[one.site, layer]
-                slots = each.slots.setdefault(width, [-1] * len(each.edits.placed))
-                if slots[number] < 0:
-                    slots[number] = slot = self._free_slots[width].pop()
-                    pool = self.tables.pools[width]
-                    pool.forms[slot] = torch.tensor(one.form).to(pool.forms.device)
-                    numbers = np.frombuffer(each.edits.vectors[one.vector], np.float32) if one.vector else np.zeros(
-                        width, np.float32)
-                    pool.vectors[slot] = torch.from_numpy(numbers.copy()).to(pool.vectors.device)
+                slots = each.slots.setdefault(width, [0] * len(each.edits.placed))
+                if slots[number]:
+                    continue
+                first = self._take_rows(width, rows) if one.rows else self._free_slots[width].pop()
+                slots[number] = -first if one.rows else first
+                at = slice(first, first + (rows if one.rows else 1))
+                pool = self.tables.pools[width]
+                pool.forms[at] = torch.tensor(one.form).to(pool.forms.device)
+                pool.vectors[at] = torch.from_numpy(_numbers(each, one, width)).to(pool.vectors.device)
         every = self.tables.every_slot
         written = torch.zeros(every.shape[0], len(each.programs), every.shape[2], dtype=torch.int32)
         for row, place in enumerate(self.tables.slots):
@@ -149,8 +199,20 @@ class Editor:
                 written[row, column, : len(here)] = torch.tensor(here, dtype=torch.int32)
         every[:, list(each.programs.values())] = written.to(every.device)
 
+    def _take_rows(self, width: int, count: int) -> int:
+        """The first of so many slots in one piece; NoRoom."""
+        free = self._free_rows[width]
+        for number, (start, stop) in enumerate(free):
+            if stop - start >= count:
+                free[number : number + 1] = [(start + count, stop)] if stop - start > count else []
+                return start
+        raise NoRoom
+
     def _let_go(self, each: Edited) -> None:
+        rows = sum(stop - start for start, stop in each.edits.row_positions)
         self._free_programs += each.programs.values()
         for width, slots in each.slots.items():
             self._free_slots[width] += [slot for slot in slots if slot > 0]
+            self._free_rows[width] = merged([*self._free_rows[width], *((-slot, rows - slot) for slot in slots
+                                                                        if slot < 0)])
         each.programs, each.slots = {}, {}

@@ -17,7 +17,7 @@ from engine_side.tap.architectures import TapPoint
 from schemas.errors import StartError
 
 _OPERANDS: Final = ("operand", "copied operand")
-_BUFFERS: Final = ("programs", "slots", "vectors", "forms")
+_BUFFERS: Final = ("programs", "ordinals", "slots", "vectors", "forms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ def _registered(points: Iterable[TapPoint], tables: Tables, before: bool) -> Ite
         call, place = call_of(point), (point.site, point.layer)
         if call.before == before:
             pool = tables.pools[tables.widths[place]]
-            for part, buffer in zip(_BUFFERS, (tables.programs, tables.slots[place], pool.vectors, pool.forms),
-                                    strict=True):
+            for part, buffer in zip(_BUFFERS, (tables.programs, tables.ordinals, tables.slots[place], pool.vectors,
+                                            pool.forms), strict=True):
                 point.module.register_buffer(f"{call.name}_{part}", buffer, persistent=False)
             yield point, call
 

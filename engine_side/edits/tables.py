@@ -2,7 +2,8 @@
 
 A row of a step has a *program*, a number; 0: it is not edited. For each place (site and layer) that is armed, a table
 says which slots a program uses there, in the order of the edits; slot 0 changes nothing. A slot has an edit's form and
-vector (``schemas.edits``). Every buffer keeps its address, as CUDA graphs have it.
+vector (``schemas.edits``). A negative one, −s, is the first of many, one a row: that of a row is s + its *ordinal*.
+Every buffer keeps its address, as CUDA graphs have it.
 """
 
 from __future__ import annotations
@@ -29,41 +30,64 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
-    """``programs`` int32 [tokens], of a step's rows; ``slots`` by place int32 [programs, depth], in their order parts
-    of ``every_slot``, so that a request is written at once; ``pools`` by width.
-
-    Requests of one step are at most as many as there is room for, so it never runs out.
+class Size:
+    """What there is room for: ``tokens`` rows in a step of ``requests``, with ``depth`` edits of a row at a place, and
+    ``rows`` of edits that have one for each position.
     """
 
+    tokens: int
+    requests: int
+    depth: int
+    rows: int
+
+    @property
+    def programs(self) -> int:
+        """Programs, with that of rows that are not edited."""
+        return self.requests * programs_of_request + 1
+
+    @property
+    def vectors(self) -> int:
+        """Slots of edits with one vector, and slot 0; those of ``rows`` come behind."""
+        return self.requests * limits.edits_max + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """``programs`` and ``ordinals`` int32 [tokens], of a step's rows; ``slots`` by place int32 [programs, depth], in
+    their order parts of ``every_slot``, so that a request is written at once; ``pools`` by width.
+
+    Requests of one step are at most as many as there is room for, so of programs and vectors it never runs out; the
+    front end sees to ``rows`` (``schemas.edits.Edits.rows_kept``).
+    """
+
+    size: Size
     programs: torch.Tensor
+    ordinals: torch.Tensor
     every_slot: torch.Tensor
     slots: dict[Place, torch.Tensor]
     widths: dict[Place, int]
     pools: dict[int, Pool]
 
 
-def room(widths: dict[Place, int], tokens: int, requests: int, depth: int) -> int:
+def room(widths: dict[Place, int], size: Size) -> int:
     """Bytes that ``tables`` takes."""
-    slots, programs = requests * limits.edits_max + 1, requests * programs_of_request + 1
-    return (tokens * 4 + len(widths) * programs * depth * 4
-            + sum(slots * (width + 4) * 4 for width in set(widths.values())))
+    return (size.tokens * 8 + len(widths) * size.programs * size.depth * 4
+            + sum((size.vectors + size.rows) * (width + 4) * 4 for width in set(widths.values())))
 
 
-def tables(widths: dict[Place, int], tokens: int, requests: int, depth: int, device: torch.device) -> Tables:
-    """Empty tables for places of these widths, steps of ``tokens`` rows and of ``requests``."""
-    slots, programs = requests * limits.edits_max + 1, requests * programs_of_request + 1
-    identity = torch.tensor(IDENTITY, device=device)
-    every_slot = torch.zeros(len(widths), programs, depth, dtype=torch.int32, device=device)
+def tables(widths: dict[Place, int], size: Size, device: torch.device) -> Tables:
+    """Empty tables for places of these widths."""
+    slots, identity = size.vectors + size.rows, torch.tensor(IDENTITY, device=device)
+    every_slot = torch.zeros(len(widths), size.programs, size.depth, dtype=torch.int32, device=device)
+    programs, ordinals = torch.zeros(2, size.tokens, dtype=torch.int32, device=device)
     return Tables(
-        torch.zeros(tokens, dtype=torch.int32, device=device), every_slot,
-        dict(zip(widths, every_slot, strict=True)), widths,
+        size, programs, ordinals, every_slot, dict(zip(widths, every_slot, strict=True)), widths,
         {width: Pool(torch.zeros(slots, width, device=device), identity.repeat(slots, 1))
          for width in set(widths.values())})
 
 
-def edited(rows: torch.Tensor, programs: torch.Tensor, slots: torch.Tensor, vectors: torch.Tensor, forms: torch.Tensor
-           ) -> tuple[torch.Tensor, torch.Tensor]:
+def edited(rows: torch.Tensor, programs: torch.Tensor, ordinals: torch.Tensor, slots: torch.Tensor,
+           vectors: torch.Tensor, forms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [tokens, width] as they go on, and which of them are edited, bool [tokens, 1]; traced into the graph.
 
     Rows that are not edited are the same, bit for bit. The arithmetic is float32, rounded once at its end.
@@ -71,7 +95,8 @@ def edited(rows: torch.Tensor, programs: torch.Tensor, slots: torch.Tensor, vect
     chosen = slots[programs[: rows.shape[0]]]
     now = rows.float()
     for step in range(slots.shape[1]):
-        slot = chosen[:, step]
+        first = chosen[:, step]
+        slot = torch.where(first < 0, ordinals[: rows.shape[0]] - first, first)
         vector, form = vectors[slot], forms[slot]
         factor, constant, low, high = form[:, 0:1], form[:, 1:2], form[:, 2:3], form[:, 3:4]
         along = (now * vector).sum(dim=-1, keepdim=True)

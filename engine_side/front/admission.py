@@ -182,10 +182,9 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Sh
     return encode(Ticket(id=ulid, asked=wanted.asked, resolved=wanted.resolved, base=base, n=n, count=count))
 
 
-def with_told(text: str, adapter: str = "", edits: str = "") -> str:
-    """Add the LoRA adapter of its request to a ticket's JSON, or what is told of its edits."""
-    ticket = decode(text)
-    return encode(msgspec.structs.replace(ticket, adapter=adapter or ticket.adapter, edits=edits or ticket.edits))
+def with_told(text: str, **told: str | int) -> str:
+    """Add to a ticket's JSON what the request runs with: its LoRA ``adapter``, or its ``edits`` and their ``rows``."""
+    return encode(msgspec.structs.replace(decode(text), **told))
 
 
 def forget(text: str) -> None:

@@ -36,6 +36,7 @@ class Ticket(msgspec.Struct, frozen=True, tag="vllm-tap", tag_field="ticket"):
     count: int
     adapter: str = ""  # the LoRA adapter that the request runs with
     edits: str = ""  # what is told of its edits (Edits.told)
+    rows: int = 0  # that they hold in the engine (Edits.rows_kept)
 
     def capture(self, sample: int) -> str:
         """The capture id of this request's sample 0 … n-1."""

@@ -22,6 +22,7 @@ import msgspec
 from engine_side.config import EngineConfig, from_environment
 from engine_side.edits.editor import cut
 from engine_side.front import admission
+from engine_side.front.rows_in_use import OF_ENGINE
 from engine_side.front.ticket import COUNT_KEY, EDIT_KEY, KEY, LISTED_KEY, find
 from engine_side.seams.patching import wrap_when_imported
 from engine_side.tap.architectures import lens_names
@@ -67,6 +68,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         self.vllm_tap = from_environment()
         if self.vllm_tap is not None:
             self.vllm_tap_shape = _shape(self.vllm_config.model_config, self.vllm_tap)
+            OF_ENGINE.limit = self.vllm_tap.edit_rows
             self.vllm_tap_arms = _arms(self.vllm_config.model_config, self.vllm_tap, self.vllm_tap_shape)
             if self.vllm_tap.capture_all:
                 _check_capture_all(self.vllm_tap.capture_all, self.vllm_tap_shape)
@@ -103,7 +105,8 @@ def _arms(model: Any, config: EngineConfig, shape: admission.Shape) -> Arms:
     layers = {site: list(range(n_layers)) if chosen is None else chosen
               for site, chosen in layers_by_site(config.edit).items()}
     return Arms(layers, {site: known[site] for site in layers if known[site]}, n_layers, config.edit_depth,
-                {vector.name: load_vector(vector) for vector in config.vectors}, dict(shape.armed.names))
+                {vector.name: load_vector(vector) for vector in config.vectors}, dict(shape.armed.names),
+                config.edit_rows, model.max_model_len)
 
 
 def _check_capture_all(spec: str, shape: admission.Shape) -> None:
@@ -143,11 +146,16 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         if edits is None:
             return request
         prompt_len = len(request.prompt_token_ids)
-        cut(edits, prompt_len)
+        try:
+            cut(edits, prompt_len)
+            OF_ENGINE.check(edits.rows_kept * params.n)
+        except EditError:
+            admission.forget(request.sampling_params.extra_args[KEY])
+            raise
         request.cache_salt = f"{request.cache_salt or ''}|vllm-tap-edit:{edits.salt(prompt_len)}"
         held = request.sampling_params.extra_args
-        held = {**held, KEY: admission.with_told(held[KEY], edits=edits.told), EDIT_KEY: encode(edits)}
-        request.sampling_params.extra_args = held
+        ticket = admission.with_told(held[KEY], edits=edits.told, rows=edits.rows_kept)
+        request.sampling_params.extra_args = {**held, KEY: ticket, EDIT_KEY: encode(edits)}
         return request
 
     def ticketed(self: Any, extra: dict[str, Any], request_id: str, prompt: Any, params: Any, *args: Any,
@@ -273,6 +281,8 @@ def _from_new_request(original: Callable[..., Any]) -> Callable[..., Any]:
         ticket = find(getattr(request, "sampling_params", None))
         if ticket is not None:
             state.vllm_tap_capture = ticket.capture_of(state.request_id)
+            if ticket.rows:
+                OF_ENGINE.hold(state, ticket.rows)
             state.vllm_tap_captures = [ticket.capture(sample) for sample in range(ticket.n)]
         return state
 

@@ -17,7 +17,7 @@ from engine_side import worker
 from engine_side.config import TAP_VERSION, EngineConfig, untested
 from engine_side.edits.editor import Editor
 from engine_side.edits.places import call_of, edit_arguments, edit_results
-from engine_side.edits.tables import room, tables
+from engine_side.edits.tables import Size, room, tables
 from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.seams.front_end import widths_of
 from engine_side.seams.recorded_step import discover, prove
@@ -126,20 +126,22 @@ def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str
             raise StartError(f"vllm-tap: VLLM_TAP_EDIT={','.join(config.edit)!r}: layers {lacking} have no {site}; "
                              f"name those that have it, such as {site}.{min(has)}")
     widths = {(point.site, point.layer): point.width for point in points}
-    size = widths, _tokens_max(vllm_config), vllm_config.scheduler_config.max_num_seqs, config.edit_depth
-    if (nbytes := room(*size)) > config.staging_bytes_max:
+    size = Size(_tokens_max(vllm_config), vllm_config.scheduler_config.max_num_seqs, config.edit_depth,
+                config.edit_rows)
+    if (nbytes := room(widths, size)) > config.staging_bytes_max:
         raise StartError(f"vllm-tap: edits need {nbytes / 2**20:,.1f} MiB; the budget is "
                          f"{config.staging_bytes_max / 2**20:,.1f} MiB: arm fewer sites (VLLM_TAP_EDIT), lower "
-                         "max_num_seqs, or raise VLLM_TAP_STAGING_BYTES_MAX")
+                         "max_num_seqs or VLLM_TAP_EDIT_ROWS, or raise VLLM_TAP_STAGING_BYTES_MAX")
     logger.info("vllm-tap: %d places may be edited; tables of %.1f MiB", len(points), nbytes / 2**20)
-    return points, Editor(tables(*size, device))
+    return points, Editor(tables(widths, size, device))
 
 
 def _editable(config: EngineConfig, places: Iterable[TapPoint]) -> Editable | None:
     layers: dict[str, list[int]] = {}
     for point in places:
         layers.setdefault(point.site, []).append(point.layer)
-    return Editable(layers, config.edit_depth, [vector.name for vector in config.vectors]) if layers else None
+    return Editable(layers, config.edit_depth, [vector.name for vector in config.vectors],
+                    config.edit_rows) if layers else None
 
 
 def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPlan:

@@ -21,12 +21,13 @@ from schemas.spec import Armed, Resolved
 
 class Editable(msgspec.Struct, frozen=True):
     """What requests may have changed: layers by site, at most ``depth`` edits of one row, site and layer; ``vectors``:
-    names that they may use.
+    names that they may use; ``rows``: that edits of requests at once may set rows to.
     """
 
     layers: dict[str, list[int]]
     depth: int
     vectors: list[str]
+    rows: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

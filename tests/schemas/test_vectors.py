@@ -69,7 +69,7 @@ def test_a_vector_is_not_wider_than_any_row(data: bytes) -> None:
         read_vector(data, JSON if data.startswith(b"{") else FILE)
 
 
-ARMS = Arms({"resid_post": [0, 1]}, {"resid_post": 3}, 2, 2, {"tone": NUMBERS}, {})
+ARMS = Arms({"resid_post": [0, 1]}, {"resid_post": 3}, 2, 2, {"tone": NUMBERS}, {}, 16, 256)
 ADD = {"site": "resid_post.1", "op": "add"}
 
 
@@ -101,7 +101,7 @@ SET = {"site": "resid_post.1", "op": "set"}
     ({**SET, "from": {"capture": "x", "positions": [[1, 3]]}, "positions": [1]}, "from.positions = '2 of them'"),
     ({**SET, "from": {"capture": "x", "positions": [[3, 1]]}, "positions": [1]}, "edit[0].from.positions = [3, 1]"),
     ({**SET, "from": {"capture": "x", "decoded": 1}, "positions": [1]}, "edit[0].from.decoded = 1"),
-    ({**SET, "from": {"capture": "x"}, "vector": [1], "positions": [1]}, "edit[0].from = 'x': set has a vector"),
+    ({**SET, "from": {"capture": "x"}, "vector": [1], "positions": [1]}, "edit[0].rows = '…': set has vector"),
     ({**SET, "from": {"capture": "x"}, "positions": [1]}, "edit[0].from = 'x': rows of a capture are looked up by the"),
 ])
 def test_an_edit_that_cannot_be_made_is_refused_by_name(edit: dict[str, Any], says: str) -> None:

@@ -29,6 +29,7 @@ from vllm_tap.cli.options import (
     Durability,
     Edit,
     EditDepth,
+    EditRows,
     Format,
     Keys,
     LogFormat,
@@ -84,6 +85,7 @@ def serve(
     probe: Probes = None,
     edit: Edit = "",
     edit_depth: EditDepth = None,
+    edit_rows: EditRows = None,
     vector: Vectors = None,
     max_model_len: MaxModelLen = None,
     on_full: Annotated[OnFull, typer.Option(help="Drop rows (named in the manifest) or let generation wait.")]
@@ -130,7 +132,7 @@ def serve(
         quota_bytes=_size(quota_bytes, "--quota-bytes"), metrics_port=metrics_port, log_format=log_format.value,
         engine_args=arguments, environment={**environment, **legacy}, capture_all=capture_all,
         probes=parse_probes(probe or (), "--probe"),
-        edits=EditArms(edit, edit_depth, parse_probes(vector or (), "--vector", "vector")),
+        edits=EditArms(edit, edit_depth, edit_rows, parse_probes(vector or (), "--vector", "vector")),
     )))
 
 

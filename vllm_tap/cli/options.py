@@ -13,7 +13,7 @@ from schemas.codecs import CODECS
 from schemas.errors import TapError
 from schemas.legacy import MODES
 
-__all__ = ["ActBits", "ActMode", "Arm", "Durability", "Edit", "EditDepth", "Format", "Keys", "LogFormat",
+__all__ = ["ActBits", "ActMode", "Arm", "Durability", "Edit", "EditDepth", "EditRows", "Format", "Keys", "LogFormat",
            "MaxModelLen", "OnFull", "Probes", "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK", "Vectors", "engine_of",
            "model_of"]
 
@@ -47,6 +47,8 @@ Edit = Annotated[str, typer.Option(help="Sites whose rows requests may have chan
                                         "attn_out, mlp_out, mlp_post, z, each in every layer or, as resid_post.12, in "
                                         "one.")]
 EditDepth = Annotated[int | None, typer.Option(help="Edits that a row may have at one site and layer (default 2).")]
+EditRows = Annotated[int | None, typer.Option(help="Rows that edits with one for each position (set, rows) may hold at "
+                                                   "once, of all requests together (default 256).")]
 Vectors = Annotated[list[str] | None, typer.Option(
     "--vector", help="Register a vector that edits may name: NAME=FILE (safetensors with one tensor, vector); "
                      "repeatable.")]

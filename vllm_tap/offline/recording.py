@@ -82,7 +82,7 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
     registered = parse_probes((f"{name}={file}" for name, file in (probes or {}).items()))
     for probe in registered:
         load_probe(probe)
-    edits = EditArms(edit if isinstance(edit, str) else ",".join(edit), None, parse_probes(
+    edits = EditArms(edit if isinstance(edit, str) else ",".join(edit), None, None, parse_probes(
         (f"{name}={file}" for name, file in (vectors or {}).items()), "vectors", "vector"))
     edits.check("edit", "edit_depth", "vectors")
     check_one_of("on_full", on_full, OnFull)

@@ -71,7 +71,7 @@ class ServeConfig:
     edits: EditArms = field(default_factory=EditArms)
 
     def __post_init__(self) -> None:
-        armed, edited = self.armed, self.edits.check("--edit", "--edit-depth", "--vector")
+        armed, edited = self.armed, self.edits.check("--edit", "--edit-depth", "--vector", "--edit-rows")
         for probe in self.probes:
             load_probe(probe)
         check_model(self.model)

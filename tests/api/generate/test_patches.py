@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from api.auth.keys import make_key
-from api.generate.edits import is_exact
+from api.generate.edits import ask_edits, edits_text, is_exact
 from schemas import limits
+from schemas.errors import LimitError
 from schemas.ids import new_ulid
-from schemas.read.reader import RowsAt
+from schemas.read.reader import RowsAt, StoreReader
 from schemas.store.paths import KEYS_FILE
 from tests.support.api_stack import Stack, running
-from tests.support.engines.engine_player import WIDTH, decoded, rows
+from tests.support.engines.engine_player import WIDTH, decoded, engine_info, rows
 
 PROMPT = "hello there"
 
@@ -67,11 +68,11 @@ def true(layer: int, positions: list[int], site: str = "resid_post") -> Any:
 def test_rows_go_to_the_positions_that_they_are_named_for(stack: Stack, captures: dict[str, str]) -> None:
     one, = sent(stack, edit(captures["raw"], [5]))
     assert np.array_equal(one.pop("rows"), true(1, [5]))
-    assert one == {"site": "resid_post", "layers": [1], "op": "set", "positions": [[5, 6]],
-                   "from": {"capture": captures["raw"], "site": "resid_post", "layer": 1, "positions": [5]}}
+    assert one == {"site": "resid_post", "layers": [1], "op": "set", "positions": [5],
+                   "from": {"capture": captures["raw"], "site": "resid_post", "layer": 1}}
     moved, = sent(stack, edit(captures["raw"], [7, 2], positions=[0, 9]))  # 0 goes to 7, and 9 to 2
-    assert moved["positions"] == [[2, 3], [7, 8]] and moved["from"]["positions"] == [9, 0]
-    assert np.array_equal(moved["rows"], true(1, [9, 0]))
+    assert moved["positions"] == [7, 2] and moved["from"]["positions"] == [0, 9]
+    assert np.array_equal(moved["rows"], true(1, [0, 9]))
     ranged, = sent(stack, edit(captures["raw"], [[0, 3], [8, 10]], positions=[[1, 6]]))
     assert ranged["positions"] == [[0, 3], [8, 10]] and np.array_equal(ranged["rows"], true(1, [1, 2, 3, 4, 5]))
 
@@ -132,7 +133,7 @@ MANY: Any = [[0, 4096]]
     ("raw", [99], {}, 404, "no row of resid_post at position 99: its positions end at 14"),
     ("gappy", [2, 3], {"layer": 2}, 404, "no row of resid_post at position 3: dropped"),
     ("several", [3], {}, 404, "has 2 samples"), ("raw", [3, 3], {}, 400, "edit[0].positions = [3, 3]: names"),
-    ("raw", MANY, {}, 404, "position 14"), ("raw", [[0, 2**31 - 1]], {}, 413, "positions of an edit with a row"),
+    ("raw", MANY, {}, 404, "position 14"), ("raw", [[0, 2**31 - 1]], {}, 413, "edit[0].positions: 2147483647"),
     ("raw", [3], {"site": "resid_post.1", "layer": 2}, 400, "edit[0].from.layer = 2: is not the layer"),
     ("raw", [3], {"site": "nothing"}, 400, "edit[0].from.site = 'nothing': unknown site"),
     ("broken", [4], {"site": "probe.tone", "layer": 2}, 400, "position 4 holds numbers that are not finite"),
@@ -151,8 +152,26 @@ def test_rows_of_a_running_capture_are_there_as_far_as_it_is(stack: Stack, captu
 def test_what_is_not_armed_or_too_much_is_refused(stack: Stack, captures: dict[str, str]) -> None:
     unarmed = stack.complete(PROMPT, edit=[{**edit(captures["raw"], [3]), "site": "attn_out.1"}]).json()["error"]
     assert (unarmed["code"], unarmed["param"]) == ("not_armed", "edit[0].layers")
-    many = stack.complete(PROMPT, edit=[edit(captures["raw"], [each], [0, 1, 2, 3]) for each in range(3)])
-    assert many.status_code == 413 and "counted once for each layer: 12 asked, limit 8" in many.text
+    many = [edit(captures["raw"], [each], [0, 1, 2, 3]) for each in range(3)]
+    assert len(sent(stack, *many)) == 12
+    both = stack.complete(PROMPT, edit=[{**many[0], "rows": [[1.0] * WIDTH]}]).json()["error"]
+    assert both["param"] == "edit[0].from" and "not both" in both["message"]
+
+
+def test_edits_are_counted_before_anything_is_looked_up(stack: Stack, captures: dict[str, str],
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    one = edit(captures["raw"], [3], [0, 1, 2, 3])
+    many = stack.complete(PROMPT, edit=[one] * 257)
+    assert many.status_code == 413 and "counted once for each layer: 1028 asked, limit 1024" in many.text
+    many = stack.complete(PROMPT, edit=[one] * 1025)
+    assert many.status_code == 413 and "edits: 1025 asked, limit 1024" in many.text
+    plain = {"site": "resid_post", "op": "scale", "by": 2}
+    assert "edits: 9 asked, limit 8" in stack.complete(PROMPT, edit=[plain] * 9).text
+    assert len(sent(stack, *[plain] * 8, one)) == 12
+    asked = ask_edits([edit(captures["raw"], [[0, 14]], [0, 1, 2, 3])] * 2)
+    monkeypatch.setattr(limits, "edit_json_bytes_max", 4 * 14 * WIDTH * 4 * 4 // 3)
+    with StoreReader(stack.store) as reader, pytest.raises(LimitError, match="bytes of the edits"):
+        edits_text(asked, reader, "alice", engine_info("float32"))
 
 
 def test_rows_beyond_the_bytes_of_edits_are_not_read(stack: Stack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -58,6 +59,7 @@ def engine(request: pytest.FixtureRequest, reader: StoreReader, tmp_path_factory
     save_file({"vector": vector(HIDDEN, 11)}, path := tmp_path_factory.mktemp("vectors") / "tone.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_TAP_VECTORS", f"tone={path}")
+        patch.setenv("VLLM_TAP_EDIT_ROWS", "200")
         made = started(reader, request.param)
     yield made
     made.close()
@@ -110,11 +112,19 @@ def operations(engine: Engine) -> list[list[dict[str, Any]]]:
          {"site": "resid_post.1", "op": "scale", "by": -1, "positions": [[2, 70]]}],
         [{"site": "attn_out.1", "op": "scale", "by": 0}, {"site": "mlp_out.2", "op": "add", "vector": v["mlp_out"]}],
         [{"site": "z.1", "op": "scale", "by": 0, "positions": "generated"}],
+        [{"site": "resid_post.1", "op": "set", "positions": [60, 7, 50, 6], "rows": rows(widths["resid_post"], 4)},
+         {"site": "resid_post.2", "op": "add", "vector": "tone", "positions": [[5, 9]]},
+         {"site": "z.1", "op": "set", "positions": [[44, 52], [72, 73]], "rows": rows(widths["z"], 9)}],
     ]
     if "mlp_post" in widths:
         found.append([{"site": "mlp_post.2", "op": "ablate", "vector": v["mlp_post"]},
                       {"site": "mlp_post.2", "op": "add", "vector": v["mlp_post"], "scale": 0.25}])
     return found
+
+
+def rows(width: int, count: int, seed: int = 70) -> list[list[float]]:
+    """Rows of chance for an edit that has one for each position."""
+    return [vector(width, seed + number).tolist() for number in range(count)]
 
 
 def test_every_operation_beside_requests_without_one(engine: Engine) -> None:
@@ -136,6 +146,11 @@ def test_a_set_row_is_that_row(engine: Engine) -> None:
         {"site": "resid_post.1", "op": "set", "vector": given.tolist(), "positions": [4, 21]}]])
     found = engine.reader.slice(captured.id, "resid_post", [1])
     assert np.array_equal(found.values()[0][[4, 21]], np.stack([given, given]))
+    many = rows(len(given), 3)
+    captured, = run(engine, [tokens(20, seed=4)], [[
+        {"site": "resid_post.1", "op": "set", "rows": many, "positions": [22, 4, 21]}]])
+    found = engine.reader.slice(captured.id, "resid_post", [1])
+    assert np.array_equal(found.values()[0][[22, 4, 21]], np.array(many, np.float32))
 
 
 def test_neighbours_have_the_same_bits(engine: Engine) -> None:
@@ -179,6 +194,18 @@ def one(**fields: Any) -> list[dict[str, Any]]:
     (one(positions=[[5, 5]]), r"start < stop"),
     (one(positions=[-1]), r"edit\[0\].positions"),
     (one(positions="later"), r"edit\[0\].positions = 'later'"),
+    (one(op="set", by=None, rows=[[1.0] * 128]), r"edit\[0\].positions = 'all': rows are of positions that are listed"),
+    (one(op="set", by=None, rows=[[1.0] * 128], positions=[3, 4]), r"edit\[0\].rows = '1 rows': positions lists 2"),
+    (one(op="set", by=None, rows=[[1.0] * 127], positions=[3]), r"edit\[0\].rows\[0\] = '127 numbers': .* have 128"),
+    (one(op="set", by=None, rows=[[1.0] * 127 + [math.inf]], positions=[3]), r"rows\[0\]\[127\] = inf: valid: a fin"),
+    (one(op="set", by=None, rows=[[1.0] * 128] * 2, positions=[3, 3]), r"names a position twice"),
+    (one(op="set", by=None, rows=[[1.0] * 128], vector="tone", positions=[3]), r"rows, and not both"),
+    (one(op="set", by=None, rows={"base64": "AAAA"}, positions=[3]), r"rows.base64 = 'AAAA': valid: base64 of"),
+    (one(op="set", by=None, rows={"base64": "AAAAAA=="}, positions=[3]), r"rows = '1 numbers': 1 positions of 128"),
+    (one(op="set", by=None, rows={"base64": "AADAfw=="}, positions=[3]), r"rows.base64 = '…': valid: finite numbers"),
+    (one(op="add", by=None, rows=[[1.0] * 128], positions=[3]), r"rows = .*: add has vector and scale, and no rows"),
+    (one(op="set", by=None, rows=[[1.0] * 128] * 201, positions=[[0, 201]]), r"201 rows': the engine keeps 200"),
+    (one(positions=[256]), r"positions = \[256, 257\]: beyond the model: a request has 256 tokens"),
     (one() * 3, r"edit 3 of resid_post.1: the engine makes 2"),
     (one() * 9, r"edits: 9 asked, limit 8"),
     ("[", "malformed JSON"),
@@ -190,6 +217,25 @@ def test_what_cannot_be_edited_is_refused(engine: Engine, edit: Any, said: str) 
     with pytest.raises(SpecError, match=said):
         engine.llm.generate([{"prompt_token_ids": tokens(5, seed=1)}], SamplingParams(extra_args={"edit": edit}),
                             use_tqdm=False)
+
+
+def test_rows_that_are_in_use_are_not_given_twice(engine: Engine) -> None:
+    """A request beyond the rows that the engine keeps is refused while others have them, under an id that is free
+    afterwards; and rows in pieces are put together.
+    """
+    width = engine.llm.llm_engine.input_processor.vllm_tap_arms.widths["resid_post"]
+    held: Any = [[{"site": "resid_post.1", "op": "set", "positions": [[0, count]], "rows": rows(width, count, seed)}]
+                 for seed, count in enumerate((40, 20, 60, 50, 60))]
+    prompts = [tokens(70, seed=600 + number) for number in range(len(held))]
+    with pytest.raises(SpecError, match=r"60 rows.*of the 200 that the engine keeps .* 170 are in use"):
+        run(engine, prompts, held)
+    engine.llm.llm_engine.abort_request([*engine.llm.llm_engine.output_processor.request_states], internal=True)
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.llm.llm_engine.step()
+    for chosen in ([0, 1, 2, 3], [4, 1, 0], [3, 2, 4]):
+        for captured, number in zip(run(engine, [prompts[number] for number in chosen],
+                                        [held[number] for number in chosen]), chosen, strict=True):
+            check(engine, captured, held[number])
 
 
 FAULTS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {

@@ -562,7 +562,8 @@ def test_an_edited_request_beside_a_plain_one(service: Service, port: str) -> No
 def test_edits_without_a_capture_and_such_as_cannot_be_made(service: Service, port: str) -> None:
     url = port_of(service, port)
     capabilities = httpx.get(f"{url}/v1/capabilities").json()
-    assert capabilities["edits"] == {"armed": {"resid_post": [1], "attn_out": [2]}, "depth": 2, "vectors": ["steer"]}
+    assert capabilities["edits"] == {"armed": {"resid_post": [1], "attn_out": [2]}, "depth": 2, "rows": 256,
+                                     "vectors": ["steer"]}
     ask = {"model": service.model, "max_tokens": 4, "messages": _chat("Only edited.")}
     for path in ("chat/completions", "messages"):
         answer = httpx.post(f"{url}/v1/{path}", timeout=30, json={

@@ -28,7 +28,7 @@ WIDTH = 96  # not a multiple of int8b64's block
 TONE = Probe(site="resid_post", layer=2, names=["glad", "sad"], activation="none", fingerprint="p1")
 ARMED = Armed(sites={"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}, n_layers=LAYERS, probes={"tone": TONE})
 
-EDITS = Editable(layers={"resid_post": [0, 1, 2, 3], "attn_out": [2]}, depth=2, vectors=["tone"])
+EDITS = Editable(layers={"resid_post": [0, 1, 2, 3], "attn_out": [2]}, depth=2, vectors=["tone"], rows=256)
 
 
 def engine_info(dtype: str, armed: Armed = ARMED) -> EngineInfo:

@@ -521,15 +521,17 @@ def test_what_serve_arms_for_edits(tmp_path: Path) -> None:
     """Told to the engine; refused by flag, value and what would be valid, before anything starts."""
     save_file({"vector": np.ones(256, np.float32)}, file := tmp_path / "v.safetensors")
     tiny = str(tiny_model())
-    config = ServeConfig(tiny, tmp_path / "store", edits=EditArms("resid_post.1, z", 3, parse_probes(
+    config = ServeConfig(tiny, tmp_path / "store", edits=EditArms("resid_post.1, z", 3, 64, parse_probes(
         [f"tone={file}"], "--vector", "vector")))
     told = tap_environment(config, "ipc:///tmp/none")
-    assert [told[f"VLLM_TAP_{name}"] for name in ("EDIT", "EDIT_DEPTH", "VECTORS")] == [
-        "resid_post.1,z", "3", f"tone={file}"]
+    assert [told[f"VLLM_TAP_{name}"] for name in ("EDIT", "EDIT_DEPTH", "EDIT_ROWS", "VECTORS")] == [
+        "resid_post.1,z", "3", "64", f"tone={file}"]
     for arms, says in ((EditArms("q"), "--edit = 'q'"), (EditArms("z", 9), "--edit-depth = 9"),
+                       (EditArms("z", rows=-1), "--edit-rows = -1: must be 0 to"),
                        (EditArms("", 2), "--edit-depth = 2: nothing is armed for edits; name sites with --edit"),
                        (EditArms("resid_post.7"), "--edit = resid_post.7: .* layers 0 to 3"),
-                       (replace(config.edits, places="", depth=None), "--vector = tone=.*name sites with --edit")):
+                       (replace(config.edits, places="", depth=None, rows=None),
+                        "--vector = tone=.*name sites with --edit")):
         with pytest.raises(StartError, match=says):
             ServeConfig(tiny, tmp_path / "store", edits=arms)
     assert_refused(tap("serve", tiny, "--edit", "z", "--edit-depth", "3", "--vector", "tone=none"), "vector 'tone'")

@@ -1,0 +1,34 @@
+"""Rows that edits of requests hold in the engine: the front end lets in no more than it keeps."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+from schemas.edits import EditError
+
+
+@dataclass(slots=True)
+class RowsInUse:
+    """Rows of all requests that have not ended; an engine keeps ``limit``."""
+
+    limit: int = 0
+    count: int = 0
+
+    def check(self, more: int) -> None:
+        """EditError where there is no room for so many more."""
+        if more and self.count + more > self.limit:
+            raise EditError("", f"{more} rows", f"of the {self.limit} that the engine keeps for all its requests "
+                            f"{self.count} are in use by requests that have not ended: ask again when they have, or "
+                            "raise VLLM_TAP_EDIT_ROWS (--edit-rows)")
+
+    def hold(self, owner: object, rows: int) -> None:
+        """Count rows until their owner is gone, whichever way it goes."""
+        self.count += rows
+        weakref.finalize(owner, self._let_go, rows).atexit = False
+
+    def _let_go(self, rows: int) -> None:
+        self.count -= rows
+
+
+OF_ENGINE = RowsInUse()  # one front end of a process serves one engine
