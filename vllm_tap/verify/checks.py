@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -74,8 +75,8 @@ class Outcome:
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong, and everything that was done wrong was found."""
-        return not self.failed and all(place.ok for place in self.places) and not any(
-            site.missed for site in self.faults)
+        return bool(self.places and self.faults) and not self.failed and all(
+            place.ok for place in self.places) and not any(site.missed for site in self.faults)
 
 
 def verify(lab: Laboratory, places: Sequence[Place] | None = None, tell: Tell = lambda done, total: None) -> Outcome:
@@ -132,6 +133,7 @@ class _Bench:
             if self.rows * width > most:
                 raise StartError(f"{site}: {self.rows} rows of {width} numbers are more than a request may hand in; "
                                  "take smaller blocks (-- --block-size 16), or leave the site out of --edit")
+        self._plain: tuple[str, Seen] | None = None
         self.prompts = [self._prompt(seed) for seed in (1, 2)]
 
     def _prompt(self, seed: int, more: int = 0) -> tuple[int, ...]:
@@ -157,13 +159,20 @@ class _Bench:
     def put_back(self, place: Place) -> PlaceOutcome:
         """Its rows, from the run that sets nothing, set in a second one."""
         right = self._control(place)
-        plain = self._run(place, [])
+        plain = self._unedited(place[0])
         rows = right.rows[place]
         if len(rows) != self.rows:
             return PlaceOutcome(*place, len(rows), [f"{len(rows)} of {self.rows} rows were captured"], [], False)
         again = self._run(place, [patched(place, rows)])
         return PlaceOutcome(*place, len(rows), differences(right, again), differences(right, plain, signs=False),
                             self.lab.dtype == "float32")
+
+    def _unedited(self, site: str) -> Seen:
+        """A run without an edit, with the rows of a site in every layer: one for all places of the site."""
+        if self._plain is None or self._plain[0] != site:
+            first, *others = ((site, layer) for layer in self.lab.armed[site])
+            self._plain = site, self._run(first, [], more=others)
+        return self._plain[1]
 
     def faults(self, place: Place) -> SiteFaults:
         """Wrong rows set at a place: something must tell."""
@@ -188,7 +197,8 @@ class _Bench:
         """
         if not self.lab.engine.vllm_config.cache_config.enable_prefix_caching:
             return "prefix caching is off: there is nothing to read", []
-        prompt, rows = self._prompt(3, self.block), self._control(place, prompt=1).rows[place][:_SALTED]
+        prompt = self._prompt(time.time_ns(), self.block)  # of which nothing is cached, whatever this engine was asked
+        rows = self._control(place, prompt=1).rows[place][:_SALTED]
         edit = (patched(place, rows),)
         edited, again = (self.lab.run(Run(prompt, _GENERATED, edit, cached=True)) for _ in range(2))
         unedited = self.lab.run(Run(prompt, _GENERATED, cached=True))
