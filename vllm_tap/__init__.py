@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vllm_tap.client.async_client import AsyncCapture, AsyncClient, AsyncGeneration
     from vllm_tap.client.captures import Capture, Rows
     from vllm_tap.client.client import Client
+    from vllm_tap.client.sweep_plan import LogitDifference
+    from vllm_tap.client.sweep_result import PatchSweep
     from vllm_tap.errors import BadRequest, Conflict, MissingRows, NotComplete, NotFound, ServiceError, Unavailable
     from vllm_tap.loader.dataset import Activations, RowDataset, activations, rows
     from vllm_tap.offline.recording import Recording, capture_args, manifest, recording
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Activations", "AsyncCapture", "AsyncClient", "AsyncGeneration", "BadRequest", "Capture", "CaptureRow", "Client",
-    "Conflict", "Generation", "Manifest", "Missing", "MissingRows", "NotComplete", "NotFound", "NotFoundError",
-    "Recording", "RowDataset", "Rows", "ServiceError", "SpecError", "Store", "TapError", "Unavailable", "activations",
-    "capture_args", "manifest", "new_ulid", "open_store", "recording", "rows",
+    "Conflict", "Generation", "LogitDifference", "Manifest", "Missing", "MissingRows", "NotComplete", "NotFound",
+    "NotFoundError", "PatchSweep", "Recording", "RowDataset", "Rows", "ServiceError", "SpecError", "Store", "TapError",
+    "Unavailable", "activations", "capture_args", "manifest", "new_ulid", "open_store", "recording", "rows",
 ]
 
 # Imported when first used: the command line starts without loading what it does not need.
@@ -39,6 +41,8 @@ _MODULES: Final = {
     "vllm_tap.client.async_client": ("AsyncCapture", "AsyncClient", "AsyncGeneration"),
     "vllm_tap.client.captures": ("Capture", "Rows"),
     "vllm_tap.client.client": ("Client",),
+    "vllm_tap.client.sweep_plan": ("LogitDifference",),
+    "vllm_tap.client.sweep_result": ("PatchSweep",),
     "vllm_tap.errors": ("BadRequest", "Conflict", "MissingRows", "NotComplete", "NotFound", "ServiceError",
                         "Unavailable"),
     "vllm_tap.offline.recording": ("Recording", "capture_args", "manifest", "recording"),

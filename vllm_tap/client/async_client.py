@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, overload
 
@@ -37,6 +38,9 @@ from vllm_tap.client.captures import (
     site_on_model,
 )
 from vllm_tap.client.listing import Filters, Page
+from vllm_tap.client.sweep_plan import Metric, SweepAsked
+from vllm_tap.client.sweep_result import PatchSweep
+from vllm_tap.client.sweep_run import sweep
 from vllm_tap.errors import not_complete
 from vllm_tap.progress import ProgressReport, reporting
 
@@ -172,6 +176,12 @@ class AsyncClient:
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
+
+    async def patch_sweep(self, clean: http.AnyPrompt, corrupted: http.AnyPrompt, sites: Sequence[str], metric: Metric,
+                          *, layers: Sequence[int] | None = None, positions: Sequence[int] | None = None,
+                          results: str | Path | None = None, progress: ProgressReport = False) -> PatchSweep:
+        """``Client.patch_sweep``."""
+        return await sweep(self, SweepAsked(clean, corrupted, sites, layers, positions, metric), results, progress)
 
     async def model(self) -> str:
         """The name of the served model."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
@@ -28,6 +29,9 @@ from vllm_tap.client.answers import Generation
 from vllm_tap.client.async_client import AsyncClient
 from vllm_tap.client.captures import Capture, Rows
 from vllm_tap.client.listing import Filters
+from vllm_tap.client.sweep_plan import Metric, SweepAsked
+from vllm_tap.client.sweep_result import PatchSweep
+from vllm_tap.client.sweep_run import sweep_in_threads
 from vllm_tap.progress import ProgressReport, reporting
 
 __all__ = ["Client"]
@@ -142,6 +146,20 @@ class Client:
                 raise
             return [error if isinstance(error := future.exception(), Exception) else future.result()
                     for future in futures]
+
+    def patch_sweep(self, clean: http.AnyPrompt, corrupted: http.AnyPrompt, sites: Sequence[str], metric: Metric, *,
+                    layers: Sequence[int] | None = None, positions: Sequence[int] | None = None,
+                    results: str | Path | None = None, progress: ProgressReport = False) -> PatchSweep:
+        """Activation patching: for every site, layer and position the corrupted prompt with that row set to the clean
+        one's, measured by ``metric`` (``LogitDifference(right, wrong)``, or a function of the answer), and scaled so
+        that the clean prompt has 1 and the corrupted one 0.
+
+        The prompts have as many tokens as one another. None: every layer armed for edits, every position. ``results``
+        names a file that every measure is written to: the same call goes on from there. ``progress``: True for a bar,
+        or a function of (done, total). ArgumentError, before any cell, where the sweep cannot be had.
+        """
+        asked = SweepAsked(clean, corrupted, sites, layers, positions, metric)
+        return sweep_in_threads(self._client, _run, asked, results, progress)
 
     def model(self) -> str:
         """The name of the served model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,20 @@ import pytest
 from safetensors.numpy import save_file
 
 from schemas.edits import digest_of
+from schemas.errors import SpecError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from tests.engine.conftest import ENVIRONMENT
 from tests.support.engines.installed import ROOT, entry_points
+from tests.support.models.edited import moved
 from tests.support.models.reference import Reference
 from tests.support.pages.readme import blocks
 from tests.support.processes import descendants, free_port, runs
 from tests.support.store_helpers import until
+from vllm_tap.client.answers import Answer
+from vllm_tap.client.async_client import AsyncClient
 from vllm_tap.client.client import Client
+from vllm_tap.client.sweep_plan import LogitDifference
 from vllm_tap.errors import BadRequest, Conflict, NotFound
 from vllm_tap.tiny_model import LAYERS, cache_dir
 
@@ -715,3 +721,72 @@ def test_a_stop_with_requests_in_flight(service: Service) -> None:
             assert found.expected == found.captured + sum(gap.rows for row in found.rows for gap in row.missing)
             assert found.captured > 0
         assert "abort" in ends and set(ends) <= {"abort", "length"}
+
+
+def test_a_sweep_of_patches_is_hugging_faces_cell_by_cell(service: Service, tmp_path: Path) -> None:
+    """Also where one of the tokens is not among the likeliest, on asyncio, and gone on with after it was cut off."""
+    clean, corrupted = [[int(t) for t in np.random.default_rng(seed).integers(10, 2000, 6)] for seed in (51, 52)]
+    rows, _ = service.reference.edited((*clean, 0), {})
+    right, wrong = 17, 1205
+
+    def measure(tokens: list[int], edits: list[dict[str, Any]]) -> float:
+        chances = service.reference.edited((*tokens, 0), moved(edits, 6))[1][5]
+        return float(chances[right] - chances[wrong])
+
+    told: list[int] = []
+    ends = measure(clean, []), measure(corrupted, [])
+    with Client(service.url) as client:
+        sweep = partial(client.patch_sweep, clean, corrupted, ["resid_post", "attn_out"], LogitDifference(right, wrong),
+                        progress=lambda done, total: told.append(done))
+        found = sweep(results=(file := tmp_path / "sweep.jsonl"))
+        assert (found.values.shape, found.layers, found.positions) == ((2, 2, 6), [1, 2], [*range(6)])
+        assert abs(found.clean_metric - ends[0]) < 1e-4 and abs(found.corrupted_metric - ends[1]) < 1e-4
+        for (number, at, position), value in np.ndenumerate(found.values):
+            site, layer = found.sites[number], found.layers[at]
+            if (site, layer) not in (("resid_post", 1), ("attn_out", 2)):
+                assert np.isnan(value)
+                continue
+            patched = measure(corrupted, [{"site": f"{site}.{layer}", "op": "set", "positions": [position],
+                                           "rows": [rows[site, layer][position].tolist()]}])
+            assert abs(value - (patched - ends[1]) / (ends[0] - ends[1])) < 1e-3, (site, layer, position)
+        assert told == list(range(13))
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[:6]) + lines[6][:9])
+        told.clear()
+        assert sweep(results=file).to_json() == found.to_json() and told == list(range(5, 13))
+        assert sorted(file.read_text().splitlines(keepends=True)) == sorted(lines)
+        with pytest.raises(SpecError, match=r"results = .*: is of another sweep \(corrupted\)"):
+            client.patch_sweep(clean, clean[::-1], found.sites, LogitDifference(right, wrong), results=file)
+    found.heatmap(tmp_path / "sweep.png", [f"${token}" for token in clean])
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(found.to_json(tmp_path / "sweep.json"))["values"][0][1] == [None] * 6
+
+    async def on_asyncio() -> Any:
+        async with AsyncClient(service.url) as client:
+            return await client.patch_sweep(clean, corrupted, ["attn_out"], first_chance, layers=[2], positions=[5, 1])
+
+    other = asyncio.run(on_asyncio())
+    assert other.values.shape == (1, 1, 2) and other.positions == [1, 5] and other.name_of_metric == "first_chance"
+
+
+def first_chance(answer: Answer) -> float:
+    return float(answer.response["choices"][0]["logprobs"]["token_logprobs"][0])
+
+
+@pytest.mark.parametrize(("asked", "says"), [
+    ({"sites": "resid_post"}, "sites = 'resid_post': a list such as"),
+    ({"sites": ["mlp_out"]}, "sites = 'mlp_out': not armed for edits; armed: resid_post, attn_out"),
+    ({"sites": ["resid_post.1"]}, r"has a layer in it; name the site, and layers=\[1\]"),
+    ({"layers": [3]}, "layers = 3: not armed for edits"),
+    ({"layers": []}, "layers = .*leave it out for all"),
+    ({"positions": [2, 4]}, "positions = 4: the prompts have 4 tokens"),
+    ({"corrupted": [5, 6]}, "corrupted = '2 tokens': the clean prompt has 4"),
+    ({"corrupted": [11, 12, 13, 14]}, "is .* for both prompts"),
+    ({"metric": 3}, r"metric = 3: LogitDifference\(right, wrong\), or a function"),
+    ({"metric": LogitDifference("two words of it", 3)}, "metric.right = 'two words of it': is .* tokens"),
+])
+def test_sweeps_that_cannot_be_had(asked: dict[str, Any], says: str, service: Service) -> None:
+    given = {"clean": [11, 12, 13, 14], "corrupted": [21, 22, 23, 24], "sites": ["resid_post"],
+             "metric": LogitDifference(5, 6), **asked}
+    with Client(service.url) as client, pytest.raises(SpecError, match=says):
+        client.patch_sweep(**given)
