@@ -112,7 +112,7 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
 def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str, ...]], Iterable[TapPoint]],
                device: torch.device) -> tuple[Editable | None, list[TapPoint], Editor | None]:
     """What requests may have edited, the places of that, and what edits them; StartError where one cannot be."""
-    if not config.edit:
+    if not (config.edit or config.probes):  # what a probe sees may end a request
         return None, [], None
     asked = layers_by_site(config.edit)
     points = armed_points(asked, find)
@@ -138,7 +138,7 @@ def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str
                          f"{config.staging_bytes_max / 2**20:,.1f} MiB: arm fewer sites (VLLM_TAP_EDIT), lower "
                          "max_num_seqs or VLLM_TAP_EDIT_ROWS, or raise VLLM_TAP_STAGING_BYTES_MAX")
     logger.info("vllm-tap: %d places may be edited; tables of %.1f MiB", len(places), nbytes / 2**20)
-    return _editable(config, points), places, Editor(tables(widths, size, heads, device))
+    return _editable(config, points) if points else None, places, Editor(tables(widths, size, heads, device))
 
 
 def _editable(config: EngineConfig, points: Iterable[TapPoint]) -> Editable:
