@@ -14,11 +14,10 @@ from torch import nn
 from engine_side.edits.tables import Place, Tables, edited
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
-from schemas.edits import place_of
 from schemas.errors import StartError
-from schemas.sites import has_heads
+from schemas.sites import has_heads, place_of
 
-_BUFFERS: Final = ("programs", "ordinals", "slots", "vectors", "forms")
+_BUFFERS: Final = ("marks", "programs", "ordinals", "slots", "vectors", "forms")
 _HEADS: Final = "heads"  # the one buffer more of a place whose rows are one head after the other
 _PROJECTED: Final = ("q", "k", "v")
 
@@ -104,8 +103,8 @@ def _registered(points: Iterable[TapPoint], tables: Tables, before: bool) -> Ite
         call, place = call_of(point), (point.site, point.layer)
         if bool(call.given) == before:
             pool = tables.pools[tables.widths[place]]
-            buffers = dict(zip(_BUFFERS, (tables.programs, tables.ordinals, tables.slots[place], pool.vectors,
-                                          pool.forms), strict=True))
+            buffers = dict(zip(_BUFFERS, (tables.marks_of(place), tables.programs, tables.ordinals,
+                                          tables.slots[place], pool.vectors, pool.forms), strict=True))
             if has_heads(point.site) and pool.heads.shape[1] > 1:
                 buffers[_HEADS] = pool.heads
             for part, buffer in buffers.items():
@@ -170,8 +169,8 @@ def _put_back(module: Any, call: EditedCall, result: Any) -> Any:
 
 def _moved(module: Any, call: EditedCall, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as they go on, and which of them are edited."""
-    programs, ordinals, slots, vectors, forms = (getattr(module, f"{call.name}_{part}") for part in _BUFFERS)
+    marks, programs, ordinals, slots, vectors, forms = (getattr(module, f"{call.name}_{part}") for part in _BUFFERS)
     width = vectors.shape[-1]
-    now, chosen = edited(rows.reshape(-1, width), programs, ordinals, slots, vectors, forms,
+    now, chosen = edited(rows.reshape(-1, width), marks, programs, ordinals, slots, vectors, forms,
                          getattr(module, f"{call.name}_{_HEADS}", None))
     return now.view(rows.shape), chosen.view(*rows.shape[:-1], 1) if rows.shape[-1] == width else chosen

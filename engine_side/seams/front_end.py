@@ -146,17 +146,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         request = plain(self, rest, request_id, prompt, _without_spec(params, rest), *args, **kwargs)
         if edits is None:
             return request
-        prompt_len = len(request.prompt_token_ids)
-        try:
-            cut(edits, prompt_len)
-            OF_ENGINE.check(edits.rows_kept * params.n)
-        except EditError:
-            admission.forget(request.sampling_params.extra_args[KEY])
-            raise
-        request.cache_salt = f"{request.cache_salt or ''}|vllm-tap-edit:{edits.salt(prompt_len)}"
-        held = request.sampling_params.extra_args
-        ticket = admission.with_told(held[KEY], edits=edits.told, rows=edits.rows_kept)
-        request.sampling_params.extra_args = {**held, KEY: ticket, EDIT_KEY: encode(edits)}
+        _hand_on(request, edits)
         return request
 
     def ticketed(self: Any, extra: dict[str, Any], request_id: str, prompt: Any, params: Any, *args: Any,
@@ -183,6 +173,20 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         return request
 
     return process_inputs
+
+
+def _hand_on(request: Any, edits: Edits) -> None:
+    """Give a request its edits, and a salt of theirs; EditError where there is no room for them."""
+    held, prompt_len = request.sampling_params.extra_args, len(request.prompt_token_ids)
+    try:
+        cut(edits, prompt_len)
+        OF_ENGINE.check(edits.rows_kept * request.sampling_params.n)
+    except EditError:
+        admission.forget(held[KEY])
+        raise
+    request.cache_salt = f"{request.cache_salt or ''}|vllm-tap-edit:{edits.salt(prompt_len)}"
+    ticket = admission.with_told(held[KEY], edits=edits.told, rows=edits.rows_kept)
+    request.sampling_params.extra_args = {**held, KEY: ticket, EDIT_KEY: encode(edits)}
 
 
 def _admit_edits(processor: Any, value: object, params: Any, in_pieces: bool) -> Edits | None:

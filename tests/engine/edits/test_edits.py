@@ -93,6 +93,9 @@ def check(engine: Engine, captured: Captured, edits: Sequence[dict[str, Any]] | 
     """A capture's rows and tokens against those of Hugging Face with the same edits."""
     rows, chances = engine.reference.edited(captured.tokens, moved(edits or (), captured.prompt_len,
                                                                    vector(HIDDEN, 11)))
+    for edit in captured.manifest.edits:
+        for layers in edit["rows"]:
+            assert layers["missing"] == 0 and layers["applied"] + layers["cached"] == layers["expected"] > 0, edit
     for entry in captured.manifest.rows:
         assert entry.captured, entry
         found = engine.reader.slice(captured.id, entry.site, [entry.layer])
@@ -306,6 +309,33 @@ def test_what_is_filled_in_wrongly_is_seen(fault: str, engine: Engine, monkeypat
         check(engine, captured, edit)
 
 
+def test_rows_that_were_left_out_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device counts what the graph has done, not what it was told to do."""
+    editor = worker.CURRENT.editor if worker.CURRENT is not None else None
+    assert editor is not None
+    edits = [*one(layers=[0, 1, 2], site="resid_post"), *one(site="attn_out.1", positions="generated")]
+    right = editor.before_forward
+
+    def left_out(requests: Any, starts: Any, at: Any) -> None:
+        """Nothing is filled in for the third step."""
+        right([] if int(at[0]) == 11 else requests, starts, at)
+
+    def undone(requests: Any, starts: Any, at: Any) -> None:
+        """It is filled in, and the graph does not read it, or not at one place."""
+        right(requests, starts, at)
+        editor.tables.slots["resid_post", 1].zero_()
+
+    for fault, applied in ((left_out, [[14, 14, 14], [4]]), (undone, [[15, 0, 15], [5]])):
+        monkeypatch.setattr(editor, "before_forward", fault)
+        captured, = run(engine, [tokens(10, seed=41)], [edits])
+        for edit, right_ones in zip(captured.manifest.edits, applied, strict=True):
+            found = {layer: each for each in edit["rows"] for layer in each["layers"]}
+            assert [found[layer]["applied"] for layer in edit["layers"]] == right_ones
+            for each in found.values():
+                assert each["expected"] == each["applied"] + each["missing"] and each["cached"] == 0
+                assert each.get("reason") == ("not_applied" if each["missing"] else None)
+
+
 @pytest.mark.skipif(ON_GPU, reason="an engine in this process")
 def test_an_edit_that_does_nothing_ends_the_start(reader: StoreReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_put_back", lambda module, call, result: result)
@@ -339,6 +369,9 @@ def test_the_manifest_tells_of_edits(engine: Engine) -> None:
             {"site": "resid_post", "layers": [0, 2], "op": "cap", "high": 1.5, "positions": "prompt", "vector": "tone",
              "digest": digest_of(direction)}]
     captured, = run(engine, [tokens(8, seed=9)], [edits])
+    rows = [{"layers": [1], "expected": 13, "applied": 13, "cached": 0, "missing": 0},
+            {"layers": [0, 2], "expected": 8, "applied": 8, "cached": 0, "missing": 0}]
+    told = [{**edit, "rows": [counted]} for edit, counted in zip(told, rows, strict=True)]
     assert captured.manifest.edits == told
     alone, = run(engine, [tokens(8, seed=9)], [edits], sites=[])
     assert alone.manifest.edits == told and alone.manifest.rows == [] and alone.tokens == captured.tokens
