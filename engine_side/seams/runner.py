@@ -53,6 +53,18 @@ def check_wrapped(runner: type) -> None:
                          f"is neither of the runners that vllm-tap knows ({known}): it would not see a step")
 
 
+def check_fills(runner: Any) -> None:
+    """StartError where edits may be asked for of a runner with ways of its own to take up requests or to lay out a
+    step's rows: what it does beside vLLM's own would run rows unedited, or edit those of others.
+    """
+    for name in ("execute_model", "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "prepare_inputs"):
+        if not is_wrapped(getattr(runner, name, None)):
+            kind = type(runner)
+            raise StartError(f"vllm-tap: edits cannot be made with {kind.__module__}.{kind.__qualname__}, whose {name} "
+                             "is not that of vLLM's GPUModelRunner: nobody would know whose rows a step has; leave out "
+                             "--edit (VLLM_TAP_EDIT), or run with vLLM's own runner")
+
+
 def input_ids(runner: Any) -> torch.Tensor:
     """The token ids of the last step, on the device, from the buffer that the model reads: [max tokens]."""
     if hasattr(runner, "input_buffers"):

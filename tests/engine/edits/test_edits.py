@@ -74,14 +74,17 @@ def engine(request: pytest.FixtureRequest, reader: StoreReader, tmp_path_factory
     made.close()
 
 
-def run(engine: Engine, prompts: Sequence[Sequence[int]], edits: Sequence[Any], **more: Any) -> list[Captured]:
-    """Generate all at once, each with its edits (None: none); raw captures of all that the engine has tapped."""
+def run(engine: Engine, prompts: Sequence[Sequence[int]], edits: Sequence[Any], most: int = 6, **more: Any
+        ) -> list[Captured]:
+    """Generate ``most`` tokens of all at once, each with its edits (None: none); raw captures of all that the engine
+    has tapped.
+    """
     from vllm import SamplingParams
 
     from schemas.ids import new_ulid
 
     ids = [new_ulid() for _ in prompts]
-    params = [SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, extra_args={
+    params = [SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, logprobs=0, extra_args={
         "capture": {"codec": "raw", "id": id_, "prefix_cache": "allow", **more},
         **({} if edit is None else {"edit": edit})}) for id_, edit in zip(ids, edits, strict=True)]
     outputs = engine.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
