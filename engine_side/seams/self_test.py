@@ -98,8 +98,8 @@ def check_edits(runner: Any, current: Worker, where: str) -> None:
         left = _distance(returned(kind), rows)
         by_chance = _ROUNDINGS * torch.finfo(rows.dtype).eps * rows.float().norm(dim=-1)  # of a kernel, and rarely
         if bool((left > torch.maximum(_FAR * noise[kind].nan_to_num(), by_chance.nan_to_num())).any()):
-            raise StartError("vllm-tap: the compiled model returns other rows after edits than before them, though none "
-                             f"is made; looked at it in {where}")
+            raise StartError("vllm-tap: the compiled model returns other rows after edits than before them, though "
+                             f"none is made; looked at it in {where}")
     logger.info("vllm-tap: edits act at %d places", len(current.editor.tables.slots))
 
 
