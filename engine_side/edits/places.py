@@ -21,6 +21,8 @@ _BUFFERS: Final = ("marks", "programs", "ordinals", "slots", "vectors", "forms")
 _HEADS: Final = "heads"  # the one buffer more of a place whose rows are one head after the other
 _PROJECTED: Final = ("q", "k", "v")
 
+_NOWHERE: Final = 1 << 20  # of an argument that is known by its name alone
+
 Argument = tuple[str, int]  # its name, and its place where the signature does not know the name
 
 
@@ -52,7 +54,7 @@ def call_of(point: TapPoint) -> EditedCall:
         return EditedCall(name, _ARGUMENTS[rule], in_place=middle and rule == "argument")
     if " × " not in rule and not middle:
         if side in ("argument", "arguments"):
-            return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else 0)
+            return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else _NOWHERE)
                                           for part in which.split(" + ")))
         if side in ("result", "results"):
             first, _, last = columns.partition(":")
@@ -130,6 +132,9 @@ def _replaced(module: Any, call: EditedCall, given: taps.Call) -> tuple[list[Any
     """The arguments of a call with its rows edited: of several whose sum they are the first takes all."""
     args, kwargs = list(given.args), dict(given.kwargs)
     keys = [key for name, place in call.given if (key := _key(given, name, place)) is not None]
+    if not keys:
+        raise StartError(f"vllm-tap: a {type(module).__name__} was called without what {call.name} edits: "
+                         f"{' and '.join(name or 'its first argument' for name, _ in call.given)}")
     tensors: list[torch.Tensor] = [kwargs[key] if isinstance(key, str) else args[key] for key in keys]
     rows = tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
     now, chosen = _moved(module, call, rows)

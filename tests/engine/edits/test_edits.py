@@ -202,11 +202,13 @@ def test_a_set_row_is_that_row(engine: Engine) -> None:
 
 def test_neighbours_have_the_same_bits(engine: Engine) -> None:
     """The same batch with and without edits of the others."""
-    prompts = [tokens(25 + number, seed=200 + number) for number in range(4)]
-    edits = [None, operations(engine)[0], None, operations(engine)[2]]
+    edits = [None, operations(engine)[0], None, operations(engine)[2],
+             *eight_at_most(at_every_place(places_of(engine)))[:2],
+             *eight_at_most(at_every_place(places_of(engine, heads=True), heads=True))[:2]]
+    prompts = [tokens(25 + number, seed=200 + number) for number in range(len(edits))]
     with_edits = run(engine, prompts, edits)
     salted = [list(reversed(each)) for each in prompts]  # so that nothing is cached in one of the two
-    plain = run(engine, salted, [None] * 4)
+    plain = run(engine, salted, [None] * len(edits))
     beside = run(engine, salted, edits)
     for number in (0, 2):
         assert beside[number].tokens == plain[number].tokens
@@ -418,17 +420,20 @@ def unsalted(engine: Engine) -> Any:
     return process_inputs
 
 
-UNTABLED = ["gpt2", "glm4"] if os.environ.get("TAP_FAMILIES") is None else [
-    name for name, unlisted in UNLISTED.items() if unlisted.factor == 1 and unlisted.here]
+UNTABLED = ["gpt2", "glm4", "granite"] if os.environ.get("TAP_FAMILIES") is None else [
+    name for name, unlisted in UNLISTED.items() if unlisted.here]
 
 
 @pytest.mark.parametrize("family", UNTABLED)
-def test_a_model_that_is_in_no_table(family: str, reader: StoreReader) -> None:
+def test_a_model_that_is_in_no_table(family: str, reader: StoreReader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites that are found by structure are edited where they were found."""
-    sites = [site for site in ("resid_post", "attn_out", "mlp_out") if site in UNLISTED[family].sites]
-    edits: list[Any] = [None, one(site="resid_post.1"), *(
+    about = UNLISTED[family]
+    sites = [site for site in ("resid_post", "attn_out", "mlp_out", *about.more) if site in about.sites
+             and (about.factor == 1 or site not in ("attn_out", "mlp_out"))]
+    edits: list[Any] = [None, one(site="resid_post.1"), one(site="resid_pre.0", by=0.5, positions=[[3, 32]]), *(
         one(site=f"{site}.1", positions="generated") for site in sites[1:]), None]
-    engine = started(reader, family, edit=",".join(f"{site}.1" for site in sites))
+    monkeypatch.setenv("VLLM_TAP_ARM", ",".join(sites))
+    engine = started(reader, family, edit=",".join(["resid_pre.0", *(f"{site}.1" for site in sites)]))
     try:
         prompts = [tokens(30 + number, seed=500 + number) for number in range(len(edits))]
         for captured, edit in zip(run(engine, prompts, edits, sites=sites), edits, strict=True):
