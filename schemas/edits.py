@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from schemas import limits
 from schemas.checks import parse_arm
 from schemas.errors import LimitError, NotArmedError, SpecError, StartError, json_fault
-from schemas.sites import ask_site, has_heads, site_meant
+from schemas.sites import ask_site, has_heads, place_of, site_meant
 from schemas.spec import intervals, merged, ranges_of, validated
 
 __all__ = ["EDITABLE", "IDENTITY", "Arms", "Base64", "EditError", "EditSpec", "Edits", "Placed", "Source",
@@ -208,11 +208,6 @@ class Arms(msgspec.Struct, frozen=True):
     probes: dict[str, list[str]] = {}
     without_when: str = ""
     without_stop: str = ""
-
-
-def place_of(site: str, layer: int) -> tuple[str, int]:
-    """The place of a site and layer: what enters a block is what the one before has handed on."""
-    return ("resid_post", layer - 1) if site == "resid_pre" and layer else (site, layer)
 
 
 def digest_of(vector: F32) -> str:

@@ -14,13 +14,14 @@ from torch import nn
 from engine_side.edits.tables import Place, Tables, edited
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
-from schemas.edits import place_of
 from schemas.errors import StartError
-from schemas.sites import has_heads
+from schemas.sites import has_heads, place_of
 
 _BUFFERS: Final = ("marks", "programs", "ordinals", "slots", "vectors", "forms")
 _HEADS: Final = "heads"  # the one buffer more of a place whose rows are one head after the other
 _PROJECTED: Final = ("q", "k", "v")
+
+_NOWHERE: Final = 1 << 20  # of an argument that is known by its name alone
 
 Argument = tuple[str, int]  # its name, and its place where the signature does not know the name
 
@@ -53,7 +54,7 @@ def call_of(point: TapPoint) -> EditedCall:
         return EditedCall(name, _ARGUMENTS[rule], in_place=middle and rule == "argument")
     if " × " not in rule and not middle:
         if side in ("argument", "arguments"):
-            return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else 0)
+            return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else _NOWHERE)
                                           for part in which.split(" + ")))
         if side in ("result", "results"):
             first, _, last = columns.partition(":")
@@ -131,6 +132,9 @@ def _replaced(module: Any, call: EditedCall, given: taps.Call) -> tuple[list[Any
     """The arguments of a call with its rows edited: of several whose sum they are the first takes all."""
     args, kwargs = list(given.args), dict(given.kwargs)
     keys = [key for name, place in call.given if (key := _key(given, name, place)) is not None]
+    if not keys:
+        raise StartError(f"vllm-tap: a {type(module).__name__} was called without what {call.name} edits: "
+                         f"{' and '.join(name or 'its first argument' for name, _ in call.given)}")
     tensors: list[torch.Tensor] = [kwargs[key] if isinstance(key, str) else args[key] for key in keys]
     rows = tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
     now, chosen = _moved(module, call, rows)
@@ -170,8 +174,8 @@ def _put_back(module: Any, call: EditedCall, result: Any) -> Any:
 
 def _moved(module: Any, call: EditedCall, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as they go on, and which of them are edited."""
-    programs, ordinals, slots, vectors, forms = (getattr(module, f"{call.name}_{part}") for part in _BUFFERS)
+    marks, programs, ordinals, slots, vectors, forms = (getattr(module, f"{call.name}_{part}") for part in _BUFFERS)
     width = vectors.shape[-1]
-    now, chosen = edited(rows.reshape(-1, width), programs, ordinals, slots, vectors, forms,
+    now, chosen = edited(rows.reshape(-1, width), marks, programs, ordinals, slots, vectors, forms,
                          getattr(module, f"{call.name}_{_HEADS}", None))
     return now.view(rows.shape), chosen.view(*rows.shape[:-1], 1) if rows.shape[-1] == width else chosen

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from engine_side.transport.events import EditsCounted
 from schemas import limits
-from schemas.edits import place_of
+from schemas.sites import place_of
 from schemas.spec import intervals, ranges_of
 
 Spans = Sequence[tuple[int, int]]

@@ -12,7 +12,7 @@ from torch import nn
 
 from engine_side.edits import places
 from engine_side.edits.editor import Editor
-from engine_side.edits.tables import tables
+from engine_side.edits.tables import Size, tables
 from engine_side.seams.patching import wrap
 from engine_side.seams.runner import check_fills
 from engine_side.seams.self_test import check_edits
@@ -55,7 +55,7 @@ class Model(nn.Module):
 def armed(model: Model) -> tuple[Any, Any]:
     """A runner of a model, and the worker with its editor."""
     points = [TapPoint("resid_post", layer, block, "result", WIDTH, "") for layer, block in enumerate(model.blocks)]
-    made = tables({(point.site, point.layer): WIDTH for point in points}, 4, 2, 2, torch.device("cpu"))
+    made = tables({(point.site, point.layer): WIDTH for point in points}, Size(4, 2, 2, 0), {}, torch.device("cpu"))
     places.edit_results(points, made)
     return (SimpleNamespace(_dummy_run=lambda rows: (model(model.start[:rows]),)),
             SimpleNamespace(model=model, editor=Editor(made)))
