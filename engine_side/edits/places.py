@@ -52,6 +52,16 @@ def call_of(point: TapPoint) -> EditedCall:
                      "leave it out of --edit (VLLM_TAP_EDIT)")
 
 
+def keep(model: nn.Module, tables: Tables) -> None:
+    """Make all tables buffers of the model: a deep sleep gives away what was allocated while it was loaded, but these.
+    """
+    kept = {"marks": tables.marks, "counts": tables.counts, "ordinals": tables.ordinals, "slots": tables.every_slot}
+    for width, pool in tables.pools.items():
+        kept |= {f"vectors_{width}": pool.vectors, f"forms_{width}": pool.forms}
+    for name, tensor in kept.items():
+        model.register_buffer(f"vllm_tap_edit_{name}", tensor, persistent=False)
+
+
 def edit_arguments(points: Iterable[TapPoint], tables: Tables) -> None:
     """Edit what modules are given. Behind ``taps.install``, whose taps then see what goes on."""
     for point, call in _registered(points, tables, before=True):
