@@ -20,6 +20,7 @@ logger = logging.getLogger("vllm.tap")
 
 _ROWS: Final = 2
 _ROUNDINGS: Final = 8  # of a sum, in units of the dtype: vLLM makes it in that, or in float32
+_MIXES: Final = "conv_ssm_forward"  # vLLM's name for what a state-space mixer does between its projections
 _PLAIN_STEPS: Final = 4  # show how much a step differs by itself: not all kernels are deterministic
 _FAR: Final = 8  # times that: more than chance
 
@@ -77,18 +78,17 @@ def _check_edits(runner: Any, current: Worker, where: str) -> None:
     for place in current.editor.tables.slots:
         with current.editor.setting(place, _ROWS):
             moved = _distance(returned(), before)
-        if bool((moved.isnan() | noise.isinf()).any()):
+        if (unproved := _unproved(moved, noise)):
             raise StartError(
                 f"vllm-tap: it cannot be proved that edits of {_named(place)} act: after a step of the compiled model "
-                f"rows are no numbers (NaN or infinite); looked at them in {where}. Weights that are none, or a dtype "
-                f"that does not hold what the model computes, do that; otherwise leave {_named(place)} out of --edit "
-                "(VLLM_TAP_EDIT)")
-        if bool((moved <= _FAR * noise).any()):
+                f"{unproved}; looked at it in {where}. Weights that are no numbers, a dtype that does not hold what "
+                f"the model computes, or a kernel that leaves memory as it finds it do that; leave {_named(place)} "
+                "out of --edit (VLLM_TAP_EDIT)")
+        if bool((moved == 0).any()):
             raise StartError(
                 f"vllm-tap: after a step of the compiled model in which the rows of {_named(place)} were set to "
-                f"others it returned what it did before{_told_noise(moved, noise)}; looked at it in {where}. A stale "
-                "compile cache (VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward "
-                "does that")
+                f"others it returned what it did before; looked at it in {where}. A stale compile cache "
+                "(VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward does that")
     left = _distance(returned(), before)
     by_chance = _ROUNDINGS * torch.finfo(before.dtype).eps * before.float().norm(dim=-1)  # of a kernel, and rarely
     if bool((left > torch.maximum(_FAR * noise.nan_to_num(), by_chance.nan_to_num())).any()):
@@ -108,37 +108,48 @@ def _distance(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return torch.where(numbers[0] | numbers[1], apart, torch.nan)
 
 
-def _told_noise(moved: torch.Tensor, noise: torch.Tensor) -> str:
-    """The end of a sentence where steps differ by themselves; empty where they do not."""
-    return f", or nearly so: {float(moved.min()):.1e} off, where steps differ by {float(noise.max()):.1e} without " \
-           "edits" if bool((noise > 0).any()) else ""
+def _unproved(moved: torch.Tensor, noise: torch.Tensor) -> str:
+    """Why nothing is shown by how far an edit moved rows that move by ``noise`` without one; empty where something is.
+    """
+    if bool((moved.isnan() | noise.isinf()).any()):
+        return "rows are no numbers (NaN or infinite)"
+    if bool(((noise > 0) & (moved <= _FAR * noise)).any()):
+        return (f"rows were off by {float(moved.min()):.1e} with edits of it, and by {float(noise.max()):.1e} from step "
+                "to step without")
+    return ""
 
 
 @contextmanager
 def _noisy_attention(model: torch.nn.Module) -> Iterator[None]:
     """Attention outputs on a CPU begin as noise: a dummy step has nothing to attend to, and there vLLM hands on the
     memory as it finds it, often no numbers at all, which would leave the sums nothing to be held against. (On a GPU
-    it hands on zeros.) The noise has a generator of its own: what vLLM samples by chance stays what it was.
+    it hands on zeros.) So do state-space mixers on any device. The noise has a generator of its own: what vLLM samples
+    by chance stays what it was.
     """
     generator = torch.Generator().manual_seed(0)
 
-    def beginning_as_noise(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def beginning_as_noise(forward: Callable[..., Any], cpu_alone: bool) -> Callable[..., Any]:
         def attend(*args: Any, output: torch.Tensor | None = None, **options: Any) -> Any:
-            if output is not None and output.device.type == "cpu":
+            if output is not None and (output.device.type == "cpu" or not cpu_alone):
                 output.copy_(torch.randn(output.shape, generator=generator))
-            return forward(*args, output=output, **options)
+            return forward(*args, **({} if output is None else {"output": output}), **options)
 
         return attend
 
     found = (getattr(module, "impl", None) for module in model.modules())
     kernels: list[Any] = list({id(kernel): kernel for kernel in found if hasattr(kernel, "forward")}.values())
+    mixers = [module for module in model.modules() if hasattr(module, _MIXES)]
     for kernel in kernels:
-        kernel.forward = beginning_as_noise(kernel.forward)
+        kernel.forward = beginning_as_noise(kernel.forward, True)
+    for mixer in mixers:
+        setattr(mixer, _MIXES, beginning_as_noise(getattr(mixer, _MIXES), False))
     try:
         yield
     finally:
         for kernel in kernels:
             del kernel.forward
+        for mixer in mixers:
+            delattr(mixer, _MIXES)
 
 
 def check_model(tapped: torch.nn.Module, running: torch.nn.Module, where: str) -> None:
