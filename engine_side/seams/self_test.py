@@ -114,8 +114,8 @@ def _unproved(moved: torch.Tensor, noise: torch.Tensor) -> str:
     if bool((moved.isnan() | noise.isinf()).any()):
         return "rows are no numbers (NaN or infinite)"
     if bool(((noise > 0) & (moved <= _FAR * noise)).any()):
-        return (f"rows were off by {float(moved.min()):.1e} with edits of it, and by {float(noise.max()):.1e} from step "
-                "to step without")
+        return (f"rows were off by {float(moved.min()):.1e} with edits of it, and by {float(noise.max()):.1e} from "
+                "step to step without")
     return ""
 
 
