@@ -39,6 +39,7 @@ __all__ = ["Embedded", "embeddable"]
 log = logging.getLogger("vllm_tap.api")
 
 _PAGE: Final = "/captures"
+_OURS: Final = ("/v1/capabilities", "/v1/captures", "/v1/vectors")
 _ENGINES: Final = {"vllm_xargs.capture", "vllm_xargs.capture_count", "vllm_xargs.edit"}
 
 
@@ -75,7 +76,7 @@ class Embedded:
                 await self._answer(ServerRequest(scope), path, again(messages, receive), send)
             elif not self.capture_all or not await self._captured(scope, path, messages, receive, send):
                 await self.app(scope, again(messages, receive), send)
-        elif path in ("/v1/capabilities", "/v1/captures") or path.startswith("/v1/captures/"):
+        elif path in _OURS or path.startswith(("/v1/captures/", "/v1/vectors/")):
             await self._answer(ServerRequest(scope), path, receive, send)
         elif path == _PAGE:
             await RedirectResponse(f"{scope.get('root_path', '')}{_PAGE}/")(scope, receive, send)

@@ -7,6 +7,8 @@ Every operation is one form, of a row x and a vector v, in float32 and rounded o
 
     y = a·x + (c + clamp(t, low, high) − t)·v        t = x·v
 
+An edit of some heads has this for each of them alone, in its own columns; the others stay.
+
 ``parse_edits`` checks what a caller sent, ``resolve_edits`` holds it against what the engine has armed for edits. Both
 raise SpecError naming the field, its value and what would be valid.
 """
@@ -17,25 +19,27 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from schemas import limits
 from schemas.checks import parse_arm
 from schemas.errors import LimitError, NotArmedError, SpecError, StartError, json_fault
-from schemas.sites import ask_site, site_meant
+from schemas.sites import ask_site, has_heads, site_meant
 from schemas.spec import intervals, merged, ranges_of, validated
 
-__all__ = ["EDITABLE", "IDENTITY", "Arms", "EditError", "EditSpec", "Edits", "Placed",
-           "parse_edit_places", "parse_edits", "resolve_edits"]
+__all__ = ["EDITABLE", "IDENTITY", "Arms", "Base64", "EditError", "EditSpec", "Edits", "Placed", "Source",
+           "each_position", "floats_of", "layers_meant", "no_vector", "parse_edit_places", "parse_edits",
+           "resolve_edits"]
 
-EDITABLE: Final = ("resid_post", "attn_out", "mlp_out", "mlp_post", "z")
+EDITABLE: Final = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp_post", "q", "k", "v", "q_rot",
+                   "k_rot", "z")
 
 _Number = StrictInt | StrictFloat
 _Natural = Annotated[StrictInt, Field(ge=0, le=limits.position_max)]
@@ -57,11 +61,26 @@ class UnarmedEditError(EditError, NotArmedError):
 
 
 class Base64(BaseModel):
-    """Numbers as base64 of little-endian float32."""
+    """Numbers as base64 of little-endian float32; ``name`` is what a manifest calls a vector."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    base64: StrictStr = Field(max_length=limits.edit_json_bytes_max)
+    base64: StrictStr = Field(min_length=1, max_length=limits.edit_json_bytes_max)
+    name: StrictStr | None = Field(None, description="Of a stored vector: its name. The service alone gives it.")
+
+
+class Source(BaseModel):
+    """Rows of a stored capture."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    capture: StrictStr = Field(max_length=limits.alias_chars_max, description="A capture of the caller's own.")
+    positions: list[_Natural] | list[tuple[_Natural, _Natural]] | None = Field(
+        None, max_length=limits.edit_intervals_max, description="Of the rows, as many as those of the edit and in "
+                                                                "their order; default: the same.")
+    site: StrictStr | None = Field(None, description="Default: that of the edit.")
+    layer: _Natural | None = Field(None, description="Default: for each layer of the edit the same.")
+    decoded: StrictBool = Field(False, description="Take rows of a codec that is not exact, as they decode.")
 
 
 class EditSpec(BaseModel):
@@ -72,14 +91,18 @@ class EditSpec(BaseModel):
     site: StrictStr = Field(description="A site or its TransformerLens name; one with a layer in it fixes it.")
     layers: Literal["all"] | list[_Natural] = Field("all", max_length=limits.layers_max,
                                                     description='"all" that are armed for edits, or 0-based layers.')
+    heads: list[_Natural] | None = Field(None, min_length=1, max_length=limits.edit_heads_max,
+                                         description="Of a site that has heads: those that are edited, each alone.")
     positions: StrictStr | list[_Natural] | list[tuple[_Natural, _Natural]] = Field(
         "all", max_length=limits.edit_intervals_max,
         description='"all", "prompt", "generated", positions from 0, or [[start, stop], …].')
     op: Literal["add", "scale", "ablate", "cap", "set"]
-    vector: StrictStr | list[_Number] | None = Field(
-        None, max_length=limits.width_max, description="Name of a registered vector, or its numbers.")
+    vector: StrictStr | Annotated[list[_Number], Field(max_length=limits.width_max)] | Base64 | None = Field(
+        None, description="Name of a registered or stored vector, or its numbers: of a row or, with heads, of a head.")
     rows: Base64 | Annotated[list[list[_Number]], Field(max_length=limits.edit_rows_max)] | None = Field(
         None, description="Of set, in place of vector: a row for each position that positions lists, in its order.")
+    from_: Source | None = Field(None, alias="from", description="Of set: the capture whose rows it takes. The service "
+                                                                 "looks them up, and tells the engine rows as well.")
     scale: _Number = Field(1, description="Of add: how many times the vector is added.")
     by: _Number | None = Field(None, description="Of scale: the factor.")
     low: _Number | None = Field(None, description="Of cap: the least projection on the vector's direction.")
@@ -90,7 +113,7 @@ class Placed(msgspec.Struct, frozen=True):
     """One edit held against an engine; ``vector`` is the digest of its vector, "" where it has none.
 
     ``form``: a, c, low, high of the module's formula. ``rows``: how many the vector is of, one for each position in
-    ascending order; 0: it is one, for every position.
+    ascending order; 0: it is one, for every position. ``heads``: edited each alone; none: the whole row.
     """
 
     site: str
@@ -99,6 +122,12 @@ class Placed(msgspec.Struct, frozen=True):
     form: tuple[float, float, float, float]
     vector: str
     rows: int = 0
+    heads: list[int] = []
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """Site and layer of every tensor that is edited."""
+        return [place_of(self.site, layer) for layer in self.layers]
 
 
 class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"):
@@ -120,17 +149,16 @@ class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"
 
     def salt(self, prompt_len: int) -> str:
         """Text that is equal where the same rows get the same edits: what such requests cached they may share."""
-        where = [(one.site, one.layers, intervals(one.positions, prompt_len), one.form, one.vector)
-                 for one in self.placed]
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode([
-            (site, layers, spans, list(map(repr, form)), vector) for site, layers, spans, form, vector in where]))
+            (one.places, intervals(one.positions, prompt_len), list(map(repr, one.form)), one.vector, one.heads)
+            for one in self.placed]))
 
 
 class Arms(msgspec.Struct, frozen=True):
     """What an engine is armed to edit: layers and width by site; ``depth`` edits at most of one row, ``rows`` that it
     keeps at once for all its requests.
 
-    ``vectors``: numbers of its own vectors by name.
+    ``vectors``: numbers of its own vectors by name; ``heads``: numbers of a head, by site that has heads.
     """
 
     layers: dict[str, list[int]]
@@ -141,6 +169,12 @@ class Arms(msgspec.Struct, frozen=True):
     names: dict[str, str]  # Armed.names
     rows: int
     max_len: int  # tokens of a request, at most
+    heads: dict[str, int] = {}
+
+
+def place_of(site: str, layer: int) -> tuple[str, int]:
+    """The place of a site and layer: what enters a block is what the one before has handed on."""
+    return ("resid_post", layer - 1) if site == "resid_pre" and layer else (site, layer)
 
 
 def digest_of(vector: F32) -> str:
@@ -151,15 +185,23 @@ def digest_of(vector: F32) -> str:
 _VALID: Final = {
     "site": f"one of {', '.join(EDITABLE)}, with a layer (resid_post.12) or without",
     "layers": '"all" or a list of layers counted from 0',
+    "heads": f"a list of heads counted from 0, at most {limits.edit_heads_max} of them, of a site that has heads",
     "positions": '"all", "prompt", "generated", a list of positions, or [[start, stop], …], counted from 0, at most '
                  f"{limits.edit_intervals_max} of them",
     "rows": 'a list with a list of numbers for each position, or {"base64": "…"} of their float32',
     "op": "add, scale, ablate, cap or set",
-    "vector": "the name of a vector that the engine was started with (--vector NAME=FILE), or a list of numbers",
+    "vector": "the name of a vector that the engine was started with (--vector NAME=FILE) or that was stored (PUT "
+              '/v1/vectors/NAME), a list of numbers, or {"base64": "…"} of float32, little-endian',
+    "from": '{"capture": ID, "positions": [5]}, and if need be site, layer and decoded',
     "scale": "a number", "by": "a number", "low": "a number", "high": "a number",
 }
+_PARTS: Final[dict[str, dict[str, str]]] = {
+    "vector": {"base64": "text of at most " f"{limits.edit_json_bytes_max} characters", "name": "text"},
+    "from": {"capture": "the id of a capture, a response id or an X-Request-Id",
+             "positions": _VALID["positions"].removeprefix('"all", "prompt", "generated", '),
+             "site": "the name of a site", "layer": "a layer counted from 0", "decoded": "true or false"}}
 _FIELDS: Final = {"add": ("vector", "scale"), "scale": ("by",), "ablate": ("vector",), "cap": ("vector", "low", "high"),
-                  "set": ("vector", "rows")}
+                  "set": ("vector", "rows", "from")}
 
 
 def parse_edits(value: object) -> list[EditSpec]:
@@ -173,8 +215,10 @@ def parse_edits(value: object) -> list[EditSpec]:
             raise EditError("", "…", f"malformed JSON: {json_fault(error)}") from None
     if not isinstance(value, list):
         raise EditError("", value, 'must be a list such as [{"site": "resid_post.12", "op": "scale", "by": 0}]')
-    if len(value) > limits.edits_max:
-        raise LimitError("edits", len(value), limits.edits_max, "one edit may have many layers and positions")
+    own = sum(not (isinstance(each, Mapping) and each.keys() & {"rows", "from"}) for each in value)
+    for count, most in ((own, limits.edits_max), (len(value), limits.edits_of_rows_max)):
+        if count > most:
+            raise LimitError("edits", count, most, "one edit may have many layers and positions")
     return [_parse_one(number, each) for number, each in enumerate(value)]
 
 
@@ -185,19 +229,24 @@ def _parse_one(number: int, value: object) -> EditSpec:
     for field, most in (("vector", limits.width_max), ("positions", limits.edit_intervals_max)):
         if isinstance(value.get(field), list) and len(value[field]) > most:
             raise LimitError(f"edit{at}.{field}", len(value[field]), most)
+    for field, kind in (("from", Source), ("vector", Base64)):  # else which of its own fields is wrong is not told
+        if isinstance(value.get(field), Mapping):
+            validated(kind, value[field], _PARTS[field], EditError, f"{at}.{field}.")
     spec = validated(EditSpec, value, _VALID, EditError, f"{at}.")
-    for field in spec.model_fields_set & {"vector", "rows", "scale", "by", "low", "high"}:
-        if field not in _FIELDS[spec.op]:
-            raise EditError(f"{at}.{field}", getattr(spec, field),
+    for field in ("vector", "rows", "from", "scale", "by", "low", "high"):
+        if field in value and field not in _FIELDS[spec.op]:
+            raise EditError(f"{at}.{field}", value[field],
                             f"{spec.op} has {' and '.join(_FIELDS[spec.op])}, and no {field}")
     for field in ("scale", "by", "low", "high"):
         if (given := getattr(spec, field)) is not None and not _is_float32(given):
             raise EditError(f"{at}.{field}", given, "valid: a finite number that float32 holds")
     _check_positions(f"{at}.positions", spec.positions)
-    if spec.rows is not None:
+    if isinstance(spec.vector, Base64):
+        floats_of(f"{at}.vector.base64", spec.vector.base64)
+    if spec.rows is not None or spec.from_ is not None:
         _check_rows(at, spec)
     for field in ("vector", "by"):
-        if field == "vector" and spec.rows is not None:
+        if field == "vector" and (spec.rows is not None or spec.from_ is not None):
             continue
         if field in _FIELDS[spec.op] and getattr(spec, field) is None:
             raise EditError(f"{at}.{field}", "nothing", f"{spec.op} needs it; valid: {_VALID[field]}")
@@ -212,7 +261,8 @@ def _parse_one(number: int, value: object) -> EditSpec:
 
 def _check_rows(at: str, spec: EditSpec) -> None:
     if spec.vector is not None:
-        raise EditError(f"{at}.rows", "…", "set has vector, one row for all positions, or rows, and not both")
+        raise EditError(f"{at}.rows", "…", "set has vector, one row for all positions, or rows, its own or from a "
+                                           "capture, and not both")
     if isinstance(spec.positions, str):
         raise EditError(f"{at}.positions", spec.positions, "rows are of positions that are listed; valid: a list of "
                                                            "positions, or [[start, stop], …]")
@@ -220,15 +270,22 @@ def _check_rows(at: str, spec: EditSpec) -> None:
         raise EditError(f"{at}.positions", spec.positions, "names no position: leave the edit out")
     if (count := sum(stop - start for start, stop in _spans(spec.positions))) > limits.edit_rows_max:
         raise LimitError(f"edit{at}.positions", count, limits.edit_rows_max)
-    if len(at_once := _each(spec.positions)) != len(set(at_once)):
+    if len(at_once := each_position(spec.positions)) != len(set(at_once)):
         raise EditError(f"{at}.positions", spec.positions, "names a position twice, with two rows")
+    if spec.from_ is not None and spec.from_.positions is not None:
+        _check_positions(f"{at}.from.positions", spec.from_.positions)
+        named = sum(stop - start for start, stop in _spans(spec.from_.positions))
+        if named != count:
+            raise EditError(f"{at}.from.positions", f"{named} of them", f"the edit has {count}; name as many, in their "
+                            "order, or none where they are the same")
 
 
 def _spans(positions: Sequence[int] | Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(each, each + 1) if isinstance(each, int) else each for each in positions]
 
 
-def _each(positions: Sequence[int] | Sequence[tuple[int, int]]) -> list[int]:
+def each_position(positions: Sequence[int] | Sequence[tuple[int, int]]) -> list[int]:
+    """Listed positions one by one, in their order."""
     return [position for start, stop in _spans(positions) for position in range(start, stop)]
 
 
@@ -244,15 +301,20 @@ def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
     """Edits held against an engine; EditError where they do not fit."""
     placed, vectors, told = [], {}, []
     for number, spec in enumerate(specs):
-        site, layers = _layers(f"[{number}]", spec, arms)
+        if spec.from_ is not None and spec.rows is None:
+            raise EditError(f"[{number}].from", spec.from_.capture, "rows of a capture are looked up by the service "
+                            "(the request's own field edit), not by the engine; read them from the store, and give "
+                            "the array as rows")
+        site, layers = layers_meant(f"[{number}]", spec, arms)
         _check_reach(f"[{number}].positions", spec.positions, arms.max_len)
+        heads = _heads(f"[{number}].heads", spec.heads, site, arms)
         form, vector = _form(f"[{number}]", spec, site, arms)
         digest = ""
         if vector is not None:
             digest = digest_of(vector)
             vectors[digest] = vector.tobytes()
         rows = 0 if vector is None or spec.rows is None else len(vector)
-        placed.append(Placed(site, layers, ranges_of(spec.positions), form, digest, rows))
+        placed.append(Placed(site, layers, ranges_of(spec.positions), form, digest, rows, heads))
         told.append(_told(spec, placed[-1]))
     found = Edits(placed, vectors, json.dumps(told))
     if found.rows_kept > arms.rows:
@@ -265,13 +327,18 @@ def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
 
 def _told(spec: EditSpec, placed: Placed) -> dict[str, Any]:
     """An edit as a manifest has it: as asked, its site and layers as they were found, its vector by its digest."""
-    asked = spec.model_dump(exclude_defaults=True, exclude={"site", "layers", "vector", "rows"})
+    asked = spec.model_dump(exclude_defaults=True, exclude={"site", "layers", "vector", "rows"}, by_alias=True)
     return {"site": placed.site, "layers": placed.layers, **asked,
-            **({"vector": spec.vector} if isinstance(spec.vector, str) else {}),
+            **({"vector": name} if (name := _name_of(spec.vector)) is not None else {}),
             **({"digest": placed.vector} if placed.vector else {})}
 
 
-def _layers(at: str, spec: EditSpec, arms: Arms) -> tuple[str, list[int]]:
+def _name_of(vector: str | list[int | float] | Base64 | None) -> str | None:
+    return vector if isinstance(vector, str) else vector.name if isinstance(vector, Base64) else None
+
+
+def layers_meant(at: str, spec: EditSpec, arms: Arms) -> tuple[str, list[int]]:
+    """The site and the layers of an edit; EditError, naming the field below ``at``, where they cannot be edited."""
     field = f"{at}.site"
     site, fixed = ask_site(spec.site, field, EditError)
     site = site_meant(site, arms.names, spec.site, field, EditError)
@@ -303,35 +370,76 @@ def _check_reach(field: str, positions: str | Sequence[int] | Sequence[tuple[int
                                                 "from 0 (max_model_len)")
 
 
+def _heads(field: str, asked: list[int] | None, site: str, arms: Arms) -> list[int]:
+    """The heads of a spec, in their order; none where it is about whole rows."""
+    if asked is None:
+        return []
+    if site not in arms.heads:
+        raise EditError(field, asked, f"{site} has no heads; valid with heads: "
+                                      f"{', '.join(one for one in EDITABLE if has_heads(one))}")
+    count = arms.widths[site] // arms.heads[site]
+    if out := [head for head in asked if head >= count]:
+        raise EditError(field, out, f"out of range; {site} has heads 0 to {count - 1} in this model")
+    return sorted(set(asked))
+
+
 def _form(at: str, spec: EditSpec, site: str, arms: Arms) -> tuple[tuple[float, float, float, float], F32 | None]:
+    heads = _heads(f"{at}.heads", spec.heads, site, arms)
     if spec.op == "scale":
         assert spec.by is not None
         return (float(spec.by), *IDENTITY[1:]), None
     if spec.rows is not None and not isinstance(spec.positions, str):
-        return (0.0, 1.0, -_MOST, _MOST), _rows(f"{at}.rows", spec.rows, _each(spec.positions), arms.widths[site])
+        sizes = [arms.widths[site], *([arms.heads[site]] if heads else [])]
+        given = _rows(f"{at}.rows", spec.rows, each_position(spec.positions), sizes)
+        return (0.0, 1.0, -_MOST, _MOST), _laid(given, site, heads, arms)
     vector = _vector(f"{at}.vector", spec.vector, arms)
-    if len(vector) != arms.widths[site]:
-        raise EditError(f"{at}.vector", f"{len(vector)} numbers", f"rows of {site} have {arms.widths[site]}")
+    if len(vector) != arms.widths[site] and not (heads and len(vector) == arms.heads[site]):
+        raise EditError(f"{at}.vector", f"{len(vector)} numbers", f"rows of {site} have {arms.widths[site]}" + (
+            f", heads {arms.heads[site]}" if heads else ""))
+    vector = _laid(vector[None], site, heads, arms)[0]
     if spec.op == "add":
         return (1.0, float(spec.scale), -_MOST, _MOST), vector
     if spec.op == "set":
         return (0.0, 1.0, -_MOST, _MOST), vector
-    length = float(np.linalg.norm(vector.astype(np.float64)))
-    if length == 0:
-        raise EditError(f"{at}.vector", "zeros", f"{spec.op} needs a direction")
-    direction = (vector.astype(np.float64) / length).astype(np.float32)
+    direction = _direction(f"{at}.vector", spec.op, vector, heads, arms.heads[site] if heads else 0)
     if spec.op == "ablate":
         return (1.0, 0.0, 0.0, 0.0), direction
     return (1.0, 0.0, -_MOST if spec.low is None else float(spec.low),
             _MOST if spec.high is None else float(spec.high)), direction
 
 
-def _vector(field: str, given: str | list[int | float] | None, arms: Arms) -> F32:
+def _direction(field: str, op: str, vector: F32, heads: list[int], size: int) -> F32:
+    """A vector of length 1 or, with heads of this size, such a one for each of them."""
+    parts = vector.astype(np.float64).reshape(-1, size or len(vector))
+    lengths = np.linalg.norm(parts, axis=1, keepdims=True)
+    for part in heads or [0]:
+        if lengths[part] == 0:
+            raise EditError(field, "zeros" if not heads else f"zeros for head {part}", f"{op} needs a direction")
+    found: F32 = (parts / np.where(lengths == 0, 1, lengths)).reshape(-1).astype(np.float32)
+    return found
+
+
+def _laid(given: F32, site: str, heads: list[int], arms: Arms) -> F32:
+    """Rows [n, width] of rows, or of what each of the heads gets; zeros where no head is edited."""
+    if not heads:
+        return given
+    size, width = arms.heads[site], arms.widths[site]
+    parts = (given if given.shape[1] == width else np.tile(given, width // size)).reshape(len(given), -1, size)
+    found = np.zeros_like(parts)
+    found[:, heads] = parts[:, heads]
+    return found.reshape(len(given), width)
+
+
+def _vector(field: str, given: str | list[int | float] | Base64 | None, arms: Arms) -> F32:
     if isinstance(given, str):
         if given not in arms.vectors:
-            raise EditError(field, given, f"no such vector; registered: {', '.join(arms.vectors) or 'none'} (start the "
-                                          "engine with --vector NAME=FILE to add one)")
+            raise no_vector(field, given, arms.vectors)
         return arms.vectors[given]
+    if isinstance(given, Base64):
+        numbers = floats_of(f"{field}.base64", given.base64)
+        if given.name in arms.vectors and digest_of(arms.vectors[given.name]) != digest_of(numbers):
+            raise EditError(f"{field}.name", given.name, "the engine was started with other numbers under this name")
+        return numbers
     assert given is not None
     for number, each in enumerate(given):
         if not _is_float32(each):
@@ -339,45 +447,57 @@ def _vector(field: str, given: str | list[int | float] | None, arms: Arms) -> F3
     return np.array(given, np.float32)
 
 
-def _rows(field: str, given: Base64 | list[list[int | float]], positions: Sequence[int], width: int) -> F32:
-    """Rows float32 [positions, width], in the order of positions."""
+def _rows(field: str, given: Base64 | list[list[int | float]], positions: Sequence[int], sizes: Sequence[int]) -> F32:
+    """Rows float32 [positions, one of ``sizes``], in the order of positions."""
+    said = " or ".join(map(str, sizes))
     if isinstance(given, Base64):
-        flat = _decoded(field, given)
-        if flat.size != len(positions) * width:
-            raise EditError(field, f"{flat.size} numbers", f"{len(positions)} positions of {width} numbers each")
-        found = flat.reshape(-1, width)
+        flat = floats_of(f"{field}.base64", given.base64)
+        if flat.size not in (len(positions) * size for size in sizes):
+            raise EditError(field, f"{flat.size} numbers", f"{len(positions)} positions of {said} numbers each")
+        found = flat.reshape(len(positions), -1)
     else:
         if len(given) != len(positions):
             raise EditError(field, f"{len(given)} rows", f"positions lists {len(positions)}")
         for number, row in enumerate(given):
-            if len(row) != width:
-                raise EditError(f"{field}[{number}]", f"{len(row)} numbers", f"rows of the site have {width}")
+            if len(row) not in sizes or len(row) != len(given[0]):
+                raise EditError(f"{field}[{number}]", f"{len(row)} numbers", f"rows of the site have {said}")
             for column, each in enumerate(row):
                 if not _is_float32(each):
                     raise EditError(f"{field}[{number}][{column}]", each, "valid: a finite number that float32 holds")
-        found = np.array(given, np.float32).reshape(-1, width)
+        found = np.array(given, np.float32)
     return found[np.argsort(positions)]
 
 
-def _decoded(field: str, given: Base64) -> F32:
-    """Numbers of a base64 text, float32 [n]; EditError where they are none, or not finite."""
+def floats_of(field: str, text: str, error: type[SpecError] = EditError) -> F32:
+    """The numbers of base64, float32 [n]; ``error`` where it is none, holds none, or one that is not finite."""
     try:
-        numbers = np.frombuffer(base64.b64decode(given.base64, validate=True), "<f4")
-    except (binascii.Error, ValueError):
-        raise EditError(f"{field}.base64", given.base64, "valid: base64 of little-endian float32") from None
-    if not np.isfinite(numbers).all():
-        raise EditError(f"{field}.base64", "…", "valid: finite numbers")
-    return numbers
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as fault:
+        raise error(field, text, f"no base64 ({fault}); valid: base64.b64encode(array.astype('<f4').tobytes())"
+                    ) from None
+    if not data or len(data) % 4:
+        raise error(field, f"{len(data)} bytes", "float32 takes 4 bytes a number, and at least one is needed")
+    found = np.frombuffer(data, "<f4").astype(np.float32)
+    if not (finite := np.isfinite(found)).all():
+        at = int(finite.argmin())
+        raise error(f"{field}[{at}]", float(found[at]), "valid: a finite number that float32 holds")
+    return found
+
+
+def no_vector(field: str, name: str, registered: Iterable[str]) -> EditError:
+    """The refusal of a name that no vector has."""
+    return EditError(field, name, f"no such vector; registered: {', '.join(registered) or 'none'} (start the engine "
+                                  "with --vector NAME=FILE to add one, or store one: PUT /v1/vectors/NAME)")
 
 
 def _check_depth(edits: Edits, arms: Arms) -> None:
     """No row has more edits of one site and layer than the graph has steps: held without regard to positions."""
     seen: dict[tuple[str, int], int] = {}
     for number, one in enumerate(edits.placed):
-        for layer in one.layers:
-            seen[one.site, layer] = count = seen.get((one.site, layer), 0) + 1
+        for layer, place in zip(one.layers, one.places, strict=True):
+            seen[place] = count = seen.get(place, 0) + 1
             if count > arms.depth:
-                raise EditError(f"[{number}].layers", layer, f"edit {count} of {one.site}.{layer}: the engine makes "
+                raise EditError(f"[{number}].layers", layer, f"edit {count} of {place[0]}.{place[1]}: the engine makes "
                                 f"{arms.depth} of one site and layer (VLLM_TAP_EDIT_DEPTH raises that)")
 
 

@@ -6,25 +6,26 @@ import hashlib
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from api.errors import ApiError, BadParam
+from api.generate.edits import Asked, ask_edits
 from api.protocols import PROTOCOLS, RESPONSES, Protocol
 from api.service import is_alias
 from schemas import limits
 from schemas.bodies import check_values, may_name, named
 from schemas.catalog.tables import CAPTURE_BYTES
 from schemas.codecs import identified, streams
-from schemas.edits import parse_edits
 from schemas.errors import LimitError, json_fault
 from schemas.ids import new_ulid, sample_id, split_capture_id
 from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
 from schemas.wire.messages import EngineInfo
 
-__all__ = ["NOTHING", "CaptureRequest", "Plan", "capture_request", "check_owned", "parse_body", "plan", "salt_cache"]
+__all__ = ["NOTHING", "CaptureRequest", "Plan", "capture_request", "check_owned", "known", "parse_body", "plan",
+           "salt_cache"]
 
 _PREFIXES: Final = ("", *(protocol.id_prefix for protocol in PROTOCOLS.values()))
 NOTHING: Final[dict[str, Any]] = {"sites": []}  # the capture of what is edited only: a name and a manifest
@@ -102,12 +103,13 @@ def check_owned(body: dict[str, Any], protocol: Protocol, owner: str, engine: En
     if body.get("previous_response_id") is not None:
         raise BadParam("previous_response_id", body["previous_response_id"], "the model server keeps responses without "
                        "their owners, so with keys none is continued; send the whole conversation as input")
-    if protocol.salted_from and _is_before(known := _known(engine), protocol.salted_from):
-        raise ApiError(400, "invalid_parameter", f"{protocol.path} of vLLM {known.vllm_version} cannot keep the "
+    if protocol.salted_from and _is_before(found := known(engine), protocol.salted_from):
+        raise ApiError(400, "invalid_parameter", f"{protocol.path} of vLLM {found.vllm_version} cannot keep the "
                        "prefix caches of keys apart; use /v1/chat/completions, or a newer vLLM")
 
 
-def _known(engine: EngineInfo | None) -> EngineInfo:
+def known(engine: EngineInfo | None) -> EngineInfo:
+    """The engine that serves; ApiError 503 as long as there is none."""
     if engine is None:
         raise ApiError(503, "no_engine", "no engine has connected to the writer yet, so it is not known what it "
                        "can do; is vLLM still starting? It has to run with the plugin and VLLM_TAP_ENDPOINT",
@@ -132,12 +134,12 @@ class CaptureRequest:
     protocol: Protocol
     request_id: str | None
     body: dict[str, Any]  # without the fields
-    edits: str = ""  # JSON, "" for none
+    edits: Asked = field(default_factory=list)
 
 
 def capture_request(body: dict[str, Any], protocol: Protocol, request_id: str | None) -> CaptureRequest:
     """Checks a parsed body and takes ``capture`` and ``edit`` out of it; SpecError, LimitError or ApiError."""
-    edits = _edits(body.pop("edit", None))
+    edits = ask_edits(body.pop("edit", None))
     spec = parse_spec(body.pop("capture"))
     if body.get("use_beam_search"):
         raise BadParam("use_beam_search", body["use_beam_search"], "beam search cannot be captured or edited: every "
@@ -166,22 +168,12 @@ def capture_request(body: dict[str, Any], protocol: Protocol, request_id: str | 
     return CaptureRequest(spec, count, protocol, request_id, body, edits)
 
 
-def _edits(value: object) -> str:
-    """The JSON of a request's edits as the engine gets it, "" for none; SpecError or LimitError."""
-    if value is None or not parse_edits(value):
-        return ""
-    text = value if isinstance(value, str) else json.dumps(value)
-    if len(text) > limits.edit_json_bytes_max:
-        raise LimitError("bytes of the edits", len(text), limits.edit_json_bytes_max,
-                         "name vectors that the engine was started with (--vector NAME=FILE)")
-    return text
-
-
-def plan(asked: CaptureRequest, engine: EngineInfo | None) -> Plan:
-    """Words for the writer and upstream; SpecError, NotArmedError or ApiError where the engine cannot do it."""
-    engine = _known(engine)
+def plan(asked: CaptureRequest, engine: EngineInfo, edits: str = "") -> Plan:
+    """Words for the writer and upstream, ``edits`` being JSON; SpecError, NotArmedError or ApiError where the engine
+    cannot do it.
+    """
     if _is_before(engine, asked.protocol.captured_from):
-        raise BadParam("edit" if asked.edits else "capture", "…", f"requests of {asked.protocol.path} have no field "
+        raise BadParam("edit" if edits else "capture", "…", f"requests of {asked.protocol.path} have no field "
                        f"for it in vLLM {engine.vllm_version}; use /v1/chat/completions, or a newer vLLM")
     resolved = resolve(asked.spec, engine.armed, engine.widths)
     if asked.spec.return_ == "inline":
@@ -195,8 +187,8 @@ def plan(asked: CaptureRequest, engine: EngineInfo | None) -> Plan:
         raise LimitError("bytes of the capture spec", len(spec), limits.spec_json_bytes_max,
                          "name fewer positions, sites or tags")
     xargs: dict[str, Any] = {**(asked.body.get("vllm_xargs") or {}), "capture": spec}
-    if asked.edits:
-        xargs["edit"] = asked.edits
+    if edits:
+        xargs["edit"] = edits
     if asked.count > 1:
         xargs["capture_count"] = asked.count
     named_after = {"request_id": response_id} if asked.protocol is RESPONSES else {}  # it heeds no header

@@ -30,7 +30,7 @@ from schemas.wire.messages import EngineInfo
 router = APIRouter(tags=["service"])
 _OBJECT: Final = {"type": "object"}
 
-_LIMITS = ("spec_", "edit", "tag_", "capture", "slice", "map", "wait_", "alias_")
+_LIMITS = ("spec_", "edit", "vector", "tag_", "capture", "slice", "map", "wait_", "alias_")
 
 
 @router.get("/v1/capabilities", responses=answers(json_content({

@@ -19,7 +19,18 @@ from starlette.responses import Response
 from api.description import generation_answers, generation_body
 from api.errors import ApiError, BadParam, Json, OverQuota
 from api.generate.done_finder import DoneFinder, last_event
-from api.generate.generation import NOTHING, Plan, capture_request, check_owned, parse_body, plan, salt_cache
+from api.generate.edits import edits_text
+from api.generate.generation import (
+    NOTHING,
+    CaptureRequest,
+    Plan,
+    capture_request,
+    check_owned,
+    known,
+    parse_body,
+    plan,
+    salt_cache,
+)
 from api.generate.upstream import (
     ClientGone,
     Relay,
@@ -92,7 +103,7 @@ async def _plan(service: ApiService, request: Request, body: dict[str, Any], pro
     spec = body["capture"] if "capture" in body else json.loads(service.config.capture_all or json.dumps(NOTHING))
     try:
         asked = capture_request({**body, "capture": spec}, protocol, request.headers.get("x-request-id"))
-        planned = plan(asked, await service.read(StoreReader.engine))
+        planned = await service.read(lambda reader: _looked_up(asked, reader, owner_of(request)))
         # Until the request ends: what its captures took by then is in the store, or is in a moment.
         request.state.at_end.callback(await service.quotas.reserve(owner_of(request), planned.ulid, planned.nbytes))
     except (BadParam, OverQuota, SpecError, LimitError) as error:
@@ -102,6 +113,11 @@ async def _plan(service: ApiService, request: Request, body: dict[str, Any], pro
         log.warning("a request is not captured: %s", error)
         return await _plan(service, request, {**body, "capture": NOTHING}, protocol) if "edit" in body else None
     return planned
+
+
+def _looked_up(asked: CaptureRequest, reader: StoreReader, owner: str) -> Plan:
+    engine = known(reader.engine())
+    return plan(asked, engine, edits_text(asked.edits, reader, owner, engine) if asked.edits else "")
 
 
 def _check_content_type(request: Request) -> None:

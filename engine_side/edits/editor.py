@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine_side.edits.tables import Place, Tables, programs_of_request
+from engine_side.edits.tables import ALONE, WHOLE, Place, Tables, programs_of_request
 from schemas.edits import F32, IDENTITY, EditError, Edits, Placed
 from schemas.spec import intervals, merged
 
@@ -196,8 +196,8 @@ class Editor:
         each.programs = {which: self._free_programs.pop() for which in each.combinations}
         self.tables.counts.index_fill_(1, self._columns(each), 0)
         for number, one in enumerate(each.edits.placed):
-            for layer in one.layers:
-                width = self.tables.widths[one.site, layer]
+            for place in one.places:
+                width = self.tables.widths[place]
                 slots = each.slots.setdefault(width, [0] * len(each.edits.placed))
                 if slots[number]:
                     continue
@@ -206,13 +206,16 @@ class Editor:
                 at = slice(first, first + (rows if one.rows else 1))
                 pool = self.tables.pools[width]
                 pool.forms[at] = torch.tensor(one.form).to(pool.forms.device)
+                pool.heads[at] = 0 if one.heads else WHOLE
+                if one.heads:
+                    pool.heads[at, one.heads] = ALONE
                 pool.vectors[at] = torch.from_numpy(_numbers(each, one, width)).to(pool.vectors.device)
         every = self.tables.every_slot
         written = torch.zeros(every.shape[0], len(each.programs), every.shape[2], dtype=torch.int32)
         for row, place in enumerate(self.tables.slots):
             for column, which in enumerate(each.programs):
                 here = [each.slots[self.tables.widths[place]][number] for number in which
-                        if each.edits.placed[number].site == place[0] and place[1] in each.edits.placed[number].layers]
+                        if place in each.edits.placed[number].places]
                 written[row, column, : len(here)] = torch.tensor(here, dtype=torch.int32)
         every[:, list(each.programs.values())] = written.to(every.device)
 

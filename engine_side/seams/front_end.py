@@ -29,7 +29,7 @@ from engine_side.tap.architectures import lens_names
 from schemas.edits import Arms, EditError, Edits, encode, parse_edits, resolve_edits
 from schemas.errors import LimitError, SpecError, StartError
 from schemas.probes import load_probe
-from schemas.sites import SITES, layers_by_site
+from schemas.sites import SITES, has_heads, layers_by_site
 from schemas.spec import armed_at
 from schemas.vectors import load_vector
 
@@ -106,7 +106,8 @@ def _arms(model: Any, config: EngineConfig, shape: admission.Shape) -> Arms:
               for site, chosen in layers_by_site(config.edit).items()}
     return Arms(layers, {site: known[site] for site in layers if known[site]}, n_layers, config.edit_depth,
                 {vector.name: load_vector(vector) for vector in config.vectors}, dict(shape.armed.names),
-                config.edit_rows, model.max_model_len)
+                config.edit_rows, model.max_model_len,
+                {site: model.get_head_size() for site in layers if has_heads(site)})
 
 
 def _check_capture_all(spec: str, shape: admission.Shape) -> None:

@@ -19,6 +19,7 @@ from schemas.errors import StartError
 logger = logging.getLogger("vllm.tap")
 
 _ROWS: Final = 2
+_ATTENDED: Final = ("q", "k", "v", "q_rot", "k_rot")  # only attention reads them
 _ROUNDINGS: Final = 8  # of a sum, in units of the dtype: vLLM makes it in that, or in float32
 _MIXES: Final = "conv_ssm_forward"  # vLLM's name for what a state-space mixer does between its projections
 _PLAIN_STEPS: Final = 4  # show how much a step differs by itself: not all kernels are deterministic
@@ -56,29 +57,33 @@ def self_test(runner: Any, current: Worker) -> None:
                 _check_entry(current.staging, current.checks.embedding, input_ids(runner)[:_ROWS], where)
             check_sums(current.staging, current.checks.sums, _ROWS, where)
     if current.editor is not None:
-        _check_edits(runner, current, where)
+        check_edits(runner, current, where)
     logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
                 current.info.model)
 
 
-def _check_edits(runner: Any, current: Worker, where: str) -> None:
+def check_edits(runner: Any, current: Worker, where: str) -> None:
     """StartError where rows that are set at an armed place do not change what the compiled model returns by far more
     than it differs from step to step by itself, or where it does not return to what it was.
     """
     assert current.editor is not None
 
-    def returned() -> torch.Tensor:
-        with torch.inference_mode(), _noisy_attention(current.model):
-            hidden: torch.Tensor = runner._dummy_run(_ROWS)[0]
+    def returned(attended: bool) -> torch.Tensor:
+        options = _unattended(runner) if attended else {}
+        with torch.inference_mode(), _noisy_attention(current.model), _heard_attention(current.model):
+            hidden: torch.Tensor = runner._dummy_run(_ROWS, **options)[0]
             return hidden[:_ROWS].clone()
 
-    returned()  # the first may still record a graph
-    before, *others = (returned() for _ in range(_PLAIN_STEPS))
-    noise = torch.stack([_distance(before, other) for other in others]).amax(dim=0)
-    for place in current.editor.tables.slots:
+    places, before, noise = current.editor.tables.slots, dict[bool, torch.Tensor](), dict[bool, torch.Tensor]()
+    for kind in sorted({site in _ATTENDED for site, _ in places}):
+        returned(kind)  # the first may still record a graph
+        before[kind], *others = (returned(kind) for _ in range(_PLAIN_STEPS))
+        noise[kind] = torch.stack([_distance(before[kind], other) for other in others]).amax(dim=0)
+    for place in places:
+        kind = place[0] in _ATTENDED
         with current.editor.setting(place, _ROWS):
-            moved = _distance(returned(), before)
-        if (unproved := _unproved(moved, noise)):
+            moved = _distance(returned(kind), before[kind])
+        if (unproved := _unproved(moved, noise[kind])):
             raise StartError(
                 f"vllm-tap: it cannot be proved that edits of {_named(place)} act: after a step of the compiled model "
                 f"{unproved}; looked at it in {where}. Weights that are no numbers, a dtype that does not hold what "
@@ -89,11 +94,12 @@ def _check_edits(runner: Any, current: Worker, where: str) -> None:
                 f"vllm-tap: after a step of the compiled model in which the rows of {_named(place)} were set to "
                 f"others it returned what it did before; looked at it in {where}. A stale compile cache "
                 "(VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward does that")
-    left = _distance(returned(), before)
-    by_chance = _ROUNDINGS * torch.finfo(before.dtype).eps * before.float().norm(dim=-1)  # of a kernel, and rarely
-    if bool((left > torch.maximum(_FAR * noise.nan_to_num(), by_chance.nan_to_num())).any()):
-        raise StartError("vllm-tap: the compiled model returns other rows after edits than before them, though none is "
-                         f"made; looked at it in {where}")
+    for kind, rows in before.items():
+        left = _distance(returned(kind), rows)
+        by_chance = _ROUNDINGS * torch.finfo(rows.dtype).eps * rows.float().norm(dim=-1)  # of a kernel, and rarely
+        if bool((left > torch.maximum(_FAR * noise[kind].nan_to_num(), by_chance.nan_to_num())).any()):
+            raise StartError("vllm-tap: the compiled model returns other rows after edits than before them, though "
+                             f"none is made; looked at it in {where}")
     logger.info("vllm-tap: edits act at %d places", len(current.editor.tables.slots))
 
 
@@ -119,6 +125,17 @@ def _unproved(moved: torch.Tensor, noise: torch.Tensor) -> str:
     return ""
 
 
+def _unattended(runner: Any) -> dict[str, Any]:
+    """What a runner is told for a dummy step of the compiled model that replays no graph and attends to nothing: in a
+    graph the kernels attend to an empty cache, whatever they are given.
+    """
+    if hasattr(runner, "input_buffers"):
+        return {"skip_attn": True, "is_profile": True}
+    from vllm.config import CUDAGraphMode
+
+    return {"cudagraph_runtime_mode": CUDAGraphMode.NONE}
+
+
 @contextmanager
 def _noisy_attention(model: torch.nn.Module) -> Iterator[None]:
     """Attention outputs on a CPU begin as noise: a dummy step has nothing to attend to, and there vLLM hands on the
@@ -128,28 +145,70 @@ def _noisy_attention(model: torch.nn.Module) -> Iterator[None]:
     """
     generator = torch.Generator().manual_seed(0)
 
-    def beginning_as_noise(forward: Callable[..., Any], cpu_alone: bool) -> Callable[..., Any]:
+    def beginning_as_noise(forward: Callable[..., Any]) -> Callable[..., Any]:
         def attend(*args: Any, output: torch.Tensor | None = None, **options: Any) -> Any:
-            if output is not None and (output.device.type == "cpu" or not cpu_alone):
+            if output is not None and output.device.type == "cpu":
                 output.copy_(torch.randn(output.shape, generator=generator))
-            return forward(*args, **({} if output is None else {"output": output}), **options)
+            return forward(*args, output=output, **options)
 
         return attend
 
+    def mixed_of_noise(forward: Callable[..., None]) -> Callable[..., None]:
+        def mix(*args: Any, output: torch.Tensor, **options: Any) -> None:
+            output.copy_(torch.randn(output.shape, generator=generator))
+            forward(*args, output=output, **options)
+
+        return mix
+
+    mixers = [module for module in model.modules() if hasattr(module, _MIXES)]
+    with _attending(model, beginning_as_noise), _around(mixers, _MIXES, mixed_of_noise):
+        yield
+
+
+@contextmanager
+def _heard_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Attention outputs of a step that attends to nothing tell what queries, keys and values it was given."""
+    def told(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def attend(layer: Any, *args: Any, output: torch.Tensor | None = None, **options: Any) -> Any:
+            result = forward(layer, *args, output=output, **options)
+            if output is not None and len(args) > 4 and args[4] is None:  # query, key, value, cache, what to attend to
+                shares = getattr(layer, "kv_sharing_target_layer_name", None) is not None
+                for given in args[: 1 if shares else 3]:
+                    if given is not None:
+                        rows = given.reshape(given.shape[0], -1).float()
+                        heard = (rows * torch.linspace(0.1, 1, rows.shape[1], device=rows.device)).mean(dim=1)
+                        output.add_(heard.tanh().view(-1, *[1] * (output.dim() - 1))[: output.shape[0]])
+            return result
+
+        return attend
+
+    with _attending(model, told):
+        yield
+
+
+@contextmanager
+def _attending(model: torch.nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Attention kernels with something around their forward."""
     found = (getattr(module, "impl", None) for module in model.modules())
     kernels: list[Any] = list({id(kernel): kernel for kernel in found if hasattr(kernel, "forward")}.values())
-    mixers = [module for module in model.modules() if hasattr(module, _MIXES)]
-    for kernel in kernels:
-        kernel.forward = beginning_as_noise(kernel.forward, True)
-    for mixer in mixers:
-        setattr(mixer, _MIXES, beginning_as_noise(getattr(mixer, _MIXES), False))
+    with _around(kernels, "forward", around):
+        yield
+
+
+@contextmanager
+def _around(owners: list[Any], name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """A method of each owner with something around it."""
+    before = [(owner, vars(owner).get(name)) for owner in owners]
+    for owner in owners:
+        setattr(owner, name, around(getattr(owner, name)))
     try:
         yield
     finally:
-        for kernel in kernels:
-            del kernel.forward
-        for mixer in mixers:
-            delattr(mixer, _MIXES)
+        for owner, own in before:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
 
 
 def check_model(tapped: torch.nn.Module, running: torch.nn.Module, where: str) -> None:

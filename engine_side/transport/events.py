@@ -78,8 +78,10 @@ class Lost(msgspec.Struct, tag=True, array_like=True):
 
 
 class EditsCounted(msgspec.Struct, tag=True, array_like=True):
-    """How often a capture's edits were made (``edit_counts``): int32 [places + 1, combinations] lie in the ring once the
-    copies up to ``copied`` are over, nothing where ``mark`` is None. Comes before its Finished.
+    """How often a capture's edits were made (``edit_counts``), before its Finished.
+
+    int32 [places + 1, combinations] lie in the ring once the copies up to ``copied`` are over, nothing where ``mark``
+    is None.
     """
 
     capture: str

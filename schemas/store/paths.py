@@ -8,11 +8,12 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["KEYS_FILE", "WRITER", "array_metadata", "block_name", "group_metadata", "main_chunk", "open_name",
-           "segment_places"]
+__all__ = ["KEYS_FILE", "VECTORS_FOLDER", "WRITER", "array_metadata", "block_name", "group_metadata", "main_chunk",
+           "open_name", "segment_places"]
 
 WRITER: Final = "w0"
 KEYS_FILE: Final = "keys.json"  # the API's, where no other is named; the writer leaves it alone
+VECTORS_FOLDER: Final = "vectors"  # the API's as well
 BYTES: Final = {"name": "bytes", "configuration": {"endian": "little"}}
 
 

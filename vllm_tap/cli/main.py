@@ -156,6 +156,12 @@ def capture(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     arm: Annotated[str | None, typer.Option(help="Sites to tap, in every layer or, as resid_post.12, in one (default: "
                                                  "what is asked for).")] = None,
+    edit: Edit = "",
+    edit_depth: EditDepth = None,
+    edit_rows: EditRows = None,
+    vector: Vectors = None,
+    edits: Annotated[Path | None, typer.Option(
+        help="Edits of every prompt that brings no field edit: a file with the JSON list that requests have.")] = None,
     probe: Annotated[list[str] | None, typer.Option(
         help="Take the scores of a probe: NAME=FILE, or NAME=FILE@resid_post.12; repeatable. Without --sites nothing "
              "else is taken.")] = None,
@@ -179,6 +185,7 @@ def capture(
     Started again after a crash it goes on where it was: what is complete stays, nothing is captured twice.
     """
     from vllm_tap.offline.job import CaptureJob
+    from vllm_tap.offline.prompt_file import read_edits
     from vllm_tap.offline.prompt_source import PromptSource
     from vllm_tap.offline.run import run
 
@@ -195,7 +202,8 @@ def capture(
         sites=sites, layers=layers,
         positions=positions, codec=codec, max_tokens=max_tokens, temperature=temperature, arm=arm, output=output,
         durability=durability.value, engine_args=arguments, environment=environment,
-        probes=parse_probes(probe or (), "--probe"),
+        probes=parse_probes(probe or (), "--probe"), edit=read_edits(edits),
+        arms=EditArms(edit, edit_depth, edit_rows, parse_probes(vector or (), "--vector", "vector")),
     )))
 
 

@@ -219,6 +219,18 @@ class AsyncClient:
         """``Client.release``."""
         await self._send(http.Request("DELETE", http.path(ref) + "/hold"))
 
+    async def put_vector(self, name: str, vector: Any) -> str:
+        """``Client.put_vector``."""
+        return str((await self._json(http.put_vector_request(name, vector)))["digest"])
+
+    async def vectors(self) -> dict[str, str]:
+        """``Client.vectors``."""
+        return http.read_vectors(await self._send(http.Request("GET", "/v1/vectors")))
+
+    async def delete_vector(self, name: str) -> None:
+        """``Client.delete_vector``."""
+        await self._send(http.Request("DELETE", http.vector_path(name), again=False))
+
     async def capabilities(self) -> dict[str, Any]:
         """``Client.capabilities``."""
         return await self._json(http.Request("GET", "/v1/capabilities"))

@@ -180,6 +180,20 @@ class Client:
         """Ends a hold."""
         _run(self._client.release(ref))
 
+    def put_vector(self, name: str, vector: Any) -> str:
+        """Stores a vector (an array, a tensor, a list) under a name for edits; its digest. The same numbers may be put
+        again; Conflict where the name has others, or is one that the engine was started with.
+        """
+        return _run(self._client.put_vector(name, vector))
+
+    def vectors(self) -> dict[str, str]:
+        """Digests of the stored vectors by name."""
+        return _run(self._client.vectors())
+
+    def delete_vector(self, name: str) -> None:
+        """Deletes a stored vector; NotFound where there is none."""
+        _run(self._client.delete_vector(name))
+
     def capabilities(self) -> dict[str, Any]:
         """Sites that can be captured, the codecs, the formats, the limits."""
         return _run(self._client.capabilities())

@@ -5,6 +5,7 @@ Functions named ``…_request`` make a ``Request``, others read its answer; ``At
 
 from __future__ import annotations
 
+import base64
 import email.utils
 import json
 import logging
@@ -131,12 +132,41 @@ def generate_request(prompt: AnyPrompt, max_tokens: int, asked: Asked, model: st
     return Request("POST", "/v1/chat/completions" if chat else "/v1/completions", body=body, again=False)
 
 
+def vector_path(name: str) -> str:
+    """The path of a stored vector; ArgumentError for a name that could not reach it."""
+    if not (name and name.isascii() and all(char.isalnum() or char in "_-" for char in name)):
+        raise ArgumentError("name", name, "a vector's name is of A-Z a-z 0-9 _ -")
+    return f"/v1/vectors/{name}"
+
+
+def put_vector_request(name: str, vector: Any) -> Request:
+    """A vector to store; ArgumentError where it is no row of numbers."""
+    return Request("PUT", vector_path(name), body={"vector": _in_base64("vector", vector)})
+
+
+def _in_base64(field: str, value: Any) -> Any:
+    """Numbers of an array or a tensor, or in a list, as float32 in base64."""
+    try:
+        if hasattr(value, "detach"):  # a tensor, wherever it is and in whatever dtype
+            value = value.detach().float().cpu()
+        numbers = np.asarray(value)
+        if numbers.dtype.kind not in "fiu" or not numbers.size:
+            raise ValueError(f"{numbers.dtype} {list(numbers.shape)}")
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(field, type(value).__name__, f"valid: an array, a tensor or a list of numbers ({error})"
+                            ) from None
+    if field == "vector" and numbers.ndim != 1:
+        raise ArgumentError(field, list(numbers.shape), "valid: [width]; reshape(-1) makes it so")
+    with np.errstate(over="ignore"):
+        return {"base64": base64.b64encode(np.ascontiguousarray(numbers, "<f4").tobytes()).decode()}
+
+
 def _edits(edit: Edits) -> list[dict[str, Any]]:
-    """Edits for JSON, arrays and tensors as lists."""
+    """Edits for JSON: arrays and tensors of ``vector`` and ``rows`` in base64, others as lists."""
     if isinstance(edit, str) or not isinstance(edit, Sequence) or not all(isinstance(each, Mapping) for each in edit):
         raise ArgumentError("edit", edit, 'a list such as [{"site": "resid_post.12", "op": "scale", "by": 0}]')
-    return [{name: value.tolist() if hasattr(value, "tolist") else value for name, value in each.items()}
-            for each in edit]
+    return [{name: (_in_base64(name, value) if name in ("vector", "rows") else value.tolist())
+             if hasattr(value, "tolist") else value for name, value in each.items()} for each in edit]
 
 
 def captures_request(filters: Filters, limit: int, before: str | None) -> Request:
@@ -178,6 +208,11 @@ def read_object(answer: httpx.Response) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Unavailable(answer.status_code, None, f"{answer.url} answered something else than a JSON object")
     return body
+
+
+def read_vectors(answer: httpx.Response) -> dict[str, str]:
+    """Digests of stored vectors by name."""
+    return {each["name"]: each["digest"] for each in read_object(answer)["data"]}
 
 
 def read_generation(answer: httpx.Response, captured: bool) -> dict[str, Any]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
+from schemas.edits import EditError
 from schemas.errors import ConflictError, SpecError, StartError, TapError
 from schemas.probes import probes_text
 from schemas.read.reader import StoreReader
 from schemas.spec import CaptureSpec, Resolved, intervals, resolve
-from schemas.vectors import EditArms
 from schemas.wire.control_channel import ControlChannel
 from schemas.wire.messages import Abandon, Own
 from vllm_tap.offline.job import CaptureJob
@@ -81,7 +82,7 @@ def engine_args(model: str, words: Sequence[str]) -> EngineArgs:
 
 def _set_environment(job: CaptureJob, endpoint: str) -> None:
     os.environ |= {**job.environment, "VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": job.armed,
-                   "VLLM_TAP_PROBES": probes_text(job.probes), **EditArms().environment(),
+                   "VLLM_TAP_PROBES": probes_text(job.probes), **job.arms.environment(),
                    "VLLM_TAP_ON_FULL": "wait", "VLLM_TAP_OWN_GROUP": "1", "VLLM_NO_USAGE_STATS": "1",
                    "VLLM_ACT_CAPTURE": "0"}  # every prompt has a spec of its own
     # A progress bar is no place for vLLM's log; VLLM_LOGGING_LEVEL=INFO and PYTHONWARNINGS=default bring it back.
@@ -96,24 +97,30 @@ def generate(engine: LLMEngine, job: CaptureJob, resume: Resume, tally: Tally, c
     Once ``is_ending``, asked between steps, what is in flight is aborted, and no more is begun.
     """
     waiting = (prompt for prompt in job.prompts if resume.is_left(prompt))
+    ready: deque[tuple[Prompt, str, CaptureSpec]] = deque()  # announced, and not yet with the engine
     resolved: Resolved | None = None
     running: dict[str, tuple[Prompt, str]] = {}
     exhausted = False
-    while running or not exhausted:
+    while running or ready or not exhausted:
         if is_ending():
             engine.abort_request(list(running))
             return
-        while not exhausted and len(running) <= _IN_FLIGHT_MAX - _BATCH:
+        while not exhausted and len(running) + len(ready) <= _IN_FLIGHT_MAX - _BATCH:
             batch = list(islice(waiting, _BATCH))
             exhausted = not batch
-            for prompt, capture, asked in _announce(channel, job, resume, batch):
-                if (refusal := _add(engine, prompt, asked, job)) is not None:
-                    tally.refused.append((prompt.line, refusal))
-                    channel.post(partial(Abandon, capture=capture, reason=refusal[:500]))
-                    yield None
-                    continue
+            ready.extend(_announce(channel, job, resume, batch))
+        while ready:
+            prompt, capture, asked = ready[0]
+            if (refusal := _add(engine, prompt, asked, job)) is not None:
+                if _has_rows(job, prompt) and any(_has_rows(job, other) for other, _ in running.values()):
+                    break  # there may be room for its rows once theirs are let go
+                tally.refused.append((prompt.line, refusal))
+                channel.post(partial(Abandon, capture=capture, reason=refusal[:500]))
+                yield None
+            else:
                 running[str(prompt.line)] = (prompt, capture)
                 tally.captures[capture] = prompt.line
+            ready.popleft()
         if not running:
             continue
         for output in engine.step():
@@ -128,6 +135,11 @@ def generate(engine: LLMEngine, job: CaptureJob, resume: Resume, tally: Tally, c
             tally.rows += _rows(resolved, prompt_len, generated)
             yield {"line": prompt.line, "capture": capture, "text": done.text, "finish_reason": done.finish_reason,
                    "prompt_tokens": prompt_len, "generated_tokens": generated}
+
+
+def _has_rows(job: CaptureJob, prompt: Prompt) -> bool:
+    """Whether the engine keeps rows of a prompt's edits while it runs, of which there is room for so many."""
+    return any("rows" in each for each in job.edits_of(prompt))
 
 
 def _resolved(job: CaptureJob) -> Resolved | None:
@@ -173,12 +185,15 @@ def _add(engine: LLMEngine, prompt: Prompt, asked: CaptureSpec, job: CaptureJob)
     """Hands one prompt over as token ids, so that every vLLM version takes it; why it refuses it, where it does."""
     from vllm import SamplingParams
 
+    edit = job.edits_of(prompt)
     params = SamplingParams(max_tokens=job.max_tokens, temperature=job.temperature,
-                            extra_args={"capture": asked.to_json()})
+                            extra_args={"capture": asked.to_json(), **({"edit": edit} if edit else {})})
     try:
         engine.add_request(str(prompt.line), {"prompt_token_ids": token_ids(engine.get_tokenizer(), prompt)}, params)
-    except SpecError:
-        raise  # the spec is the same for all
+    except SpecError as error:
+        if not isinstance(error, EditError):
+            raise  # the spec is the same for all
+        return str(error)
     except Exception as error:
         if not _is_refusal(error):
             raise

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 from schemas.checks import parse_arm
+from schemas.edits import Arms, EditError, digest_of, parse_edits, resolve_edits
 from schemas.errors import ArgumentError, SpecError, TapError
 from schemas.probes import Registered, load_probe
 from schemas.sites import SITES, parse_site
 from schemas.spec import CaptureSpec, parse_spec
+from schemas.vectors import EditArms, load_vector
+from vllm_tap.offline.prompt_file import Prompt
 from vllm_tap.offline.prompt_source import PromptSource
 from vllm_tap.serve.model_config import check_arguments, read_config
 from vllm_tap.serve.services import check_model, check_store, check_writable
@@ -41,6 +45,8 @@ class CaptureJob:
     engine_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     probes: tuple[Registered, ...] = ()  # whose scores every prompt gets; without ``sites`` nothing else
+    arms: EditArms = field(default_factory=EditArms)  # what edits may change
+    edit: list[dict[str, Any]] = field(default_factory=list)  # of every prompt that brings none of its own
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -49,12 +55,18 @@ class CaptureJob:
         spec = self.spec()
         for probe in self.probes:
             load_probe(probe)
+        edited = self.arms.check("--edit", "--edit-depth", "--vector", "--edit-rows")
         flag, places = ("--sites", self.sites_asked) if self.arm is None else ("--arm", parse_arm("--arm", self.arm))
         if (config := read_config(self.model, self.engine_args)) is not None:
             config.check_taps(flag, places, self.probes)
             config.check_spec(spec, places, self.probes)
+            config.check_taps("--edit", edited, ())
         if self.arm is None:
             parse_arm("--layers", self.armed)
+        try:
+            self.check_edits(self.edit)
+        except SpecError as error:
+            raise TapError(f"--edits: {error}") from None
         if self.output is not None:
             if self.output.is_dir():
                 raise TapError(f"--output = {str(self.output)!r}: is a folder; name a file")
@@ -73,6 +85,19 @@ class CaptureJob:
                    else fixed) for site, fixed in self._named() for number in numbers]
         return ",".join(dict.fromkeys(site if layer is None else f"{site}.{layer}" for site, layer in places))
 
+    def edits_of(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """The edits of a prompt: its own where it brings any, be they none."""
+        return self.edit if prompt.edit is None else prompt.edit
+
+    def check_edits(self, edit: list[dict[str, Any]] | None) -> None:
+        """EditError where the engine could not make them, as far as that is known before it starts."""
+        if not edit:
+            return
+        if not self.arms.places:
+            raise EditError("", edit, "nothing is armed for edits; name sites with --edit")
+        if (armed := _armed_for_edits(self.model, self.engine_args, self.arms)) is not None:
+            resolve_edits(parse_edits(edit), armed)
+
     @property
     def own_tokenizer(self) -> bool:
         """Whether vLLM is told of the tokenizer, or how to load it: only an engine knows it then."""
@@ -90,10 +115,12 @@ class CaptureJob:
     def settings(self) -> dict[str, Any]:
         """Settings that tell one run from another, beside the prompts themselves."""
         known = {probe.name: load_probe(probe).about.fingerprint for probe in self.probes}
+        edits = {"places": self.arms.places, "edit": self.edit,
+                 "vectors": {vector.name: digest_of(load_vector(vector)) for vector in self.arms.vectors}}
         return {"source": self.prompts.name, "model": self.model,
                 "armed": ",".join(self.sites_asked) if self.arm is None else self.arm,
                 "spec": self.spec().to_json(), "max_tokens": self.max_tokens, "temperature": self.temperature,
-                **({"probes": known} if known else {})}
+                **({"probes": known} if known else {}), **({"edits": edits} if self.arms.places else {})}
 
     def spec(self) -> CaptureSpec:
         """The spec that every prompt gets; ArgumentError that names the flag where it is malformed."""
@@ -107,6 +134,12 @@ class CaptureJob:
             return parse_spec(asked)
         except SpecError as error:
             raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
+
+
+@lru_cache(maxsize=1)  # it is asked for every prompt
+def _armed_for_edits(model: str, engine_args: tuple[str, ...], arms: EditArms) -> Arms | None:
+    config = read_config(model, engine_args)
+    return None if config is None else config.armed_for_edits(arms)
 
 
 def _numbers(flag: str, text: str) -> object:

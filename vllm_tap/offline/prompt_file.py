@@ -1,4 +1,4 @@
-"""The input of ``vllm-tap capture``: a JSON line a prompt, every line checked before anything is started."""
+"""The input of ``vllm-tap capture``: a JSON line a prompt, and edits; all is checked before anything is started."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from schemas import limits
-from schemas.errors import ArgumentError, SpecError, TapError, json_fault
+from schemas.edits import EditError, parse_edits
+from schemas.errors import ArgumentError, LimitError, SpecError, TapError, json_fault
 from schemas.spec import parse_spec
 
-__all__ = ["Prompt", "prompt_of", "read_prompts"]
+__all__ = ["Prompt", "prompt_of", "read_edits", "read_prompts"]
 
 LINE_BYTES_MAX: Final = 16 << 20
 TAGS_MAX: Final = limits.spec_tags_max - 2  # beside the number of the line and what it was made by
@@ -22,7 +23,10 @@ _ROLES: Final = ("system", "user", "assistant", "tool", "developer")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One line: exactly one of a text, a conversation and token ids; ``tags`` and ``id`` go to its capture."""
+    """One line: exactly one of a text, a conversation and token ids; ``tags`` and ``id`` go to its capture.
+
+    ``edit`` is what is changed in the model for it, None: what is for all.
+    """
 
     line: int  # from 1
     text: str | None = None
@@ -30,6 +34,7 @@ class Prompt:
     token_ids: list[int] | None = None
     tags: dict[str, str] = field(default_factory=dict)
     id: str | None = None
+    edit: list[dict[str, Any]] | None = None
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
@@ -67,8 +72,8 @@ def prompt_of(line: int, row: dict[str, Any]) -> Prompt:
     kinds = [kind for kind in _KINDS if kind in row]
     if len(kinds) != 1:
         raise ValueError(f"must have exactly one of {', '.join(_KINDS)}; it has {', '.join(kinds) or 'none'}")
-    if unknown := sorted(set(row) - {kinds[0], "tags", "id"}):
-        raise ValueError(f"unknown field {unknown[0]!r}; valid beside {kinds[0]}: tags, id")
+    if unknown := sorted(set(row) - {kinds[0], "tags", "id", "edit"}):
+        raise ValueError(f"unknown field {unknown[0]!r}; valid beside {kinds[0]}: tags, id, edit")
     _check(kinds[0], row[kinds[0]])
     try:
         spec = parse_spec({key: row[key] for key in ("tags", "id") if key in row})
@@ -76,7 +81,39 @@ def prompt_of(line: int, row: dict[str, Any]) -> Prompt:
         raise ArgumentError(error.field, error.value, error.reason) from None
     if len(spec.tags) > TAGS_MAX:
         raise ArgumentError("tags", f"{len(spec.tags)} of them", f"at most {TAGS_MAX}: two more are added")
-    return Prompt(line, row.get("prompt"), row.get("messages"), row.get("prompt_token_ids"), spec.tags, spec.id)
+    edit = None if row.get("edit") is None else _checked_edits(row["edit"])
+    return Prompt(line, row.get("prompt"), row.get("messages"), row.get("prompt_token_ids"), spec.tags, spec.id, edit)
+
+
+def read_edits(path: Path | None) -> list[dict[str, Any]]:
+    """The edits of a file, for every prompt; TapError naming the file where they are malformed."""
+    if path is None:
+        return []
+    try:
+        with path.open("rb") as file:
+            data = file.read(limits.edit_json_bytes_max + 1)
+        if len(data) > limits.edit_json_bytes_max:
+            raise ValueError(f"longer than {limits.edit_json_bytes_max} bytes")
+        return _checked_edits(json.loads(data))
+    except OSError as error:
+        raise TapError(f"--edits = {str(path)!r}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise TapError(f"--edits = {str(path)!r}: {json_fault(error)}") from None
+
+
+def _checked_edits(value: Any) -> list[dict[str, Any]]:
+    """A list of edits as it is; ValueError where it is none."""
+    if not isinstance(value, list):
+        raise EditError("", value, 'must be a list such as [{"site": "resid_post.12", "op": "scale", "by": 0}]')
+    try:
+        specs = parse_edits(value)
+    except LimitError as error:
+        raise ValueError(str(error)) from None
+    for number, spec in enumerate(specs):
+        if spec.from_ is not None:
+            raise EditError(f"[{number}].from", spec.from_.capture, "offline no service looks it up; read the rows "
+                            "from the store (vllm_tap.open_store), and give them as rows")
+    return value
 
 
 def _check(kind: str, value: Any) -> None:

@@ -61,7 +61,8 @@ class Resume:
         return ulid_of_bits(int.from_bytes(digest, "big"))  # its time is 0: made of what is done, not of when
 
     def _digest(self, prompt: Prompt) -> bytes:
-        what = [self.settings, prompt.line, prompt.text, prompt.messages, prompt.token_ids]
+        what = [self.settings, prompt.line, prompt.text, prompt.messages, prompt.token_ids,
+                *([] if prompt.edit is None else [prompt.edit])]
         return hashlib.blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=20).digest()
 
     def place(self, prompt: Prompt, reader: StoreReader, deleted: set[str]) -> None:

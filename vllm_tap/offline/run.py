@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from schemas.codecs import parse_codec
-from schemas.errors import StartError, TapError
+from schemas.errors import SpecError, StartError, TapError
 from schemas.legacy import error_text
 from schemas.read.reader import StoreReader
 from schemas.wire.control_channel import ControlChannel
@@ -31,7 +31,6 @@ from schemas.wire.messages import Delete
 from vllm_tap.exit import Ending
 from vllm_tap.offline.engine import Tally, generate, load_tokenizer, start_engine
 from vllm_tap.offline.job import CaptureJob
-from vllm_tap.offline.prompt_source import PromptSource
 from vllm_tap.offline.resume import Resume, is_whole, read_resume
 from vllm_tap.serve.services import make_socket_dir
 from vllm_tap.serve.writer_process import WriterProcess
@@ -52,7 +51,7 @@ def run(job: CaptureJob) -> int:
 
     Raises TapError (exit code 2) on malformed input, before anything is started.
     """
-    total = _count(job.prompts)
+    total = _count(job)
     if total == 0:
         raise TapError(f"PROMPTS = {job.prompts.given!r}: holds no prompt")
     console = Console(stderr=True, highlight=False)
@@ -119,15 +118,19 @@ def _run(job: CaptureJob, total: int, ending: Ending, writers: list[WriterProces
     return 0 if not tally.refused and set(statuses) <= {"complete", "empty"} else 1
 
 
-def _count(prompts: PromptSource) -> int:
-    """The number of prompts; TapError on a malformed one or an id used twice."""
-    total = 0
+def _count(job: CaptureJob) -> int:
+    """The number of prompts; TapError on a malformed one, an id used twice or edits that cannot be made."""
+    prompts, total = job.prompts, 0
     ids: dict[str, int] = {}
     for prompt in prompts:
         total += 1
         if prompt.id is not None and ids.setdefault(prompt.id, prompt.line) != prompt.line:
             raise TapError(f"{prompts.given}, line {prompt.line}: id = {prompt.id!r} is that of line {ids[prompt.id]} "
                            "already")
+        try:
+            job.check_edits(prompt.edit)
+        except SpecError as error:
+            raise TapError(f"{prompts.given}, line {prompt.line}: {error}") from None
     return total
 
 

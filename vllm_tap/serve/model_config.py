@@ -9,10 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from schemas import limits
+from schemas.edits import Arms, parse_edit_places
 from schemas.errors import ArgumentError, SpecError, StartError
 from schemas.probes import Registered, load_probe
 from schemas.sites import SITES, layers_by_site
 from schemas.spec import CaptureSpec, armed_at, resolve
+from schemas.vectors import EditArms, load_vector
 
 __all__ = ["ModelConfig", "check_arguments", "config_of", "fetched", "read_config", "takes_more_than_text"]
 
@@ -101,6 +104,23 @@ class ModelConfig:
             resolve(spec, known, self.widths)
         except SpecError as error:
             raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
+
+    def armed_for_edits(self, asked: EditArms) -> Arms | None:
+        """What an engine that is started so holds edits against; None where that is not known before it is.
+
+        Of the longest request nothing is known.
+        """
+        from engine_side.config import EngineConfig
+        from engine_side.tap.architectures import lens_names
+
+        layers = {site: list(range(self.n_layers)) if chosen is None else chosen
+                  for site, chosen in layers_by_site(parse_edit_places("--edit", asked.places)).items()}
+        if not self.n_layers or not layers.keys() <= self.widths.keys():
+            return None
+        depth, rows = (int(EngineConfig.__dataclass_fields__[name].default) if given is None else given  # type: ignore
+                       for name, given in (("edit_depth", asked.depth), ("edit_rows", asked.rows)))
+        return Arms(layers, self.widths, self.n_layers, depth, {each.name: load_vector(each) for each in asked.vectors},
+                    dict(lens_names(self.architectures)), rows, limits.position_max)
 
     @property
     def widths(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from safetensors.numpy import save_file
 
 from engine_side import worker
 from engine_side.edits import places
+from engine_side.seams import self_test
 from schemas.edits import digest_of
-from schemas.errors import SpecError
+from schemas.errors import SpecError, StartError
 from schemas.read.reader import StoreReader
 from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, OneAtATime, in_this_process, refused_start
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.common import COMMON
-from tests.support.models.edited import moved, vector
+from tests.support.models.edited import at_every_place, moved, vector
 from tests.support.models.families import FAMILIES as KNOWN
 from tests.support.models.families import family_model
 from tests.support.models.features import FEATURES, GROUPS, Feature, options, tokens
@@ -33,9 +35,14 @@ FAMILIES = os.environ.get("TAP_FAMILIES", "qwen3,gemma3_text,opt").replace("all"
 MIXTURES = ("mixtral", "qwen3_moe")
 
 
+PLACES = {"resid_pre.0": (), "resid_pre.2": (), "resid_mid.1": ("gpt_neox",), "q.1": ("gpt_neox",),
+          "k.2": ("gpt_neox",), "v.0": ("gpt_neox",), "q_rot.0": ("gpt_neox", "opt"), "k_rot.1": ("gpt_neox", "opt"),
+          "z.1": (), "z.2": (), "mlp_post.2": MIXTURES, "attn_out.1": (), "mlp_out.2": ()}  # and who lacks the site
+
+
 def armed(family: str) -> str:
-    """What is armed for edits: of a mixture no mlp_post."""
-    return "resid_post,attn_out.1,mlp_out.2,z.1" + ("" if family in MIXTURES else ",mlp_post.2")
+    """What is armed for edits."""
+    return ",".join(["resid_post", *(place for place, lacking in PLACES.items() if family not in lacking)])
 
 
 def started(reader: StoreReader, family: str, group: str = "scheduler", edit: str = "", **more: Any) -> Engine:
@@ -60,6 +67,8 @@ def engine(request: pytest.FixtureRequest, reader: StoreReader, tmp_path_factory
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_TAP_VECTORS", f"tone={path}")
         patch.setenv("VLLM_TAP_EDIT_ROWS", "200")
+        patch.setenv("VLLM_TAP_ARM", ",".join(dict.fromkeys(
+            place.partition(".")[0] for place in armed(request.param).split(","))))
         made = started(reader, request.param)
     yield made
     made.close()
@@ -146,6 +155,38 @@ def test_every_operation_beside_requests_without_one(engine: Engine) -> None:
     assert again.tokens == alone.tokens  # and nothing of what was edited is read from the prefix cache
 
 
+def places_of(engine: Engine, heads: bool = False) -> dict[tuple[str, int], int]:
+    """The places of ``PLACES`` that are armed, or those that have heads, and the width of their rows."""
+    arms = engine.llm.llm_engine.input_processor.vllm_tap_arms
+    found = [(site, int(layer)) for site, _, layer in (place.partition(".") for place in PLACES)]
+    return {(site, layer): arms.widths[site] for site, layer in found if layer in arms.layers.get(site, ())
+            and (site in arms.heads or not heads)}
+
+
+def eight_at_most(edits: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """The same with so many edits a request."""
+    return [part for each in edits for part in (each[: len(each) // 2], each[len(each) // 2 :])]
+
+
+@pytest.mark.parametrize("heads", [False, True], ids=["rows", "heads"])
+def test_every_operation_at_every_place(engine: Engine, heads: bool) -> None:
+    """Beside requests without any, which have the bits that they have alone."""
+    edits: list[Any] = [None, *eight_at_most(at_every_place(places_of(engine, heads), heads)), None]
+    prompts = [tokens(70, seed=700 + number) for number in range(len(edits))]
+    for captured, edit in zip(run(engine, prompts, edits), edits, strict=True):
+        check(engine, captured, edit)
+
+
+def test_a_set_row_is_that_row_at_every_place(engine: Engine) -> None:
+    asked = {place: vector(width, 30 + number) for number, (place, width) in enumerate(places_of(engine).items())}
+    edits = [[{"site": f"{site}.{layer}", "op": "set", "vector": given.tolist(), "positions": [4, 21]}]
+             for (site, layer), given in asked.items()]
+    for captured, ((site, layer), given) in zip(run(engine, [tokens(20, seed=4)] * len(edits), edits), asked.items(),
+                                                strict=True):
+        found = engine.reader.slice(captured.id, site, [layer])
+        assert np.array_equal(found.values()[0][[4, 21]], np.stack([given, given])), (site, layer)
+
+
 def test_a_set_row_is_that_row(engine: Engine) -> None:
     given = vector(engine.llm.llm_engine.input_processor.vllm_tap_arms.widths["resid_post"], 77)
     captured, = run(engine, [tokens(20, seed=4)], [[
@@ -184,7 +225,7 @@ def one(**fields: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("edit", "said"), [
     (one()[0], "must be a list"),
-    (one(site="resid_pre.1"), r"edit\[0\].site = 'resid_pre.1': cannot be edited; valid: one of"),
+    (one(site="router_logits.1"), r"edit\[0\].site = 'router_logits.1': cannot be edited; valid: one of"),
     (one(site="mlp_out.1"), r"edit\[0\].layers = \[1\]: not armed for edits of mlp_out; armed: \[2\]"),
     (one(site="resid_post.9"), r"edit\[0\].layers = \[9\]: out of range"),
     (one(op="twist"), r"edit\[0\].op = 'twist': valid: add, scale"),
@@ -303,6 +344,21 @@ def test_an_edit_that_does_nothing_ends_the_start(reader: StoreReader, monkeypat
     monkeypatch.setattr(places, "_put_back", lambda module, call, result: result)
     with refused_start("in which the rows of attn_out.1 were set to others it returned what it did before"):
         started(reader, "qwen3", edit="mlp_post.0,attn_out.1")
+
+
+def test_each_place_that_does_not_act_is_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look at a start, with edits that are not filled in at one place."""
+    core, current = getattr(engine.llm.llm_engine.engine_core, "engine_core", None), worker.CURRENT
+    if core is None or current is None or current.editor is None:
+        pytest.skip("the engine is in another process")
+    runner, right = core.model_executor.driver_worker.worker.model_runner, current.editor.setting
+    for idle in [place for place in current.editor.tables.slots if place[0] != "resid_post"]:
+        monkeypatch.setattr(current.editor, "setting", lambda place, rows, idle=idle: (
+            nullcontext() if place == idle else right(place, rows)))
+        with pytest.raises(StartError, match=rf"rows of {idle[0]}\.{idle[1]} were set to others it returned"):
+            self_test.check_edits(runner, current, "here")
+    monkeypatch.undo()
+    self_test.check_edits(runner, current, "here")
 
 
 def test_the_manifest_tells_of_edits(engine: Engine) -> None:

@@ -34,6 +34,7 @@ from tests.support.pages.readme import blocks
 from tests.support.processes import descendants, free_port, runs
 from tests.support.store_helpers import until
 from vllm_tap.client.client import Client
+from vllm_tap.errors import BadRequest, Conflict, NotFound
 from vllm_tap.tiny_model import LAYERS, cache_dir
 
 pytestmark = pytest.mark.timeout(600)
@@ -579,6 +580,41 @@ def test_edits_without_a_capture_and_such_as_cannot_be_made(service: Service, po
         error = refused.json()["error"]
         assert refused.status_code == 400 and f"{param} = " in error["message"], refused.text
         assert error["param"] == param, refused.text
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_edits_with_what_is_stored(service: Service, port: str) -> None:
+    """A vector by the name that it was stored under, and rows of an earlier capture: the model goes on with them."""
+    capture = {"codec": "raw", "sites": ["resid_post", "attn_out"], "layers": [1, 2]}
+    more: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    with Client(port_of(service, port)) as client, Client(port_of(service, PORTS[0])) as other:
+        calm = np.cos(np.arange(len(STEER), dtype=np.float32))
+        assert client.put_vector("calm", calm) == digest_of(calm) == other.vectors()["calm"]
+        plain = client.generate(f"Take this ({port}).", 6, capture, **more)
+        patched, named = (client.generate(f"Give ({port}).", 6, capture, edit=[edit], **more) for edit in (
+            {"site": "resid_post.1", "op": "set", "positions": [4, 2],
+             "from": {"capture": plain.id, "positions": [0, 3]}},
+            {"site": "attn_out.2", "op": "add", "vector": "calm"}))
+        first = {"site": "resid_post.1", "op": "set", "positions": [[0, 4]], "from": {"capture": plain.capture_id}}
+        whole = client.generate(f"Other words ({port}).", 1, capture, edit=[first], **more)
+        assert np.array_equal(patched["resid_post", 1][[4, 2]], plain["resid_post", 1][[0, 3]])
+        # Layer 2 went on with the rows of the other prompt, of which each sees those before it.
+        assert np.array_equal(whole["resid_post", 1][:4], plain["resid_post", 1][:4])
+        assert np.abs(whole["resid_post", 2][:4] - plain["resid_post", 2][:4]).max() < 1e-4
+        told, = patched.manifest().edits
+        assert told.pop("digest") == digest_of(plain["resid_post", 1][[3, 0]])
+        assert told == {"site": "resid_post", "layers": [1], "positions": [4, 2], "op": "set", "from": {
+            "capture": plain.capture_id, "positions": [0, 3], "site": "resid_post", "layer": 1}}
+        assert named.manifest().edits == [{"site": "attn_out", "layers": [2], "op": "add", "vector": "calm",
+                                           "digest": digest_of(calm)}]
+        with pytest.raises(Conflict, match="the engine was started with one of this name"):
+            client.put_vector("steer", calm)
+        client.delete_vector("calm")
+        with pytest.raises(BadRequest, match="no such vector; registered: steer"):
+            client.generate("Gone.", 1, edit=[{"site": "attn_out.2", "op": "add", "vector": "calm"}])
+        with pytest.raises(NotFound, match="no row of resid_post at position 99"):
+            client.generate("Far.", 1, edit=[{"site": "resid_post.1", "op": "set", "positions": [0],
+                                              "from": {"capture": plain.id, "positions": [99]}}])
 
 
 def test_a_stop_string_ends_as_the_client_saw_it(service: Service) -> None:

@@ -16,7 +16,7 @@ from engine_side.edits.editor import Editor
 from engine_side.edits.tables import Size, tables
 from engine_side.seams.patching import wrap
 from engine_side.seams.runner import check_fills
-from engine_side.seams.self_test import _check_edits
+from engine_side.seams.self_test import check_edits
 from engine_side.tap.architectures import TapPoint
 from schemas.errors import StartError
 
@@ -56,7 +56,7 @@ class Model(nn.Module):
 def armed(model: Model) -> tuple[Any, Any]:
     """A runner of a model, and the worker with its editor."""
     points = [TapPoint("resid_post", layer, block, "result", WIDTH, "") for layer, block in enumerate(model.blocks)]
-    made = tables({(point.site, point.layer): WIDTH for point in points}, Size(4, 2, 2, 3), torch.device("cpu"))
+    made = tables({(point.site, point.layer): WIDTH for point in points}, Size(4, 2, 2, 3), {}, torch.device("cpu"))
     places.keep(model, made)
     places.edit_results(points, made)
     return (SimpleNamespace(_dummy_run=lambda rows: (model(model.start[:rows]),)),
@@ -82,7 +82,7 @@ def no_numbers_at_first(model: Model) -> None:
 def test_edits_that_act_are_told_from_noise(chance: Callable[[Model], None]) -> None:
     chance(model := Model())
     runner, worker = armed(model)
-    _check_edits(runner, worker, "a runner")
+    check_edits(runner, worker, "a runner")
     assert model.steps == 8 and not worker.editor.tables.programs.any()
 
 
@@ -95,7 +95,7 @@ def test_edits_that_do_nothing_are_not_taken_for_noise(chance: Callable[[Model],
     monkeypatch.setattr(places, "_put_back", lambda module, call, result: result)
     chance(model := Model())
     with pytest.raises(StartError, match=said):
-        _check_edits(*armed(model), "a runner")
+        check_edits(*armed(model), "a runner")
 
 
 def test_edits_of_one_row_of_two_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_edits_of_one_row_of_two_are_not_enough(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(places, "_put_back", lambda module, call, result: torch.cat(
         [result[:1], right(module, call, result)[1:]]))
     with pytest.raises(StartError, match=r"the rows of resid_post.0 were set to others it returned what it did before"):
-        _check_edits(*armed(Model()), "a runner")
+        check_edits(*armed(Model()), "a runner")
 
 
 @pytest.mark.parametrize("often", [1, 3])
@@ -112,7 +112,7 @@ def test_where_there_are_no_numbers_nothing_is_proved(often: int) -> None:
     model = Model()
     model.after = lambda step, rows: rows * torch.nan if step % often == 0 else rows
     with pytest.raises(StartError, match=r"cannot be proved that edits of resid_post.0 act: .*leave resid_post.0 out"):
-        _check_edits(*armed(model), "a runner")
+        check_edits(*armed(model), "a runner")
 
 
 def test_an_edit_that_stays_is_seen() -> None:
@@ -120,7 +120,7 @@ def test_an_edit_that_stays_is_seen() -> None:
     runner, worker = armed(model)
     model.after = lambda step, rows: rows + 0.01 if step == 8 else rows
     with pytest.raises(StartError, match="returns other rows after edits than before them"):
-        _check_edits(runner, worker, "a runner")
+        check_edits(runner, worker, "a runner")
 
 
 def test_a_runner_with_ways_of_its_own_gets_no_edits() -> None:
@@ -157,9 +157,8 @@ def test_a_deep_sleep_takes_nothing_of_the_tables() -> None:
     model = Model()
     _, worker = armed(model)
     made = worker.editor.tables
-    kept = [getattr(made, field.name) for field in fields(made)]
+    kept = [getattr(part, field.name) for part in (made, *made.pools.values()) for field in fields(part)]
     tensors = [each for each in kept if isinstance(each, torch.Tensor)]
-    tensors += [each for pool in made.pools.values() for each in (pool.vectors, pool.forms)]
     for number, each in enumerate(tensors):
         each.copy_((torch.arange(each.numel()).view(each.shape) + number) % 101)
     before = [each.clone() for each in tensors]
@@ -181,5 +180,5 @@ def test_a_quantized_layer_is_given_rows_not_codes() -> None:
     linear._input_quant_key = "fp8"  # type: ignore[assignment]  # as vLLM's kernels say that they take them
     assert get_input_quant_key(linear) is not None
     points = [TapPoint("mlp_post", 0, linear, "operand", WIDTH, "")]
-    places.edit_arguments(points, tables({("mlp_post", 0): WIDTH}, Size(4, 2, 2, 3), torch.device("cpu")))
+    places.edit_arguments(points, tables({("mlp_post", 0): WIDTH}, Size(4, 2, 2, 3), {}, torch.device("cpu")))
     assert get_input_quant_key(linear) is None

@@ -17,7 +17,7 @@ from schemas import codecs
 from schemas.probes import Probe
 from schemas.sites import SITES, is_probe
 from schemas.spec import Armed, CaptureSpec, Resolved, intervals, resolve
-from schemas.wire.messages import Dropped, EngineInfo, Finish, Frame, Open, Ping, Record, encode
+from schemas.wire.messages import Dropped, Editable, EngineInfo, Finish, Frame, Open, Ping, Record, encode
 from schemas.wire.row_table import FLAG_DRAFT, RowTable
 from tests.support.store_helpers import Sender, frame_of
 
@@ -28,13 +28,15 @@ WIDTH = 96  # not a multiple of int8b64's block
 TONE = Probe(site="resid_post", layer=2, names=["glad", "sad"], activation="none", fingerprint="p1")
 ARMED = Armed(sites={"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}, n_layers=LAYERS, probes={"tone": TONE})
 
+EDITS = Editable(layers={"resid_post": [0, 1, 2, 3], "attn_out": [2]}, depth=2, vectors=["tone"], rows=256)
+
 
 def engine_info(dtype: str, armed: Armed = ARMED) -> EngineInfo:
     """What the played engine says of itself."""
     return EngineInfo(model="played", model_dtype=dtype, fingerprint="f1", revision="", tokenizer="bytes",
                       n_layers=LAYERS, armed=armed, max_model_len=4096, vllm_version="0.32.0", tap_version="0",
                       widths={**dict.fromkeys({**ARMED.sites, **armed.sites}, WIDTH), "probe.tone": 2},
-                      runner="played")
+                      runner="played", edits=EDITS)
 
 
 def rows(sample: int, site: str, layer: int, positions: list[int], dtype: str) -> F32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 import subprocess
@@ -16,9 +17,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 import vllm_tap
 from schemas import limits
+from schemas.edits import digest_of
 from schemas.errors import ConflictError, NotFoundError, SpecError, TapError
 from schemas.ids import new_ulid
 from schemas.manifest import Missing
@@ -30,9 +33,11 @@ from vllm_tap import (
     AsyncGeneration,
     BadRequest,
     Client,
+    Conflict,
     Generation,
     MissingRows,
     NotComplete,
+    NotFound,
     ServiceError,
     Store,
     Unavailable,
@@ -93,7 +98,44 @@ def test_the_default_codec_over_both_ways(client: Client, store: Store) -> None:
     assert generation.id.startswith("chatcmpl-") and generation.text == "abcd"
 
 
-def test_edits_are_sent_with_arrays_as_lists(stack: Stack, client: Client) -> None:
+def test_vectors_are_put_listed_and_deleted(client: Client, stack: Stack) -> None:
+    vector = np.arange(3, dtype=np.float32) / 7
+    for each in (vector, vector.astype(np.float64), torch.tensor(vector, requires_grad=True), vector.tolist(),
+                 np.repeat(vector, 2)[::2]):
+        assert client.put_vector("third", each) == digest_of(vector)
+    assert client.put_vector("half", torch.ones(2, dtype=torch.bfloat16)) == digest_of(np.ones(2, np.float32))
+    assert client.vectors() == {"half": digest_of(np.ones(2, np.float32)), "third": digest_of(vector)}
+    with pytest.raises(Conflict, match="stored with other numbers"):
+        client.put_vector("third", vector + 1)
+    for wrong in ("x", [], [[1.0]], None, ["a"], np.zeros((2, 2))):
+        with pytest.raises(SpecError, match="vector = "):
+            client.put_vector("third", wrong)
+    with pytest.raises(BadRequest, match=re.escape("vector.base64[1] = inf")):
+        client.put_vector("inf", [1.0, 1e300])
+    for name in ("", "..", "a/b", "é"):
+        with pytest.raises(SpecError, match="name = "):
+            client.delete_vector(name)
+
+    async def awaited() -> None:
+        async with AsyncClient(stack.url) as other:
+            assert await other.put_vector("half", [1, 1]) == (await other.vectors())["half"]
+            await other.delete_vector("half")
+            with pytest.raises(NotFound, match="no vector 'half'"):
+                await other.delete_vector("half")
+
+    asyncio.run(awaited())
+    client.delete_vector("third")
+    assert client.vectors() == {}
+
+
+def test_rows_of_an_edit_may_be_an_array(stack: Stack, client: Client) -> None:
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    client.generate(PROMPT, edit=[{"site": "resid_post.1", "op": "set", "positions": [1, 2], "rows": rows}])
+    sent: Any = stack.seen()[-1]["body"]
+    assert json.loads(sent["vllm_xargs"]["edit"])[0]["rows"] == {"base64": base64.b64encode(rows.tobytes()).decode()}
+
+
+def test_edits_are_sent_with_arrays_in_base64(stack: Stack, client: Client) -> None:
     vector = np.arange(4, dtype=np.float32) / 3
     edit = [{"site": "resid_post.1", "op": "add", "vector": vector, "scale": np.float32(2)}]
     one = client.generate(PROMPT, edit=edit)
@@ -102,7 +144,8 @@ def test_edits_are_sent_with_arrays_as_lists(stack: Stack, client: Client) -> No
         assert len(generation.manifest().rows) == rows_of
     for seen in stack.seen()[-3:]:
         sent: Any = seen["body"]
-        assert json.loads(sent["vllm_xargs"]["edit"]) == [{**edit[0], "vector": vector.tolist(), "scale": 2.0}]
+        assert json.loads(sent["vllm_xargs"]["edit"]) == [
+            {**edit[0], "vector": {"base64": base64.b64encode(vector.tobytes()).decode()}, "scale": 2.0}]
     assert client.generate(PROMPT, edit=[]).captures == []
     for wrong in ("resid_post", [7]):
         with pytest.raises(SpecError, match="edit = "):
