@@ -16,7 +16,7 @@ from torch import nn
 from engine_side import worker
 from engine_side.config import TAP_VERSION, EngineConfig, untested
 from engine_side.edits.editor import Editor
-from engine_side.edits.places import call_of, edit_arguments, edit_results, one_place_each
+from engine_side.edits.places import call_of, edit_arguments, edit_results, keep, one_place_each
 from engine_side.edits.tables import Size, room, tables
 from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.seams.front_end import widths_of
@@ -97,6 +97,7 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     writers = {module: write for module, write in projections.find_writers(model, compilation.pass_config).items()
                if module not in changed}
     if editor is not None:
+        keep(model, editor.tables)
         edit_results(places, editor.tables)
     install(projections.copied_where_quantized(points), staging, writers)
     if editor is not None:

@@ -76,7 +76,8 @@ def test_edits_are_made_from_the_score_on_and_no_more(engine: Engine) -> None:
     prompts, most = [tokens(length, seed=length) for length in lengths], 40
     whens = conditions(engine, prompts, most)
     edits: list[Any] = [[{**EDIT, "when": when}, {"site": "mlp_post.0", "op": "scale", "by": 0.5, "when": when},
-                         {"site": "resid_post.1", "op": "scale", "by": 0.9, "positions": "generated"}] for when in whens]
+                         {"site": "resid_post.1", "op": "scale", "by": 0.9, "positions": "generated"}]
+                        for when in whens]
     edits[4] = None
     before = counted(engine, "num_preemptions")
     switched = 0
@@ -157,7 +158,7 @@ def stop(**fields: Any) -> list[dict[str, Any]]:
     (stop(until=3), r"edit\[0\].when.until = 3: unknown field; valid: probe, score, above, below"),
     ([{**EDIT, "when": {"probe": "tone", "score": 0, "above": 1, "below": 2}}], r"when.below = 2: is beyond above = 1"),
     ([{**EDIT, "when": {"probe": "tone", "score": 0, "above": 1}, "positions": "prompt"}], r"nothing of a prompt"),
-    ([{**EDIT, "when": {"probe": "tone", "score": 0, "above": 1}}, *stop()], r"edit\[1\].when = '…': a request has one"),
+    ([{**EDIT, "when": {"probe": "tone", "score": 0, "above": 1}}, *stop()], r"\[1\].when = '…': a request has one"),
 ])
 def test_what_cannot_be_a_condition_is_refused(engine: Engine, edit: Any, said: str) -> None:
     from vllm import SamplingParams
