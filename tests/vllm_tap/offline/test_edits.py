@@ -106,7 +106,7 @@ def test_a_file_of_edits_is_named_where_it_is_none(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(TapError, match=f"--edits = .*{says}"):
             read_edits(file)
-    with pytest.raises(TapError, match="--edits: edit = .*nothing is armed for edits; name sites with --edit"):
+    with pytest.raises(TapError, match=r"--edits: edit = .*nothing is armed for edits; name sites with --edit"):
         job(tmp_path, [{"prompt": "a"}], [SCALE], "")
 
 
