@@ -7,6 +7,8 @@ Every operation is one form, of a row x and a vector v, in float32 and rounded o
 
     y = a·x + (c + clamp(t, low, high) − t)·v        t = x·v
 
+An edit of some heads has this for each of them alone, in its own columns; the others stay.
+
 ``parse_edits`` checks what a caller sent, ``resolve_edits`` holds it against what the engine has armed for edits. Both
 raise SpecError naming the field, its value and what would be valid.
 """
@@ -29,14 +31,15 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from schemas import limits
 from schemas.checks import parse_arm
 from schemas.errors import LimitError, NotArmedError, SpecError, StartError, json_fault
-from schemas.sites import ask_site, site_meant
+from schemas.sites import ask_site, has_heads, site_meant
 from schemas.spec import intervals, merged, ranges_of, validated
 
 __all__ = ["EDITABLE", "IDENTITY", "Arms", "Base64", "EditError", "EditSpec", "Edits", "Placed", "Source",
            "each_position", "floats_of", "layers_meant", "no_vector", "parse_edit_places", "parse_edits",
            "resolve_edits"]
 
-EDITABLE: Final = ("resid_post", "attn_out", "mlp_out", "mlp_post", "z")
+EDITABLE: Final = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp_post", "q", "k", "v", "q_rot",
+                   "k_rot", "z")
 
 _Number = StrictInt | StrictFloat
 _Natural = Annotated[StrictInt, Field(ge=0, le=limits.position_max)]
@@ -88,12 +91,14 @@ class EditSpec(BaseModel):
     site: StrictStr = Field(description="A site or its TransformerLens name; one with a layer in it fixes it.")
     layers: Literal["all"] | list[_Natural] = Field("all", max_length=limits.layers_max,
                                                     description='"all" that are armed for edits, or 0-based layers.')
+    heads: list[_Natural] | None = Field(None, min_length=1, max_length=limits.edit_heads_max,
+                                         description="Of a site that has heads: those that are edited, each alone.")
     positions: StrictStr | list[_Natural] | list[tuple[_Natural, _Natural]] = Field(
         "all", max_length=limits.edit_intervals_max,
         description='"all", "prompt", "generated", positions from 0, or [[start, stop], …].')
     op: Literal["add", "scale", "ablate", "cap", "set"]
     vector: StrictStr | Annotated[list[_Number], Field(max_length=limits.width_max)] | Base64 | None = Field(
-        None, description="Name of a registered or stored vector, or its numbers.")
+        None, description="Name of a registered or stored vector, or its numbers: of a row or, with heads, of a head.")
     rows: Base64 | Annotated[list[list[_Number]], Field(max_length=limits.edit_rows_max)] | None = Field(
         None, description="Of set, in place of vector: a row for each position that positions lists, in its order.")
     from_: Source | None = Field(None, alias="from", description="Of set: the capture whose rows it takes. The service "
@@ -108,7 +113,7 @@ class Placed(msgspec.Struct, frozen=True):
     """One edit held against an engine; ``vector`` is the digest of its vector, "" where it has none.
 
     ``form``: a, c, low, high of the module's formula. ``rows``: how many the vector is of, one for each position in
-    ascending order; 0: it is one, for every position.
+    ascending order; 0: it is one, for every position. ``heads``: edited each alone; none: the whole row.
     """
 
     site: str
@@ -117,6 +122,12 @@ class Placed(msgspec.Struct, frozen=True):
     form: tuple[float, float, float, float]
     vector: str
     rows: int = 0
+    heads: list[int] = []
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """Site and layer of every tensor that is edited."""
+        return [place_of(self.site, layer) for layer in self.layers]
 
 
 class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"):
@@ -138,17 +149,16 @@ class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"
 
     def salt(self, prompt_len: int) -> str:
         """Text that is equal where the same rows get the same edits: what such requests cached they may share."""
-        where = [(one.site, one.layers, intervals(one.positions, prompt_len), one.form, one.vector)
-                 for one in self.placed]
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode([
-            (site, layers, spans, list(map(repr, form)), vector) for site, layers, spans, form, vector in where]))
+            (one.places, intervals(one.positions, prompt_len), list(map(repr, one.form)), one.vector, one.heads)
+            for one in self.placed]))
 
 
 class Arms(msgspec.Struct, frozen=True):
     """What an engine is armed to edit: layers and width by site; ``depth`` edits at most of one row, ``rows`` that it
     keeps at once for all its requests.
 
-    ``vectors``: numbers of its own vectors by name.
+    ``vectors``: numbers of its own vectors by name; ``heads``: numbers of a head, by site that has heads.
     """
 
     layers: dict[str, list[int]]
@@ -159,6 +169,12 @@ class Arms(msgspec.Struct, frozen=True):
     names: dict[str, str]  # Armed.names
     rows: int
     max_len: int  # tokens of a request, at most
+    heads: dict[str, int] = {}
+
+
+def place_of(site: str, layer: int) -> tuple[str, int]:
+    """The place of a site and layer: what enters a block is what the one before has handed on."""
+    return ("resid_post", layer - 1) if site == "resid_pre" and layer else (site, layer)
 
 
 def digest_of(vector: F32) -> str:
@@ -169,6 +185,7 @@ def digest_of(vector: F32) -> str:
 _VALID: Final = {
     "site": f"one of {', '.join(EDITABLE)}, with a layer (resid_post.12) or without",
     "layers": '"all" or a list of layers counted from 0',
+    "heads": f"a list of heads counted from 0, at most {limits.edit_heads_max} of them, of a site that has heads",
     "positions": '"all", "prompt", "generated", a list of positions, or [[start, stop], …], counted from 0, at most '
                  f"{limits.edit_intervals_max} of them",
     "rows": 'a list with a list of numbers for each position, or {"base64": "…"} of their float32',
@@ -290,13 +307,14 @@ def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
                             "the array as rows")
         site, layers = layers_meant(f"[{number}]", spec, arms)
         _check_reach(f"[{number}].positions", spec.positions, arms.max_len)
+        heads = _heads(f"[{number}].heads", spec.heads, site, arms)
         form, vector = _form(f"[{number}]", spec, site, arms)
         digest = ""
         if vector is not None:
             digest = digest_of(vector)
             vectors[digest] = vector.tobytes()
         rows = 0 if vector is None or spec.rows is None else len(vector)
-        placed.append(Placed(site, layers, ranges_of(spec.positions), form, digest, rows))
+        placed.append(Placed(site, layers, ranges_of(spec.positions), form, digest, rows, heads))
         told.append(_told(spec, placed[-1]))
     found = Edits(placed, vectors, json.dumps(told))
     if found.rows_kept > arms.rows:
@@ -352,28 +370,64 @@ def _check_reach(field: str, positions: str | Sequence[int] | Sequence[tuple[int
                                                 "from 0 (max_model_len)")
 
 
+def _heads(field: str, asked: list[int] | None, site: str, arms: Arms) -> list[int]:
+    """The heads of a spec, in their order; none where it is about whole rows."""
+    if asked is None:
+        return []
+    if site not in arms.heads:
+        raise EditError(field, asked, f"{site} has no heads; valid with heads: "
+                                      f"{', '.join(one for one in EDITABLE if has_heads(one))}")
+    count = arms.widths[site] // arms.heads[site]
+    if out := [head for head in asked if head >= count]:
+        raise EditError(field, out, f"out of range; {site} has heads 0 to {count - 1} in this model")
+    return sorted(set(asked))
+
+
 def _form(at: str, spec: EditSpec, site: str, arms: Arms) -> tuple[tuple[float, float, float, float], F32 | None]:
+    heads = _heads(f"{at}.heads", spec.heads, site, arms)
     if spec.op == "scale":
         assert spec.by is not None
         return (float(spec.by), *IDENTITY[1:]), None
     if spec.rows is not None and not isinstance(spec.positions, str):
-        rows = _rows(f"{at}.rows", spec.rows, each_position(spec.positions), arms.widths[site])
-        return (0.0, 1.0, -_MOST, _MOST), rows
+        sizes = [arms.widths[site], *([arms.heads[site]] if heads else [])]
+        given = _rows(f"{at}.rows", spec.rows, each_position(spec.positions), sizes)
+        return (0.0, 1.0, -_MOST, _MOST), _laid(given, site, heads, arms)
     vector = _vector(f"{at}.vector", spec.vector, arms)
-    if len(vector) != arms.widths[site]:
-        raise EditError(f"{at}.vector", f"{len(vector)} numbers", f"rows of {site} have {arms.widths[site]}")
+    if len(vector) != arms.widths[site] and not (heads and len(vector) == arms.heads[site]):
+        raise EditError(f"{at}.vector", f"{len(vector)} numbers", f"rows of {site} have {arms.widths[site]}" + (
+            f", heads {arms.heads[site]}" if heads else ""))
+    vector = _laid(vector[None], site, heads, arms)[0]
     if spec.op == "add":
         return (1.0, float(spec.scale), -_MOST, _MOST), vector
     if spec.op == "set":
         return (0.0, 1.0, -_MOST, _MOST), vector
-    length = float(np.linalg.norm(vector.astype(np.float64)))
-    if length == 0:
-        raise EditError(f"{at}.vector", "zeros", f"{spec.op} needs a direction")
-    direction = (vector.astype(np.float64) / length).astype(np.float32)
+    direction = _direction(f"{at}.vector", spec.op, vector, heads, arms.heads[site] if heads else 0)
     if spec.op == "ablate":
         return (1.0, 0.0, 0.0, 0.0), direction
     return (1.0, 0.0, -_MOST if spec.low is None else float(spec.low),
             _MOST if spec.high is None else float(spec.high)), direction
+
+
+def _direction(field: str, op: str, vector: F32, heads: list[int], size: int) -> F32:
+    """A vector of length 1 or, with heads of this size, such a one for each of them."""
+    parts = vector.astype(np.float64).reshape(-1, size or len(vector))
+    lengths = np.linalg.norm(parts, axis=1, keepdims=True)
+    for part in heads or [0]:
+        if lengths[part] == 0:
+            raise EditError(field, "zeros" if not heads else f"zeros for head {part}", f"{op} needs a direction")
+    found: F32 = (parts / np.where(lengths == 0, 1, lengths)).reshape(-1).astype(np.float32)
+    return found
+
+
+def _laid(given: F32, site: str, heads: list[int], arms: Arms) -> F32:
+    """Rows [n, width] of rows, or of what each of the heads gets; zeros where no head is edited."""
+    if not heads:
+        return given
+    size, width = arms.heads[site], arms.widths[site]
+    parts = (given if given.shape[1] == width else np.tile(given, width // size)).reshape(len(given), -1, size)
+    found = np.zeros_like(parts)
+    found[:, heads] = parts[:, heads]
+    return found.reshape(len(given), width)
 
 
 def _vector(field: str, given: str | list[int | float] | Base64 | None, arms: Arms) -> F32:
@@ -393,23 +447,24 @@ def _vector(field: str, given: str | list[int | float] | Base64 | None, arms: Ar
     return np.array(given, np.float32)
 
 
-def _rows(field: str, given: Base64 | list[list[int | float]], positions: Sequence[int], width: int) -> F32:
-    """Rows float32 [positions, width], in the order of positions."""
+def _rows(field: str, given: Base64 | list[list[int | float]], positions: Sequence[int], sizes: Sequence[int]) -> F32:
+    """Rows float32 [positions, one of ``sizes``], in the order of positions."""
+    said = " or ".join(map(str, sizes))
     if isinstance(given, Base64):
         flat = floats_of(f"{field}.base64", given.base64)
-        if flat.size != len(positions) * width:
-            raise EditError(field, f"{flat.size} numbers", f"{len(positions)} positions of {width} numbers each")
-        found = flat.reshape(-1, width)
+        if flat.size not in (len(positions) * size for size in sizes):
+            raise EditError(field, f"{flat.size} numbers", f"{len(positions)} positions of {said} numbers each")
+        found = flat.reshape(len(positions), -1)
     else:
         if len(given) != len(positions):
             raise EditError(field, f"{len(given)} rows", f"positions lists {len(positions)}")
         for number, row in enumerate(given):
-            if len(row) != width:
-                raise EditError(f"{field}[{number}]", f"{len(row)} numbers", f"rows of the site have {width}")
+            if len(row) not in sizes or len(row) != len(given[0]):
+                raise EditError(f"{field}[{number}]", f"{len(row)} numbers", f"rows of the site have {said}")
             for column, each in enumerate(row):
                 if not _is_float32(each):
                     raise EditError(f"{field}[{number}][{column}]", each, "valid: a finite number that float32 holds")
-        found = np.array(given, np.float32).reshape(-1, width)
+        found = np.array(given, np.float32)
     return found[np.argsort(positions)]
 
 
@@ -439,10 +494,10 @@ def _check_depth(edits: Edits, arms: Arms) -> None:
     """No row has more edits of one site and layer than the graph has steps: held without regard to positions."""
     seen: dict[tuple[str, int], int] = {}
     for number, one in enumerate(edits.placed):
-        for layer in one.layers:
-            seen[one.site, layer] = count = seen.get((one.site, layer), 0) + 1
+        for layer, place in zip(one.layers, one.places, strict=True):
+            seen[place] = count = seen.get(place, 0) + 1
             if count > arms.depth:
-                raise EditError(f"[{number}].layers", layer, f"edit {count} of {one.site}.{layer}: the engine makes "
+                raise EditError(f"[{number}].layers", layer, f"edit {count} of {place[0]}.{place[1]}: the engine makes "
                                 f"{arms.depth} of one site and layer (VLLM_TAP_EDIT_DEPTH raises that)")
 
 

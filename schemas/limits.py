@@ -18,6 +18,7 @@ edits_of_rows_max: Final = 1024  # of one request, all together: rows of a captu
 edit_intervals_max: Final = 64  # of one edit's positions
 edit_json_bytes_max: Final = 4 * 1024 * 1024
 edit_depth_max: Final = 8  # of one row, site and layer
+edit_heads_max: Final = 256  # of one edit
 edit_rows_max: Final = 65_536  # of all requests that an engine has
 alias_chars_max: Final = 256
 position_max: Final = 2**31 - 1

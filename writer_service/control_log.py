@@ -182,7 +182,8 @@ def content_of(entry: LogEntry) -> str | None:
         case Open(capture=capture, asked=asked, prompt_token_ids=tokens, adapter=adapter, edits=edits) if (
                 asked != "{}" or tokens or adapter or edits):
             return capture
-        case Finish(capture=capture, stop_reason=stop, output_token_ids=tokens) if tokens or stop is not None:
+        case Finish(capture=capture, stop_reason=stop, output_token_ids=tokens, edits=edits) if (
+                tokens or stop is not None or edits):
             return capture
         case ClientFinish(capture=capture, stop_reason=stop, output_token_ids=tokens) if tokens or stop is not None:
             return capture

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine_side.edits.tables import Place, Tables, programs_of_request
+from engine_side.edits.tables import ALONE, WHOLE, Place, Tables, programs_of_request
 from schemas.edits import F32, IDENTITY, EditError, Edits, Placed
 from schemas.spec import intervals, merged
 
@@ -35,6 +35,8 @@ class Edited:
     starts: list[int]
     which: list[tuple[int, ...]]
     ordinals: list[int]
+    places: list[Place] = field(default_factory=list)  # of the tables
+    made: torch.Tensor | None = None  # int32 [places + 1, combinations]: of Tables.counts what was its, up to now
     programs: dict[tuple[int, ...], int] = field(default_factory=dict)  # what it has of the tables, if anything
     slots: Slots = field(default_factory=dict)
 
@@ -42,6 +44,11 @@ class Edited:
     def there(self) -> bool:
         """Whether the tables have it."""
         return bool(self.slots)
+
+    @property
+    def combinations(self) -> list[tuple[int, ...]]:
+        """Numbers of the edits that are made together, in the order of ``programs``."""
+        return [which for which in dict.fromkeys(self.which) if which]
 
 
 def cut(edits: Edits, prompt_len: int) -> Edited:
@@ -81,7 +88,7 @@ class Editor:
     def __init__(self, made: Tables) -> None:
         self.tables = made
         self.requests: dict[str, Edited] = {}
-        self._dirty = False  # whether programs of the last step are not all 0
+        self._rows = 0  # of the last step, whose marks are to be counted
         self._free_programs = list(range(made.size.programs - 1, 0, -1))
         self._free_slots = {width: list(range(made.size.vectors - 1, 0, -1)) for width in made.pools}
         end = made.size.vectors + made.size.rows
@@ -90,18 +97,22 @@ class Editor:
     @property
     def busy(self) -> bool:
         """Whether there is anything to fill in, or to take out again."""
-        return bool(self.requests) or self._dirty
+        return bool(self.requests) or self._rows > 0
 
     def open(self, request: str, edits: Edits, prompt_len: int) -> None:
         """Take a request's edits from its next step on."""
         if request not in self.requests:
-            self.requests[request] = cut(edits, prompt_len)
+            self.requests[request] = found = cut(edits, prompt_len)
+            found.places = list(self.tables.slots)
 
-    def close(self, requests: Iterable[str]) -> None:
-        """Forget requests that have ended."""
-        for request in requests:
-            if (ended := self.requests.pop(request, None)) is not None:
-                self._let_go(ended)
+    def close(self, requests: Iterable[str]) -> dict[str, Edited]:
+        """Let go of requests that have ended; returns them, with what was made of their edits."""
+        ended = {request: self.requests.pop(request) for request in requests if request in self.requests}
+        if ended:
+            self._count()
+        for each in ended.values():
+            self._let_go(each)
+        return ended
 
     def before_forward(self, requests: Sequence[str], starts: npt.NDArray[np.integer], positions: torch.Tensor) -> None:
         """Fill the tables for a step: row ``starts[i]`` to ``starts[i + 1]`` are of request i, ``positions`` [rows] of
@@ -109,9 +120,7 @@ class Editor:
         """
         tables = self.tables
         here = [(number, self.requests[request]) for number, request in enumerate(requests) if request in self.requests]
-        if self._dirty or here:
-            tables.programs.zero_()
-            self._dirty = False
+        self._count()
         if not here:
             return
         self._write_all([each for _, each in here])
@@ -128,7 +137,15 @@ class Editor:
         at = torch.searchsorted(begins, keys, right=True) - 1
         tables.programs[:rows] = program[at].to(torch.int32)
         tables.ordinals[:rows] = (ordinal[at] + positions[:rows]).to(torch.int32)
-        self._dirty = True
+        self._rows = rows
+
+    def _count(self) -> None:
+        """Count the marks of the last step, and take them away with its programs."""
+        if self._rows:
+            marks, counts = self.tables.marks[:, : self._rows], self.tables.counts
+            counts.scatter_add_(1, marks.long(), counts.new_ones(1, 1).expand_as(marks))
+            marks.zero_()
+            self._rows = 0
 
     @contextmanager
     def setting(self, place: Place, rows: int) -> Iterator[None]:
@@ -145,6 +162,7 @@ class Editor:
         finally:
             for each, kept in zip(changed, before, strict=True):
                 each.copy_(kept)
+            tables.marks.zero_()
 
     def _to_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
         host, device = torch.from_numpy(numbers), self.tables.programs.device
@@ -175,12 +193,11 @@ class Editor:
 
     def _write(self, each: Edited) -> None:
         rows = sum(stop - start for start, stop in each.edits.row_positions)
-        for which in dict.fromkeys(each.which):
-            if which:
-                each.programs[which] = self._free_programs.pop()
+        each.programs = {which: self._free_programs.pop() for which in each.combinations}
+        self.tables.counts.index_fill_(1, self._columns(each), 0)
         for number, one in enumerate(each.edits.placed):
-            for layer in one.layers:
-                width = self.tables.widths[one.site, layer]
+            for place in one.places:
+                width = self.tables.widths[place]
                 slots = each.slots.setdefault(width, [0] * len(each.edits.placed))
                 if slots[number]:
                     continue
@@ -189,13 +206,16 @@ class Editor:
                 at = slice(first, first + (rows if one.rows else 1))
                 pool = self.tables.pools[width]
                 pool.forms[at] = torch.tensor(one.form).to(pool.forms.device)
+                pool.heads[at] = 0 if one.heads else WHOLE
+                if one.heads:
+                    pool.heads[at, one.heads] = ALONE
                 pool.vectors[at] = torch.from_numpy(_numbers(each, one, width)).to(pool.vectors.device)
         every = self.tables.every_slot
         written = torch.zeros(every.shape[0], len(each.programs), every.shape[2], dtype=torch.int32)
         for row, place in enumerate(self.tables.slots):
             for column, which in enumerate(each.programs):
                 here = [each.slots[self.tables.widths[place]][number] for number in which
-                        if each.edits.placed[number].site == place[0] and place[1] in each.edits.placed[number].layers]
+                        if place in each.edits.placed[number].places]
                 written[row, column, : len(here)] = torch.tensor(here, dtype=torch.int32)
         every[:, list(each.programs.values())] = written.to(every.device)
 
@@ -208,7 +228,13 @@ class Editor:
                 return start
         raise NoRoom
 
+    def _columns(self, each: Edited) -> torch.Tensor:
+        return self._to_device(np.array(list(each.programs.values()), np.int64))
+
     def _let_go(self, each: Edited) -> None:
+        if each.programs:
+            made = self.tables.counts.index_select(1, self._columns(each))
+            each.made = made if each.made is None else each.made + made
         rows = sum(stop - start for start, stop in each.edits.row_positions)
         self._free_programs += each.programs.values()
         for width, slots in each.slots.items():

@@ -4,52 +4,85 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from engine_side.edits.tables import Tables, edited
+from engine_side.edits.tables import Place, Tables, edited
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
+from schemas.edits import place_of
 from schemas.errors import StartError
+from schemas.sites import has_heads
 
-_OPERANDS: Final = ("operand", "copied operand")
-_BUFFERS: Final = ("programs", "ordinals", "slots", "vectors", "forms")
+_BUFFERS: Final = ("marks", "programs", "ordinals", "slots", "vectors", "forms")
+_HEADS: Final = "heads"  # the one buffer more of a place whose rows are one head after the other
+_PROJECTED: Final = ("q", "k", "v")
+
+Argument = tuple[str, int]  # its name, and its place where the signature does not know the name
 
 
 @dataclass(frozen=True, slots=True)
 class EditedCall:
-    """An edit of a call: of its argument (``before``), or of its result; ``parts``: the result's members whose sum the
-    rows are.
+    """An edit of a call: of the arguments that are ``given``, or else of ``parts`` of its result. Rows are the sum of
+    those, or ``columns`` of it.
+
+    ``in_place``: the argument itself is changed, since who called goes on with it besides.
     """
 
     name: str  # of its buffers, on the module
-    rule: taps.Rule
-    before: bool
-    parts: tuple[int, ...]
+    given: tuple[Argument, ...] = ()
+    parts: tuple[int, ...] = ()
+    columns: tuple[int, int] | None = None
+    in_place: bool = False
 
 
 def call_of(point: TapPoint) -> EditedCall:
     """The edit of a place; StartError where its rows are made in a way that nothing can be put back into."""
-    rule, name = taps.rule_of(point.rule), f"vllm_tap_edit_{point.site}"
-    if point.rule in _OPERANDS:
-        return EditedCall(name, rule, True, ())
-    if point.rule == "stream_out":
-        return EditedCall(name, rule, False, (0, 1))
-    if point.rule == "result":
-        return EditedCall(name, rule, False, (0,))
-    side, _, which = point.rule.partition(" ")
-    if not any(word in point.rule for word in (" × ", " columns ")):
-        if side == "argument":
-            return EditedCall(name, rule, True, ())
+    name, (rule, _, columns) = f"vllm_tap_edit_{point.site}", point.rule.partition(" columns ")
+    side, _, which = rule.partition(" ")
+    known, middle = point.source == "table", point.site == "resid_mid"
+    if rule in _PROJECTED:
+        return EditedCall(name, parts=(0,), columns=taps.projected(point.module, _PROJECTED.index(rule)))
+    if rule in ("stream_out", "result") and not middle:
+        return EditedCall(name, parts=(0, 1) if rule == "stream_out" else (0,))
+    if rule in _ARGUMENTS and (not middle or (known and rule in ("second", "argument"))):
+        return EditedCall(name, _ARGUMENTS[rule], in_place=middle and rule == "argument")
+    if " × " not in rule and not middle:
+        if side in ("argument", "arguments"):
+            return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else 0)
+                                          for part in which.split(" + ")))
         if side in ("result", "results"):
-            return EditedCall(name, rule, False, tuple(int(part) for part in which.split(" + ")))
+            first, _, last = columns.partition(":")
+            return EditedCall(name, parts=tuple(int(part) for part in which.split(" + ")),
+                              columns=(int(first), int(last)) if columns else None)
     raise StartError(f"vllm-tap: {point.site}.{point.layer} cannot be edited in this model: its rows are "
                      f"{point.rule!r} of a {type(point.module).__name__}, into which changed ones do not go back; "
                      "leave it out of --edit (VLLM_TAP_EDIT)")
+
+
+# What of a call's arguments the rules of tables take. A norm that adds its two is edited before: it goes on with both
+# what it norms and the sum.
+_FIRST: Final[Argument] = ("", 0)
+_ARGUMENTS: Final[dict[str, tuple[Argument, ...]]] = {
+    "operand": (_FIRST,), "copied operand": (_FIRST,), "argument": (_FIRST,), "second": (_FIRST, ("residual", 1)),
+    "query": (("query", 0),), "key": (("key", 1),), "stream_in": (("hidden_states", 1), ("residual", 2)),
+}
+
+
+def one_place_each(points: Iterable[TapPoint], find: Callable[[tuple[str, ...]], Iterable[TapPoint]]
+                   ) -> list[TapPoint]:
+    """The places of points, each once: of what enters a block that of what the one before hands on."""
+    found: dict[Place, TapPoint] = {}
+    for point in points:
+        place = place_of(point.site, point.layer)
+        if place not in found:
+            found[place] = point if place[0] == point.site else next(
+                one for one in find((place[0],)) if one.layer == place[1])
+    return list(found.values())
 
 
 def edit_arguments(points: Iterable[TapPoint], tables: Tables) -> None:
@@ -69,10 +102,13 @@ def edit_results(points: Iterable[TapPoint], tables: Tables) -> None:
 def _registered(points: Iterable[TapPoint], tables: Tables, before: bool) -> Iterator[tuple[TapPoint, EditedCall]]:
     for point in points:
         call, place = call_of(point), (point.site, point.layer)
-        if call.before == before:
+        if bool(call.given) == before:
             pool = tables.pools[tables.widths[place]]
-            for part, buffer in zip(_BUFFERS, (tables.programs, tables.ordinals, tables.slots[place], pool.vectors,
-                                            pool.forms), strict=True):
+            buffers = dict(zip(_BUFFERS, (tables.marks_of(place), tables.programs, tables.ordinals,
+                                          tables.slots[place], pool.vectors, pool.forms), strict=True))
+            if has_heads(point.site) and pool.heads.shape[1] > 1:
+                buffers[_HEADS] = pool.heads
+            for part, buffer in buffers.items():
                 point.module.register_buffer(f"{call.name}_{part}", buffer, persistent=False)
             yield point, call
 
@@ -83,31 +119,59 @@ def _wrap(module: nn.Module, call: EditedCall) -> None:
 
     @functools.wraps(forward)
     def editing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not call.before:
+        if not call.given:
             return _put_back(self, call, forward(self, *args, **kwargs))
-        rows = call.rule.rows(taps.Call(places, args, kwargs))
-        now, _ = _moved(self, call, rows)
-        return forward(self, *(now if value is rows else value for value in args),
-                       **{name: now if value is rows else value for name, value in kwargs.items()})
+        now, named = _replaced(self, call, taps.Call(places, args, kwargs))
+        return forward(self, *now, **named)
 
     taps.put(module, "forward", editing)
 
 
+def _replaced(module: Any, call: EditedCall, given: taps.Call) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call with its rows edited: of several whose sum they are the first takes all."""
+    args, kwargs = list(given.args), dict(given.kwargs)
+    keys = [key for name, place in call.given if (key := _key(given, name, place)) is not None]
+    tensors: list[torch.Tensor] = [kwargs[key] if isinstance(key, str) else args[key] for key in keys]
+    rows = tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
+    now, chosen = _moved(module, call, rows)
+    if call.in_place:
+        rows.copy_(now)
+        return args, kwargs
+    for number, (key, tensor) in enumerate(zip(keys, tensors, strict=True)):
+        new = now if len(tensors) == 1 else torch.where(chosen, torch.zeros_like(tensor) if number else now, tensor)
+        if isinstance(key, str):
+            kwargs[key] = new
+        else:
+            args[key] = new
+    return args, kwargs
+
+
+def _key(given: taps.Call, name: str, place: int) -> str | int | None:
+    """Where a call has an argument: its keyword, or its number; None where it was not given."""
+    if given.get(name, place) is None:
+        return next(iter(given.kwargs)) if (name, place) == _FIRST and not given.args else None
+    return name if name in given.kwargs else given.places.get(name, place)
+
+
 def _put_back(module: Any, call: EditedCall, result: Any) -> Any:
     """A call's result with its rows edited: of several tensors whose sum they are the first takes all."""
-    now, chosen = _moved(module, call, call.rule.rows(module, result))
-    if not isinstance(result, tuple | list):
-        return now
-    whole = list(result)
+    whole = list(result) if isinstance(result, tuple | list) else [result]
     first, *others = call.parts
+    rows = whole[first] + whole[others[0]] if others else whole[first]
+    start, stop = call.columns or (0, rows.shape[-1])
+    now, chosen = _moved(module, call, rows[..., start:stop])
+    if call.columns:
+        now = torch.cat([rows[..., :start], now, rows[..., stop:]], dim=-1)
     whole[first] = torch.where(chosen, now, whole[first]) if others else now
     for other in others:
         whole[other] = torch.where(chosen, torch.zeros_like(whole[other]), whole[other])
-    return type(result)(whole)
+    return type(result)(whole) if isinstance(result, tuple | list) else whole[0]
 
 
 def _moved(module: Any, call: EditedCall, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as they go on, and which of them are edited."""
-    now, chosen = edited(rows.reshape(-1, rows.shape[-1]),
-                         *(getattr(module, f"{call.name}_{part}") for part in _BUFFERS))
-    return now.view(rows.shape), chosen.view(*rows.shape[:-1], 1)
+    programs, ordinals, slots, vectors, forms = (getattr(module, f"{call.name}_{part}") for part in _BUFFERS)
+    width = vectors.shape[-1]
+    now, chosen = edited(rows.reshape(-1, width), programs, ordinals, slots, vectors, forms,
+                         getattr(module, f"{call.name}_{_HEADS}", None))
+    return now.view(rows.shape), chosen.view(*rows.shape[:-1], 1) if rows.shape[-1] == width else chosen

@@ -8,6 +8,7 @@ Every buffer keeps its address, as CUDA graphs have it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,15 +19,22 @@ from schemas.edits import IDENTITY
 
 programs_of_request: Final = 16
 
+WHOLE: Final = 2  # of a head in a slot: edited as part of its row
+ALONE: Final = 1  # edited by itself
+
 Place = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Edits of rows of one width: ``vectors`` float32 [slots, width], ``forms`` float32 [slots, 4]."""
+    """Edits of rows of one width: ``vectors`` float32 [slots, width], ``forms`` float32 [slots, 4]; ``heads`` int8
+    [slots, heads], of sites that have heads: ``WHOLE`` where all are edited as one row, ``ALONE`` where a head is by
+    itself, 0 where it stays.
+    """
 
     vectors: torch.Tensor
     forms: torch.Tensor
+    heads: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,55 +61,91 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """``programs`` and ``ordinals`` int32 [tokens], of a step's rows; ``slots`` by place int32 [programs, depth], in
-    their order parts of ``every_slot``, so that a request is written at once; ``pools`` by width.
+    """``ordinals`` int32 [tokens], of a step's rows; ``slots`` by place int32 [programs, depth], in their order parts
+    of ``every_slot``, so that a request is written at once; ``pools`` by width.
+
+    ``marks`` int32 [places + 1, tokens]: where the graph has edited a row at a place, the row's program, else 0; the
+    last line is the programs themselves. ``counts`` int32 [places + 1, programs]: how often each was seen there.
 
     Requests of one step are at most as many as there is room for, so of programs and vectors it never runs out; the
     front end sees to ``rows`` (``schemas.edits.Edits.rows_kept``).
     """
 
     size: Size
-    programs: torch.Tensor
+    marks: torch.Tensor
+    counts: torch.Tensor
     ordinals: torch.Tensor
     every_slot: torch.Tensor
     slots: dict[Place, torch.Tensor]
     widths: dict[Place, int]
     pools: dict[int, Pool]
 
+    @property
+    def programs(self) -> torch.Tensor:
+        """Programs int32 [tokens] of a step's rows."""
+        return self.marks[-1]
 
-def room(widths: dict[Place, int], size: Size) -> int:
+    def marks_of(self, place: Place) -> torch.Tensor:
+        """Marks of a place, int32 [tokens]."""
+        return self.marks[list(self.slots).index(place)]
+
+
+def room(widths: dict[Place, int], size: Size, heads: Mapping[int, int]) -> int:
     """Bytes that ``tables`` takes."""
-    return (size.tokens * 8 + len(widths) * size.programs * size.depth * 4
-            + sum((size.vectors + size.rows) * (width + 4) * 4 for width in set(widths.values())))
+    slot = sum((width + 4) * 4 + heads.get(width, 1) for width in set(widths.values()))
+    return (4 * size.tokens * (len(widths) + 2) + 4 * len(widths) * size.programs * (size.depth + 1)
+            + (size.vectors + size.rows) * slot)
 
 
-def tables(widths: dict[Place, int], size: Size, device: torch.device) -> Tables:
-    """Empty tables for places of these widths."""
+def tables(widths: dict[Place, int], size: Size, heads: Mapping[int, int], device: torch.device) -> Tables:
+    """Empty tables for places of these widths; ``heads``: how many there are in rows of a width, if any."""
     slots, identity = size.vectors + size.rows, torch.tensor(IDENTITY, device=device)
     every_slot = torch.zeros(len(widths), size.programs, size.depth, dtype=torch.int32, device=device)
-    programs, ordinals = torch.zeros(2, size.tokens, dtype=torch.int32, device=device)
+    marks, counts = (torch.zeros(len(widths) + 1, count, dtype=torch.int32, device=device)
+                     for count in (size.tokens, size.programs))
+    ordinals = torch.zeros(size.tokens, dtype=torch.int32, device=device)
     return Tables(
-        size, programs, ordinals, every_slot, dict(zip(widths, every_slot, strict=True)), widths,
-        {width: Pool(torch.zeros(slots, width, device=device), identity.repeat(slots, 1))
+        size, marks, counts, ordinals, every_slot, dict(zip(widths, every_slot, strict=True)), widths,
+        {width: Pool(torch.zeros(slots, width, device=device), identity.repeat(slots, 1),
+                     torch.full((slots, heads.get(width, 1)), WHOLE, dtype=torch.int8, device=device))
          for width in set(widths.values())})
 
 
-def edited(rows: torch.Tensor, programs: torch.Tensor, ordinals: torch.Tensor, slots: torch.Tensor,
-           vectors: torch.Tensor, forms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def edited(rows: torch.Tensor, marks: torch.Tensor, programs: torch.Tensor, ordinals: torch.Tensor,
+           slots: torch.Tensor, vectors: torch.Tensor, forms: torch.Tensor, heads: torch.Tensor | None = None
+           ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [tokens, width] as they go on, and which of them are edited, bool [tokens, 1]; traced into the graph.
+    ``heads``: that of the pool, where single heads may be edited.
 
-    Rows that are not edited are the same, bit for bit. The arithmetic is float32, rounded once at its end.
+    Rows that are not edited are the same, bit for bit; those that are get a mark. The arithmetic is float32, rounded
+    once at its end.
     """
-    chosen = slots[programs[: rows.shape[0]]]
+    here = programs[: rows.shape[0]]
+    chosen = slots[here]
     now = rows.float()
     for step in range(slots.shape[1]):
         first = chosen[:, step]
         slot = torch.where(first < 0, ordinals[: rows.shape[0]] - first, first)
         vector, form = vectors[slot], forms[slot]
         factor, constant, low, high = form[:, 0:1], form[:, 1:2], form[:, 2:3], form[:, 3:4]
-        along = (now * vector).sum(dim=-1, keepdim=True)
+        along, mine = _along(now * vector, None if heads is None else heads[slot])
         moved = factor * now + (constant + along.clamp(low, high) - along) * vector
         # Nothing of a row that is set stays, be it no number.
-        now = torch.where(factor == 0, constant * vector, torch.where(slot[:, None] == 0, now, moved))
+        moved = torch.where(factor == 0, constant * vector, torch.where(slot[:, None] == 0, now, moved))
+        now = moved if mine is None else torch.where(mine, moved, now)
     any_slot = (chosen != 0).any(dim=-1, keepdim=True)
+    marks[: rows.shape[0]].copy_(torch.where(any_slot[:, 0], here, 0))
     return torch.where(any_slot, now.to(rows.dtype), rows), any_slot
+
+
+def _along(products: torch.Tensor, heads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Projections of rows, [tokens, 1], or of what a column's edit is about, [tokens, width]; in the latter case also
+    which columns are edited.
+    """
+    if heads is None:
+        return products.sum(dim=-1, keepdim=True), None
+    by_head = products.view(*heads.shape, -1)
+    each = by_head.sum(dim=-1)
+    along = torch.where(heads == ALONE, each, each.sum(dim=-1, keepdim=True))
+    along, mine = (one[..., None].expand(by_head.shape).reshape(products.shape) for one in (along, heads != 0))
+    return along, mine

@@ -29,7 +29,7 @@ from engine_side.tap.architectures import lens_names
 from schemas.edits import Arms, EditError, Edits, encode, parse_edits, resolve_edits
 from schemas.errors import LimitError, SpecError, StartError
 from schemas.probes import load_probe
-from schemas.sites import SITES, layers_by_site
+from schemas.sites import SITES, has_heads, layers_by_site
 from schemas.spec import armed_at
 from schemas.vectors import load_vector
 
@@ -106,7 +106,8 @@ def _arms(model: Any, config: EngineConfig, shape: admission.Shape) -> Arms:
               for site, chosen in layers_by_site(config.edit).items()}
     return Arms(layers, {site: known[site] for site in layers if known[site]}, n_layers, config.edit_depth,
                 {vector.name: load_vector(vector) for vector in config.vectors}, dict(shape.armed.names),
-                config.edit_rows, model.max_model_len)
+                config.edit_rows, model.max_model_len,
+                {site: model.get_head_size() for site in layers if has_heads(site)})
 
 
 def _check_capture_all(spec: str, shape: admission.Shape) -> None:
@@ -145,17 +146,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         request = plain(self, rest, request_id, prompt, _without_spec(params, rest), *args, **kwargs)
         if edits is None:
             return request
-        prompt_len = len(request.prompt_token_ids)
-        try:
-            cut(edits, prompt_len)
-            OF_ENGINE.check(edits.rows_kept * params.n)
-        except EditError:
-            admission.forget(request.sampling_params.extra_args[KEY])
-            raise
-        request.cache_salt = f"{request.cache_salt or ''}|vllm-tap-edit:{edits.salt(prompt_len)}"
-        held = request.sampling_params.extra_args
-        ticket = admission.with_told(held[KEY], edits=edits.told, rows=edits.rows_kept)
-        request.sampling_params.extra_args = {**held, KEY: ticket, EDIT_KEY: encode(edits)}
+        _hand_on(request, edits)
         return request
 
     def ticketed(self: Any, extra: dict[str, Any], request_id: str, prompt: Any, params: Any, *args: Any,
@@ -182,6 +173,20 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         return request
 
     return process_inputs
+
+
+def _hand_on(request: Any, edits: Edits) -> None:
+    """Give a request its edits, and a salt of theirs; EditError where there is no room for them."""
+    held, prompt_len = request.sampling_params.extra_args, len(request.prompt_token_ids)
+    try:
+        cut(edits, prompt_len)
+        OF_ENGINE.check(edits.rows_kept * request.sampling_params.n)
+    except EditError:
+        admission.forget(held[KEY])
+        raise
+    request.cache_salt = f"{request.cache_salt or ''}|vllm-tap-edit:{edits.salt(prompt_len)}"
+    ticket = admission.with_told(held[KEY], edits=edits.told, rows=edits.rows_kept)
+    request.sampling_params.extra_args = {**held, KEY: ticket, EDIT_KEY: encode(edits)}
 
 
 def _admit_edits(processor: Any, value: object, params: Any, in_pieces: bool) -> Edits | None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from engine_side import worker
-from engine_side.edits.editor import Editor
+from engine_side.edits.editor import Edited, Editor
 from engine_side.front.ticket import find, find_edits
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED
@@ -53,6 +53,18 @@ def check_wrapped(runner: type) -> None:
                          f"is neither of the runners that vllm-tap knows ({known}): it would not see a step")
 
 
+def check_fills(runner: Any) -> None:
+    """StartError where edits may be asked for of a runner with ways of its own to take up requests or to lay out a
+    step's rows: what it does beside vLLM's own would run rows unedited, or edit those of others.
+    """
+    for name in ("execute_model", "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "prepare_inputs"):
+        if not is_wrapped(getattr(runner, name, None)):
+            kind = type(runner)
+            raise StartError(f"vllm-tap: edits cannot be made with {kind.__module__}.{kind.__qualname__}, whose {name} "
+                             "is not that of vLLM's GPUModelRunner: nobody would know whose rows a step has; leave out "
+                             "--edit (VLLM_TAP_EDIT), or run with vLLM's own runner")
+
+
 def input_ids(runner: Any) -> torch.Tensor:
     """The token ids of the last step, on the device, from the buffer that the model reads: [max tokens]."""
     if hasattr(runner, "input_buffers"):
@@ -65,8 +77,9 @@ def _execute_model(original: Callable[..., Any], layout: ReadBatch) -> Callable[
         # Every function that a step enters costs it some microseconds: its caches hold other things by then. So
         # what is asked in every step is asked here.
         current = worker.CURRENT
+        ended: dict[str, Edited] = {}
         if current is not None and current.editor is not None:
-            _see_edited(current.editor, scheduler_output)
+            ended = _see_edited(current.editor, scheduler_output)
         recorder = None if current is None else current.recorder
         if recorder is None or (recorder.idle and not scheduler_output.scheduled_new_reqs
                                 and not hasattr(scheduler_output, FINISHED)):
@@ -75,7 +88,7 @@ def _execute_model(original: Callable[..., Any], layout: ReadBatch) -> Callable[
             _guarded(recorder, recorder.take_deferred)
             return original(self, scheduler_output, *args, **kwargs)
         for end in getattr(scheduler_output, FINISHED, ()):
-            _guarded(recorder, recorder.finish, end)
+            _guarded(recorder, recorder.finish, end, ended.get(end.request))
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             _guarded(recorder, _resume, recorder, scheduler_output.scheduled_cached_reqs)
         tokens = scheduler_output.total_num_scheduled_tokens
@@ -98,13 +111,13 @@ def _execute_model(original: Callable[..., Any], layout: ReadBatch) -> Callable[
     return execute_model
 
 
-def _see_edited(editor: Editor, scheduler_output: Any) -> None:
-    """Take up requests with edits, and forget those that have ended."""
-    if editor.requests:
-        editor.close(scheduler_output.finished_req_ids)
+def _see_edited(editor: Editor, scheduler_output: Any) -> dict[str, Edited]:
+    """Take up requests with edits; returns those that have ended, with what was made of their edits."""
+    ended = editor.close(scheduler_output.finished_req_ids) if editor.requests else {}
     for request in scheduler_output.scheduled_new_reqs:
         if (edits := find_edits(request.sampling_params)) is not None:
             editor.open(request.req_id, edits, len(request.prompt_token_ids or ()))
+    return ended
 
 
 def _prepare_inputs(original: Callable[..., Any], layout: Callable[[Any, Any], tuple[Any, Any, torch.Tensor]]

@@ -16,7 +16,7 @@ from torch import nn
 from engine_side import worker
 from engine_side.config import TAP_VERSION, EngineConfig, untested
 from engine_side.edits.editor import Editor
-from engine_side.edits.places import call_of, edit_arguments, edit_results
+from engine_side.edits.places import call_of, edit_arguments, edit_results, one_place_each
 from engine_side.edits.tables import Size, room, tables
 from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.seams.front_end import widths_of
@@ -89,11 +89,13 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     staging, scratch = allocate(widths, layers, _tokens_max(vllm_config), dtype, device, config.staging_bytes_max,
                                 config.scratch_bytes)
     _make_scorers(probes, staging, model, device)
-    places, editor = _arm_edits(vllm_config, config, find, device)
+    editable, places, editor = _arm_edits(vllm_config, config, find, device)
     classes, homes = unchanged.classes(model), unchanged.homes(model, points)
     compilation = vllm_config.compilation_config
     fusions.warn(fusions.computed_apart(points, compilation))
-    writers = projections.find_writers(model, compilation.pass_config)
+    changed = {id(place.module) for place in places}  # what is written into staging itself is not changed any more
+    writers = {module: write for module, write in projections.find_writers(model, compilation.pass_config).items()
+               if module not in changed}
     if editor is not None:
         edit_results(places, editor.tables)
     install(projections.copied_where_quantized(points), staging, writers)
@@ -103,19 +105,20 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     unchanged.check_classes(classes, model)
     first_block = tuple(site for site in asked if 0 in armed.sites[site])
     checks = worker.Checks(homes, find_embedding(model, family, first_block), find_sums(family, layers))
-    info = structs.replace(_info(model, vllm_config, armed, points, staging), edits=_editable(config, places))
+    info = structs.replace(_info(model, vllm_config, armed, points, staging), edits=editable)
     worker.start(config, info, model, checks, staging, scratch, editor, leads=_tensor_parallel_rank() == 0)
 
 
 def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str, ...]], Iterable[TapPoint]],
-               device: torch.device) -> tuple[list[TapPoint], Editor | None]:
-    """The places that requests may have edited, and what edits them; StartError where one cannot be."""
+               device: torch.device) -> tuple[Editable | None, list[TapPoint], Editor | None]:
+    """What requests may have edited, the places of that, and what edits them; StartError where one cannot be."""
     if not config.edit:
-        return [], None
+        return None, [], None
     asked = layers_by_site(config.edit)
     points = armed_points(asked, find)
+    places = one_place_each(points, find)
     n_layers, known = vllm_config.model_config.get_total_num_hidden_layers(), widths_of(vllm_config.model_config)
-    for point in points:
+    for point in places:
         call_of(point)
         if known[point.site] != point.width:
             raise StartError(f"vllm-tap: cannot edit {point.site} on this model: its rows have {point.width} numbers, "
@@ -125,23 +128,25 @@ def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str
         if layers is None and (lacking := sorted(set(range(n_layers)) - has)):
             raise StartError(f"vllm-tap: VLLM_TAP_EDIT={','.join(config.edit)!r}: layers {lacking} have no {site}; "
                              f"name those that have it, such as {site}.{min(has)}")
-    widths = {(point.site, point.layer): point.width for point in points}
+    widths = {(point.site, point.layer): point.width for point in places}
+    head = vllm_config.model_config.get_head_size()
+    heads = {point.width: point.width // head for point in places if has_heads(point.site)}
     size = Size(_tokens_max(vllm_config), vllm_config.scheduler_config.max_num_seqs, config.edit_depth,
                 config.edit_rows)
-    if (nbytes := room(widths, size)) > config.staging_bytes_max:
+    if (nbytes := room(widths, size, heads)) > config.staging_bytes_max:
         raise StartError(f"vllm-tap: edits need {nbytes / 2**20:,.1f} MiB; the budget is "
                          f"{config.staging_bytes_max / 2**20:,.1f} MiB: arm fewer sites (VLLM_TAP_EDIT), lower "
                          "max_num_seqs or VLLM_TAP_EDIT_ROWS, or raise VLLM_TAP_STAGING_BYTES_MAX")
-    logger.info("vllm-tap: %d places may be edited; tables of %.1f MiB", len(points), nbytes / 2**20)
-    return points, Editor(tables(widths, size, device))
+    logger.info("vllm-tap: %d places may be edited; tables of %.1f MiB", len(places), nbytes / 2**20)
+    return _editable(config, points), places, Editor(tables(widths, size, heads, device))
 
 
-def _editable(config: EngineConfig, places: Iterable[TapPoint]) -> Editable | None:
+def _editable(config: EngineConfig, points: Iterable[TapPoint]) -> Editable:
     layers: dict[str, list[int]] = {}
-    for point in places:
+    for point in points:
         layers.setdefault(point.site, []).append(point.layer)
     return Editable(layers, config.edit_depth, [vector.name for vector in config.vectors],
-                    config.edit_rows) if layers else None
+                    config.edit_rows)
 
 
 def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPlan:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from engine_side.edits.editor import Edited
 from engine_side.front.ticket import Ticket
 from engine_side.step.selection import CaptureTable, Plan
 from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost
-from engine_side.transport.events import Finished, Lost, Opened
+from engine_side.transport.events import EditsCounted, Finished, Lost, Opened
 from engine_side.transport.shared_memory import Outbox
 from schemas.sites import BY_MODEL, ask_site
 from schemas.spec import Resolved, parse_spec
@@ -41,6 +42,7 @@ class CaptureLifecycle:
     captures: CaptureTable
     counters: TapCounters
     _ids: dict[str, str] = field(default_factory=dict)  # running request → capture id
+    _cached: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # of requests with edits: positions read
     _refused: set[str] = field(default_factory=set)  # running requests whose captures were not begun
 
     def open(self, request: str, ticket: Ticket, prompt_token_ids: list[int], cached: int) -> Plan:
@@ -68,6 +70,8 @@ class CaptureLifecycle:
             self.captures.close(request)
             raise
         self._ids[request] = capture
+        if ticket.edits:
+            self._cached[request] = [(0, cached)]
         return self.captures.plan(slot)
 
     def resume(self, request: str, cached: int) -> None:
@@ -79,13 +83,18 @@ class CaptureLifecycle:
         slot = self.captures.slot_of.get(request)
         if slot is None or cached <= self.captures.computed[slot]:
             return
+        if request in self._cached:
+            self._cached[request].append((int(self.captures.computed[slot]), cached))
         positions = np.arange(self.captures.computed[slot], cached)
         for entry in self.captures.plan(slot):
             self.to_host.send_event(Lost(entry, np.full(len(positions), slot), positions, "prefix_cached"))
         self.captures.computed[slot] = cached
 
-    def finish(self, end: End) -> None:
-        """End a capture; that of a request that never ran is opened first, so that its manifest exists."""
+    def finish(self, end: End, edited: Edited | None = None) -> None:
+        """End a capture; that of a request that never ran is opened first, so that its manifest exists.
+
+        ``edited``: what was made of its edits.
+        """
         counted = end.request in self._refused
         self._refused.discard(end.request)
         if end.request not in self._ids:
@@ -98,6 +107,13 @@ class CaptureLifecycle:
         seen = int(self.captures.computed[slot])
         # The last sampled token is never forwarded; under async scheduling a step more may have run. A request that is
         # aborted while it is preempted counts 0 computed tokens although its rows were taken.
+        cached = self._cached.pop(end.request, [])
+        if edited is not None:
+            made = EditsCounted(self._ids[end.request], list(edited.places), edited.combinations, cached)
+            if edited.made is None:
+                self.to_host.send_event(made)
+            else:
+                self.to_host.enqueue_numbers(made, edited.made)
         last = total - 1 if end.reason in ("stop", "length") else min(total, max(end.computed, seen))
         self.to_host.send_event(Finished(
             slot, self._ids.pop(end.request), end.reason, end.stop_reason, end.output_token_ids,

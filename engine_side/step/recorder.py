@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from engine_side.edits.editor import Edited
 from engine_side.front.ticket import Ticket
 from engine_side.step.bursts import Bursts
 from engine_side.step.capture_lifecycle import CaptureLifecycle, End
@@ -87,11 +88,11 @@ class Recorder:
         self._take_all()
         self.lifecycle.resume(request, cached)
 
-    def finish(self, end: End) -> None:
+    def finish(self, end: End, edited: Edited | None = None) -> None:
         """End the capture of a request; see ``CaptureLifecycle.finish``."""
         self._take_all()
         self.idle = False
-        self.lifecycle.finish(end)
+        self.lifecycle.finish(end, edited)
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────
 

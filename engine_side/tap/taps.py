@@ -84,14 +84,20 @@ def _second(_module: Any, result: Any) -> torch.Tensor:
     return result[1]
 
 
+def projected(module: Any, number: int) -> tuple[int, int]:
+    """The columns of q, k or v, numbered so, in what a joint projection makes."""
+    module = of_model(module)
+    queries, keys = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
+    start = (0, queries, queries + keys)[number]
+    return start, start + (queries if number == 0 else keys)
+
+
 def _projected(number: int) -> Callable[[Any, Any], torch.Tensor]:
     """One of q, k, v of a joint projection."""
 
     def rows(module: Any, result: Any) -> torch.Tensor:
-        joint, module = _result(module, result), of_model(module)
-        queries, keys = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
-        start = (0, queries, queries + keys)[number]
-        return joint[..., start : start + (queries if number == 0 else keys)]
+        start, stop = projected(module, number)
+        return _result(module, result)[..., start:stop]
 
     return rows
 

@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 
 from engine_side.transport.cuda_calls import device_to_host
-from engine_side.transport.events import Event, Freed, Run
-from engine_side.transport.ring import Ring
+from engine_side.transport.events import EditsCounted, Event, Freed, Run
+from engine_side.transport.ring import Ring, view
 from engine_side.transport.shared_memory import COPIES, Outbox
 
 _AHEAD_BYTES: Final = 48 << 20  # of copies a step, beside what the step itself will make
@@ -119,6 +119,18 @@ class DeviceToHost:
         else:
             self.outbox.append(event)
 
+    def enqueue_numbers(self, event: EditsCounted, numbers: torch.Tensor) -> None:
+        """Send an event with numbers of the device, which lie in the ring then; without them where it is full."""
+        nbytes = numbers.numel() * numbers.element_size()
+        if (region := self.ring.allocate(nbytes)) is not None:
+            event.offset, event.mark = region[0], (region[1], 0)
+            memory, at = self.reserve(region[0], nbytes)
+            view(memory, at, tuple(numbers.shape), numbers.dtype).copy_(numbers)
+            if self.scratch is not None:
+                self.waiting.append((event, at, region[0], nbytes, self.scratch.head))
+                return
+        self.send_event(event)
+
     def enqueue(self, runs: list[Run], at: int, base: int, nbytes: int) -> None:
         """Enqueue runs whose ``nbytes`` lie at ``at`` of the memory reserved last, for ``base`` of the ring."""
         if self.scratch is None:
@@ -166,7 +178,7 @@ class DeviceToHost:
                 size += nbytes
                 budget -= nbytes
                 until = head
-            if isinstance(event, Run | Freed):
+            if isinstance(event, Run | Freed | EditsCounted):
                 event.copied = number
             moved.append(event)
         self._to_ring(source, target, size)

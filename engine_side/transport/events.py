@@ -77,6 +77,22 @@ class Lost(msgspec.Struct, tag=True, array_like=True):
     reason: str = "dropped"  # or "prefix_cached"
 
 
+class EditsCounted(msgspec.Struct, tag=True, array_like=True):
+    """How often a capture's edits were made (``edit_counts``), before its Finished.
+
+    int32 [places + 1, combinations] lie in the ring once the copies up to ``copied`` are over, nothing where ``mark``
+    is None.
+    """
+
+    capture: str
+    places: list[tuple[str, int]]
+    combinations: list[tuple[int, ...]]
+    cached: list[tuple[int, int]]  # positions that were read from the prefix cache
+    offset: int = 0
+    mark: Mark | None = None
+    copied: int = 0
+
+
 class Finished(msgspec.Struct, tag=True, array_like=True):
     """The request in ``slot`` ended."""
 
@@ -95,7 +111,7 @@ class Counted(msgspec.Struct, tag=True, array_like=True):
     counters: TapCounters
 
 
-Event = Opened | Run | Freed | Lost | Finished | Counted
+Event = Opened | Run | Freed | Lost | EditsCounted | Finished | Counted
 
 
 def _plain(value: Any) -> bytes | int:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from engine_side.transport.events import Counted, Entry, Finished, Freed, Lost, Mark, Opened, Run
+from engine_side.transport.edit_counts import ToldEdits
+from engine_side.transport.events import Counted, EditsCounted, Entry, Finished, Freed, Lost, Mark, Opened, Run
 from engine_side.transport.frame_builder import FrameBuilder
 from engine_side.transport.shared_memory import Events, Regions, Shared
 from schemas import limits
@@ -65,6 +66,7 @@ class Sender:
         self._counters = TapCounters()  # of what happened here
         self.frames = FrameBuilder(info, shared, self._regions, self._counters, rank, self._number)
         self._slots: dict[int, str] = {}  # the capture of each
+        self._edits: dict[str, ToldEdits] = {}  # of each capture of which the end has not come
         self._lost: dict[tuple[str, Entry, str], list[int]] = {}
         self._dropped = 0  # the number of the last Dropped for losses
         self._record_bytes = 0  # of the records that wait
@@ -118,7 +120,7 @@ class Sender:
     def _take_events(self) -> bool:
         taken = False
         while (event := self._events.first()) is not None:
-            if isinstance(event, Run | Freed) and event.copied > self._shared.over():
+            if isinstance(event, Run | Freed | EditsCounted) and event.copied > self._shared.over():
                 break
             self._events.take()
             taken = True
@@ -129,6 +131,8 @@ class Sender:
                 case Freed(mark=mark):
                     self._regions.hold(mark)
                     self._regions.release([mark])
+                case EditsCounted():
+                    self._count_edits(event)
                 case Lost():
                     self._add_lost(event)
                 case Opened():
@@ -142,6 +146,8 @@ class Sender:
     def _open(self, event: Opened) -> None:
         self._slots[event.slot] = event.capture
         self._layers[event.capture] = event.resolved.layers
+        if event.edits:
+            self._edits[event.capture] = ToldEdits(event.edits, len(event.prompt_token_ids))
         self._number(Open(
             seq=0, capture=event.capture, request=event.request[:limits.alias_chars_max], asked=event.asked,
             resolved=event.resolved, prompt_len=len(event.prompt_token_ids),
@@ -152,14 +158,25 @@ class Sender:
         for site, layers in event.absent.items():
             self._number(Dropped(0, event.capture, site, layers, 0, limits.position_max, "not_armed"))
 
+    def _count_edits(self, event: EditsCounted) -> None:
+        made = None
+        if event.mark is not None:
+            shape = len(event.places) + 1, len(event.combinations)
+            found = self._shared.bytes_at(event.offset, 4 * shape[0] * shape[1])
+            made = np.frombuffer(found, "<i4").reshape(shape).copy()
+            self._regions.hold(event.mark)
+            self._regions.release([event.mark])
+        self._edits[event.capture] = replace(self._edits[event.capture], counted=event, made=made)
+
     def _finish(self, event: Finished) -> None:
         self._slots.pop(event.slot, None)
         self.frames.close_of(event.capture)
         self._report_lost()
+        edits = self._edits.pop(event.capture, None)
         self._number(Finish(
             seq=0, capture=event.capture, reason=event.reason, stop_reason=event.stop_reason,
             output_token_ids=np.asarray(event.output_token_ids, "<u4").tobytes(), end=event.end,
-            recomputed=event.recomputed,
+            recomputed=event.recomputed, edits="" if edits is None else edits.with_counts(event.end),
         ))
 
     def _add_lost(self, event: Lost) -> None:

@@ -182,6 +182,7 @@ class Finish(msgspec.Struct, tag="finish", forbid_unknown_fields=True):
     output_token_ids: bytes  # little-endian uint32
     end: int  # min(positions computed, prompt + output tokens)
     recomputed: int = 0  # rows computed again after a preemption
+    edits: str = ""  # those of its Open, each with how often it was made; "" for none
 
 
 class Dropped(msgspec.Struct, tag="dropped", forbid_unknown_fields=True):

@@ -98,11 +98,15 @@ def _facts(manifest: Manifest) -> Table:
 
 
 def _edit(edit: dict[str, Any]) -> str:
-    """An edit in a line: ``add resid_post.12 generated vector=refusal scale=4``."""
+    """An edit in a line: ``add resid_post.12 generated vector=refusal scale=4: 21 of 21 rows``."""
     layers = ranges(edit["layers"])
     where = edit.get("positions", "all")
-    rest = {name: value for name, value in edit.items() if name not in ("site", "layers", "op", "positions")}
-    return " ".join([edit["op"], f"{edit['site']}.{layers}", str(where), *(f"{k}={v}" for k, v in rest.items())])
+    rest = {name: value for name, value in edit.items() if name not in ("site", "layers", "op", "positions", "rows")}
+    made = "; ".join(f"{rows['applied']} of {rows['expected']} rows"
+                     + "".join(f", {rows[why]} {why}" for why in ("cached", "missing") if rows[why])
+                     for rows in edit.get("rows", ()))
+    asked = [edit["op"], f"{edit['site']}.{layers}", str(where), *(f"{name}={value}" for name, value in rest.items())]
+    return " ".join(asked) + (f": {made}" if made else "")
 
 
 def _rows(manifest: Manifest) -> Table:

@@ -143,9 +143,10 @@ def _asked_tags(asked: str) -> str:
 def _finish(db: sqlite3.Connection, entry: LogEntry, finish: Finish) -> set[str]:
     db.execute(
         'UPDATE captures SET finish_seq = ?, finish_reason = ?, stop_reason = ?, output_tokens = ?, "end" = ?, '
-        "recomputed = ?, lost = 0 WHERE id = ? AND stream = ? AND deleted = 0",
+        "recomputed = ?, edits = CASE ? WHEN '' THEN edits ELSE ? END, lost = 0 "
+        "WHERE id = ? AND stream = ? AND deleted = 0",
         (finish.seq, finish.reason, _json(finish.stop_reason), finish.output_token_ids, finish.end, finish.recomputed,
-         finish.capture, entry.stream))
+         finish.edits, finish.edits, finish.capture, entry.stream))
     return {finish.capture}
 
 

@@ -36,7 +36,9 @@ def _without(entry: LogEntry) -> LogEntry:
             left: Own | Open | Finish | ClientFinish = msgspec.structs.replace(message, tags={})
         case Open():
             left = msgspec.structs.replace(message, asked="{}", prompt_token_ids=b"", adapter="", edits="")
-        case Finish() | ClientFinish():
+        case Finish():
+            left = msgspec.structs.replace(message, stop_reason=None, output_token_ids=b"", edits="")
+        case ClientFinish():
             left = msgspec.structs.replace(message, stop_reason=None, output_token_ids=b"")
         case _:
             return entry

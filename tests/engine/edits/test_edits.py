@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from safetensors.numpy import save_file
 
 from engine_side import worker
 from engine_side.edits import places
+from engine_side.seams import self_test
 from schemas.edits import digest_of
-from schemas.errors import SpecError
+from schemas.errors import SpecError, StartError
 from schemas.read.reader import StoreReader
 from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, OneAtATime, in_this_process, refused_start
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.common import COMMON
-from tests.support.models.edited import moved, vector
+from tests.support.models.edited import at_every_place, moved, vector
 from tests.support.models.families import FAMILIES as KNOWN
 from tests.support.models.families import family_model
 from tests.support.models.features import FEATURES, GROUPS, Feature, options, tokens
@@ -33,9 +35,14 @@ FAMILIES = os.environ.get("TAP_FAMILIES", "qwen3,gemma3_text,opt").replace("all"
 MIXTURES = ("mixtral", "qwen3_moe")
 
 
+PLACES = {"resid_pre.0": (), "resid_pre.2": (), "resid_mid.1": ("gpt_neox",), "q.1": ("gpt_neox",),
+          "k.2": ("gpt_neox",), "v.0": ("gpt_neox",), "q_rot.0": ("gpt_neox", "opt"), "k_rot.1": ("gpt_neox", "opt"),
+          "z.1": (), "z.2": (), "mlp_post.2": MIXTURES, "attn_out.1": (), "mlp_out.2": ()}  # and who lacks the site
+
+
 def armed(family: str) -> str:
-    """What is armed for edits: of a mixture no mlp_post."""
-    return "resid_post,attn_out.1,mlp_out.2,z.1" + ("" if family in MIXTURES else ",mlp_post.2")
+    """What is armed for edits."""
+    return ",".join(["resid_post", *(place for place, lacking in PLACES.items() if family not in lacking)])
 
 
 def started(reader: StoreReader, family: str, group: str = "scheduler", edit: str = "", **more: Any) -> Engine:
@@ -60,19 +67,24 @@ def engine(request: pytest.FixtureRequest, reader: StoreReader, tmp_path_factory
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_TAP_VECTORS", f"tone={path}")
         patch.setenv("VLLM_TAP_EDIT_ROWS", "200")
+        patch.setenv("VLLM_TAP_ARM", ",".join(dict.fromkeys(
+            place.partition(".")[0] for place in armed(request.param).split(","))))
         made = started(reader, request.param)
     yield made
     made.close()
 
 
-def run(engine: Engine, prompts: Sequence[Sequence[int]], edits: Sequence[Any], **more: Any) -> list[Captured]:
-    """Generate all at once, each with its edits (None: none); raw captures of all that the engine has tapped."""
+def run(engine: Engine, prompts: Sequence[Sequence[int]], edits: Sequence[Any], most: int = 6, **more: Any
+        ) -> list[Captured]:
+    """Generate ``most`` tokens of all at once, each with its edits (None: none); raw captures of all that the engine
+    has tapped.
+    """
     from vllm import SamplingParams
 
     from schemas.ids import new_ulid
 
     ids = [new_ulid() for _ in prompts]
-    params = [SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, extra_args={
+    params = [SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, logprobs=0, extra_args={
         "capture": {"codec": "raw", "id": id_, "prefix_cache": "allow", **more},
         **({} if edit is None else {"edit": edit})}) for id_, edit in zip(ids, edits, strict=True)]
     outputs = engine.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
@@ -84,6 +96,9 @@ def check(engine: Engine, captured: Captured, edits: Sequence[dict[str, Any]] | 
     """A capture's rows and tokens against those of Hugging Face with the same edits."""
     rows, chances = engine.reference.edited(captured.tokens, moved(edits or (), captured.prompt_len,
                                                                    vector(HIDDEN, 11)))
+    for edit in captured.manifest.edits:
+        for layers in edit["rows"]:
+            assert layers["missing"] == 0 and layers["applied"] + layers["cached"] == layers["expected"] > 0, edit
     for entry in captured.manifest.rows:
         assert entry.captured, entry
         found = engine.reader.slice(captured.id, entry.site, [entry.layer])
@@ -140,6 +155,38 @@ def test_every_operation_beside_requests_without_one(engine: Engine) -> None:
     assert again.tokens == alone.tokens  # and nothing of what was edited is read from the prefix cache
 
 
+def places_of(engine: Engine, heads: bool = False) -> dict[tuple[str, int], int]:
+    """The places of ``PLACES`` that are armed, or those that have heads, and the width of their rows."""
+    arms = engine.llm.llm_engine.input_processor.vllm_tap_arms
+    found = [(site, int(layer)) for site, _, layer in (place.partition(".") for place in PLACES)]
+    return {(site, layer): arms.widths[site] for site, layer in found if layer in arms.layers.get(site, ())
+            and (site in arms.heads or not heads)}
+
+
+def eight_at_most(edits: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """The same with so many edits a request."""
+    return [part for each in edits for part in (each[: len(each) // 2], each[len(each) // 2 :])]
+
+
+@pytest.mark.parametrize("heads", [False, True], ids=["rows", "heads"])
+def test_every_operation_at_every_place(engine: Engine, heads: bool) -> None:
+    """Beside requests without any, which have the bits that they have alone."""
+    edits: list[Any] = [None, *eight_at_most(at_every_place(places_of(engine, heads), heads)), None]
+    prompts = [tokens(70, seed=700 + number) for number in range(len(edits))]
+    for captured, edit in zip(run(engine, prompts, edits), edits, strict=True):
+        check(engine, captured, edit)
+
+
+def test_a_set_row_is_that_row_at_every_place(engine: Engine) -> None:
+    asked = {place: vector(width, 30 + number) for number, (place, width) in enumerate(places_of(engine).items())}
+    edits = [[{"site": f"{site}.{layer}", "op": "set", "vector": given.tolist(), "positions": [4, 21]}]
+             for (site, layer), given in asked.items()]
+    for captured, ((site, layer), given) in zip(run(engine, [tokens(20, seed=4)] * len(edits), edits), asked.items(),
+                                                strict=True):
+        found = engine.reader.slice(captured.id, site, [layer])
+        assert np.array_equal(found.values()[0][[4, 21]], np.stack([given, given])), (site, layer)
+
+
 def test_a_set_row_is_that_row(engine: Engine) -> None:
     given = vector(engine.llm.llm_engine.input_processor.vllm_tap_arms.widths["resid_post"], 77)
     captured, = run(engine, [tokens(20, seed=4)], [[
@@ -178,7 +225,7 @@ def one(**fields: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("edit", "said"), [
     (one()[0], "must be a list"),
-    (one(site="resid_pre.1"), r"edit\[0\].site = 'resid_pre.1': cannot be edited; valid: one of"),
+    (one(site="router_logits.1"), r"edit\[0\].site = 'router_logits.1': cannot be edited; valid: one of"),
     (one(site="mlp_out.1"), r"edit\[0\].layers = \[1\]: not armed for edits of mlp_out; armed: \[2\]"),
     (one(site="resid_post.9"), r"edit\[0\].layers = \[9\]: out of range"),
     (one(op="twist"), r"edit\[0\].op = 'twist': valid: add, scale"),
@@ -265,11 +312,53 @@ def test_what_is_filled_in_wrongly_is_seen(fault: str, engine: Engine, monkeypat
         check(engine, captured, edit)
 
 
+def test_rows_that_were_left_out_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device counts what the graph has done, not what it was told to do."""
+    editor = worker.CURRENT.editor if worker.CURRENT is not None else None
+    assert editor is not None
+    edits = [*one(layers=[0, 1, 2], site="resid_post"), *one(site="attn_out.1", positions="generated")]
+    right = editor.before_forward
+
+    def left_out(requests: Any, starts: Any, at: Any) -> None:
+        """Nothing is filled in for the third step."""
+        right([] if int(at[0]) == 11 else requests, starts, at)
+
+    def undone(requests: Any, starts: Any, at: Any) -> None:
+        """It is filled in, and the graph does not read it, or not at one place."""
+        right(requests, starts, at)
+        editor.tables.slots["resid_post", 1].zero_()
+
+    for fault, applied in ((left_out, [[14, 14, 14], [4]]), (undone, [[15, 0, 15], [5]])):
+        monkeypatch.setattr(editor, "before_forward", fault)
+        captured, = run(engine, [tokens(10, seed=41)], [edits])
+        for edit, right_ones in zip(captured.manifest.edits, applied, strict=True):
+            found = {layer: each for each in edit["rows"] for layer in each["layers"]}
+            assert [found[layer]["applied"] for layer in edit["layers"]] == right_ones
+            for each in found.values():
+                assert each["expected"] == each["applied"] + each["missing"] and each["cached"] == 0
+                assert each.get("reason") == ("not_applied" if each["missing"] else None)
+
+
 @pytest.mark.skipif(ON_GPU, reason="an engine in this process")
 def test_an_edit_that_does_nothing_ends_the_start(reader: StoreReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_put_back", lambda module, call, result: result)
     with refused_start("in which the rows of attn_out.1 were set to others it returned what it did before"):
         started(reader, "qwen3", edit="mlp_post.0,attn_out.1")
+
+
+def test_each_place_that_does_not_act_is_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look at a start, with edits that are not filled in at one place."""
+    core, current = getattr(engine.llm.llm_engine.engine_core, "engine_core", None), worker.CURRENT
+    if core is None or current is None or current.editor is None:
+        pytest.skip("the engine is in another process")
+    runner, right = core.model_executor.driver_worker.worker.model_runner, current.editor.setting
+    for idle in [place for place in current.editor.tables.slots if place[0] != "resid_post"]:
+        monkeypatch.setattr(current.editor, "setting", lambda place, rows, idle=idle: (
+            nullcontext() if place == idle else right(place, rows)))
+        with pytest.raises(StartError, match=rf"rows of {idle[0]}\.{idle[1]} were set to others it returned"):
+            self_test.check_edits(runner, current, "here")
+    monkeypatch.undo()
+    self_test.check_edits(runner, current, "here")
 
 
 def test_the_manifest_tells_of_edits(engine: Engine) -> None:
@@ -283,6 +372,9 @@ def test_the_manifest_tells_of_edits(engine: Engine) -> None:
             {"site": "resid_post", "layers": [0, 2], "op": "cap", "high": 1.5, "positions": "prompt", "vector": "tone",
              "digest": digest_of(direction)}]
     captured, = run(engine, [tokens(8, seed=9)], [edits])
+    rows = [{"layers": [1], "expected": 13, "applied": 13, "cached": 0, "missing": 0},
+            {"layers": [0, 2], "expected": 8, "applied": 8, "cached": 0, "missing": 0}]
+    told = [{**edit, "rows": [counted]} for edit, counted in zip(told, rows, strict=True)]
     assert captured.manifest.edits == told
     alone, = run(engine, [tokens(8, seed=9)], [edits], sites=[])
     assert alone.manifest.edits == told and alone.manifest.rows == [] and alone.tokens == captured.tokens

@@ -22,7 +22,19 @@ from engine_side.step.recorder import Recorder
 from engine_side.tap.staging import Staging
 from engine_side.transport import shared_memory
 from engine_side.transport.device_copies import DeviceToHost
-from engine_side.transport.events import Counted, Entry, Event, Finished, Freed, Lost, Opened, Run, decode, encode
+from engine_side.transport.events import (
+    Counted,
+    EditsCounted,
+    Entry,
+    Event,
+    Finished,
+    Freed,
+    Lost,
+    Opened,
+    Run,
+    decode,
+    encode,
+)
 from engine_side.transport.ring import Ring
 from engine_side.transport.sender_process import SenderProcess
 from engine_side.transport.shared_memory import COPIES, Events, Outbox
@@ -67,6 +79,7 @@ def events(draw: random.Random) -> list[Event]:
             Lost(ENTRY, column(n), column(n), "prefix_cached"), Freed((number, 1), 5),
             Finished(number, "c" * draw.randrange(40), "stop", None, list(range(n)), n, 0),
             Counted(TapCounters(steps=number)),
+            EditsCounted("c", [("z", number)] * n, [(0, 1), (number,)], [(0, n)], n, (n, 0) if number % 2 else None),
         ]
     spec = parse_spec({"codec": "raw"})
     made.append(Opened(1, "c", "r", spec.to_json(), resolve(spec, ARMED), {SITE: [9]}, list(range(1 << 20)), 3, 4, "",
@@ -228,7 +241,7 @@ def test_a_process_forked_from_the_engine_has_no_part_in_its_sender(tmp_path: Pa
         tapped = TappedProcess(writer.endpoint)
         info = engine_info(width=WIDTH, n_layers=LAYERS)
         worker.CURRENT = worker.Worker(info, torch.nn.Linear(1, 1), worker.Checks(), tapped.staging, tapped.recorder,
-                                       tapped.process, os.getpid())
+                                       tapped.process, None, os.getpid())
         try:
             child = os.fork()
             if child == 0:

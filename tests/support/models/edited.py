@@ -23,6 +23,22 @@ def _listed(spec: dict[str, Any]) -> list[int]:
         range(*each) if isinstance(each, list | tuple) else [each])]
 
 
+HEAD = 32  # numbers of a head in every small model
+
+
+def of_head(spec: dict[str, Any], head: int) -> dict[str, Any]:
+    """An edit of some heads as one of rows that are one of them."""
+    def mine(numbers: Any) -> Any:
+        return numbers if len(numbers) == HEAD else numbers[head * HEAD : (head + 1) * HEAD]
+
+    cut = {name: value for name, value in spec.items() if name != "heads"}
+    if "vector" in cut:
+        cut["vector"] = mine(cut["vector"])
+    if "rows" in cut:
+        cut["rows"] = [mine(row) for row in cut["rows"]]
+    return cut
+
+
 def moved(edits: Sequence[dict[str, Any]], prompt_len: int, named: Any = None) -> dict[tuple[str, int], list[Edit]]:
     """The edits of a request as functions of a reference's rows: written from the documentation, not from the code."""
     found: dict[tuple[str, int], list[Edit]] = {}
@@ -50,10 +66,44 @@ def moved(edits: Sequence[dict[str, Any]], prompt_len: int, named: Any = None) -
                 here = torch.isin(at, torch.tensor(_listed(spec)))
             return torch.where(here[:, None], new, rows)
 
-        return change
+        def of_heads(rows: torch.Tensor) -> torch.Tensor:
+            parts = list(rows.split(HEAD, dim=1))
+            for head in spec["heads"]:
+                parts[head] = edit_of(of_head(spec, head))(parts[head])
+            return torch.cat(parts, dim=1)
+
+        return of_heads if "heads" in spec else change
 
     for spec in edits:
         site, _, layer = spec["site"].partition(".")
         for number in [int(layer)] if layer else spec["layers"]:
-            found.setdefault((site, number), []).append(edit_of(spec))
+            # What enters a block is what the one before hands on.
+            place = ("resid_post", number - 1) if site == "resid_pre" and number else (site, number)
+            found.setdefault(place, []).append(edit_of(spec))
+    return found
+
+
+OPS = ("add", "scale", "ablate", "cap", "set")
+
+
+def _edit(op: str, v: Any) -> dict[str, Any]:
+    """An edit by operation, with this vector."""
+    more: dict[str, Any] = {"add": {"scale": 1.5}, "cap": {"low": -0.1, "high": 0.05}}.get(op, {})
+    return {"op": op, "by": -0.5} if op == "scale" else {"op": op, "vector": v.tolist(), **more}
+
+
+def at_every_place(widths: dict[tuple[str, int], int], heads: bool = False) -> list[list[dict[str, Any]]]:
+    """Requests with an edit at every place (site and layer, with the width of its rows), each place with every
+    operation; ``heads``: of single heads, whose vectors are of a head or of the row.
+    """
+    where: list[Any] = ["all", "generated", [[2, 50]], "prompt", [[40, 60], [70, 73]]]
+    found = []
+    for turn in range(len(OPS)):
+        edits = []
+        for number, ((site, layer), width) in enumerate(widths.items()):
+            op, size = OPS[(turn + number) % len(OPS)], HEAD if heads and (turn + number) % 2 else width
+            some = {"heads": [[1], [0, 1], [0]][(turn + number) % 3]} if heads else {}
+            edits.append({"site": f"{site}.{layer}", "positions": where[(turn + 2 * number) % len(where)], **some,
+                          **_edit(op, vector(size, 40 + number))})
+        found.append(edits)
     return found

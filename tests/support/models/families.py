@@ -17,6 +17,9 @@ from tests.support.models.common import COMMON, HEADS, TIED
 from tests.support.models.unlisted import SEVERAL_STREAMS, UNLISTED
 from vllm_tap.tiny_model import cache_dir
 
+# All heads have keys of their own: told otherwise, vLLM's attention reads past the projections.
+_OWN_KEYS = {key: value for key, value in COMMON.items() if key != "num_key_value_heads"}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": COMMON,
     "mistral": COMMON,
@@ -30,10 +33,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**COMMON, **HEADS, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96,
                   "norm_topk_prob": True},
-    "opt": {**COMMON, "ffn_dim": 192, "word_embed_proj_dim": 128, "init_std": 0.1},
-    # All heads have keys of their own here: told otherwise, vLLM's attention reads past the projections.
-    "gpt_neox": {**{key: value for key, value in COMMON.items() if key != "num_key_value_heads"}, "rotary_pct": 0.5,
-                 "use_parallel_residual": True},
+    "opt": {**_OWN_KEYS, "ffn_dim": 192, "word_embed_proj_dim": 128, "init_std": 0.1},
+    "gpt_neox": {**_OWN_KEYS, "rotary_pct": 0.5, "use_parallel_residual": True},
 }
 
 # What else a configuration of a family may say: the family, and what differs.

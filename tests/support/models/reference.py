@@ -78,7 +78,9 @@ class Reference:
             given = args[0] if args else kwargs["hidden_states"]
             now = self._edited(site, layer, given)
             self._keep(site, layer, now)
-            if now is not given:
+            if now is not given and site == "resid_mid":  # the block goes on with that tensor as well
+                given.copy_(now)
+            elif now is not given:
                 return ((now, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": now})
             return None
 
@@ -112,13 +114,16 @@ class Reference:
 
         return hook
 
-    def _joint(self, layer: int) -> Callable[..., None]:
-        def hook(_module: Any, _args: Any, output: torch.Tensor) -> None:
+    def _joint(self, layer: int) -> Callable[..., torch.Tensor]:
+        def hook(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
             config = self.model.config
             size = config.hidden_size // config.num_attention_heads
             sizes = [config.num_attention_heads * size] + [config.num_key_value_heads * size] * 2
-            for site, rows in zip("qkv", output.split(sizes, dim=-1), strict=True):
+            parts = [self._edited(site, layer, rows)
+                     for site, rows in zip("qkv", output.split(sizes, dim=-1), strict=True)]
+            for site, rows in zip("qkv", parts, strict=True):
                 self._keep(site, layer, rows)
+            return torch.cat(parts, dim=-1)
 
         return hook
 
@@ -132,6 +137,8 @@ class Reference:
         def watched(*args: Any, **kwargs: Any) -> Any:
             q, k = original(*args, **kwargs)
             if self._calls is not None:
+                q, k = (self._edited(site, self._calls, rows.transpose(1, 2)).transpose(1, 2)
+                        for site, rows in (("q_rot", q), ("k_rot", k)))
                 for site, rows in (("q_rot", q), ("k_rot", k)):
                     self._keep(site, self._calls, rows[0].transpose(0, 1))
                 self._calls += 1

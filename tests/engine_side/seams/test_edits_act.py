@@ -1,0 +1,148 @@
+"""The self-test of edits: what they do to a step is told from what it does by itself, or the engine does not start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine_side.edits import places
+from engine_side.edits.editor import Editor
+from engine_side.edits.tables import tables
+from engine_side.seams.patching import wrap
+from engine_side.seams.runner import check_fills
+from engine_side.seams.self_test import check_edits
+from engine_side.tap.architectures import TapPoint
+from schemas.errors import StartError
+
+WIDTH, ROWS = 16, 2
+CHANCE = torch.Generator().manual_seed(5)
+
+
+class Block(nn.Module):
+    """A residual block whose kernel adds ``noise`` of chance: rounding in another order at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.noise = nn.Linear(WIDTH, WIDTH), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(x)
+        return x + made + self.noise * torch.randn(made.shape, generator=CHANCE)
+
+
+class Model(nn.Module):
+    """Two blocks and a norm, with ``resid_post`` of both armed for edits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks, self.norm = nn.ModuleList([Block(), Block()]), nn.LayerNorm(WIDTH)
+        self.start, self.steps = torch.randn(ROWS, WIDTH), 0
+        self.after: Callable[[int, torch.Tensor], torch.Tensor] = lambda step, rows: rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.steps += 1
+        return self.after(self.steps, self.norm(x))
+
+
+def armed(model: Model) -> tuple[Any, Any]:
+    """A runner of a model, and the worker with its editor."""
+    points = [TapPoint("resid_post", layer, block, "result", WIDTH, "") for layer, block in enumerate(model.blocks)]
+    made = tables({(point.site, point.layer): WIDTH for point in points}, 4, 2, 2, torch.device("cpu"))
+    places.edit_results(points, made)
+    return (SimpleNamespace(_dummy_run=lambda rows: (model(model.start[:rows]),)),
+            SimpleNamespace(model=model, editor=Editor(made)))
+
+
+def noisy(model: Model) -> None:
+    model.blocks[1].noise = 1e-3  # type: ignore[assignment]
+
+
+def sometimes_noisy(model: Model) -> None:
+    """The last step is the only one that rounds otherwise: one unit of float32."""
+    model.after = lambda step, rows: rows * (1 + 2e-7) if step == 8 else rows
+
+
+def no_numbers_at_first(model: Model) -> None:
+    """What is set behind the weights that are none is a number again."""
+    model.blocks[0].linear.weight.data[3] = torch.nan  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("chance", [lambda model: None, noisy, sometimes_noisy, no_numbers_at_first],
+                         ids=["none", "noisy", "sometimes_noisy", "no_numbers_at_first"])
+def test_edits_that_act_are_told_from_noise(chance: Callable[[Model], None]) -> None:
+    chance(model := Model())
+    runner, worker = armed(model)
+    check_edits(runner, worker, "a runner")
+    assert model.steps == 8 and not worker.editor.tables.programs.any()
+
+
+@pytest.mark.parametrize(("chance", "said"), [
+    (lambda model: None, r"the rows of resid_post.0 were set to others it returned what it did before; looked at it"),
+    (noisy, r"of resid_post.0 were set to others .* before, or nearly so: .* off, where steps differ by .* without"),
+], ids=["none", "noisy"])
+def test_edits_that_do_nothing_are_not_taken_for_noise(chance: Callable[[Model], None], said: str,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_put_back", lambda module, call, result: result)
+    chance(model := Model())
+    with pytest.raises(StartError, match=said):
+        check_edits(*armed(model), "a runner")
+
+
+def test_edits_of_one_row_of_two_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = places._put_back
+    monkeypatch.setattr(places, "_put_back", lambda module, call, result: torch.cat(
+        [result[:1], right(module, call, result)[1:]]))
+    with pytest.raises(StartError, match=r"the rows of resid_post.0 were set to others it returned what it did before"):
+        check_edits(*armed(Model()), "a runner")
+
+
+@pytest.mark.parametrize("often", [1, 3])
+def test_where_there_are_no_numbers_nothing_is_proved(often: int) -> None:
+    """Of weights that are none, and of a kernel that hands on memory as it finds it in some steps."""
+    model = Model()
+    model.after = lambda step, rows: rows * torch.nan if step % often == 0 else rows
+    with pytest.raises(StartError, match=r"cannot be proved that edits of resid_post.0 act: .*leave resid_post.0 out"):
+        check_edits(*armed(model), "a runner")
+
+
+def test_an_edit_that_stays_is_seen() -> None:
+    model = Model()
+    runner, worker = armed(model)
+    model.after = lambda step, rows: rows + 0.01 if step == 8 else rows
+    with pytest.raises(StartError, match="returns other rows after edits than before them"):
+        check_edits(runner, worker, "a runner")
+
+
+def test_a_runner_with_ways_of_its_own_gets_no_edits() -> None:
+    """One that calls vLLM's own and then lays out otherwise cannot be told from one that does not."""
+    class Runner:
+        def execute_model(self) -> None:
+            pass
+
+        def _prepare_inputs(self) -> None:
+            pass
+
+    class Newer:
+        def execute_model(self) -> None:
+            pass
+
+        def prepare_inputs(self) -> None:
+            pass
+
+    for kind in (Runner, Newer):
+        for name in set(vars(kind)) & {"execute_model", "_prepare_inputs", "prepare_inputs"}:
+            wrap(kind, name, lambda original: lambda self: original(self))
+            own = type("Special", (kind,), {name: lambda self: None})
+            with pytest.raises(StartError, match=f"Special, whose {name} is not that of vLLM's GPUModelRunner"):
+                check_fills(own())
+        check_fills(type("Special", (kind,), {"more": print})())
+    with pytest.raises(StartError, match="whose prepare_inputs is not"):
+        check_fills(type("Another", (), {"execute_model": Runner.execute_model, "lay_out": print})())

@@ -1,0 +1,52 @@
+"""Counts of edited rows, as a manifest tells them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_side.transport.edit_counts import ToldEdits
+from engine_side.transport.events import EditsCounted
+
+PLACES = [("resid_post", 0), ("resid_post", 2), ("z", 1)]
+TOLD = [{"site": "resid_post", "layers": [0, 2], "op": "scale"},
+        {"site": "z", "layers": [1], "op": "scale", "positions": [[3, 8], [12, 15]]}]
+BOTH, FIRST = [0, 1], [0]  # edits that are made together, of a request of 10 prompt tokens whose rows end at 14
+
+
+def counted(made: list[list[int]] | None, cached: list[tuple[int, int]], end: int = 14) -> list[Any]:
+    """Applied, cached and missing rows, by edit and layer; ``made``: as the device tells it."""
+    event = EditsCounted("c", PLACES, [tuple(FIRST), tuple(BOTH)], cached)
+    told = ToldEdits(json.dumps(TOLD), 10, event, None if made is None else np.array(made, np.int32))
+    found = []
+    for edit in json.loads(told.with_counts(end)):
+        by_layer = {layer: each for each in edit["rows"] for layer in each["layers"]}
+        for each in by_layer.values():
+            assert each["expected"] == each["applied"] + each["cached"] + each["missing"]
+            assert ("reason" in each) == (each["missing"] > 0)
+        found.append([(by_layer[layer]["applied"], by_layer[layer]["cached"], by_layer[layer]["missing"])
+                      for layer in edit["layers"]])
+    return found
+
+
+@pytest.mark.parametrize(("made", "cached", "right"), [
+    # rows: the places' and last those that were due; columns: FIRST, BOTH
+    ([[7, 7], [7, 7], [0, 7], [7, 7]], [], [[(14, 0, 0)] * 2, [(7, 0, 0)]]),
+    ([[7, 7], [7, 6], [0, 7], [7, 7]], [], [[(14, 0, 0), (13, 0, 1)], [(7, 0, 0)]]),  # one layer left a row out
+    ([[9, 11], [9, 10], [0, 11], [9, 11]], [], [[(14, 0, 0), (13, 0, 1)], [(7, 0, 0)]]),  # which hides behind no others
+    ([[4, 4], [4, 4], [0, 4], [4, 4]], [], [[(8, 0, 6)] * 2, [(4, 0, 3)]]),  # for some steps nothing was due
+    ([[4, 4], [4, 4], [0, 4], [4, 4]], [(0, 6)], [[(8, 6, 0)] * 2, [(4, 3, 0)]]),
+    ([[4, 4], [4, 4], [0, 4], [4, 4]], [(0, 2), (4, 8)], [[(8, 6, 0)] * 2, [(3, 4, 0)]]),
+    (None, [(0, 6)], [[(0, 6, 8)] * 2, [(0, 3, 4)]]),
+])
+def test_every_row_is_applied_cached_or_missing(made: list[list[int]] | None, cached: list[tuple[int, int]],
+                                                right: list[Any]) -> None:
+    assert counted(made, cached) == right
+
+
+def test_a_request_that_never_ran_has_no_rows_to_edit() -> None:
+    assert counted(None, [], end=0) == [[(0, 0, 0)] * 2, [(0, 0, 0)]]
+    assert json.loads(ToldEdits(json.dumps(TOLD), 10).with_counts(0))[1]["rows"][0]["expected"] == 0
