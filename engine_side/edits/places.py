@@ -170,8 +170,8 @@ def _put_back(module: Any, call: EditedCall, result: Any) -> Any:
 
 def _moved(module: Any, call: EditedCall, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as they go on, and which of them are edited."""
-    programs, ordinals, slots, vectors, forms = (getattr(module, f"{call.name}_{part}") for part in _BUFFERS)
+    marks, programs, ordinals, slots, vectors, forms = (getattr(module, f"{call.name}_{part}") for part in _BUFFERS)
     width = vectors.shape[-1]
-    now, chosen = edited(rows.reshape(-1, width), programs, ordinals, slots, vectors, forms,
+    now, chosen = edited(rows.reshape(-1, width), marks, programs, ordinals, slots, vectors, forms,
                          getattr(module, f"{call.name}_{_HEADS}", None))
     return now.view(rows.shape), chosen.view(*rows.shape[:-1], 1) if rows.shape[-1] == width else chosen
