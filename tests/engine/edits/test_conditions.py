@@ -27,9 +27,13 @@ def engines(reader: StoreReader, tmp_path_factory: pytest.TempPathFactory) -> It
     file = tmp_path_factory.mktemp("probes") / "tone.safetensors"
     save_file({"directions": np.stack([vector(HIDDEN, 21), vector(HIDDEN, 22)])}, file,
               {"site": "resid_post", "layer": "2", "names": "glad,sad"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_TAP_PROBES", f"tone={file}")
-        made = OneAtATime(lambda group: started(reader, "qwen3", group, "resid_post.1,mlp_post.0"))
+
+    def start(group: str) -> Engine:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_TAP_PROBES", f"tone={file}")
+            return started(reader, "qwen3", group, "resid_post.1,mlp_post.0")
+
+    made = OneAtATime(start)
     yield made
     made.close()
 
