@@ -17,8 +17,8 @@ from typing import Any, Final
 from schemas.errors import SpecError
 
 __all__ = ["BY_MODEL", "PROBE", "SITES", "Site", "ask_site", "has_heads", "is_probe", "is_site",
-           "layers_by_site", "lens_name", "lens_names", "names_of", "parse_site", "site_meant", "site_named",
-           "transformer_lens_name"]
+           "layers_by_site", "lens_name", "lens_names", "names_of", "parse_site", "place_of", "site_meant",
+           "site_named", "transformer_lens_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +189,11 @@ def site_named(name: str) -> Site:
 def has_heads(site: str) -> bool:
     """Whether the rows of a site are one head after the other."""
     return site_named(site).width in ("q_heads", "kv_heads")
+
+
+def place_of(site: str, layer: int) -> tuple[str, int]:
+    """The place of a site and layer: what enters a block is what the one before has handed on."""
+    return ("resid_post", layer - 1) if site == "resid_pre" and layer else (site, layer)
 
 
 def transformer_lens_name(site: str, layer: int, names: Mapping[str, str] | None = None) -> str | None:

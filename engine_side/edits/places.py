@@ -5,22 +5,23 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from engine_side.edits.tables import Place, Tables, edited
+from engine_side.edits.tables import Place, Pool, Tables, edited
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
-from schemas.edits import place_of
 from schemas.errors import StartError
-from schemas.sites import has_heads
+from schemas.sites import has_heads, place_of
 
 _BUFFERS: Final = ("marks", "programs", "ordinals", "slots", "vectors", "forms")
 _HEADS: Final = "heads"  # the one buffer more of a place whose rows are one head after the other
 _PROJECTED: Final = ("q", "k", "v")
+
+_NOWHERE: Final = 1 << 20  # of an argument that is known by its name alone
 
 Argument = tuple[str, int]  # its name, and its place where the signature does not know the name
 
@@ -53,7 +54,7 @@ def call_of(point: TapPoint) -> EditedCall:
         return EditedCall(name, _ARGUMENTS[rule], in_place=middle and rule == "argument")
     if " × " not in rule and not middle:
         if side in ("argument", "arguments"):
-            return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else 0)
+            return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else _NOWHERE)
                                           for part in which.split(" + ")))
         if side in ("result", "results"):
             first, _, last = columns.partition(":")
@@ -62,6 +63,17 @@ def call_of(point: TapPoint) -> EditedCall:
     raise StartError(f"vllm-tap: {point.site}.{point.layer} cannot be edited in this model: its rows are "
                      f"{point.rule!r} of a {type(point.module).__name__}, into which changed ones do not go back; "
                      "leave it out of --edit (VLLM_TAP_EDIT)")
+
+
+def keep(model: nn.Module, tables: Tables) -> None:
+    """Make all tables buffers of the model: a deep sleep gives away what was allocated while it was loaded, but these.
+    """
+    parts: list[tuple[str, Tables | Pool]] = [("", tables), *((f"_{width}", pool) for width, pool in
+                                                             tables.pools.items())]
+    for suffix, part in parts:
+        for each in fields(part):
+            if isinstance(tensor := getattr(part, each.name), torch.Tensor):
+                model.register_buffer(f"vllm_tap_edit_{each.name}{suffix}", tensor, persistent=False)
 
 
 # What of a call's arguments the rules of tables take. A norm that adds its two is edited before: it goes on with both
@@ -131,6 +143,9 @@ def _replaced(module: Any, call: EditedCall, given: taps.Call) -> tuple[list[Any
     """The arguments of a call with its rows edited: of several whose sum they are the first takes all."""
     args, kwargs = list(given.args), dict(given.kwargs)
     keys = [key for name, place in call.given if (key := _key(given, name, place)) is not None]
+    if not keys:
+        raise StartError(f"vllm-tap: a {type(module).__name__} was called without what {call.name} edits: "
+                         f"{' and '.join(name or 'its first argument' for name, _ in call.given)}")
     tensors: list[torch.Tensor] = [kwargs[key] if isinstance(key, str) else args[key] for key in keys]
     rows = tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
     now, chosen = _moved(module, call, rows)

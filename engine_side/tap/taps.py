@@ -11,6 +11,7 @@ once, into staging. So the operand of a matrix product is read from there, and s
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -237,6 +238,7 @@ def _tapped(forward: Forward, taps: list[tuple[str, Rule]]) -> Forward:
     before = [(name, rule) for name, rule in taps if rule.before]
     after = [(name, rule) for name, rule in taps if not rule.before]
 
+    @functools.wraps(forward)  # who wraps it once more has to know the names of its arguments
     def tapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name, rule in before:
             rows = rule.rows(Call(places, args, kwargs))

@@ -12,7 +12,7 @@ from engine_side.transport.edit_counts import ToldEdits
 from engine_side.transport.events import EditsCounted
 
 PLACES = [("resid_post", 0), ("resid_post", 2), ("z", 1)]
-TOLD = [{"site": "resid_post", "layers": [0, 2], "op": "scale"},
+TOLD = [{"site": "resid_pre", "layers": [1, 3], "op": "scale"},  # which is what blocks 0 and 2 hand on
         {"site": "z", "layers": [1], "op": "scale", "positions": [[3, 8], [12, 15]]}]
 BOTH, FIRST = [0, 1], [0]  # edits that are made together, of a request of 10 prompt tokens whose rows end at 14
 
@@ -20,7 +20,7 @@ BOTH, FIRST = [0, 1], [0]  # edits that are made together, of a request of 10 pr
 def counted(made: list[list[int]] | None, cached: list[tuple[int, int]], end: int = 14) -> list[Any]:
     """Applied, cached and missing rows, by edit and layer; ``made``: as the device tells it."""
     event = EditsCounted("c", PLACES, [tuple(FIRST), tuple(BOTH)], cached)
-    told = ToldEdits(json.dumps(TOLD), 10, event, None if made is None else np.array(made, np.int32))
+    told = ToldEdits(json.dumps(TOLD), 10, event, None if made is None else np.array(made, np.int32).ravel())
     found = []
     for edit in json.loads(told.with_counts(end)):
         by_layer = {layer: each for each in edit["rows"] for layer in each["layers"]}

@@ -30,6 +30,8 @@ class BlocksReference:
         self.family = family
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager",
                                                           **family.reads)
+        if family.reads.get("tie_word_embeddings"):  # Hugging Face takes both where a file has both
+            self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
         self.model.eval()
         self._rows: dict[tuple[str, int], torch.Tensor] = {}
         self.base = base = getattr(self.model, "model", self.model.base_model)  # Llama 4 names another part
@@ -52,24 +54,30 @@ class BlocksReference:
                 else:
                     module.register_forward_hook(self._made(site, layer))
 
-    def _given(self, layer: int, site: str = "resid_pre") -> Callable[..., None]:
-        def hook(_module: Any, args: Any, kwargs: Any) -> None:
-            self._keep(site, layer, args[0] if args else kwargs["hidden_states"])
+    def _given(self, layer: int, site: str = "resid_pre") -> Callable[..., Any]:
+        def hook(_module: Any, args: Any, kwargs: Any) -> Any:
+            rows = self._changed(site, layer, args[0] if args else kwargs["hidden_states"])
+            self._keep(site, layer, rows)
+            return ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
 
         return hook
 
     def _made(self, site: str, layer: int, factor: float = 1.0) -> Callable[..., None]:
         def hook(_module: Any, _args: Any, result: Any) -> Any:
             rows = result[0] if isinstance(result, tuple) else result
-            changed = rows
-            for edit in self._edits.get((site, layer), ()):
-                changed = edit(changed.reshape(-1, rows.shape[-1])).reshape(rows.shape)
+            changed = self._changed(site, layer, rows)
             self._keep(site, layer, factor * changed)
             if changed is rows:
                 return None
             return (changed, *result[1:]) if isinstance(result, tuple) else changed
 
         return hook
+
+    def _changed(self, site: str, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        """Rows as an edit of the forward at hand makes them; the same tensor where there is none."""
+        for edit in self._edits.get((site, layer), ()):
+            rows = edit(rows.reshape(-1, rows.shape[-1])).reshape(rows.shape)
+        return rows
 
     def _keep(self, site: str, layer: int, rows: torch.Tensor) -> None:
         self._rows[site, layer] = rows.detach().reshape(-1, rows.shape[-1]).clone()
