@@ -36,6 +36,7 @@ from tests.support.models.edited import moved
 from tests.support.models.reference import Reference
 from tests.support.pages.readme import blocks
 from tests.support.processes import descendants, free_port, runs
+from tests.support.served import serving
 from tests.support.store_helpers import until
 from vllm_tap.client.answers import Answer
 from vllm_tap.client.async_client import AsyncClient
@@ -126,35 +127,14 @@ def service(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[st
     # The service on vLLM's own port too, as for who runs no gateway.
     environment |= {"VLLM_PLUGINS": "vllm_tap,vllm_tap_http", "VLLM_TAP_STORE": str(store),
                     "PYTHONPATH": f"{entry_points(store.parent)}:{ROOT}"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm_tap", "serve", "--tiny", "--port", str(port), "--engine-port", str(engine_port),
-         "--store", str(store), "--arm", ",".join(SITES), "--probe", f"tone={probe_file(store.parent)}",
-         "--edit", "resid_post.1,attn_out.2", "--vector", f"steer={vector_file(store.parent)}", "--",
-         "--dtype", "float32", "--max-num-batched-tokens", "48", "--max-num-seqs", "16", "--block-size", "32",
-         "--max-model-len", "1024", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    lines: list[str] = []
-    ready = threading.Event()
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line.rstrip())
-            if "vllm-tap is ready" in line:
-                ready.set()
-        ready.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        assert ready.wait(240) and process.poll() is None, "\n".join(lines[-40:])
+    words = ["--tiny", "--port", str(port), "--engine-port", str(engine_port),
+             "--store", str(store), "--arm", ",".join(SITES), "--probe", f"tone={probe_file(store.parent)}",
+             "--edit", "resid_post.1,attn_out.2", "--vector", f"steer={vector_file(store.parent)}", "--",
+             "--dtype", "float32", "--max-num-batched-tokens", "48", "--max-num-seqs", "16", "--block-size", "32",
+             "--max-model-len", "1024", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with serving(words, environment) as (process, lines):
         yield Service(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine_port}", store, process,
                       reference_of("qwen3"), lines)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0, "\n".join(lines[-40:])
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def _chat(text: str) -> list[Any]:
