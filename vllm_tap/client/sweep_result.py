@@ -74,7 +74,7 @@ class PatchSweep:
             axes.set_title(site, fontsize=9)
             axes.set_xlabel("position")
         panels[0].set_ylabel("layer")
-        figure.colorbar(image, ax=list(panels), pad=0.01, label="1: as the clean prompt, 0: as the corrupted one")
+        figure.colorbar(image, ax=list(panels), pad=0.01, label="1: clean, 0: corrupted")
         figure.savefig(Path(path), dpi=120)
 
 
@@ -90,7 +90,7 @@ def outcome(sweep: Prepared, measured: Mapping[Cell, float]) -> PatchSweep:
 
 
 def _nested(values: F64) -> Any:
-    return np.where(np.isnan(values), None, values.astype(object)).tolist()
+    return [[[None if np.isnan(value) else float(value) for value in row] for row in rows] for rows in values]
 
 
 class Results:

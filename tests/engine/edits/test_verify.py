@@ -60,8 +60,11 @@ def test_what_is_put_back_changes_nothing(lab: Laboratory) -> None:
     assert told == [(number, 6) for number in range(1, 7)]
     for site in found.faults:
         assert set(site.told) == set(FAULTS) and not site.left_out
-    signs = "; ".join(found.faults[0].told["wrong row"])
-    assert all(sign in signs for sign in ("log-prob", "resid_post.1", "final_norm.0", "K/V cache of 1 of 3 layers"))
+    told_by = {name: "; ".join(by) for name, by in found.faults[0].told.items()}
+    for sign in ("log-probabilities", "32 of 32 rows of resid_post.1", "rows of final_norm.0", "the K/V cache of"):
+        assert sign in told_by["wrong row"], told_by
+    assert "; 1 of 32 rows of resid_post.1" in f"; {told_by['one flipped bit']}"
+    assert "K/V cache of 1 of 3 layers, first model.layers.2." in told_by["one flipped bit"]
     assert found.cache.startswith("every block") and found.salt == (
         "the edited prompt asked again read 32 tokens of its own; without an edit 0")
 
