@@ -121,6 +121,7 @@ def finished(engine: Engine) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.versions
 def test_priorities(engine: Engine) -> None:
     """Urgent requests put others off, which are computed again with the edits that they had."""
     before = counted(engine, "num_preemptions")
