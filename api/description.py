@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 
 from api.parameters import ULID
 from api.protocols import Protocol
@@ -126,11 +127,16 @@ def describe(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
+def _schemas(model: type[BaseModel]) -> Schema:
+    """A model's schema and those of its parts, by name: a reference is looked up in the whole description."""
+    found = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {**found.pop("$defs", {}), model.__name__: found}
+
+
 def _described(app: FastAPI) -> Schema:
     found = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
     found["components"] = {
-        "schemas": {"CaptureSpec": CaptureSpec.model_json_schema(), "EditSpec": EditSpec.model_json_schema(),
-                    "Error": _ERROR},
+        "schemas": {**_schemas(CaptureSpec), **_schemas(EditSpec), "Error": _ERROR},
         "securitySchemes": {"Bearer": {"type": "http", "scheme": "bearer"},
                             "Key": {"type": "apiKey", "in": "header", "name": "x-api-key"}},
     }

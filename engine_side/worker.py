@@ -14,6 +14,7 @@ import torch
 from engine_side import kernels
 from engine_side.codecs import matrices
 from engine_side.config import EngineConfig
+from engine_side.edits.conditions import Conditions
 from engine_side.edits.editor import Editor
 from engine_side.step.recorder import Recorder
 from engine_side.tap.architectures import Embedding, Sum
@@ -60,6 +61,8 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks
     """Make the worker's recorder and its sender, on the rank that ``leads`` its tensor-parallel group."""
     global CURRENT
     stop()
+    if editor is not None and staging.probes:
+        editor.conditions = Conditions(staging, editor.tables.size.requests)
     if not leads:  # the sites are whole on every rank: once is enough
         CURRENT = Worker(info, model, checks, staging, None, None, editor, os.getpid())
         return

@@ -83,12 +83,24 @@ class Source(BaseModel):
     decoded: StrictBool = Field(False, description="Take rows of a codec that is not exact, as they decode.")
 
 
+class When(BaseModel):
+    """The condition of an edit: a registered probe's score of the request's newest row."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    probe: StrictStr = Field(description="Name of a registered probe.")
+    score: StrictStr | _Natural | None = Field(None, description="Which of its scores, by name or from 0, where it has "
+                                                                 "several.")
+    above: _Number = Field(description="From this score on the edit is made, from the next step on.")
+    below: _Number | None = Field(None, description="Below this score it is made no more; not given: it stays.")
+
+
 class EditSpec(BaseModel):
     """One edit of a request; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    site: StrictStr = Field(description="A site or its TransformerLens name; one with a layer in it fixes it.")
+    site: StrictStr = Field("", description="A site or its TransformerLens name; one with a layer in it fixes it.")
     layers: Literal["all"] | list[_Natural] = Field("all", max_length=limits.layers_max,
                                                     description='"all" that are armed for edits, or 0-based layers.')
     heads: list[_Natural] | None = Field(None, min_length=1, max_length=limits.edit_heads_max,
@@ -96,7 +108,10 @@ class EditSpec(BaseModel):
     positions: StrictStr | list[_Natural] | list[tuple[_Natural, _Natural]] = Field(
         "all", max_length=limits.edit_intervals_max,
         description='"all", "prompt", "generated", positions from 0, or [[start, stop], …].')
-    op: Literal["add", "scale", "ablate", "cap", "set"]
+    op: Literal["add", "scale", "ablate", "cap", "set", "stop"] = Field(
+        description='What is done; "stop": the request ends where "when" says.')
+    when: When | None = Field(None, description="Makes the edit depend on a probe's score; of all edits of a request "
+                                                "the same.")
     vector: StrictStr | Annotated[list[_Number], Field(max_length=limits.width_max)] | Base64 | None = Field(
         None, description="Name of a registered or stored vector, or its numbers: of a row or, with heads, of a head.")
     rows: Base64 | Annotated[list[list[_Number]], Field(max_length=limits.edit_rows_max)] | None = Field(
@@ -113,7 +128,8 @@ class Placed(msgspec.Struct, frozen=True):
     """One edit held against an engine; ``vector`` is the digest of its vector, "" where it has none.
 
     ``form``: a, c, low, high of the module's formula. ``rows``: how many the vector is of, one for each position in
-    ascending order; 0: it is one, for every position. ``heads``: edited each alone; none: the whole row.
+    ascending order; 0: it is one, for every position. ``heads``: edited each alone; none: the whole row. ``when``:
+    only while the request's condition says so.
     """
 
     site: str
@@ -123,11 +139,25 @@ class Placed(msgspec.Struct, frozen=True):
     vector: str
     rows: int = 0
     heads: list[int] = []
+    when: bool = False
 
     @property
     def places(self) -> list[tuple[str, int]]:
         """Site and layer of every tensor that is edited."""
         return [place_of(self.site, layer) for layer in self.layers]
+
+
+class Condition(msgspec.Struct, frozen=True):
+    """When a request's conditional edits are made, or with ``stops`` it ends: from a score of ``above`` on, of a row
+    that a token is drawn from, until one ``below``, each time from the next step on. ``column``: which score of the
+    probe.
+    """
+
+    probe: str
+    column: int
+    above: float
+    below: float | None
+    stops: bool
 
 
 class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"):
@@ -136,6 +166,7 @@ class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"
     placed: list[Placed]
     vectors: dict[str, bytes]
     told: str  # as in Manifest.edits, JSON
+    condition: Condition | None = None
 
     @property
     def row_positions(self) -> list[tuple[int, int]]:
@@ -149,16 +180,20 @@ class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"
 
     def salt(self, prompt_len: int) -> str:
         """Text that is equal where the same rows get the same edits: what such requests cached they may share."""
-        return xxhash.xxh3_128_hexdigest(msgspec.json.encode([
-            (one.places, intervals(one.positions, prompt_len), list(map(repr, one.form)), one.vector, one.heads)
-            for one in self.placed]))
+        placed = [(one.places, intervals(one.positions, prompt_len), list(map(repr, one.form)), one.vector, one.heads,
+                   one.when) for one in self.placed]
+        # What is generated is edited or not by what a condition saw of it, from the end of the prompt on.
+        depends = (self.condition, prompt_len) if any(one.when for one in self.placed) else None
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode([placed, depends]))
 
 
 class Arms(msgspec.Struct, frozen=True):
     """What an engine is armed to edit: layers and width by site; ``depth`` edits at most of one row, ``rows`` that it
     keeps at once for all its requests.
 
-    ``vectors``: numbers of its own vectors by name; ``heads``: numbers of a head, by site that has heads.
+    ``vectors``: numbers of its own vectors by name; ``heads``: numbers of a head, by site that has heads; ``probes``:
+    names of a probe's scores, that conditions may be about. ``without_when``, ``without_stop``: why this engine has no
+    conditions, or none that end a request; "" where it has.
     """
 
     layers: dict[str, list[int]]
@@ -170,6 +205,9 @@ class Arms(msgspec.Struct, frozen=True):
     rows: int
     max_len: int  # tokens of a request, at most
     heads: dict[str, int] = {}
+    probes: dict[str, list[str]] = {}
+    without_when: str = ""
+    without_stop: str = ""
 
 
 def digest_of(vector: F32) -> str:
@@ -188,15 +226,18 @@ _VALID: Final = {
     "vector": "the name of a vector that the engine was started with (--vector NAME=FILE) or that was stored (PUT "
               '/v1/vectors/NAME), a list of numbers, or {"base64": "…"} of float32, little-endian',
     "from": '{"capture": ID, "positions": [5]}, and if need be site, layer and decoded',
+    "when": '{"probe": NAME, "above": a score, "below": a score or nothing}',
     "scale": "a number", "by": "a number", "low": "a number", "high": "a number",
 }
 _PARTS: Final[dict[str, dict[str, str]]] = {
     "vector": {"base64": "text of at most " f"{limits.edit_json_bytes_max} characters", "name": "text"},
     "from": {"capture": "the id of a capture, a response id or an X-Request-Id",
              "positions": _VALID["positions"].removeprefix('"all", "prompt", "generated", '),
-             "site": "the name of a site", "layer": "a layer counted from 0", "decoded": "true or false"}}
+             "site": "the name of a site", "layer": "a layer counted from 0", "decoded": "true or false"},
+    "when": {"probe": "the name of a probe that the engine was started with", "score": "its name, or its number from 0",
+             "above": "a number", "below": "a number"}}
 _FIELDS: Final = {"add": ("vector", "scale"), "scale": ("by",), "ablate": ("vector",), "cap": ("vector", "low", "high"),
-                  "set": ("vector", "rows", "from")}
+                  "set": ("vector", "rows", "from"), "stop": ()}
 
 
 def parse_edits(value: object) -> list[EditSpec]:
@@ -224,7 +265,8 @@ def _parse_one(number: int, value: object) -> EditSpec:
     for field, most in (("vector", limits.width_max), ("positions", limits.edit_intervals_max)):
         if isinstance(value.get(field), list) and len(value[field]) > most:
             raise LimitError(f"edit{at}.{field}", len(value[field]), most)
-    for field, kind in (("from", Source), ("vector", Base64)):  # else which of its own fields is wrong is not told
+    # Else which of its own fields is wrong is not told.
+    for field, kind in (("from", Source), ("vector", Base64), ("when", When)):
         if isinstance(value.get(field), Mapping):
             validated(kind, value[field], _PARTS[field], EditError, f"{at}.{field}.")
     spec = validated(EditSpec, value, _VALID, EditError, f"{at}.")
@@ -232,6 +274,7 @@ def _parse_one(number: int, value: object) -> EditSpec:
         if field in value and field not in _FIELDS[spec.op]:
             raise EditError(f"{at}.{field}", value[field],
                             f"{spec.op} has {' and '.join(_FIELDS[spec.op])}, and no {field}")
+    _check_when(at, spec, value)
     for field in ("scale", "by", "low", "high"):
         if (given := getattr(spec, field)) is not None and not _is_float32(given):
             raise EditError(f"{at}.{field}", given, "valid: a finite number that float32 holds")
@@ -252,6 +295,28 @@ def _parse_one(number: int, value: object) -> EditSpec:
         if low > high:
             raise EditError(f"{at}.low", spec.low, f"is above high = {spec.high}")
     return spec
+
+
+def _check_when(at: str, spec: EditSpec, value: Mapping[str, Any]) -> None:
+    if spec.op == "stop":
+        if more := sorted(value.keys() - {"op", "when"}):
+            raise EditError(f"{at}.{more[0]}", value[more[0]], f"stop has when, and no {more[0]}")
+        if spec.when is None:
+            raise EditError(f"{at}.when", "nothing", f"stop needs it; valid: {_VALID['when']}")
+    elif not spec.site:
+        raise EditError(f"{at}.site", spec.site or "nothing", f"valid: {_VALID['site']}")
+    if spec.when is None:
+        return
+    for field, given in (("above", spec.when.above), ("below", spec.when.below)):
+        if given is not None and not _is_float32(given):
+            raise EditError(f"{at}.when.{field}", given, "valid: a finite number that float32 holds")
+    if spec.when.below is not None and spec.op == "stop":
+        raise EditError(f"{at}.when.below", spec.when.below, "what has ended does not go on: leave it out")
+    if spec.when.below is not None and spec.when.below > spec.when.above:
+        raise EditError(f"{at}.when.below", spec.when.below, f"is beyond above = {spec.when.above}")
+    if spec.positions == "prompt":
+        raise EditError(f"{at}.positions", "prompt", "a condition is asked from the prompt's last token on: nothing of "
+                                                     "a prompt is edited by it")
 
 
 def _check_rows(at: str, spec: EditSpec) -> None:
@@ -300,6 +365,9 @@ def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
             raise EditError(f"[{number}].from", spec.from_.capture, "rows of a capture are looked up by the service "
                             "(the request's own field edit), not by the engine; read them from the store, and give "
                             "the array as rows")
+        if spec.op == "stop":
+            told.append(spec.model_dump(exclude_unset=True))
+            continue
         site, layers = layers_meant(f"[{number}]", spec, arms)
         _check_reach(f"[{number}].positions", spec.positions, arms.max_len)
         heads = _heads(f"[{number}].heads", spec.heads, site, arms)
@@ -309,15 +377,42 @@ def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
             digest = digest_of(vector)
             vectors[digest] = vector.tobytes()
         rows = 0 if vector is None or spec.rows is None else len(vector)
-        placed.append(Placed(site, layers, ranges_of(spec.positions), form, digest, rows, heads))
+        placed.append(Placed(site, layers, ranges_of(spec.positions), form, digest, rows, heads,
+                             spec.when is not None))
         told.append(_told(spec, placed[-1]))
-    found = Edits(placed, vectors, json.dumps(told))
+    found = Edits(placed, vectors, json.dumps(told), _condition(specs, arms))
     if found.rows_kept > arms.rows:
         raise EditError("", f"{found.rows_kept} rows", f"the engine keeps {arms.rows} for all its requests: edits with "
                         "rows of their own have a place for each of their positions together (VLLM_TAP_EDIT_ROWS, "
                         "--edit-rows, raises that)")
     _check_depth(found, arms)
     return found
+
+
+def _condition(specs: Sequence[EditSpec], arms: Arms) -> Condition | None:
+    """The condition of a request's edits, None where it has none; EditError where there are several, or none here."""
+    with_one = [(number, spec) for number, spec in enumerate(specs) if spec.when is not None]
+    if not with_one:
+        return None
+    number, first = with_one[0]
+    when, at = first.when, f"[{number}].when"
+    assert when is not None
+    for other, spec in with_one:
+        if spec.when != when or (spec.op == "stop") != (first.op == "stop"):
+            raise EditError(f"[{other}].when", "…", "a request has one condition, of edits or of its end: the same in "
+                                                    "all")
+    if reason := arms.without_when or (first.op == "stop" and arms.without_stop):
+        raise EditError(at, when.probe, reason)
+    if when.probe not in arms.probes:
+        raise EditError(f"{at}.probe", when.probe, f"no such probe; registered: {', '.join(arms.probes) or 'none'} "
+                                                   "(start the engine with --probe NAME=FILE to add one)")
+    names = arms.probes[when.probe]
+    column = 0 if when.score is None else names.index(when.score) if when.score in names else when.score
+    if isinstance(column, str) or not 0 <= column < len(names) or (when.score is None and len(names) > 1):
+        raise EditError(f"{at}.score", "nothing" if when.score is None else when.score,
+                        f"the probe has the scores {', '.join(names)}; valid: one of them, or its number from 0")
+    return Condition(when.probe, column, float(when.above), None if when.below is None else float(when.below),
+                     first.op == "stop")
 
 
 def _told(spec: EditSpec, placed: Placed) -> dict[str, Any]:

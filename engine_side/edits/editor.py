@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine_side.edits.conditions import Conditions, Watched, on_device
 from engine_side.edits.tables import ALONE, WHOLE, Place, Tables, programs_of_request
 from schemas.edits import F32, IDENTITY, EditError, Edits, Placed
 from schemas.spec import intervals, merged
@@ -35,20 +36,26 @@ class Edited:
     starts: list[int]
     which: list[tuple[int, ...]]
     ordinals: list[int]
+    which_unmet: list[tuple[int, ...]]  # of ``which`` those that are made where the condition is not met
     places: list[Place] = field(default_factory=list)  # of the tables
+    watched: Watched | None = None  # where it has a condition
+    switches: torch.Tensor | None = None  # of its condition, int32, once it has ended
     made: torch.Tensor | None = None  # int32 [places + 1, combinations]: of Tables.counts what was its, up to now
     programs: dict[tuple[int, ...], int] = field(default_factory=dict)  # what it has of the tables, if anything
     slots: Slots = field(default_factory=dict)
-
-    @property
-    def there(self) -> bool:
-        """Whether the tables have it."""
-        return bool(self.slots)
+    there: bool = False  # whether the tables have it
 
     @property
     def combinations(self) -> list[tuple[int, ...]]:
         """Numbers of the edits that are made together, in the order of ``programs``."""
-        return [which for which in dict.fromkeys(self.which) if which]
+        return [which for which in dict.fromkeys([*self.which, *self.which_unmet]) if which]
+
+    @property
+    def numbers(self) -> torch.Tensor | None:
+        """What the device knows of it at its end, int32: ``made`` and ``switches``; None where it has not run."""
+        if self.made is None:
+            return None
+        return torch.cat([part.flatten() for part in (self.made, self.switches) if part is not None])
 
 
 def cut(edits: Edits, prompt_len: int) -> Edited:
@@ -57,7 +64,8 @@ def cut(edits: Edits, prompt_len: int) -> Edited:
     starts = sorted({0, *(edge for each in spans for span in each for edge in span)})
     which = [tuple(number for number, each in enumerate(spans) if any(a <= start < b for a, b in each))
              for start in starts]
-    if (count := len(set(which) - {()})) > programs_of_request:
+    unmet = [tuple(number for number in some if not edits.placed[number].when) for some in which]
+    if (count := len({*which, *unmet} - {()})) > programs_of_request:
         raise EditError("", count, f"so many different combinations of edits by position; limit {programs_of_request}")
     ordinals, before = dict.fromkeys(starts, 0), 0
     for first, stop in edits.row_positions:
@@ -65,7 +73,7 @@ def cut(edits: Edits, prompt_len: int) -> Edited:
             if first <= start < stop:
                 ordinals[start] = before - first
         before += stop - first
-    return Edited(edits, starts, which, list(ordinals.values()))
+    return Edited(edits, starts, which, list(ordinals.values()), unmet)
 
 
 def _numbers(each: Edited, one: Placed, width: int) -> F32:
@@ -87,6 +95,7 @@ class Editor:
 
     def __init__(self, made: Tables) -> None:
         self.tables = made
+        self.conditions: Conditions | None = None  # where there are probes that they could be about
         self.requests: dict[str, Edited] = {}
         self._rows = 0  # of the last step, whose marks are to be counted
         self._free_programs = list(range(made.size.programs - 1, 0, -1))
@@ -104,6 +113,8 @@ class Editor:
         if request not in self.requests:
             self.requests[request] = found = cut(edits, prompt_len)
             found.places = list(self.tables.slots)
+            if edits.condition is not None and self.conditions is not None:
+                found.watched = self.conditions.open(request, edits.condition, prompt_len)
 
     def close(self, requests: Iterable[str]) -> dict[str, Edited]:
         """Let go of requests that have ended; returns them, with what was made of their edits."""
@@ -111,6 +122,8 @@ class Editor:
         if ended:
             self._count()
         for each in ended.values():
+            if self.conditions is not None and each.watched is not None:
+                each.switches = self.conditions.close(each.watched)
             self._let_go(each)
         return ended
 
@@ -121,21 +134,31 @@ class Editor:
         tables = self.tables
         here = [(number, self.requests[request]) for number, request in enumerate(requests) if request in self.requests]
         self._count()
+        if self.conditions is not None:
+            self.conditions.settle()
         if not here:
             return
         self._write_all([each for _, each in here])
-        edges, programs, ordinals = [-1], [0], [0]
+        edges, programs, unmet, lines, ordinals = [-1], [0], [0], [0], [0]
         for number, each in here:
             edges += [number << 32 | start for start in each.starts] + [(number + 1) << 32]
             programs += [each.programs.get(which, 0) for which in each.which] + [0]
+            unmet += [each.programs.get(which, 0) for which in each.which_unmet] + [0]
+            lines += [0 if each.watched is None else each.watched.line] * len(each.starts) + [0]
             ordinals += [*each.ordinals, 0]
         rows = int(starts[len(requests)])
         owners = np.repeat(np.arange(len(requests), dtype=np.int64) << 32, np.diff(starts[: len(requests) + 1]))
         # They ascend, and of two at one place the later one holds.
-        there = self._to_device(np.concatenate([owners, np.array([edges, programs, ordinals], np.int64).ravel()]))
-        keys, (begins, program, ordinal) = there[:rows] + positions[:rows], there[rows:].view(3, -1)
+        columns = np.array([edges, programs, unmet, lines, ordinals], np.int64)
+        there = self._to_device(np.concatenate([owners, columns.ravel()]))
+        keys, (begins, program, other, line, ordinal) = there[:rows] + positions[:rows], there[rows:].view(5, -1)
         at = torch.searchsorted(begins, keys, right=True) - 1
-        tables.programs[:rows] = program[at].to(torch.int32)
+        chosen = program[at]
+        if self.conditions is not None and any(each.watched is not None for _, each in here):
+            chosen = torch.where(self.conditions.made(line[at], positions[:rows]), chosen, other[at])
+            self.conditions.look_at([(each.watched, int(starts[number + 1]) - 1) for number, each in here
+                                     if each.watched is not None], positions)
+        tables.programs[:rows] = chosen.to(torch.int32)
         tables.ordinals[:rows] = (ordinal[at] + positions[:rows]).to(torch.int32)
         self._rows = rows
 
@@ -165,8 +188,7 @@ class Editor:
             tables.marks.zero_()
 
     def _to_device(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        host, device = torch.from_numpy(numbers), self.tables.programs.device
-        return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        return on_device(numbers, self.tables.programs.device)
 
     def _write_all(self, here: Sequence[Edited]) -> None:
         """Write what the requests of a step have, in the room of those that wait (preempted ones) where need be."""
@@ -192,7 +214,7 @@ class Editor:
                                  "VLLM_TAP_EDIT_ROWS=%d", self.tables.size.rows)
 
     def _write(self, each: Edited) -> None:
-        rows = sum(stop - start for start, stop in each.edits.row_positions)
+        rows, each.there = sum(stop - start for start, stop in each.edits.row_positions), True
         each.programs = {which: self._free_programs.pop() for which in each.combinations}
         self.tables.counts.index_fill_(1, self._columns(each), 0)
         for number, one in enumerate(each.edits.placed):
@@ -232,7 +254,7 @@ class Editor:
         return self._to_device(np.array(list(each.programs.values()), np.int64))
 
     def _let_go(self, each: Edited) -> None:
-        if each.programs:
+        if each.there:
             made = self.tables.counts.index_select(1, self._columns(each))
             each.made = made if each.made is None else each.made + made
         rows = sum(stop - start for start, stop in each.edits.row_positions)
@@ -241,4 +263,4 @@ class Editor:
             self._free_slots[width] += [slot for slot in slots if slot > 0]
             self._free_rows[width] = merged([*self._free_rows[width], *((-slot, rows - slot) for slot in slots
                                                                         if slot < 0)])
-        each.programs, each.slots = {}, {}
+        each.programs, each.slots, each.there = {}, {}, False

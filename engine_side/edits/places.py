@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from engine_side.edits.tables import Place, Tables, edited
+from engine_side.edits.tables import Place, Pool, Tables, edited
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
 from schemas.errors import StartError
@@ -63,6 +63,17 @@ def call_of(point: TapPoint) -> EditedCall:
     raise StartError(f"vllm-tap: {point.site}.{point.layer} cannot be edited in this model: its rows are "
                      f"{point.rule!r} of a {type(point.module).__name__}, into which changed ones do not go back; "
                      "leave it out of --edit (VLLM_TAP_EDIT)")
+
+
+def keep(model: nn.Module, tables: Tables) -> None:
+    """Make all tables buffers of the model: a deep sleep gives away what was allocated while it was loaded, but these.
+    """
+    parts: list[tuple[str, Tables | Pool]] = [("", tables), *((f"_{width}", pool) for width, pool in
+                                                             tables.pools.items())]
+    for suffix, part in parts:
+        for each in fields(part):
+            if isinstance(tensor := getattr(part, each.name), torch.Tensor):
+                model.register_buffer(f"vllm_tap_edit_{each.name}{suffix}", tensor, persistent=False)
 
 
 # What of a call's arguments the rules of tables take. A norm that adds its two is edited before: it goes on with both

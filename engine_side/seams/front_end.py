@@ -69,7 +69,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         if self.vllm_tap is not None:
             self.vllm_tap_shape = _shape(self.vllm_config.model_config, self.vllm_tap)
             OF_ENGINE.limit = self.vllm_tap.edit_rows
-            self.vllm_tap_arms = _arms(self.vllm_config.model_config, self.vllm_tap, self.vllm_tap_shape)
+            self.vllm_tap_arms = _arms(self.vllm_config, self.vllm_tap, self.vllm_tap_shape)
             if self.vllm_tap.capture_all:
                 _check_capture_all(self.vllm_tap.capture_all, self.vllm_tap_shape)
             admission.use(self.vllm_tap.endpoint, self.vllm_tap.curve)
@@ -99,15 +99,23 @@ def widths_of(model: Any) -> dict[str, Any]:
     return widths | {"embed": getattr(text, "word_embed_proj_dim", None) or known["hidden"]}
 
 
-def _arms(model: Any, config: EngineConfig, shape: admission.Shape) -> Arms:
+def _arms(vllm_config: Any, config: EngineConfig, shape: admission.Shape) -> Arms:
     """What requests may have edited. A site whose width is not known is left to the worker, which refuses the start."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     n_layers, known = model.get_total_num_hidden_layers(), widths_of(model)
+    without_when = ("a condition cannot be had with speculative decoding: which rows of a step stand is known after it"
+                    if vllm_config.speculative_config is not None else "a condition cannot be had with data "
+                    "parallelism: an engine's dummy steps write over what it asks" if parallel.data_parallel_size > 1
+                    else "")
+    without_stop = ("a request cannot be ended by a probe where the engine's workers have processes of their own "
+                    "(tensor parallelism)" if parallel.world_size > 1 else "")
     layers = {site: list(range(n_layers)) if chosen is None else chosen
               for site, chosen in layers_by_site(config.edit).items()}
     return Arms(layers, {site: known[site] for site in layers if known[site]}, n_layers, config.edit_depth,
                 {vector.name: load_vector(vector) for vector in config.vectors}, dict(shape.armed.names),
                 config.edit_rows, model.max_model_len,
-                {site: model.get_head_size() for site in layers if has_heads(site)})
+                {site: model.get_head_size() for site in layers if has_heads(site)},
+                {name: probe.names for name, probe in shape.armed.probes.items()}, without_when, without_stop)
 
 
 def _check_capture_all(spec: str, shape: admission.Shape) -> None:

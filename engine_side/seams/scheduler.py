@@ -30,6 +30,7 @@ def connect() -> None:
     """Install the wrappers."""
     wrap_when_imported("vllm.v1.core.sched.scheduler", {
         "Scheduler._free_request": _free_request,
+        "Scheduler._update_request_with_output": _update_request,
         "Scheduler.schedule": _schedule,
     })
     wrap_when_imported("vllm.v1.request", {"Request.get_skip_reading_prefix_cache": _skip_prefix_cache})
@@ -75,6 +76,24 @@ def _free_request(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, request, *args, **kwargs)
 
     return free_request
+
+
+def _update_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    """End a request whose probe has said so, as if a stop token had come."""
+
+    def update_request_with_output(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens, stopped = original(self, request, *args, **kwargs)
+        current = worker.CURRENT
+        if stopped or current is None or current.editor is None or current.editor.conditions is None:
+            return tokens, stopped
+        condition = current.editor.conditions.ended(request.request_id)
+        if condition is None:
+            return tokens, stopped
+        request.status = type(request.status).FINISHED_STOPPED
+        request.stop_reason = f"probe:{condition.probe}"
+        return tokens, True
+
+    return update_request_with_output
 
 
 def _schedule(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ logger = logging.getLogger("vllm.tap")
 _ROWS: Final = 2
 _ATTENDED: Final = ("q", "k", "v", "q_rot", "k_rot")  # only attention reads them
 _ROUNDINGS: Final = 8  # of a sum, in units of the dtype: vLLM makes it in that, or in float32
+_MIXES: Final = "conv_ssm_forward"  # vLLM's name for what a state-space mixer does between its projections
 _PLAIN_STEPS: Final = 4  # show how much a step differs by itself: not all kernels are deterministic
 _FAR: Final = 8  # times that: more than chance
 
@@ -82,18 +83,17 @@ def check_edits(runner: Any, current: Worker, where: str) -> None:
         kind = place[0] in _ATTENDED
         with current.editor.setting(place, _ROWS):
             moved = _distance(returned(kind), before[kind])
-        if bool((moved.isnan() | noise[kind].isinf()).any()):
+        if (unproved := _unproved(moved, noise[kind])):
             raise StartError(
                 f"vllm-tap: it cannot be proved that edits of {_named(place)} act: after a step of the compiled model "
-                f"rows are no numbers (NaN or infinite); looked at them in {where}. Weights that are none, or a dtype "
-                f"that does not hold what the model computes, do that; otherwise leave {_named(place)} out of --edit "
-                "(VLLM_TAP_EDIT)")
-        if bool((moved <= _FAR * noise[kind]).any()):
+                f"{unproved}; looked at it in {where}. Weights that are no numbers, a dtype that does not hold what "
+                f"the model computes, or a kernel that leaves memory as it finds it do that; leave {_named(place)} "
+                "out of --edit (VLLM_TAP_EDIT)")
+        if bool((moved == 0).any()):
             raise StartError(
                 f"vllm-tap: after a step of the compiled model in which the rows of {_named(place)} were set to "
-                f"others it returned what it did before{_told_noise(moved, noise[kind])}; looked at it in {where}. A "
-                "stale compile cache (VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses "
-                "forward does that")
+                f"others it returned what it did before; looked at it in {where}. A stale compile cache "
+                "(VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward does that")
     for kind, rows in before.items():
         left = _distance(returned(kind), rows)
         by_chance = _ROUNDINGS * torch.finfo(rows.dtype).eps * rows.float().norm(dim=-1)  # of a kernel, and rarely
@@ -114,10 +114,15 @@ def _distance(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return torch.where(numbers[0] | numbers[1], apart, torch.nan)
 
 
-def _told_noise(moved: torch.Tensor, noise: torch.Tensor) -> str:
-    """The end of a sentence where steps differ by themselves; empty where they do not."""
-    return f", or nearly so: {float(moved.min()):.1e} off, where steps differ by {float(noise.max()):.1e} without " \
-           "edits" if bool((noise > 0).any()) else ""
+def _unproved(moved: torch.Tensor, noise: torch.Tensor) -> str:
+    """Why nothing is shown by how far an edit moved rows that move by ``noise`` without one; empty where something is.
+    """
+    if bool((moved.isnan() | noise.isinf()).any()):
+        return "rows are no numbers (NaN or infinite)"
+    if bool(((noise > 0) & (moved <= _FAR * noise)).any()):
+        return (f"rows were off by {float(moved.min()):.1e} with edits of it, and by {float(noise.max()):.1e} from "
+                "step to step without")
+    return ""
 
 
 def _unattended(runner: Any) -> dict[str, Any]:
@@ -135,7 +140,8 @@ def _unattended(runner: Any) -> dict[str, Any]:
 def _noisy_attention(model: torch.nn.Module) -> Iterator[None]:
     """Attention outputs on a CPU begin as noise: a dummy step has nothing to attend to, and there vLLM hands on the
     memory as it finds it, often no numbers at all, which would leave the sums nothing to be held against. (On a GPU
-    it hands on zeros.) The noise has a generator of its own: what vLLM samples by chance stays what it was.
+    it hands on zeros.) So do state-space mixers on any device. The noise has a generator of its own: what vLLM samples
+    by chance stays what it was.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -147,7 +153,15 @@ def _noisy_attention(model: torch.nn.Module) -> Iterator[None]:
 
         return attend
 
-    with _attending(model, beginning_as_noise):
+    def mixed_of_noise(forward: Callable[..., None]) -> Callable[..., None]:
+        def mix(*args: Any, output: torch.Tensor, **options: Any) -> None:
+            output.copy_(torch.randn(output.shape, generator=generator))
+            forward(*args, output=output, **options)
+
+        return mix
+
+    mixers = [module for module in model.modules() if hasattr(module, _MIXES)]
+    with _attending(model, beginning_as_noise), _around(mixers, _MIXES, mixed_of_noise):
         yield
 
 
@@ -177,17 +191,24 @@ def _attending(model: torch.nn.Module, around: Callable[[Callable[..., Any]], Ca
     """Attention kernels with something around their forward."""
     found = (getattr(module, "impl", None) for module in model.modules())
     kernels: list[Any] = list({id(kernel): kernel for kernel in found if hasattr(kernel, "forward")}.values())
-    before = [(kernel, kernel.__dict__.get("forward")) for kernel in kernels]
-    for kernel in kernels:
-        kernel.forward = around(kernel.forward)
+    with _around(kernels, "forward", around):
+        yield
+
+
+@contextmanager
+def _around(owners: list[Any], name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """A method of each owner with something around it."""
+    before = [(owner, vars(owner).get(name)) for owner in owners]
+    for owner in owners:
+        setattr(owner, name, around(getattr(owner, name)))
     try:
         yield
     finally:
-        for kernel, own in before:
+        for owner, own in before:
             if own is None:
-                del kernel.forward
+                delattr(owner, name)
             else:
-                kernel.forward = own
+                setattr(owner, name, own)
 
 
 def check_model(tapped: torch.nn.Module, running: torch.nn.Module, where: str) -> None:

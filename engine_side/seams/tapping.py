@@ -16,7 +16,7 @@ from torch import nn
 from engine_side import worker
 from engine_side.config import TAP_VERSION, EngineConfig, untested
 from engine_side.edits.editor import Editor
-from engine_side.edits.places import call_of, edit_arguments, edit_results, one_place_each
+from engine_side.edits.places import call_of, edit_arguments, edit_results, keep, one_place_each
 from engine_side.edits.tables import Size, room, tables
 from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.seams.front_end import widths_of
@@ -97,6 +97,7 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     writers = {module: write for module, write in projections.find_writers(model, compilation.pass_config).items()
                if module not in changed}
     if editor is not None:
+        keep(model, editor.tables)
         edit_results(places, editor.tables)
     install(projections.copied_where_quantized(points), staging, writers)
     if editor is not None:
@@ -112,7 +113,7 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
 def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str, ...]], Iterable[TapPoint]],
                device: torch.device) -> tuple[Editable | None, list[TapPoint], Editor | None]:
     """What requests may have edited, the places of that, and what edits them; StartError where one cannot be."""
-    if not config.edit:
+    if not (config.edit or config.probes):  # what a probe sees may end a request
         return None, [], None
     asked = layers_by_site(config.edit)
     points = armed_points(asked, find)
@@ -138,7 +139,7 @@ def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str
                          f"{config.staging_bytes_max / 2**20:,.1f} MiB: arm fewer sites (VLLM_TAP_EDIT), lower "
                          "max_num_seqs or VLLM_TAP_EDIT_ROWS, or raise VLLM_TAP_STAGING_BYTES_MAX")
     logger.info("vllm-tap: %d places may be edited; tables of %.1f MiB", len(places), nbytes / 2**20)
-    return _editable(config, points), places, Editor(tables(widths, size, heads, device))
+    return _editable(config, points) if points else None, places, Editor(tables(widths, size, heads, device))
 
 
 def _editable(config: EngineConfig, points: Iterable[TapPoint]) -> Editable:

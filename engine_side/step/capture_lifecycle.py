@@ -109,11 +109,13 @@ class CaptureLifecycle:
         # aborted while it is preempted counts 0 computed tokens although its rows were taken.
         cached = self._cached.pop(end.request, [])
         if edited is not None:
-            made = EditsCounted(self._ids[end.request], list(edited.places), edited.combinations, cached)
-            if edited.made is None:
-                self.to_host.send_event(made)
+            numbers = edited.numbers
+            counted_edits = EditsCounted(self._ids[end.request], list(edited.places), edited.combinations, cached,
+                                         0 if numbers is None else numbers.numel())
+            if numbers is None:
+                self.to_host.send_event(counted_edits)
             else:
-                self.to_host.enqueue_numbers(made, edited.made)
+                self.to_host.enqueue_numbers(counted_edits, numbers)
         last = total - 1 if end.reason in ("stop", "length") else min(total, max(end.computed, seen))
         self.to_host.send_event(Finished(
             slot, self._ids.pop(end.request), end.reason, end.stop_reason, end.output_token_ids,

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine_side.transport.events import EditsCounted
+from schemas import limits
 from schemas.sites import place_of
 from schemas.spec import intervals, ranges_of
 
@@ -21,13 +22,14 @@ Spans = Sequence[tuple[int, int]]
 class ToldEdits:
     """Edits of a capture as they are told (``Edits.told``), with what the device has counted of them, once it has.
 
-    ``made`` int32 [places + 1, combinations]: rows that were edited at each place, last those that should have been.
+    ``numbers`` int32: [places + 1, combinations] of rows that were edited at each place, last those that should have
+    been, and after them where its condition changed.
     """
 
     told: str
     prompt_len: int
     counted: EditsCounted | None = None
-    made: npt.NDArray[np.int32] | None = None
+    numbers: npt.NDArray[np.int32] | None = None
 
     def with_counts(self, end: int) -> str:
         """What is told with ``rows`` of every edit, by layers with equal numbers; ``end``: positions that there are.
@@ -36,29 +38,57 @@ class ToldEdits:
         """
         edits: list[dict[str, Any]] = json.loads(self.told)
         cached = [] if self.counted is None else [(start, min(stop, end)) for start, stop in self.counted.cached]
-        for number, edit in enumerate(edits):
-            spans = intervals(ranges_of(edit.get("positions", "all")), self.prompt_len)
+        made, switches = self._read()
+        number = -1  # among those that are made somewhere
+        for edit in edits:
+            if "when" in edit:
+                edit["switched"] = [position for position in switches if position < end + (edit["op"] == "stop")]
+            if edit["op"] == "stop":
+                continue
+            number += 1
+            spans: Spans = intervals(ranges_of(edit.get("positions", "all")), self.prompt_len)
+            if "when" in edit:
+                spans = _both(spans, _turns(switches))
             expected, read = _overlap(spans, [(0, end)]), _overlap(spans, cached)
             groups: dict[int, list[int]] = {}
             for layer in edit["layers"]:
-                applied = self._applied(number, place_of(edit["site"], layer), expected - read)
+                applied = self._applied(made, number, place_of(edit["site"], layer), expected - read)
                 groups.setdefault(applied, []).append(layer)
             edit["rows"] = [{
                 "layers": layers, "expected": expected, "applied": applied, "cached": read,
                 "missing": (missing := expected - applied - read),
-                **({"reason": "not_counted" if self.made is None else "not_applied"} if missing else {}),
+                **({"reason": "not_counted" if made is None else "not_applied"} if missing else {}),
             } for applied, layers in groups.items()]
         return json.dumps(edits)
 
-    def _applied(self, number: int, place: tuple[str, int], computed: int) -> int:
+    def _read(self) -> tuple[npt.NDArray[np.int32] | None, list[int]]:
+        if self.numbers is None or self.counted is None:
+            return None, []
+        shape = len(self.counted.places) + 1, len(self.counted.combinations)
+        size = shape[0] * shape[1]
+        return self.numbers[:size].reshape(shape), [each for each in self.numbers[size:].tolist() if each >= 0]
+
+    def _applied(self, all_made: npt.NDArray[np.int32] | None, number: int, place: tuple[str, int], computed: int
+                 ) -> int:
         """Of so many rows those that an edit was made of. Rows that were computed again count again on the device: one
         that was left out must not hide behind them.
         """
-        if self.made is None or self.counted is None or place not in self.counted.places:
+        if all_made is None or self.counted is None or place not in self.counted.places:
             return 0
         columns = [column for column, which in enumerate(self.counted.combinations) if number in which]
-        made, due = int(self.made[self.counted.places.index(place), columns].sum()), int(self.made[-1, columns].sum())
+        made, due = int(all_made[self.counted.places.index(place), columns].sum()), int(all_made[-1, columns].sum())
         return max(0, min(made, computed - (due - made)))
+
+
+def _turns(switches: Sequence[int]) -> Spans:
+    """Ranges of positions that a condition is met in, of where it changes, first to met."""
+    return list(zip(switches[::2], [*switches[1::2], limits.position_max][: len(switches[::2])], strict=True))
+
+
+def _both(spans: Spans, others: Spans) -> Spans:
+    """Ranges of positions in both of two lists of disjoint ranges."""
+    return [(low, high) for start, stop in spans for begin, until in others
+            if (low := max(start, begin)) < (high := min(stop, until))]
 
 
 def _overlap(spans: Spans, others: Iterable[tuple[int, int]]) -> int:

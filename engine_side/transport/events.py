@@ -80,14 +80,15 @@ class Lost(msgspec.Struct, tag=True, array_like=True):
 class EditsCounted(msgspec.Struct, tag=True, array_like=True):
     """How often a capture's edits were made (``edit_counts``), before its Finished.
 
-    int32 [places + 1, combinations] lie in the ring once the copies up to ``copied`` are over, nothing where ``mark``
-    is None.
+    ``count`` int32 lie in the ring once the copies up to ``copied`` are over, nothing where ``mark`` is None: first
+    [places + 1, combinations], then, where it has a condition, the positions where that changed, −1 for none.
     """
 
     capture: str
     places: list[tuple[str, int]]
     combinations: list[tuple[int, ...]]
     cached: list[tuple[int, int]]  # positions that were read from the prefix cache
+    count: int = 0
     offset: int = 0
     mark: Mark | None = None
     copied: int = 0

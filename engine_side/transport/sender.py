@@ -159,14 +159,12 @@ class Sender:
             self._number(Dropped(0, event.capture, site, layers, 0, limits.position_max, "not_armed"))
 
     def _count_edits(self, event: EditsCounted) -> None:
-        made = None
+        numbers = None
         if event.mark is not None:
-            shape = len(event.places) + 1, len(event.combinations)
-            found = self._shared.bytes_at(event.offset, 4 * shape[0] * shape[1])
-            made = np.frombuffer(found, "<i4").reshape(shape).copy()
+            numbers = np.frombuffer(self._shared.bytes_at(event.offset, 4 * event.count), "<i4").copy()
             self._regions.hold(event.mark)
             self._regions.release([event.mark])
-        self._edits[event.capture] = replace(self._edits[event.capture], counted=event, made=made)
+        self._edits[event.capture] = replace(self._edits[event.capture], counted=event, numbers=numbers)
 
     def _finish(self, event: Finished) -> None:
         self._slots.pop(event.slot, None)

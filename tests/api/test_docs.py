@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -55,3 +56,13 @@ def test_metrics() -> None:
     for metric in Metrics().registry.collect():
         name = metric.name + ("_total" if metric.type == "counter" else "")
         assert f"`{name}`" in PAGE, name
+
+
+def test_every_reference_of_the_description_leads_somewhere() -> None:
+    description = create_app(Config(ROOT, "ipc:///tmp/none")).openapi()
+    found = set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(description)))
+    assert {"#/components/schemas/EditSpec", "#/components/schemas/Source", "#/components/schemas/Error"} <= found
+    for reference in found:
+        part = description
+        for name in reference.removeprefix("#/").split("/"):
+            part = part[name]

@@ -99,6 +99,8 @@ def _facts(manifest: Manifest) -> Table:
 
 def _edit(edit: dict[str, Any]) -> str:
     """An edit in a line: ``add resid_post.12 generated vector=refusal scale=4: 21 of 21 rows``."""
+    if edit["op"] == "stop":
+        return f"stop when={edit['when']}" + "".join(f": ended at position {at}" for at in edit.get("switched", ()))
     layers = ranges(edit["layers"])
     where = edit.get("positions", "all")
     rest = {name: value for name, value in edit.items() if name not in ("site", "layers", "op", "positions", "rows")}

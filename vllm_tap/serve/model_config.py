@@ -13,7 +13,7 @@ from schemas import limits
 from schemas.edits import Arms, parse_edit_places
 from schemas.errors import ArgumentError, SpecError, StartError
 from schemas.probes import Registered, load_probe
-from schemas.sites import SITES, layers_by_site
+from schemas.sites import SITES, has_heads, layers_by_site
 from schemas.spec import CaptureSpec, armed_at, resolve
 from schemas.vectors import EditArms, load_vector
 
@@ -120,7 +120,8 @@ class ModelConfig:
         depth, rows = (int(EngineConfig.__dataclass_fields__[name].default) if given is None else given  # type: ignore
                        for name, given in (("edit_depth", asked.depth), ("edit_rows", asked.rows)))
         return Arms(layers, self.widths, self.n_layers, depth, {each.name: load_vector(each) for each in asked.vectors},
-                    dict(lens_names(self.architectures)), rows, limits.position_max)
+                    dict(lens_names(self.architectures)), rows, limits.position_max,
+                    {site: self.head for site in layers if self.head and has_heads(site)})
 
     @property
     def widths(self) -> dict[str, int]:

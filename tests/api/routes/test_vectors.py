@@ -19,7 +19,7 @@ from api.auth.keys import make_key
 from api.generate.stored_vectors import StoredVectors
 from schemas import limits
 from schemas.edits import digest_of
-from schemas.errors import ConflictError, CorruptError, LimitError, NotFoundError
+from schemas.errors import ConflictError, CorruptError, LimitError, NotFoundError, StoreError
 from schemas.store.paths import KEYS_FILE, VECTORS_FOLDER
 from tests.support.api_stack import Stack, running
 from tests.support.engines.engine_player import WIDTH
@@ -199,6 +199,12 @@ def test_an_owner_has_so_much_room(tmp_path: Path) -> None:
     with pytest.raises(LimitError, match="bytes of the stored vectors of one key"):
         stored.put("alice", "c", np.ones(256, np.float32))
     assert [each.name for each in stored.all("alice")] == ["b"] and stored.all("nobody") == []
+
+
+def test_a_store_that_cannot_be_written_to_says_so(tmp_path: Path) -> None:
+    (tmp_path / VECTORS_FOLDER).write_text("no folder")
+    with pytest.raises(StoreError, match=r"write vector .*is the disk full"):
+        StoredVectors(tmp_path).put("", "x", np.ones(1, np.float32))
 
 
 def test_owners_and_names_are_no_paths(tmp_path: Path) -> None:

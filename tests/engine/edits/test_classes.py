@@ -26,7 +26,7 @@ from vllm_tap.tiny_model import HIDDEN
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="held against float32")]
 
 # In int8 a number between two codes may fall to either, and what follows with it; bfloat16 has three digits.
-QUANTIZED = [("int8", "float32", 0.05), ("int4", "bfloat16", 0.06)]
+QUANTIZED = [("int8", "float32", 0.1), ("int4", "bfloat16", 0.06)]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "bar"), QUANTIZED, ids=[each[0] for each in QUANTIZED])
@@ -45,7 +45,7 @@ def test_quantized_weights(kind: str, dtype: str, bar: float, reader: StoreReade
                             max_num_batched_tokens=64, seed=0), reader, reference)
     try:
         edits: list[Any] = [None, *operations(engine), None]
-        prompts = [tokens(20 + number, seed=90 + number) for number in range(len(edits))]
+        prompts = [tokens(68 + number, seed=90 + number) for number in range(len(edits))]
         for captured, edit in zip(run(engine, prompts, edits), edits, strict=True):
             check(engine, captured, edit, greedy=False, bar=bar)
     finally:

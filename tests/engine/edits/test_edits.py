@@ -97,10 +97,12 @@ def check(engine: Engine, captured: Captured, edits: Sequence[dict[str, Any]] | 
     rows, chances = engine.reference.edited(captured.tokens, moved(edits or (), captured.prompt_len,
                                                                    vector(HIDDEN, 11)))
     for edit in captured.manifest.edits:
-        for layers in edit["rows"]:
+        for layers in edit.get("rows", ()):
             assert layers["missing"] == 0 and layers["applied"] + layers["cached"] == layers["expected"] > 0, edit
     for entry in captured.manifest.rows:
         assert entry.captured, entry
+        if entry.site.startswith("probe."):
+            continue
         found = engine.reader.slice(captured.id, entry.site, [entry.layer])
         right = rows[entry.site, entry.layer][found.positions]
         off = np.linalg.norm(found.values()[0] - right, axis=1) / np.linalg.norm(right, axis=1).clip(1e-6)
@@ -437,8 +439,11 @@ def unsalted(engine: Engine) -> Any:
     return process_inputs
 
 
-UNTABLED = ["gpt2", "glm4", "granite"] if os.environ.get("TAP_FAMILIES") is None else [
+UNTABLED = ["gpt2", "glm4", "granite", "mamba2"] if os.environ.get("TAP_FAMILIES") is None else [
     name for name, unlisted in UNLISTED.items() if unlisted.here]
+
+
+LAYER = {("nemotron_h", "attn_out"): 2}  # where it is not 1: of a site that layer 1 lacks
 
 
 @pytest.mark.parametrize("family", UNTABLED)
@@ -447,10 +452,11 @@ def test_a_model_that_is_in_no_table(family: str, reader: StoreReader, monkeypat
     about = UNLISTED[family]
     sites = [site for site in ("resid_post", "attn_out", "mlp_out", *about.more) if site in about.sites
              and (about.factor == 1 or site not in ("attn_out", "mlp_out"))]
+    layers = {site: LAYER.get((family, site), 1) for site in sites}
     edits: list[Any] = [None, one(site="resid_post.1"), one(site="resid_pre.0", by=0.5, positions=[[3, 32]]), *(
-        one(site=f"{site}.1", positions="generated") for site in sites[1:]), None]
+        one(site=f"{site}.{layers[site]}", positions="generated") for site in sites[1:]), None]
     monkeypatch.setenv("VLLM_TAP_ARM", ",".join(sites))
-    engine = started(reader, family, edit=",".join(["resid_pre.0", *(f"{site}.1" for site in sites)]))
+    engine = started(reader, family, edit=",".join(["resid_pre.0", *(f"{site}.{layers[site]}" for site in sites)]))
     try:
         prompts = [tokens(30 + number, seed=500 + number) for number in range(len(edits))]
         for captured, edit in zip(run(engine, prompts, edits, sites=sites), edits, strict=True):

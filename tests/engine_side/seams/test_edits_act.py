@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,8 @@ class Model(nn.Module):
 def armed(model: Model) -> tuple[Any, Any]:
     """A runner of a model, and the worker with its editor."""
     points = [TapPoint("resid_post", layer, block, "result", WIDTH, "") for layer, block in enumerate(model.blocks)]
-    made = tables({(point.site, point.layer): WIDTH for point in points}, Size(4, 2, 2, 0), {}, torch.device("cpu"))
+    made = tables({(point.site, point.layer): WIDTH for point in points}, Size(4, 2, 2, 3), {}, torch.device("cpu"))
+    places.keep(model, made)
     places.edit_results(points, made)
     return (SimpleNamespace(_dummy_run=lambda rows: (model(model.start[:rows]),)),
             SimpleNamespace(model=model, editor=Editor(made)))
@@ -86,7 +88,7 @@ def test_edits_that_act_are_told_from_noise(chance: Callable[[Model], None]) -> 
 
 @pytest.mark.parametrize(("chance", "said"), [
     (lambda model: None, r"the rows of resid_post.0 were set to others it returned what it did before; looked at it"),
-    (noisy, r"of resid_post.0 were set to others .* before, or nearly so: .* off, where steps differ by .* without"),
+    (noisy, r"cannot be proved that edits of resid_post.0 act: .* off by .* with edits of it, and by .* without; "),
 ], ids=["none", "noisy"])
 def test_edits_that_do_nothing_are_not_taken_for_noise(chance: Callable[[Model], None], said: str,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,11 +140,45 @@ def test_a_runner_with_ways_of_its_own_gets_no_edits() -> None:
             pass
 
     for kind in (Runner, Newer):
-        for name in set(vars(kind)) & {"execute_model", "_prepare_inputs", "prepare_inputs"}:
+        names = set(vars(kind)) & {"execute_model", "_prepare_inputs", "prepare_inputs"}
+        for name in names:
             wrap(kind, name, lambda original: lambda self: original(self))
+        for name in names:
             own = type("Special", (kind,), {name: lambda self: None})
             with pytest.raises(StartError, match=f"Special, whose {name} is not that of vLLM's GPUModelRunner"):
                 check_fills(own())
         check_fills(type("Special", (kind,), {"more": print})())
     with pytest.raises(StartError, match="whose prepare_inputs is not"):
         check_fills(type("Another", (), {"execute_model": Runner.execute_model, "lay_out": print})())
+
+
+def test_a_deep_sleep_takes_nothing_of_the_tables() -> None:
+    """vLLM gives away what was allocated while a model was loaded, and puts back what its modules have as buffers."""
+    model = Model()
+    _, worker = armed(model)
+    made = worker.editor.tables
+    kept = [getattr(part, field.name) for part in (made, *made.pools.values()) for field in fields(part)]
+    tensors = [each for each in kept if isinstance(each, torch.Tensor)]
+    for number, each in enumerate(tensors):
+        each.copy_((torch.arange(each.numel()).view(each.shape) + number) % 101)
+    before = [each.clone() for each in tensors]
+    saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for each in tensors:
+        each.fill_(77)
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(saved[name])
+    for each, right in zip(tensors, before, strict=True):
+        assert torch.equal(each, right)
+    assert not any("vllm_tap" in name for name in model.state_dict()), "they would be taken for weights"
+
+
+def test_a_quantized_layer_is_given_rows_not_codes() -> None:
+    """In an fp8 model vLLM's activation hands codes to a layer that takes them, which nobody can edit."""
+    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+
+    linear = nn.Linear(WIDTH, WIDTH)
+    linear._input_quant_key = "fp8"  # type: ignore[assignment]  # as vLLM's kernels say that they take them
+    assert get_input_quant_key(linear) is not None
+    points = [TapPoint("mlp_post", 0, linear, "operand", WIDTH, "")]
+    places.edit_arguments(points, tables({("mlp_post", 0): WIDTH}, Size(4, 2, 2, 3), {}, torch.device("cpu")))
+    assert get_input_quant_key(linear) is None

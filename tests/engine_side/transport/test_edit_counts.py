@@ -20,7 +20,7 @@ BOTH, FIRST = [0, 1], [0]  # edits that are made together, of a request of 10 pr
 def counted(made: list[list[int]] | None, cached: list[tuple[int, int]], end: int = 14) -> list[Any]:
     """Applied, cached and missing rows, by edit and layer; ``made``: as the device tells it."""
     event = EditsCounted("c", PLACES, [tuple(FIRST), tuple(BOTH)], cached)
-    told = ToldEdits(json.dumps(TOLD), 10, event, None if made is None else np.array(made, np.int32))
+    told = ToldEdits(json.dumps(TOLD), 10, event, None if made is None else np.array(made, np.int32).ravel())
     found = []
     for edit in json.loads(told.with_counts(end)):
         by_layer = {layer: each for each in edit["rows"] for layer in each["layers"]}

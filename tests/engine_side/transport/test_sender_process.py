@@ -79,7 +79,7 @@ def events(draw: random.Random) -> list[Event]:
             Lost(ENTRY, column(n), column(n), "prefix_cached"), Freed((number, 1), 5),
             Finished(number, "c" * draw.randrange(40), "stop", None, list(range(n)), n, 0),
             Counted(TapCounters(steps=number)),
-            EditsCounted("c", [("z", number)] * n, [(0, 1), (number,)], [(0, n)], n, (n, 0) if number % 2 else None),
+            EditsCounted("c", [("z", number)] * n, [(0, 1), (number,)], [(0, n)], n, n, (n, 0) if number % 2 else None),
         ]
     spec = parse_spec({"codec": "raw"})
     made.append(Opened(1, "c", "r", spec.to_json(), resolve(spec, ARMED), {SITE: [9]}, list(range(1 << 20)), 3, 4, "",

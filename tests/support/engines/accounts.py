@@ -35,6 +35,7 @@ class Request:
     arrival: int = 0  # the engine's step before which it is added
     abort: int | None = None  # how many steps later its client gives up
     priority: int = 0
+    edits: list[dict[str, Any]] | None = None
 
     @property
     def n(self) -> int:

@@ -94,8 +94,9 @@ def play(llm: Any, requests: Sequence[Request]) -> list[Played]:
         for number, request in [pair for pair in waiting if pair[1].arrival <= step]:
             waiting.remove((number, request))
             ids = played[number].captures
-            capture = None if request.spec is None else {"capture": {**request.spec, "id": ids[0].split(".")[0]}}
-            params = SamplingParams(**{"temperature": 0.0, **request.params}, extra_args=capture)
+            extra = {} if request.spec is None else {"capture": {**request.spec, "id": ids[0].split(".")[0]}}
+            extra |= {} if request.edits is None else {"edit": request.edits}
+            params = SamplingParams(**{"temperature": 0.0, **request.params}, extra_args=extra or None)
             engine.add_request(str(number), {"prompt_token_ids": list(request.prompt)}, params,
                                priority=request.priority)
         for number, request in enumerate(requests):

@@ -30,6 +30,8 @@ class BlocksReference:
         self.family = family
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager",
                                                           **family.reads)
+        if family.reads.get("tie_word_embeddings"):  # Hugging Face takes both where a file has both
+            self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
         self.model.eval()
         self._rows: dict[tuple[str, int], torch.Tensor] = {}
         self.base = base = getattr(self.model, "model", self.model.base_model)  # Llama 4 names another part

@@ -20,7 +20,8 @@ class Unlisted:
     """A family by its configuration.
 
     ``says``: what Hugging Face's class is given. ``written``: what vLLM reads besides, put into the model's
-    config.json. ``reads``: what the reference is told otherwise. ``attention`` and ``mlp``: the module of Hugging
+    config.json. ``reads``: what the reference is told otherwise (that the head is the
+    embedding, where vLLM takes no other). ``attention`` and ``mlp``: the module of Hugging
     Face's block whose result is added to the stream, the first that a layer has (``path:Class`` where its class
     begins so); none where the family lacks the site, since ``lacks`` says why. ``raw``: the modules that those
     norm. ``factor``: what both are multiplied by. ``between``: whether the stream between them is somewhere.
@@ -102,8 +103,8 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
                       attention=("self_attention.dense",), mlp=("mlp.dense_4h_to_h",), tolerance=1e-3,
                       why="vLLM computes another form of GELU"),
-    "cohere": Unlisted(COMMON, **_PARALLEL),
-    "cohere2": Unlisted({**COMMON, "sliding_window": 64, "layer_types": _THREE}, reads={"sliding_window": 65},
+    "cohere": Unlisted(COMMON, reads=TIED, **_PARALLEL),
+    "cohere2": Unlisted({**COMMON, "sliding_window": 64, "layer_types": _THREE}, reads={"sliding_window": 65, **TIED},
                         **_PARALLEL),
     "cwm": Unlisted({**COMMON, **HEADS, "sliding_window": 64, "layer_types": _LAST}, **_APART),
     "deepseek_v3": Unlisted({**COMMON, **_MLA, "n_group": 2, "topk_group": 1, "norm_topk_prob": True},
@@ -151,11 +152,11 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "helium": Unlisted({**COMMON, **HEADS}, **_APART),
     "hunyuan_v1_dense": Unlisted({**COMMON, **HEADS}, **_APART),
     "lfm2": Unlisted({**COMMON, "layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 192,
-                      "block_auto_adjust_ff_dim": False}, {"conv_dim": 128, "block_dim": 128}, **_NATIVE,
-                     **_STATE),
+                      "block_auto_adjust_ff_dim": False}, {"conv_dim": 128, "block_dim": 128}, reads=TIED,
+                     **_NATIVE, **_STATE),
     "lfm2_moe": Unlisted({**COMMON, **_EIGHT, "layer_types": ["conv", "full_attention", "conv"],
-                          "moe_intermediate_size": 96, "num_dense_layers": 1}, {"conv_dim": 128}, **_NATIVE, **_STATE,
-                         routed=True),
+                          "moe_intermediate_size": 96, "num_dense_layers": 1}, {"conv_dim": 128}, reads=TIED, **_NATIVE,
+                         **_STATE, routed=True),
     "llama4_text": Unlisted({**COMMON, **HEADS, "intermediate_size_mlp": 192, "num_local_experts": 4,
                              "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 128},
                             routed=True),

@@ -106,7 +106,7 @@ def test_a_file_of_edits_is_named_where_it_is_none(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(TapError, match=f"--edits = .*{says}"):
             read_edits(file)
-    with pytest.raises(TapError, match="--edits: edit = .*nothing is armed for edits; name sites with --edit"):
+    with pytest.raises(TapError, match=r"--edits: edit = .*nothing is armed for edits; name sites with --edit"):
         job(tmp_path, [{"prompt": "a"}], [SCALE], "")
 
 
@@ -133,6 +133,8 @@ def test_an_engine_makes_them_prompt_by_prompt(tmp_path: Path, capsys: pytest.Ca
     with open_store(store) as opened:
         rows = {line: opened[capture]["resid_post", 1] for line, capture in captures.items()}
         told = {line: opened[capture].manifest().edits for line, capture in captures.items()}
+        for edit in (edit for edits in told.values() for edit in edits):
+            assert all(rows["applied"] + rows["cached"] == rows["expected"] > 0 for rows in edit.pop("rows")), edit
         assert np.allclose(rows[1][:4], rows[2][:4] + 3 * TONE, atol=1e-5)
         assert np.allclose(rows[3][:4], rows[2][:4] * 2, atol=1e-5)
         for line, each in enumerate(own, 4):
