@@ -95,7 +95,7 @@ class CaptureJob:
             return
         if not self.arms.places:
             raise EditError("", edit, "nothing is armed for edits; name sites with --edit")
-        if (armed := _armed_for_edits(self.model, self.engine_args, self.arms)) is not None:
+        if (armed := _armed_for_edits(self.model, self.engine_args, self.arms, self.probes)) is not None:
             resolve_edits(parse_edits(edit), armed)
 
     @property
@@ -137,9 +137,10 @@ class CaptureJob:
 
 
 @lru_cache(maxsize=1)  # it is asked for every prompt
-def _armed_for_edits(model: str, engine_args: tuple[str, ...], arms: EditArms) -> Arms | None:
+def _armed_for_edits(model: str, engine_args: tuple[str, ...], arms: EditArms, probes: tuple[Registered, ...]
+                     ) -> Arms | None:
     config = read_config(model, engine_args)
-    return None if config is None else config.armed_for_edits(arms)
+    return None if config is None else config.armed_for_edits(arms, probes)
 
 
 def _numbers(flag: str, text: str) -> object:
