@@ -205,6 +205,9 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
     if "embed" in tapped and drafter not in (None, "ngram", "ngram_gpu", "suffix"):
         raise StartError(f"vllm-tap: embed cannot be armed with drafts by {drafter}: its drafter may use the same "
                          "embedding module and overwrite the rows; resid_pre of layer 0 has them on most models")
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        raise StartError("vllm-tap: kv_sharing_fast_prefill: layers that share their keys and values would run some "
+                         "rows of a prompt alone, which would be taken for its first: switch it off")
     if parallel.use_ubatching:
         raise StartError("vllm-tap: dual-batch overlap (enable_dbo, ubatch_size) runs a step in parts that would "
                          "overwrite each other's rows: switch it off")

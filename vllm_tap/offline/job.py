@@ -93,10 +93,11 @@ class CaptureJob:
         """EditError where the engine could not make them, as far as that is known before it starts."""
         if not edit:
             return
-        if not self.arms.places:
+        specs = parse_edits(edit)
+        if not self.arms.places and any(spec.op != "stop" for spec in specs):
             raise EditError("", edit, "nothing is armed for edits; name sites with --edit")
-        if (armed := _armed_for_edits(self.model, self.engine_args, self.arms)) is not None:
-            resolve_edits(parse_edits(edit), armed)
+        if (armed := _armed_for_edits(self.model, self.engine_args, self.arms, self.probes)) is not None:
+            resolve_edits(specs, armed)
 
     @property
     def own_tokenizer(self) -> bool:
@@ -137,9 +138,10 @@ class CaptureJob:
 
 
 @lru_cache(maxsize=1)  # it is asked for every prompt
-def _armed_for_edits(model: str, engine_args: tuple[str, ...], arms: EditArms) -> Arms | None:
+def _armed_for_edits(model: str, engine_args: tuple[str, ...], arms: EditArms, probes: tuple[Registered, ...]
+                     ) -> Arms | None:
     config = read_config(model, engine_args)
-    return None if config is None else config.armed_for_edits(arms)
+    return None if config is None else config.armed_for_edits(arms, probes)
 
 
 def _numbers(flag: str, text: str) -> object:

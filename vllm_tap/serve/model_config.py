@@ -105,7 +105,7 @@ class ModelConfig:
         except SpecError as error:
             raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
 
-    def armed_for_edits(self, asked: EditArms) -> Arms | None:
+    def armed_for_edits(self, asked: EditArms, probes: Sequence[Registered]) -> Arms | None:
         """What an engine that is started so holds edits against; None where that is not known before it is.
 
         Of the longest request nothing is known.
@@ -121,7 +121,8 @@ class ModelConfig:
                        for name, given in (("edit_depth", asked.depth), ("edit_rows", asked.rows)))
         return Arms(layers, self.widths, self.n_layers, depth, {each.name: load_vector(each) for each in asked.vectors},
                     dict(lens_names(self.architectures)), rows, limits.position_max,
-                    {site: self.head for site in layers if self.head and has_heads(site)})
+                    {site: self.head for site in layers if self.head and has_heads(site)},
+                    {probe.name: load_probe(probe).about.names for probe in probes})
 
     @property
     def widths(self) -> dict[str, int]:

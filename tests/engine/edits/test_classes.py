@@ -26,10 +26,11 @@ from vllm_tap.tiny_model import HIDDEN
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="held against float32")]
 
 # In int8 a number between two codes may fall to either, and what follows with it; bfloat16 has three digits.
-QUANTIZED = [("int8", "float32", 0.1), ("int4", "bfloat16", 0.06)]
+QUANTIZED = [pytest.param("int8", "float32", 0.1, id="int8"),
+             pytest.param("int4", "bfloat16", 0.06, id="int4", marks=pytest.mark.soak)]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "bar"), QUANTIZED, ids=[each[0] for each in QUANTIZED])
+@pytest.mark.parametrize(("kind", "dtype", "bar"), QUANTIZED)
 def test_quantized_weights(kind: str, dtype: str, bar: float, reader: StoreReader, tmp_path: Path,
                            monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operation: also of the operands of layers that quantize them."""
@@ -121,6 +122,7 @@ def finished(engine: Engine) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.versions
 def test_priorities(engine: Engine) -> None:
     """Urgent requests put others off, which are computed again with the edits that they had."""
     before = counted(engine, "num_preemptions")

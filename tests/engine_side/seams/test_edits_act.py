@@ -17,6 +17,7 @@ from engine_side.edits.tables import Size, tables
 from engine_side.seams.patching import wrap
 from engine_side.seams.runner import check_fills
 from engine_side.seams.self_test import check_edits
+from engine_side.seams.tapping import _check_parallel
 from engine_side.tap.architectures import TapPoint
 from schemas.errors import StartError
 
@@ -182,3 +183,24 @@ def test_a_quantized_layer_is_given_rows_not_codes() -> None:
     points = [TapPoint("mlp_post", 0, linear, "operand", WIDTH, "")]
     places.edit_arguments(points, tables({("mlp_post", 0): WIDTH}, Size(4, 2, 2, 3), {}, torch.device("cpu")))
     assert get_input_quant_key(linear) is None
+
+
+@pytest.mark.parametrize(("cache", "parallel", "said"), [
+    ({"kv_sharing_fast_prefill": True}, {}, "kv_sharing_fast_prefill: layers that share .*: switch it off"),
+    ({}, {"use_ubatching": True}, "dual-batch overlap .*: switch it off"),
+    ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2: a rank has only its share of z; arm other sites"),
+    ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: valid: 1"),
+    ({}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2: a rank has only its share"),
+])
+def test_a_step_whose_rows_are_not_those_of_its_tokens_is_refused(cache: dict[str, Any], parallel: dict[str, Any],
+                                                                   said: str) -> None:
+    plain = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1, "use_ubatching": False}
+    plan: Any = SimpleNamespace(touched=["z"], asked={})
+
+    def start(cache: dict[str, Any], parallel: dict[str, Any]) -> None:
+        _check_parallel(plan, SimpleNamespace(cache_config=SimpleNamespace(**cache), speculative_config=None,
+                                              parallel_config=SimpleNamespace(**{**plain, **parallel})))
+
+    start({}, {})
+    with pytest.raises(StartError, match=said):
+        start(cache, parallel)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,17 @@ def test_an_engine_makes_them_prompt_by_prompt(tmp_path: Path, capsys: pytest.Ca
     assert run(same) == 0
     said = capsys.readouterr().err
     assert f"{len(lines)} of {len(lines)} prompts are captured already" in said and "starting vLLM" not in said
+
+
+def test_conditions_are_held_against_the_probes_of_the_run(tmp_path: Path) -> None:
+    save_file({"directions": np.ones((1, WIDTH), np.float32)}, tmp_path / "mood.safetensors",
+              {"site": "resid_post", "layer": "2"})
+    probes = parse_probes([f"mood={tmp_path / 'mood.safetensors'}"])
+    known = replace(job(tmp_path, [{"prompt": "a"}]), probes=probes)
+    known.check_edits([{**SCALE, "when": {"probe": "mood", "above": 1}}])
+    with pytest.raises(TapError, match=re.escape("edit[0].when.probe = 'tune'")):
+        known.check_edits([{**SCALE, "when": {"probe": "tune", "above": 1}}])
+    unarmed = replace(job(tmp_path, [{"prompt": "a"}], places=""), probes=probes)
+    unarmed.check_edits([{"op": "stop", "when": {"probe": "mood", "above": 1}}])  # which needs nothing armed
+    with pytest.raises(TapError, match=re.escape("edit[0].when.probe = 'tune'")):
+        unarmed.check_edits([{"op": "stop", "when": {"probe": "tune", "above": 1}}])
