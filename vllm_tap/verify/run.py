@@ -27,6 +27,7 @@ from vllm_tap.verify.laboratory import Laboratory
 __all__ = ["VerifyJob", "run"]
 
 _WATCHED: Final = ("final_norm", "k_rot", "v")
+_REFUSED: Final = ("--speculative-config", "-sc", "--data-parallel-size", "-dp")
 _ROWS: Final = 8192  # of edits: those of several requests, as a request's are let go a moment after its end
 _SHUTDOWN_S: Final = 20.0
 
@@ -45,9 +46,11 @@ class VerifyJob:
     def __post_init__(self) -> None:
         EditArms(self.edit).check("--edit", "", "")
         check_arguments(self.model, self.engine_args)
-        for flag in ("--speculative-config", "--data-parallel-size", "-dp"):
-            if any(word.split("=")[0] == flag for word in self.engine_args):
-                raise ArgumentError(flag, "after --", "one engine without drafts is verified; leave it out")
+        for word, following in zip(self.engine_args, (*self.engine_args[1:], ""), strict=True):
+            flag, given, value = word.partition("=")
+            if flag in _REFUSED:
+                raise ArgumentError(flag, value if given else following, "after --: one engine without drafts is "
+                                                                         "verified; leave it out")
 
 
 def run(job: VerifyJob, progress: ProgressReport = False) -> Outcome:

@@ -80,7 +80,7 @@ def test_nothing_is_ok_where_anything_is_not() -> None:
 
 @pytest.mark.parametrize(("edit", "words", "error", "says"), [
     ("router_logits", (), StartError, r"--edit = 'router_logits': 'router_logits' cannot be edited"),
-    ("", ("--speculative-config", "{}"), ArgumentError, r"--speculative-config.*leave it out"),
+    ("", ("--speculative-config", "{}"), ArgumentError, r"--speculative-config = '{}': after --: .* leave it out"),
 ])
 def test_what_cannot_be_verified_is_refused_before_anything_starts(
     edit: str, words: tuple[str, ...], error: type[Exception], says: str, tmp_path: Path
