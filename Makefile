@@ -74,7 +74,8 @@ survey: $(STAMP)  ## a small model of every architecture that vLLM knows: are it
 	$(PY) -m tests.survey $(A)
 
 lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by its names; writes docs/parity.md
-	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/parity.json $(PY) -m pytest tests/engine/test_lens.py
+	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/parity.json $(PY) -m pytest -m "not faults" tests/engine/test_lens.py \
+	    tests/engine/serving/test_patching.py
 
 versions: $(V:%=.versions/%/.installed)  ## a fast part of the engine tests on other vLLM versions (V="0.28.0 0.31.0" chooses)
 	@.versions/$(lastword $(V))/bin/python -m tests.support.versions $(V)

@@ -32,7 +32,7 @@ def serving(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tu
         assert ready.wait(240) and process.poll() is None, "\n".join(lines[-40:])
         yield process, lines
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0, "\n".join(lines[-40:])
+        assert process.wait(60) == 0, "\n".join(lines[-40:])
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
