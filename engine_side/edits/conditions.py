@@ -46,7 +46,6 @@ class Conditions:
         self._newest: list[tuple[Watched, int]] = []  # of the last step, with their newest rows
         self._positions = self._unseen[:0]  # of those rows
         self._under_way: deque[tuple[Any, torch.Tensor, list[Watched]]] = deque()  # event, flags on the host
-        self._ending: dict[str, Condition] = {}  # of requests that have not ended yet
 
     def open(self, request: str, condition: Condition, prompt_len: int) -> Watched:
         """Watch a request from its next step on."""
@@ -64,7 +63,6 @@ class Conditions:
         """Watch it no more; returns its switches, int32 [switches_max], −1 for none."""
         self.settle()
         self._free.append(watched.line)
-        self._ending.pop(watched.request, None)
         found = self.switches[watched.line]
         return torch.where(found == _NEVER, -1, found).to(torch.int32)
 
@@ -99,13 +97,22 @@ class Conditions:
         if any(each.condition.stops for each in watched):
             self._tell(crossed, watched)
 
-    def ended(self, request: str) -> Condition | None:
-        """The condition that ends a request, as far as the host knows; waits for nothing."""
+    @property
+    def telling(self) -> bool:
+        """Whether the host is yet to be told something."""
+        return bool(self._under_way)
+
+    def stopped(self) -> dict[str, str]:
+        """Requests that their conditions end, with the probe, as far as the host has not been told; waits for nothing.
+
+        May be called by another thread than the rest.
+        """
+        found: dict[str, str] = {}
         while self._under_way and (self._under_way[0][0] is None or self._under_way[0][0].query()):
             _, flags, watched = self._under_way.popleft()
-            self._ending |= {each.request: each.condition for each, crossed in zip(watched, flags.tolist(), strict=True)
-                             if crossed and each.condition.stops}
-        return self._ending.get(request)
+            found |= {each.request: each.condition.probe for each, crossed in zip(watched, flags.tolist(), strict=True)
+                      if crossed and each.condition.stops}
+        return found
 
     def _scores(self, newest: Sequence[tuple[Watched, int]]) -> torch.Tensor:
         """The score of each row that its condition is about, float32 [requests]."""
