@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from engine_side import worker
-from engine_side.edits.editor import Edited, Editor
+from engine_side.edits.edited import Edited
+from engine_side.edits.editor import Editor
 from engine_side.front.ticket import find, find_edits
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED

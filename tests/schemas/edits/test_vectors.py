@@ -13,9 +13,11 @@ import pytest
 from safetensors.numpy import save
 
 from schemas import limits
-from schemas.edits import Arms, digest_of, parse_edits, resolve_edits
+from schemas.edits.arms import Arms
+from schemas.edits.resolve import resolve_edits
+from schemas.edits.spec import parse_edits
+from schemas.edits.vectors import digest_of, read_vector
 from schemas.errors import LimitError, SpecError, TapError
-from schemas.vectors import read_vector
 
 JSON, FILE = "application/json; charset=utf-8", "application/octet-stream"
 NUMBERS = np.array([1.5, -2.25, 3e-30], np.float32)
