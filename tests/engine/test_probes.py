@@ -159,3 +159,18 @@ def test_a_probe_that_fits_nothing_ends_the_start(
     vllm_config = engine.llm.llm_engine.vllm_config
     with pytest.raises(StartError, match=says):
         tap_model(runner.get_model(), vllm_config, plan_arming(vllm_config, config))
+
+
+def test_a_probe_ends_a_request_where_nothing_is_armed_for_edits(engine: Engine) -> None:
+    """The same request with and without, by a score that it comes to in the midst of its answer."""
+    asked: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
+    spec = {"probe": ["tone"]}
+    (plain,) = engine.run([prompt(30, 3)], [asked], [spec])
+    found = scores(engine, plain, "tone")[1][plain.prompt_len - 1 :, 1]
+    high = float(np.sort(found)[-2])
+    first = plain.prompt_len + int(np.argmax(found >= high))
+    when = {"probe": "tone", "score": "sad", "above": high}
+    (ended,) = engine.run([prompt(30, 3)], [{**asked, "edit": [{"op": "stop", "when": when}]}], [spec])
+    assert ended.output.outputs[0].stop_reason == ended.manifest.stop_reason == "probe:tone"
+    assert ended.tokens == plain.tokens[: len(ended.tokens)] and first <= len(ended.tokens) - 1 <= first + 1
+    assert ended.manifest.edits == [{"op": "stop", "when": when, "switched": [first]}]

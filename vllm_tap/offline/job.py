@@ -95,10 +95,11 @@ class CaptureJob:
         """EditError where the engine could not make them, as far as that is known before it starts."""
         if not edit:
             return
-        if not self.arms.places:
+        specs = parse_edits(edit)
+        if not self.arms.places and any(spec.op != "stop" for spec in specs):
             raise EditError("", edit, "nothing is armed for edits; name sites with --edit")
         if (armed := _armed_for_edits(self.model, self.engine_args, self.arms, self.probes)) is not None:
-            resolve_edits(parse_edits(edit), armed)
+            resolve_edits(specs, armed)
 
     @property
     def own_tokenizer(self) -> bool:

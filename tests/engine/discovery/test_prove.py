@@ -44,6 +44,7 @@ def test_a_family_in_no_table_is_proved() -> None:
         assert all(0 <= place["off"] < OFF_MAX for place in places[site]), site
 
 
+@pytest.mark.soak
 def test_a_family_of_the_table_is_proved_as_far_as_the_search_goes() -> None:
     done = prove(family_model("gemma2", "float32"), "--", "--dtype", "float32")
     assert done.returncode == 0, done

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from schemas.errors import SpecError
 from schemas.read.reader import StoreReader
 from tests.engine.edits.test_edits import HIDDEN, check, run, started
-from tests.support.engines.engines import ON_GPU, Captured, Engine, OneAtATime
+from tests.support.engines.engines import ON_GPU, Captured, Engine
 from tests.support.models.edited import vector
 from tests.support.models.features import counted, tokens
 
@@ -22,25 +22,16 @@ EDIT = {"site": "resid_post.1", "op": "add", "vector": vector(HIDDEN, 5).tolist(
 
 
 @pytest.fixture(scope="module")
-def engines(reader: StoreReader, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneAtATime]:
-    """Engines with a probe of two scores, one of them of a row that the edit changes."""
+def engine(reader: StoreReader, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine with a probe of two scores, of a row that the edit changes; of few cache blocks."""
     file = tmp_path_factory.mktemp("probes") / "tone.safetensors"
     save_file({"directions": np.stack([vector(HIDDEN, 21), vector(HIDDEN, 22)])}, file,
               {"site": "resid_post", "layer": "2", "names": "glad,sad"})
-
-    def start(group: str) -> Engine:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("VLLM_TAP_PROBES", f"tone={file}")
-            return started(reader, "qwen3", group, "resid_post.1,mlp_post.0")
-
-    made = OneAtATime(start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_TAP_PROBES", f"tone={file}")
+        made = started(reader, "qwen3", edit="resid_post.1,mlp_post.0")
     yield made
     made.close()
-
-
-@pytest.fixture
-def engine(engines: OneAtATime) -> Engine:
-    return engines.of("scheduler")
 
 
 def scores(engine: Engine, captured: Captured) -> Any:
@@ -170,11 +161,3 @@ def test_what_cannot_be_a_condition_is_refused(engine: Engine, edit: Any, said: 
     with pytest.raises(SpecError, match=said):
         engine.llm.generate([{"prompt_token_ids": tokens(5, seed=1)}], SamplingParams(extra_args={"edit": edit}),
                             use_tqdm=False)
-
-
-def test_with_drafts_there_is_none(engines: OneAtATime) -> None:
-    from vllm import SamplingParams
-
-    with pytest.raises(SpecError, match="a condition cannot be had with speculative decoding"):
-        engines.of("speculative").llm.generate([{"prompt_token_ids": tokens(5, seed=1)}],
-                                               SamplingParams(extra_args={"edit": stop()}), use_tqdm=False)

@@ -20,11 +20,13 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.soak,
 def test_two_ranks_edit_alike(reader: StoreReader, reference_of: Callable[[str], Reference],
                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_TAP_EDIT", "resid_post.1,attn_out.2")
+    monkeypatch.setenv("VLLM_TAP_EDIT", "resid_post.1,attn_out.2,resid_mid.3,resid_pre.0")
     reference = reference_of("qwen3")
     engine = start(reader, reference, "qwen3", here=False, tensor_parallel_size=2)
     edits = [{"site": "resid_post.1", "op": "ablate", "vector": vector(HIDDEN, 8).tolist(), "positions": "generated"},
-             {"site": "attn_out.2", "op": "add", "vector": vector(HIDDEN, 9).tolist()}]
+             {"site": "attn_out.2", "op": "add", "vector": vector(HIDDEN, 9).tolist()},
+             {"site": "resid_pre.0", "op": "scale", "by": 0.5, "positions": [[2, 60]]},
+             {"site": "resid_mid.3", "op": "cap", "vector": vector(HIDDEN, 10).tolist(), "high": 0.1}]
     processor = engine.llm.llm_engine.input_processor
     original = processor.process_inputs
 

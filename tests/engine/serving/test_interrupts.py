@@ -21,7 +21,7 @@ from schemas.errors import TapError
 from schemas.read.reader import StoreReader
 from tests.support.processes import minds_signals
 
-PROMPTS = 60
+PROMPTS = 24
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -33,7 +33,7 @@ def capturing(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     with open(folder / "said", "wb") as said:
         command = subprocess.Popen(
             [sys.executable, "-m", "vllm_tap", "capture", str(prompts), "--tiny", "--store", str(folder / "store"),
-             "--max-tokens", "400", "--codec", "raw", "--", "--max-model-len", "512", "--max-num-seqs", "8"],
+             "--max-tokens", "200", "--codec", "raw", "--", "--max-model-len", "512", "--max-num-seqs", "8"],
             stdout=said, stderr=said, start_new_session=True, preexec_fn=minds_signals,
             env={**os.environ, "VLLM_CPU_CI_ENV": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
     try:

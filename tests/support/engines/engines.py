@@ -53,14 +53,18 @@ class Engine:
 
     def run(self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]],
             specs: Sequence[Any]) -> list[Any]:
-        """Generate all at once; a spec of None captures nothing. Returns Captured, or the RequestOutput alone."""
+        """Generate all at once, with the ``edit`` of parameters; a spec of None captures nothing. Returns Captured, or
+        the RequestOutput alone.
+        """
         from vllm import SamplingParams
 
         ids = [None if spec is None else new_ulid() for spec in specs]
         sampling = [
-            SamplingParams(temperature=options.pop("temperature", 0.0), **options,
-                           extra_args=None if spec is None else {"capture": {**spec, "id": id_}})
-            for options, spec, id_ in zip([dict(p) for p in params], specs, ids, strict=True)
+            SamplingParams(temperature=options.pop("temperature", 0.0), extra_args=None if spec is None else {
+                "capture": {**spec, "id": id_}, **({"edit": edit} if edit else {})}, **options)
+            for options, edit, spec, id_ in zip(
+                [{name: value for name, value in p.items() if name != "edit"} for p in params],
+                [p.get("edit") for p in params], specs, ids, strict=True)
         ]
         outputs = self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
         return [output if id_ is None else self.captured(id_, output) for id_, output in zip(ids, outputs, strict=True)]

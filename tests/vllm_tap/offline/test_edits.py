@@ -161,3 +161,7 @@ def test_conditions_are_held_against_the_probes_of_the_run(tmp_path: Path) -> No
     known.check_edits([{**SCALE, "when": {"probe": "mood", "above": 1}}])
     with pytest.raises(TapError, match=re.escape("edit[0].when.probe = 'tune'")):
         known.check_edits([{**SCALE, "when": {"probe": "tune", "above": 1}}])
+    unarmed = replace(job(tmp_path, [{"prompt": "a"}], places=""), probes=probes)
+    unarmed.check_edits([{"op": "stop", "when": {"probe": "mood", "above": 1}}])  # which needs nothing armed
+    with pytest.raises(TapError, match=re.escape("edit[0].when.probe = 'tune'")):
+        unarmed.check_edits([{"op": "stop", "when": {"probe": "tune", "above": 1}}])
