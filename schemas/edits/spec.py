@@ -111,7 +111,7 @@ _PARTS: Final[dict[str, dict[str, str]]] = {
              "site": "the name of a site", "layer": "a layer counted from 0", "decoded": "true or false"},
     "when": {"probe": "the name of a probe that the engine was started with", "score": "its name, or its number from 0",
              "above": "a number", "below": "a number"}}
-# What an operation is made with: needed is the first, or what stands in its place.
+# The fields of each operation. The first is needed; set may have one of the others in its place.
 _FIELDS: Final = {"add": ("vector", "scale"), "scale": ("by",), "ablate": ("vector",), "cap": ("vector", "low", "high"),
                   "set": ("vector", "rows", "from"), "stop": ("when",)}
 _OPERANDS: Final = {name for fields in _FIELDS.values() for name in fields} - {"when"}
