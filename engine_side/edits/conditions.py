@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from engine_side.tap.staging import Staging
-from schemas.edits import Condition
+from schemas.edits.resolved import Condition
 
 switches_max: Final = 16  # of a request; after them its edits stay as they are
 _NEVER: Final = 2**62

@@ -20,18 +20,21 @@ from typing import Any, Final
 import msgspec
 
 from engine_side.config import EngineConfig, from_environment
-from engine_side.edits.editor import cut
+from engine_side.edits.edited import cut
 from engine_side.front import admission
 from engine_side.front.rows_in_use import OF_ENGINE
 from engine_side.front.ticket import COUNT_KEY, EDIT_KEY, KEY, LISTED_KEY, find
 from engine_side.seams.patching import wrap_when_imported
 from engine_side.tap.architectures import lens_names
-from schemas.edits import Arms, EditError, Edits, encode, parse_edits, resolve_edits
-from schemas.errors import LimitError, SpecError, StartError
+from schemas.edits.arms import Arms
+from schemas.edits.resolve import resolve_edits
+from schemas.edits.resolved import Edits, encode
+from schemas.edits.spec import parse_edits
+from schemas.edits.vectors import load_vector
+from schemas.errors import EditError, LimitError, SpecError, StartError
 from schemas.probes import load_probe
 from schemas.sites import SITES, has_heads, layers_by_site
 from schemas.spec import armed_at
-from schemas.vectors import load_vector
 
 logger = logging.getLogger("vllm.tap")
 

@@ -19,7 +19,8 @@ import torch
 
 from engine_side import worker
 from engine_side.edits.conditions import Conditions
-from engine_side.edits.editor import Edited, Editor
+from engine_side.edits.edited import Edited
+from engine_side.edits.editor import Editor
 from engine_side.front.ticket import find, find_edits
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED, STOPPED

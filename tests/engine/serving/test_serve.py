@@ -24,7 +24,7 @@ import openai
 import pytest
 from safetensors.numpy import save_file
 
-from schemas.edits import digest_of
+from schemas.edits.vectors import digest_of
 from schemas.ids import new_ulid
 from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
