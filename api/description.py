@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from api.parameters import ULID
 from api.protocols import Protocol
 from schemas import limits
-from schemas.edits import EditSpec
+from schemas.edits.spec import EditSpec
 from schemas.spec import CaptureSpec
 
 __all__ = ["DONE", "REFUSED", "answers", "body", "describe", "event_content", "generation_answers", "generation_body",

@@ -21,11 +21,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from schemas.edits import EditError
 from schemas.errors import (
     ArgumentError,
     ConflictError,
     CorruptError,
+    EditError,
     LimitError,
     NotArmedError,
     NotFoundError,

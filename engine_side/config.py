@@ -11,7 +11,7 @@ from typing import Final
 
 from schemas import legacy, limits
 from schemas.checks import OnFull, check_one_of, parse_arm
-from schemas.edits import parse_edit_places
+from schemas.edits.arms import parse_edit_places
 from schemas.errors import StartError
 from schemas.probes import Registered, parse_probes, place_of
 from schemas.sites import layers_by_site

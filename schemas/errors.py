@@ -3,7 +3,8 @@
     TapError
     ├── SpecError            what the caller asked for cannot be had (HTTP 400)
     │   ├── ArgumentError    … in an argument, not in a spec
-    │   └── NotArmedError    … because the engine has no tap for it
+    │   ├── NotArmedError    … because the engine has no tap for it
+    │   └── EditError        … because an edit cannot be made; with UnarmedEditError, which is both
     ├── ConflictError        the id is already taken (HTTP 409)
     ├── NotFoundError        no such capture, site or layer (HTTP 404)
     ├── LimitError           larger than a stated limit (HTTP 413)
@@ -19,6 +20,7 @@ __all__ = [
     "ArgumentError",
     "ConflictError",
     "CorruptError",
+    "EditError",
     "LimitError",
     "NotArmedError",
     "NotFoundError",
@@ -27,6 +29,7 @@ __all__ = [
     "StartError",
     "StoreError",
     "TapError",
+    "UnarmedEditError",
     "json_fault",
     "shown",
 ]
@@ -59,6 +62,18 @@ class ArgumentError(SpecError):
 
 class NotArmedError(SpecError):
     """The site or layer exists, but the engine was not started with a tap for it."""
+
+
+class EditError(SpecError):
+    """An edit that cannot be made; ``field`` begins with its number in brackets, and is empty where all are meant."""
+
+    @staticmethod
+    def name_of(field: str) -> str:
+        return f"edit{field}" if field.startswith("[") else f"edit.{field}" if field else "edit"
+
+
+class UnarmedEditError(EditError, NotArmedError):
+    """The site or layer exists, but the engine was not started with an edit armed there."""
 
 
 class ConflictError(TapError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -21,13 +21,14 @@ from schemas.ids import check_ulid
 from schemas.probes import Probe
 from schemas.sites import PROBE, SITES, ask_site, has_heads, is_probe, layers_by_site, site_meant
 
-__all__ = ["Armed", "CaptureSpec", "Resolved", "armed_at", "intervals", "merged", "parse_spec", "ranges_of", "resolve",
-           "validated"]
+__all__ = ["Armed", "CaptureSpec", "Positions", "Resolved", "armed_at", "check_spans", "intervals", "merged",
+           "parse_spec", "ranges_of", "resolve", "spans_of", "validated"]
 
 NAMED_POSITIONS: Final = ("all", "prompt", "generated", "last_prompt")
 _SLICE: Final = re.compile(r"(-?[0-9]{1,5})?:(-?[0-9]{1,5})?(?::([0-9]{1,5}))?", re.ASCII)
 _TAG_KEY: Final = re.compile(r"[A-Za-z0-9_.\-]+", re.ASCII)
 
+Positions = Sequence[int] | Sequence[tuple[int, int]]  # one by one, or as ranges [start, stop)
 _Model = TypeVar("_Model", bound=BaseModel)
 _Natural = Annotated[StrictInt, Field(ge=0, le=limits.position_max)]
 
@@ -202,9 +203,14 @@ def _check_positions(positions: str | list[int] | list[tuple[int, int]]) -> None
     if len(positions) > limits.spec_intervals_max:
         raise LimitError("capture.positions", len(positions), limits.spec_intervals_max,
                          "use [[start, stop], …] for ranges")
+    check_spans("positions", positions)
+
+
+def check_spans(field: str, positions: Positions, error: type[SpecError] = SpecError) -> None:
+    """``error`` where a range of listed positions has nothing in it."""
     for item in positions:
         if isinstance(item, tuple) and item[0] >= item[1]:
-            raise SpecError("positions", list(item), "a range is [start, stop] with start < stop")
+            raise error(field, list(item), "a range is [start, stop] with start < stop")
 
 
 def _check_tags(tags: Mapping[str, str]) -> None:
@@ -327,7 +333,12 @@ def ranges_of(positions: str | list[int] | list[tuple[int, int]]) -> str | list[
     """A name as it is; lists as sorted, disjoint, merged ``[start, stop)`` ranges."""
     if isinstance(positions, str):
         return positions
-    return merged((item, item + 1) if isinstance(item, int) else item for item in positions)
+    return merged(spans_of(positions))
+
+
+def spans_of(positions: Positions) -> list[tuple[int, int]]:
+    """Listed positions as ranges ``[start, stop)``, in their order."""
+    return [(item, item + 1) if isinstance(item, int) else item for item in positions]
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

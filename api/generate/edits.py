@@ -19,18 +19,10 @@ from api.generate.stored_vectors import StoredVectors
 from api.service import check_ref
 from schemas import limits
 from schemas.codecs import identified
-from schemas.edits import (
-    Arms,
-    Base64,
-    EditError,
-    EditSpec,
-    Source,
-    each_position,
-    layers_meant,
-    no_vector,
-    parse_edits,
-)
-from schemas.errors import LimitError, NotFoundError
+from schemas.edits.forms import no_vector
+from schemas.edits.resolve import layers_meant
+from schemas.edits.spec import Base64, EditSpec, Source, each_position, parse_edits
+from schemas.errors import EditError, LimitError, NotFoundError
 from schemas.read.reader import RowsAt, StoreReader
 from schemas.sites import ask_site, site_meant
 from schemas.wire.messages import EngineInfo
@@ -108,8 +100,7 @@ def _with_rows(at: str, spec: EditSpec, source: Source, sent: Mapping[str, Any],
                engine: EngineInfo) -> list[dict[str, Any]]:
     """``set`` with the rows that it names: an edit for each layer, or one where all layers get the same rows."""
     armed = engine.edits
-    site, layers = layers_meant(at, spec, Arms({} if armed is None else armed.layers, {}, engine.n_layers, 0, {},
-                                               engine.armed.names, 0, engine.max_model_len))
+    site, layers = layers_meant(at, spec, {} if armed is None else armed.layers, engine.armed.names, engine.n_layers)
     assert not isinstance(spec.positions, str)  # it was checked
     of = each_position(spec.positions if source.positions is None else source.positions)
     field = f"{at}.from"

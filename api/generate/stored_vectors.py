@@ -1,8 +1,8 @@
 """Vectors that callers have stored for their edits to name: each owner's own, in the store, below ``vectors/``.
 
 A vector is a safetensors file of its own, in a folder of its owner's; metadata tell the owner, the name, the digest of
-the numbers (``schemas.edits.digest_of``) and when it came. A file is there whole and durable, or not at all, and is
-never written to: other numbers under a name need the old ones deleted first.
+the numbers (``digest_of`` of schemas.edits.vectors) and when it came. A file is there whole and durable, or not at all,
+and is never written to: other numbers under a name need the old ones deleted first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from schemas import limits
-from schemas.edits import digest_of
+from schemas.edits.vectors import digest_of
 from schemas.errors import ConflictError, CorruptError, LimitError, NotFoundError, StoreError
 from schemas.store.paths import VECTORS_FOLDER
 

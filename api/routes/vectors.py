@@ -17,9 +17,9 @@ from api.generate.upstream import ClientGone, read_body
 from api.parameters import Route
 from api.service import owner_of, service_of
 from schemas import limits
+from schemas.edits.vectors import F32, read_vector
 from schemas.errors import ConflictError, NotFoundError
 from schemas.read.reader import StoreReader
-from schemas.vectors import F32, read_vector
 
 router = APIRouter(route_class=Route, tags=["vectors"])
 T = TypeVar("T")

@@ -5,89 +5,38 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine_side.edits.conditions import Conditions, Watched, on_device
+from engine_side.edits.conditions import Conditions, on_device
+from engine_side.edits.edited import Edited, cut, numbers_of
 from engine_side.edits.tables import ALONE, WHOLE, Place, Tables, programs_of_request
-from schemas.edits import F32, IDENTITY, EditError, Edits, Placed
-from schemas.spec import intervals, merged
+from schemas.edits.resolved import REPLACED, Edits, Placed
+from schemas.edits.vectors import F32
+from schemas.spec import merged
 
 logger = logging.getLogger("vllm.tap")
-
-# By width of a pool those of each edit in their order: 0 where it is of another width, −s for the first of many.
-Slots = dict[int, list[int]]
 
 
 class NoRoom(Exception):
     """Rows of edits have no room, or none in one piece."""
 
 
-@dataclass(slots=True)
-class Edited:
-    """A request with edits: from position ``starts[i]`` on the edits numbered in ``which[i]`` are made, and position p
-    has ordinal ``ordinals[i]`` + p, where any of them has rows of its own.
+def _by_position(here: Sequence[tuple[int, Edited]]) -> npt.NDArray[np.int64]:
+    """From where on what holds, int64 [5, places]: number of a request << 32 | position, ascending (of two at one place
+    the later holds), then the programs where a condition is met and where it is not, its line, and the ordinal of
+    position 0. Before, between and behind the requests nothing is edited.
     """
-
-    edits: Edits
-    starts: list[int]
-    which: list[tuple[int, ...]]
-    ordinals: list[int]
-    which_unmet: list[tuple[int, ...]]  # of ``which`` those that are made where the condition is not met
-    places: list[Place] = field(default_factory=list)  # of the tables
-    watched: Watched | None = None  # where it has a condition
-    switches: torch.Tensor | None = None  # of its condition, int32, once it has ended
-    made: torch.Tensor | None = None  # int32 [places + 1, combinations]: of Tables.counts what was its, up to now
-    programs: dict[tuple[int, ...], int] = field(default_factory=dict)  # what it has of the tables, if anything
-    slots: Slots = field(default_factory=dict)
-    there: bool = False  # whether the tables have it
-
-    @property
-    def combinations(self) -> list[tuple[int, ...]]:
-        """Numbers of the edits that are made together, in the order of ``programs``."""
-        return [which for which in dict.fromkeys([*self.which, *self.which_unmet]) if which]
-
-    @property
-    def numbers(self) -> torch.Tensor | None:
-        """What the device knows of it at its end, int32: ``made`` and ``switches``; None where it has not run."""
-        if self.made is None:
-            return None
-        return torch.cat([part.flatten() for part in (self.made, self.switches) if part is not None])
-
-
-def cut(edits: Edits, prompt_len: int) -> Edited:
-    """A request's edits by position; EditError where they are too many different ones."""
-    spans = [intervals(one.positions, prompt_len) for one in edits.placed]
-    starts = sorted({0, *(edge for each in spans for span in each for edge in span)})
-    which = [tuple(number for number, each in enumerate(spans) if any(a <= start < b for a, b in each))
-             for start in starts]
-    unmet = [tuple(number for number in some if not edits.placed[number].when) for some in which]
-    if (count := len({*which, *unmet} - {()})) > programs_of_request:
-        raise EditError("", count, f"so many different combinations of edits by position; limit {programs_of_request}")
-    ordinals, before = dict.fromkeys(starts, 0), 0
-    for first, stop in edits.row_positions:
-        for start in starts:
-            if first <= start < stop:
-                ordinals[start] = before - first
-        before += stop - first
-    return Edited(edits, starts, which, list(ordinals.values()), unmet)
-
-
-def _numbers(each: Edited, one: Placed, width: int) -> F32:
-    """What an edit has of vectors: float32 [1, width], or [rows, width] at the ordinals of its request."""
-    if not one.vector:
-        return np.zeros((1, width), np.float32)
-    given = np.frombuffer(each.edits.vectors[one.vector], np.float32).reshape(-1, width)
-    if not one.rows:
-        return given.copy()
-    found = np.zeros((sum(stop - start for start, stop in each.edits.row_positions), width), np.float32)
-    positions = np.concatenate([np.arange(*span) for span in one.positions])
-    at = np.searchsorted(each.starts, positions, side="right") - 1
-    found[np.array(each.ordinals)[at] + positions] = given
-    return found
+    edges, programs, unmet, lines, ordinals = [-1], [0], [0], [0], [0]
+    for number, each in here:
+        edges += [number << 32 | start for start in each.starts] + [(number + 1) << 32]
+        programs += [each.programs.get(which, 0) for which in each.which] + [0]
+        unmet += [each.programs.get(which, 0) for which in each.which_unmet] + [0]
+        lines += [0 if each.watched is None else each.watched.line] * len(each.starts) + [0]
+        ordinals += [*each.ordinals, 0]
+    return np.array([edges, programs, unmet, lines, ordinals], np.int64)
 
 
 class Editor:
@@ -131,7 +80,6 @@ class Editor:
         """Fill the tables for a step: row ``starts[i]`` to ``starts[i + 1]`` are of request i, ``positions`` [rows] of
         the device say which of its.
         """
-        tables = self.tables
         here = [(number, self.requests[request]) for number, request in enumerate(requests) if request in self.requests]
         self._count()
         if self.conditions is not None:
@@ -139,18 +87,9 @@ class Editor:
         if not here:
             return
         self._write_all([each for _, each in here])
-        edges, programs, unmet, lines, ordinals = [-1], [0], [0], [0], [0]
-        for number, each in here:
-            edges += [number << 32 | start for start in each.starts] + [(number + 1) << 32]
-            programs += [each.programs.get(which, 0) for which in each.which] + [0]
-            unmet += [each.programs.get(which, 0) for which in each.which_unmet] + [0]
-            lines += [0 if each.watched is None else each.watched.line] * len(each.starts) + [0]
-            ordinals += [*each.ordinals, 0]
         rows = int(starts[len(requests)])
         owners = np.repeat(np.arange(len(requests), dtype=np.int64) << 32, np.diff(starts[: len(requests) + 1]))
-        # They ascend, and of two at one place the later one holds.
-        columns = np.array([edges, programs, unmet, lines, ordinals], np.int64)
-        there = self._to_device(np.concatenate([owners, columns.ravel()]))
+        there = self._to_device(np.concatenate([owners, _by_position(here).ravel()]))
         keys, (begins, program, other, line, ordinal) = there[:rows] + positions[:rows], there[rows:].view(5, -1)
         at = torch.searchsorted(begins, keys, right=True) - 1
         chosen = program[at]
@@ -158,8 +97,8 @@ class Editor:
             chosen = torch.where(self.conditions.made(line[at], positions[:rows]), chosen, other[at])
             self.conditions.look_at([(each.watched, int(starts[number + 1]) - 1) for number, each in here
                                      if each.watched is not None], positions)
-        tables.programs[:rows] = chosen.to(torch.int32)
-        tables.ordinals[:rows] = (ordinal[at] + positions[:rows]).to(torch.int32)
+        self.tables.programs[:rows] = chosen.to(torch.int32)
+        self.tables.ordinals[:rows] = (ordinal[at] + positions[:rows]).to(torch.int32)
         self._rows = rows
 
     def _count(self) -> None:
@@ -173,13 +112,13 @@ class Editor:
     @contextmanager
     def setting(self, place: Place, rows: int) -> Iterator[None]:
         """Steps whose first rows are set to others at a place, before there is any request."""
-        tables, pool = self.tables, self.tables.pools[self.tables.widths[place]]
+        tables, pool = self.tables, self.tables.pool_of(place)
         changed = tables.programs[:rows], tables.slots[place][1], pool.forms[1], pool.vectors[1]
         before = [each.clone() for each in changed]
         changed[0].fill_(1)
         changed[1].copy_(torch.tensor([1] + [0] * (tables.slots[place].shape[1] - 1)))
-        changed[2].copy_(torch.tensor((0.0, 1.0, *IDENTITY[2:])))
-        changed[3].copy_(torch.linspace(-3, 5, self.tables.widths[place]))
+        changed[2].copy_(torch.tensor(REPLACED))
+        changed[3].copy_(torch.linspace(-3, 5, tables.widths[place]))
         try:
             yield
         finally:
@@ -214,24 +153,13 @@ class Editor:
                                  "VLLM_TAP_EDIT_ROWS=%d", self.tables.size.rows)
 
     def _write(self, each: Edited) -> None:
-        rows, each.there = sum(stop - start for start, stop in each.edits.row_positions), True
+        each.there = True
         each.programs = {which: self._free_programs.pop() for which in each.combinations}
         self.tables.counts.index_fill_(1, self._columns(each), 0)
         for number, one in enumerate(each.edits.placed):
-            for place in one.places:
-                width = self.tables.widths[place]
+            for width in dict.fromkeys(self.tables.widths[place] for place in one.places):
                 slots = each.slots.setdefault(width, [0] * len(each.edits.placed))
-                if slots[number]:
-                    continue
-                first = self._take_rows(width, rows) if one.rows else self._free_slots[width].pop()
-                slots[number] = -first if one.rows else first
-                at = slice(first, first + (rows if one.rows else 1))
-                pool = self.tables.pools[width]
-                pool.forms[at] = torch.tensor(one.form).to(pool.forms.device)
-                pool.heads[at] = 0 if one.heads else WHOLE
-                if one.heads:
-                    pool.heads[at, one.heads] = ALONE
-                pool.vectors[at] = torch.from_numpy(_numbers(each, one, width)).to(pool.vectors.device)
+                slots[number] = self._write_one(numbers_of(each, one, width), one)
         every = self.tables.every_slot
         written = torch.zeros(every.shape[0], len(each.programs), every.shape[2], dtype=torch.int32)
         for row, place in enumerate(self.tables.slots):
@@ -240,6 +168,19 @@ class Editor:
                         if place in each.edits.placed[number].places]
                 written[row, column, : len(here)] = torch.tensor(here, dtype=torch.int32)
         every[:, list(each.programs.values())] = written.to(every.device)
+
+    def _write_one(self, numbers: F32, one: Placed) -> int:
+        """The slot of an edit, whose form and vectors [its slots, width] are written; −s for the first of many."""
+        count, width = numbers.shape
+        pool = self.tables.pools[width]
+        first = self._take_rows(width, count) if one.rows else self._free_slots[width].pop()
+        at = slice(first, first + count)
+        pool.forms[at] = torch.tensor(one.form).to(pool.forms.device)
+        pool.heads[at] = 0 if one.heads else WHOLE
+        if one.heads:
+            pool.heads[at, one.heads] = ALONE
+        pool.vectors[at] = torch.from_numpy(numbers).to(pool.vectors.device)
+        return -first if one.rows else first
 
     def _take_rows(self, width: int, count: int) -> int:
         """The first of so many slots in one piece; NoRoom."""
@@ -254,10 +195,11 @@ class Editor:
         return self._to_device(np.array(list(each.programs.values()), np.int64))
 
     def _let_go(self, each: Edited) -> None:
-        if each.there:
-            made = self.tables.counts.index_select(1, self._columns(each))
-            each.made = made if each.made is None else each.made + made
-        rows = sum(stop - start for start, stop in each.edits.row_positions)
+        if not each.there:
+            return
+        made = self.tables.counts.index_select(1, self._columns(each))
+        each.made = made if each.made is None else each.made + made
+        rows = each.edits.rows_each
         self._free_programs += each.programs.values()
         for width, slots in each.slots.items():
             self._free_slots[width] += [slot for slot in slots if slot > 0]

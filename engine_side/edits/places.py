@@ -115,7 +115,7 @@ def _registered(points: Iterable[TapPoint], tables: Tables, before: bool) -> Ite
     for point in points:
         call, place = call_of(point), (point.site, point.layer)
         if bool(call.given) == before:
-            pool = tables.pools[tables.widths[place]]
+            pool = tables.pool_of(place)
             buffers = dict(zip(_BUFFERS, (tables.marks_of(place), tables.programs, tables.ordinals,
                                           tables.slots[place], pool.vectors, pool.forms), strict=True))
             if has_heads(point.site) and pool.heads.shape[1] > 1:

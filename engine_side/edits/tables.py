@@ -2,7 +2,8 @@
 
 A row of a step has a *program*, a number; 0: it is not edited. For each place (site and layer) that is armed, a table
 says which slots a program uses there, in the order of the edits; slot 0 changes nothing. A slot has an edit's form and
-vector (``schemas.edits``). A negative one, −s, is the first of many, one a row: that of a row is s + its *ordinal*.
+vector (``schemas.edits.resolved``). A negative one, −s, is the first of many, one a row: that of a row is s + its
+*ordinal*.
 Every buffer keeps its address, as CUDA graphs have it.
 """
 
@@ -15,7 +16,7 @@ from typing import Final
 import torch
 
 from schemas import limits
-from schemas.edits import IDENTITY
+from schemas.edits.resolved import IDENTITY
 
 programs_of_request: Final = 16
 
@@ -68,7 +69,7 @@ class Tables:
     last line is the programs themselves. ``counts`` int32 [places + 1, programs]: how often each was seen there.
 
     Requests of one step are at most as many as there is room for, so of programs and vectors it never runs out; the
-    front end sees to ``rows`` (``schemas.edits.Edits.rows_kept``).
+    front end sees to ``rows`` (``schemas.edits.resolved.Edits.rows_kept``).
     """
 
     size: Size
@@ -84,6 +85,10 @@ class Tables:
     def programs(self) -> torch.Tensor:
         """Programs int32 [tokens] of a step's rows."""
         return self.marks[-1]
+
+    def pool_of(self, place: Place) -> Pool:
+        """What a place's slots are numbers of."""
+        return self.pools[self.widths[place]]
 
     def marks_of(self, place: Place) -> torch.Tensor:
         """Marks of a place, int32 [tokens]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
-from schemas.edits import EditError
+from schemas.errors import EditError
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from schemas import edits
-from schemas.edits import Edits
+from schemas.edits import resolved
+from schemas.edits.resolved import Edits
 from schemas.ids import sample_id
 from schemas.spec import Resolved
 
@@ -88,6 +88,6 @@ def find_edits(sampling_params: Any) -> Edits | None:
     if not isinstance(text, str):
         return None
     try:
-        return edits.decode(text)
+        return resolved.decode(text)
     except (msgspec.DecodeError, TypeError, UnicodeError, RecursionError):
         return None

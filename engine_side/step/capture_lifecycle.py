@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from engine_side.edits.editor import Edited
+from engine_side.edits.edited import Edited
 from engine_side.front.ticket import Ticket
 from engine_side.step.selection import CaptureTable, Plan
 from engine_side.tap.staging import Staging

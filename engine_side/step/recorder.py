@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from engine_side.edits.editor import Edited
+from engine_side.edits.edited import Edited
 from engine_side.front.ticket import Ticket
 from engine_side.step.bursts import Bursts
 from engine_side.step.capture_lifecycle import CaptureLifecycle, End

@@ -16,11 +16,11 @@ from schemas import legacy as legacy_names
 from schemas import limits
 from schemas.catalog.filters import WHEN, parse_tag, read_filter
 from schemas.codecs import CODECS, DEFAULT_CODEC
+from schemas.edits.arms import EditArms
 from schemas.errors import ArgumentError, TapError
 from schemas.legacy import FLAGS
 from schemas.manifest import STATUSES
 from schemas.probes import parse_probes
-from schemas.vectors import EditArms
 from vllm_tap.cli import keys, sites, upkeep, verify
 from vllm_tap.cli.options import (
     ActBits,

@@ -11,8 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from schemas.edits import EditError
-from schemas.errors import ConflictError, SpecError, StartError, TapError
+from schemas.errors import ConflictError, EditError, SpecError, StartError, TapError
 from schemas.probes import probes_text
 from schemas.read.reader import StoreReader
 from schemas.spec import CaptureSpec, Resolved, intervals, resolve

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from schemas.checks import parse_arm
-from schemas.edits import Arms, EditError, digest_of, parse_edits, resolve_edits
-from schemas.errors import ArgumentError, SpecError, TapError
+from schemas.edits.arms import Arms, EditArms
+from schemas.edits.resolve import resolve_edits
+from schemas.edits.spec import parse_edits
+from schemas.edits.vectors import digest_of, load_vector
+from schemas.errors import ArgumentError, EditError, SpecError, TapError
 from schemas.probes import Registered, load_probe
 from schemas.sites import SITES, parse_site
 from schemas.spec import CaptureSpec, parse_spec
-from schemas.vectors import EditArms, load_vector
 from vllm_tap.offline.prompt_file import Prompt
 from vllm_tap.offline.prompt_source import PromptSource
 from vllm_tap.serve.model_config import check_arguments, read_config

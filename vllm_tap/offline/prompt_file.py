@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from schemas import limits
-from schemas.edits import EditError, parse_edits
-from schemas.errors import ArgumentError, LimitError, SpecError, TapError, json_fault
+from schemas.edits.spec import parse_edits
+from schemas.errors import ArgumentError, EditError, LimitError, SpecError, TapError, json_fault
 from schemas.spec import parse_spec
 
 __all__ = ["Prompt", "prompt_of", "read_edits", "read_prompts"]

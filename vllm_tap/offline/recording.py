@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from schemas.checks import Durability, OnFull, check_one_of, parse_arm
+from schemas.edits.arms import EditArms
 from schemas.errors import NotFoundError, StartError, TapError
 from schemas.manifest import Manifest
 from schemas.probes import load_probe, parse_probes, probes_text
 from schemas.read.reader import StoreReader
 from schemas.spec import parse_spec
-from schemas.vectors import EditArms
 from vllm_tap.client.captures import Capture
 from vllm_tap.client.listing import Filters
 from vllm_tap.serve.services import check_store, make_socket_dir
@@ -69,7 +69,7 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
     ``on_full``: whether generation waits for the disk ("wait") or rows are dropped and named ("drop"). ``probes``: by
     name the files of probes that can be asked for (schemas.probes). ``edit``: the sites, as of ``arm``, whose rows
     requests may have changed, with ``SamplingParams(extra_args={"edit": […]})``; ``vectors``: by name the files of
-    vectors that their edits may name (schemas.vectors). At its end it waits, ``wait_s`` seconds at most,
+    vectors that their edits may name (schemas.edits.vectors). At its end it waits, ``wait_s`` seconds at most,
     until every capture has ended. Requests with a capture that come to such an engine later are refused; others are not
     affected. StartError, before anything is started, where it cannot be had.
     """

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from schemas import limits
-from schemas.edits import Arms, parse_edit_places
+from schemas.edits.arms import Arms, EditArms, parse_edit_places
+from schemas.edits.vectors import load_vector
 from schemas.errors import ArgumentError, SpecError, StartError
 from schemas.probes import Registered, load_probe
 from schemas.sites import SITES, has_heads, layers_by_site
 from schemas.spec import CaptureSpec, armed_at, resolve
-from schemas.vectors import EditArms, load_vector
 
 __all__ = ["ModelConfig", "check_arguments", "config_of", "fetched", "read_config", "takes_more_than_text"]
 

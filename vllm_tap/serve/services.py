@@ -25,11 +25,11 @@ from schemas.checks import (
     check_seconds,
     parse_arm,
 )
+from schemas.edits.arms import EditArms
 from schemas.errors import StartError
 from schemas.legacy import SITE
 from schemas.probes import Registered, load_probe, probes_text
 from schemas.sites import layers_by_site
-from schemas.vectors import EditArms
 from vllm_tap.serve.child import ServiceCommand
 from vllm_tap.serve.model_config import check_arguments, read_config
 from writer_service.recover.store_lock import check_free

@@ -17,7 +17,7 @@ from vllm_tap.client.captures import Capture, CaptureSource
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
-    from schemas.edits import Arms
+    from schemas.edits.arms import Arms
 
 __all__ = ["F32", "Laboratory", "Place", "Run", "Seen", "control", "differences", "patched"]
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from schemas.checks import parse_arm
-from schemas.edits import EDITABLE
+from schemas.edits.arms import EDITABLE, EditArms
 from schemas.errors import ArgumentError, StartError
 from schemas.read.reader import StoreReader
-from schemas.vectors import EditArms
 from vllm_tap.offline.engine import started
 from vllm_tap.offline.recording import recording
 from vllm_tap.progress import ProgressReport, reporting

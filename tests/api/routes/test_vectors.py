@@ -18,7 +18,7 @@ from safetensors.numpy import save
 from api.auth.keys import make_key
 from api.generate.stored_vectors import StoredVectors
 from schemas import limits
-from schemas.edits import digest_of
+from schemas.edits.vectors import digest_of
 from schemas.errors import ConflictError, CorruptError, LimitError, NotFoundError, StoreError
 from schemas.store.paths import KEYS_FILE, VECTORS_FOLDER
 from tests.support.api_stack import Stack, running

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from engine_side import worker
 from engine_side.edits import places
 from engine_side.seams import self_test
-from schemas.edits import digest_of
+from schemas.edits.vectors import digest_of
 from schemas.errors import SpecError, StartError
 from schemas.read.reader import StoreReader
 from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, OneAtATime, in_this_process, refused_start

@@ -11,7 +11,7 @@ import torch
 from engine_side.edits.places import call_of
 from engine_side.edits.tables import ALONE, WHOLE, edited
 from engine_side.tap.architectures import TapPoint
-from schemas.edits import IDENTITY
+from schemas.edits.resolved import IDENTITY
 from schemas.errors import StartError
 
 PROJECTION = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=8)

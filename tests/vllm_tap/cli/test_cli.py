@@ -25,12 +25,12 @@ from typer.main import get_command
 from api.auth.keys import make_key
 from api.routes.captures import ListParameters
 from schemas.catalog.filters import milliseconds
+from schemas.edits.arms import EditArms
 from schemas.errors import ArgumentError, SpecError, StartError, TapError
 from schemas.ids import new_ulid
 from schemas.probes import parse_probes
 from schemas.spec import parse_spec
 from schemas.store.paths import KEYS_FILE
-from schemas.vectors import EditArms
 from schemas.wire.messages import Own
 from tests.support.engines.engine_player import WIDTH, EnginePlayer, decoded
 from tests.support.processes import free_port, runs

@@ -21,7 +21,7 @@ import torch
 
 import vllm_tap
 from schemas import limits
-from schemas.edits import digest_of
+from schemas.edits.vectors import digest_of
 from schemas.errors import ConflictError, NotFoundError, SpecError, TapError
 from schemas.ids import new_ulid
 from schemas.manifest import Missing

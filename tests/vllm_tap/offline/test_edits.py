@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from schemas.edits import digest_of
+from schemas.edits.arms import EditArms
+from schemas.edits.vectors import digest_of
 from schemas.errors import TapError
 from schemas.probes import parse_probes
-from schemas.vectors import EditArms
 from tests.support.api_stack import ROOT
 from vllm_tap import open_store
 from vllm_tap.offline.job import CaptureJob

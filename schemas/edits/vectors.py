@@ -1,28 +1,71 @@
-"""Vectors that edits may name, as they come: safetensors with one tensor, ``vector`` [width], or JSON.
+"""Vectors of edits as they come: numbers in base64, JSON, or safetensors with one tensor, ``vector`` [width].
 
 An engine is started with files of them; the service is sent the bytes.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from schemas import limits
 from schemas.bodies import check_values
-from schemas.edits import floats_of, parse_edit_places
-from schemas.errors import ArgumentError, LimitError, StartError, json_fault
-from schemas.probes import Registered, numbers_of, opened, probes_text, refusal, shape_of
+from schemas.errors import ArgumentError, EditError, LimitError, SpecError, json_fault
+from schemas.probes import Registered, numbers_of, opened, refusal, shape_of
+
+__all__ = ["F32", "LARGEST", "check_float32", "digest_of", "floats_of", "load_vector", "read_vector"]
 
 F32 = npt.NDArray[np.float32]
+LARGEST: Final = float(np.finfo(np.float32).max)
+_FINITE: Final = "valid: a finite number that float32 holds"
 _DTYPES: Final = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 _HEAD_BYTES_MAX: Final = 64 * 1024  # of a safetensors file with one tensor in it
 _VALID: Final = 'valid: a list of numbers, or {"base64": "…"} of float32, little-endian'
+
+
+def digest_of(vector: F32) -> str:
+    """The name of a vector by its numbers."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(vector, np.float32).tobytes())
+
+
+def check_float32(field: str, number: float) -> None:
+    """EditError where float32 does not hold a number."""
+    try:
+        held = math.isfinite(number) and abs(number) <= LARGEST
+    except OverflowError:  # a whole number of hundreds of digits
+        held = False
+    if not held:
+        raise EditError(field, number, _FINITE)
+
+
+def floats_of(field: str, text: str, error: type[SpecError] = EditError) -> F32:
+    """The numbers of base64, float32 [n]; ``error`` where it is none, holds none, or one that is not finite."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as fault:
+        raise error(field, text, f"no base64 ({fault}); valid: base64.b64encode(array.astype('<f4').tobytes())"
+                    ) from None
+    if not data or len(data) % 4:
+        raise error(field, f"{len(data)} bytes", "float32 takes 4 bytes a number, and at least one is needed")
+    return _as_float32(field, np.frombuffer(data, "<f4"), error)
+
+
+def _as_float32(field: str, numbers: npt.NDArray[Any], error: type[SpecError]) -> F32:
+    """A copy in float32; ``error`` where that does not hold one of the numbers [n]."""
+    with np.errstate(over="ignore"):
+        kept = numbers.astype(np.float32)
+    if not (finite := np.isfinite(kept)).all():
+        at = int(finite.argmin())
+        raise error(f"{field}[{at}]", float(numbers[at]), _FINITE)
+    return kept
 
 
 def load_vector(registered: Registered) -> F32:
@@ -113,40 +156,4 @@ def _check_width(width: int) -> None:
 
 def _checked(numbers: npt.NDArray[Any]) -> F32:
     _check_width(len(numbers))
-    with np.errstate(over="ignore"):
-        kept = numbers.astype(np.float32)
-    if not (finite := np.isfinite(kept)).all():
-        at = int(finite.argmin())
-        raise ArgumentError(f"vector[{at}]", float(numbers[at]), "valid: a finite number that float32 holds")
-    return kept
-
-
-@dataclass(frozen=True, slots=True)
-class EditArms:
-    """What an engine is to be started with for edits: ``places`` are sites, or ``site.layer``, comma-separated."""
-
-    places: str = ""
-    depth: int | None = None  # edits of one row, site and layer; None: the engine's default
-    rows: int | None = None  # that edits of requests at once may set rows to; None: the engine's default
-    vectors: tuple[Registered, ...] = ()
-
-    def check(self, places: str, depth: str, vectors: str, rows: str = "") -> tuple[str, ...]:
-        """The places in canonical names; StartError, naming the argument (as these say), where it cannot be had."""
-        found = parse_edit_places(places, self.places)
-        if self.depth is not None and not 1 <= self.depth <= limits.edit_depth_max:
-            raise StartError(f"{depth} = {self.depth}: must be 1 to {limits.edit_depth_max}")
-        if self.rows is not None and not 0 <= self.rows <= limits.edit_rows_max:
-            raise StartError(f"{rows} = {self.rows}: must be 0 to {limits.edit_rows_max}")
-        for name, given in ((depth, self.depth), (rows, self.rows), (vectors, ", ".join(map(str, self.vectors)))):
-            if given and not found:
-                raise StartError(f"{name} = {given}: nothing is armed for edits; name sites with {places}")
-        for vector in self.vectors:
-            load_vector(vector)
-        return found
-
-    def environment(self) -> dict[str, str]:
-        """The variables that tell an engine."""
-        places = ",".join(parse_edit_places("VLLM_TAP_EDIT", self.places))
-        return {"VLLM_TAP_EDIT": places, "VLLM_TAP_VECTORS": probes_text(self.vectors),
-                **({} if self.depth is None else {"VLLM_TAP_EDIT_DEPTH": str(self.depth)}),
-                **({} if self.rows is None else {"VLLM_TAP_EDIT_ROWS": str(self.rows)})}
+    return _as_float32("vector", numbers, ArgumentError)

@@ -13,9 +13,11 @@ import pytest
 from safetensors.numpy import save
 
 from schemas import limits
-from schemas.edits import Arms, digest_of, parse_edits, resolve_edits
+from schemas.edits.arms import Arms
+from schemas.edits.resolve import resolve_edits
+from schemas.edits.spec import parse_edits
+from schemas.edits.vectors import digest_of, read_vector
 from schemas.errors import LimitError, SpecError, TapError
-from schemas.vectors import read_vector
 
 JSON, FILE = "application/json; charset=utf-8", "application/octet-stream"
 NUMBERS = np.array([1.5, -2.25, 3e-30], np.float32)
@@ -102,6 +104,8 @@ SET = {"site": "resid_post.1", "op": "set"}
     ({**SET, "from": {"capture": "x", "positions": [[3, 1]]}, "positions": [1]}, "edit[0].from.positions = [3, 1]"),
     ({**SET, "from": {"capture": "x", "decoded": 1}, "positions": [1]}, "edit[0].from.decoded = 1"),
     ({**SET, "from": {"capture": "x"}, "vector": [1], "positions": [1]}, "edit[0].rows = '…': set has vector"),
+    ({"op": "stop", "vector": [1]}, "edit[0].vector = [1]: stop has when, and no vector"),
+    ({**SET, "op": "swap"}, "edit[0].op = 'swap': valid: add, scale, ablate, cap, set or stop"),
     ({**SET, "from": {"capture": "x"}, "positions": [1]}, "edit[0].from = 'x': rows of a capture are looked up by the"),
 ])
 def test_an_edit_that_cannot_be_made_is_refused_by_name(edit: dict[str, Any], says: str) -> None:
