@@ -25,8 +25,8 @@ class Arms(msgspec.Struct, frozen=True):
     keeps at once for all its requests.
 
     ``vectors``: numbers of its own vectors by name; ``heads``: numbers of a head, by site that has heads; ``probes``:
-    names of a probe's scores, that conditions may be about. ``without_when``: why this engine has no conditions; "" where
-    it has.
+    names of a probe's scores, that conditions may be about. ``without_when``: why this engine has no conditions; ""
+    where it has.
     """
 
     layers: dict[str, list[int]]
