@@ -62,7 +62,9 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks
     global CURRENT
     stop()
     if editor is not None and staging.probes:
-        editor.conditions = Conditions(staging, editor.tables.size.requests)
+        editor.conditions = made = Conditions(staging, editor.tables.size.requests)
+        for name, kept in (("switches", made.switches), ("unseen", made.unseen)):  # see below
+            model.register_buffer(f"vllm_tap_{name}", kept, persistent=False)
     if not leads:  # the sites are whole on every rank: once is enough
         CURRENT = Worker(info, model, checks, staging, None, None, editor, os.getpid())
         return

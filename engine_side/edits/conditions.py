@@ -41,30 +41,28 @@ class Conditions:
     def __init__(self, staging: Staging, requests: int) -> None:
         self.staging, self.device = staging, next(iter(staging.buffers.values())).device
         self.switches = torch.full((requests + 1, switches_max), _NEVER, dtype=torch.int64, device=self.device)
-        self._unseen = torch.zeros(requests + 1, dtype=torch.int64, device=self.device)  # positions without a verdict
+        self.unseen = torch.zeros(requests + 1, dtype=torch.int64, device=self.device)  # positions without a verdict
         self._free = list(range(requests, 0, -1))
         self._newest: list[tuple[Watched, int]] = []  # of the last step, with their newest rows
-        self._positions = self._unseen[:0]  # of those rows
+        self._positions = self.unseen[:0]  # of those rows
         self._under_way: deque[tuple[Any, torch.Tensor, list[Watched]]] = deque()  # event, flags on the host
-        self._ending: dict[str, Condition] = {}  # of requests that have not ended yet
 
     def open(self, request: str, condition: Condition, prompt_len: int) -> Watched:
         """Watch a request from its next step on."""
         if not self._free:  # preempted requests have theirs as well
             count = len(self.switches)
             self.switches = torch.cat([self.switches, torch.full_like(self.switches, _NEVER)])
-            self._unseen = torch.cat([self._unseen, torch.zeros_like(self._unseen)])
+            self.unseen = torch.cat([self.unseen, torch.zeros_like(self.unseen)])
             self._free = list(range(2 * count - 1, count - 1, -1))
         watched = Watched(request, condition, prompt_len, self._free.pop())
         self.switches[watched.line] = _NEVER
-        self._unseen[watched.line] = 0
+        self.unseen[watched.line] = 0
         return watched
 
     def close(self, watched: Watched) -> torch.Tensor:
         """Watch it no more; returns its switches, int32 [switches_max], −1 for none."""
         self.settle()
         self._free.append(watched.line)
-        self._ending.pop(watched.request, None)
         found = self.switches[watched.line]
         return torch.where(found == _NEVER, -1, found).to(torch.int32)
 
@@ -92,20 +90,29 @@ class Conditions:
         scores, switches = self._scores(newest), self.switches[lines]
         count = (switches != _NEVER).sum(dim=-1)
         crossed = torch.where(count % 2 == 1, scores < low, scores >= high)
-        crossed &= (after > self._unseen[lines]) & (after >= first) & (count < switches_max)
+        crossed &= (after > self.unseen[lines]) & (after >= first) & (count < switches_max)
         self.switches[lines, count.clamp(max=switches_max - 1)] = torch.where(
             crossed, after, switches.gather(1, count.clamp(max=switches_max - 1)[:, None])[:, 0])
-        self._unseen[lines] = torch.maximum(self._unseen[lines], after)
+        self.unseen[lines] = torch.maximum(self.unseen[lines], after)
         if any(each.condition.stops for each in watched):
             self._tell(crossed, watched)
 
-    def ended(self, request: str) -> Condition | None:
-        """The condition that ends a request, as far as the host knows; waits for nothing."""
+    @property
+    def telling(self) -> bool:
+        """Whether the host is yet to be told something."""
+        return bool(self._under_way)
+
+    def stopped(self) -> dict[str, str]:
+        """Requests that their conditions end, with the probe, as far as the host has not been told; waits for nothing.
+
+        May be called by another thread than the rest.
+        """
+        found: dict[str, str] = {}
         while self._under_way and (self._under_way[0][0] is None or self._under_way[0][0].query()):
             _, flags, watched = self._under_way.popleft()
-            self._ending |= {each.request: each.condition for each, crossed in zip(watched, flags.tolist(), strict=True)
-                             if crossed and each.condition.stops}
-        return self._ending.get(request)
+            found |= {each.request: each.condition.probe for each, crossed in zip(watched, flags.tolist(), strict=True)
+                      if crossed and each.condition.stops}
+        return found
 
     def _scores(self, newest: Sequence[tuple[Watched, int]]) -> torch.Tensor:
         """The score of each row that its condition is about, float32 [requests]."""

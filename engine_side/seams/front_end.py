@@ -110,15 +110,13 @@ def _arms(vllm_config: Any, config: EngineConfig, shape: admission.Shape) -> Arm
                     if vllm_config.speculative_config is not None else "a condition cannot be had with data "
                     "parallelism: an engine's dummy steps write over what it asks" if parallel.data_parallel_size > 1
                     else "")
-    without_stop = ("a request cannot be ended by a probe where the engine's workers have processes of their own "
-                    "(tensor parallelism)" if parallel.world_size > 1 else "")
     layers = {site: list(range(n_layers)) if chosen is None else chosen
               for site, chosen in layers_by_site(config.edit).items()}
     return Arms(layers, {site: known[site] for site in layers if known[site]}, n_layers, config.edit_depth,
                 {vector.name: load_vector(vector) for vector in config.vectors}, dict(shape.armed.names),
                 config.edit_rows, model.max_model_len,
                 {site: model.get_head_size() for site in layers if has_heads(site)},
-                {name: probe.names for name, probe in shape.armed.probes.items()}, without_when, without_stop)
+                {name: probe.names for name, probe in shape.armed.probes.items()}, without_when)
 
 
 def _check_capture_all(spec: str, shape: admission.Shape) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -17,11 +18,12 @@ import numpy.typing as npt
 import torch
 
 from engine_side import worker
+from engine_side.edits.conditions import Conditions
 from engine_side.edits.edited import Edited
 from engine_side.edits.editor import Editor
 from engine_side.front.ticket import find, find_edits
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
-from engine_side.seams.scheduler import FINISHED
+from engine_side.seams.scheduler import FINISHED, STOPPED
 from engine_side.step.selection import Step
 from schemas.errors import StartError
 
@@ -39,10 +41,12 @@ def connect() -> None:
     wrap_when_imported("vllm.v1.worker.gpu_model_runner", {
         "GPUModelRunner.execute_model": partial(_execute_model, layout=_layout_v1),
         "GPUModelRunner._prepare_inputs": partial(_prepare_inputs, layout=_rows_v1),
+        "GPUModelRunner.sample_tokens": _sample_tokens,
     })
     wrap_when_imported("vllm.v1.worker.gpu.model_runner", {
         "GPUModelRunner.execute_model": partial(_execute_model, layout=_layout_v2),
         "GPUModelRunner.prepare_inputs": partial(_prepare_inputs, layout=_rows_v2),
+        "GPUModelRunner.sample_tokens": _sample_tokens,
     })
 
 
@@ -132,6 +136,30 @@ def _prepare_inputs(original: Callable[..., Any], layout: Callable[[Any, Any], t
         return result
 
     return prepare_inputs
+
+
+def _sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Requests that a probe ends are told with a step's tokens: the scheduler may be another process."""
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        editor = None if worker.CURRENT is None else worker.CURRENT.editor
+        if editor is None or editor.conditions is None or not editor.conditions.telling:
+            return output
+        if not hasattr(output, "get_output"):
+            return _with_stopped(output, editor.conditions)
+        get_output, conditions = output.get_output, editor.conditions
+        output.get_output = lambda: _with_stopped(get_output(), conditions)
+        return output
+
+    return sample_tokens
+
+
+def _with_stopped(output: Any, conditions: Conditions) -> Any:
+    if not (stopped := conditions.stopped()):
+        return output
+    output = copy(output)  # some are the same for all steps
+    setattr(output, STOPPED, stopped)
+    return output
 
 
 def _rows_v1(runner: Any, _: Any) -> tuple[Any, Any, torch.Tensor]:

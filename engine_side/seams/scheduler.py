@@ -23,6 +23,7 @@ from engine_side.step.capture_lifecycle import End
 logger = logging.getLogger("vllm.tap")
 
 FINISHED: Final = "vllm_tap_finished"
+STOPPED: Final = "vllm_tap_stopped"  # by request: the probe that ends it; on what a runner returns
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -30,6 +31,7 @@ def connect() -> None:
     """Install the wrappers."""
     wrap_when_imported("vllm.v1.core.sched.scheduler", {
         "Scheduler._free_request": _free_request,
+        "Scheduler.update_from_output": _update_from_output,
         "Scheduler._update_request_with_output": _update_request,
         "Scheduler.schedule": _schedule,
     })
@@ -62,6 +64,7 @@ def _preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _free_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__.get(STOPPED, {}).pop(request.request_id, None)
         try:
             ticket = find(request.sampling_params)
             if ticket is not None:
@@ -78,20 +81,26 @@ def _free_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return free_request
 
 
+def _update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+                           ) -> Any:
+        if (stopped := getattr(model_runner_output, STOPPED, None)) is not None:
+            self.__dict__.setdefault(STOPPED, {}).update(stopped)
+        return original(self, scheduler_output, model_runner_output, *args, **kwargs)
+
+    return update_from_output
+
+
 def _update_request(original: Callable[..., Any]) -> Callable[..., Any]:
     """End a request whose probe has said so, as if a stop token had come."""
 
     def update_request_with_output(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         tokens, stopped = original(self, request, *args, **kwargs)
-        current = worker.CURRENT
-        if stopped or current is None or current.editor is None or current.editor.conditions is None:
-            return tokens, stopped
-        condition = current.editor.conditions.ended(request.request_id)
-        if condition is None:
-            return tokens, stopped
-        request.status = type(request.status).FINISHED_STOPPED
-        request.stop_reason = f"probe:{condition.probe}"
-        return tokens, True
+        if not stopped and (ending := self.__dict__.get(STOPPED)) and request.request_id in ending:
+            request.status = type(request.status).FINISHED_STOPPED
+            request.stop_reason = f"probe:{ending[request.request_id]}"
+            stopped = True
+        return tokens, stopped
 
     return update_request_with_output
 

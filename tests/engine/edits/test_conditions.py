@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
+from engine_side import worker
 from schemas.errors import SpecError
 from schemas.read.reader import StoreReader
 from tests.engine.edits.test_edits import HIDDEN, check, run, started
@@ -119,6 +121,17 @@ def test_a_probe_ends_a_request(engine: Engine) -> None:
         assert told == {"op": "stop", "when": when, "switched": [found[0]]}
         # The row of position p gives the token of p + 1; the host hears of it when one more has been drawn.
         assert found[0] <= len(one.tokens) - 1 <= found[0] + 1
+
+
+def test_a_deep_sleep_takes_nothing_of_conditions(engine: Engine) -> None:
+    """vLLM gives away what was allocated while a model was loaded, and puts back what its modules have as buffers."""
+    current = worker.CURRENT
+    assert engine and current is not None and current.editor is not None
+    conditions = current.editor.conditions
+    assert conditions is not None
+    kept = {buffer.data_ptr() for buffer in current.model.buffers()}
+    tensors = [each for each in vars(conditions).values() if isinstance(each, torch.Tensor) and each.numel()]
+    assert len(tensors) >= 2 and all(each.data_ptr() in kept for each in tensors if each is not conditions._positions)
 
 
 def test_what_a_condition_left_in_the_prefix_cache_is_for_its_equals(engine: Engine) -> None:

@@ -581,6 +581,13 @@ def test_edits_without_a_capture_and_such_as_cannot_be_made(service: Service, po
         assert answer.status_code == 200, answer.text
         manifest = service.manifest(answer.json()["capture"]["id"])
         assert (manifest["status"], manifest["rows"], manifest["edits"][0]["op"]) == ("empty", [], "ablate")
+    when = {"probe": "tone", "score": 0, "above": -1e9}
+    answer = httpx.post(f"{url}/v1/chat/completions", timeout=30, json={
+        **ask, "max_tokens": 200, "ignore_eos": True, "edit": [{"op": "stop", "when": when}]}).json()
+    assert [answer["choices"][0][name] for name in ("finish_reason", "stop_reason")] == ["stop", "probe:tone"], answer
+    manifest = service.manifest(answer["capture"]["id"])
+    assert manifest["stop_reason"] == "probe:tone" and manifest["total_len"] - manifest["prompt_len"] <= 3
+    assert manifest["edits"] == [{"op": "stop", "when": when, "switched": [manifest["prompt_len"]]}]
     for edit, param in (({"op": "turn"}, "edit[0].op"), ({"site": "resid_post.2"}, "edit[0].layers"),
                         ({"op": "add", "vector": "calm"}, "edit[0].vector"), ({"factor": 2}, "edit[0].factor")):
         made = {"site": "resid_post.1", "op": "scale", **edit}
