@@ -20,6 +20,7 @@ from engine_side.edits.places import call_of, edit_arguments, edit_results, keep
 from engine_side.edits.tables import Size, room, tables
 from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.seams.front_end import widths_of
+from engine_side.seams.kept import finite
 from engine_side.seams.recorded_step import discover, prove
 from engine_side.tap.architectures import (
     BY_TRANSFORMERS,
@@ -102,6 +103,8 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     install(projections.copied_where_quantized(points), staging, writers)
     if editor is not None:
         edit_arguments(places, editor.tables)
+        if places and device.type == "cpu":
+            finite.guard(model)
     residuals.read_back(find_carried(model, family, points), staging, vllm_config)
     unchanged.check_classes(classes, model)
     first_block = tuple(site for site in asked if 0 in armed.sites[site])

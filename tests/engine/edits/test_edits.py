@@ -427,6 +427,22 @@ def test_without_a_salt_the_prefix_cache_is_poisoned(engine: Engine, monkeypatch
     check(engine, clean, None)
 
 
+def test_what_is_no_number_stays_with_its_request(engine: Engine) -> None:
+    """Beside such requests and after them, in the blocks of the K/V cache that they had."""
+    beyond: list[Any] = [[one(site="resid_post.0", by=1e38)[0]] * 2,
+                         one(site="resid_post.0", op="add", by=None, vector="tone", scale=3e38),
+                         one(site="resid_post.1", by=1e38) * 2]
+    for turn in range(3):
+        prompts = [tokens(40 + 7 * number, seed=1000 + 10 * turn + number) for number in range(4)]
+        *beside, plain = run(engine, prompts, [*beyond, None])
+        check(engine, plain, None)
+        for number in range(3):
+            alone, = run(engine, [tokens(20 + 17 * number, seed=2000 + 10 * turn + number)], [None])
+            check(engine, alone, None)
+    rows = engine.reader.slice(beside[0].id, "resid_post", [0]).values()[0]
+    assert not np.isfinite(rows).all(), "nothing was beyond"
+
+
 def unsalted(engine: Engine) -> Any:
     """The way in without a salt."""
     original = engine.llm.llm_engine.input_processor.process_inputs
