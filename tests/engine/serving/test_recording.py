@@ -89,7 +89,7 @@ def test_what_a_recording_arms_for_edits(tmp_path: Path, monkeypatch: pytest.Mon
     with recording(tmp_path / "store", edit=["resid_post.1", "z"], vectors={"tone": file}):
         assert (os.environ["VLLM_TAP_EDIT"], os.environ["VLLM_TAP_VECTORS"]) == ("resid_post.1,z", f"tone={file}")
     assert "VLLM_TAP_EDIT" not in os.environ
-    for wrong, says in (({"edit": "q"}, "edit = 'q'"), ({"vectors": {"tone": file}}, "name sites with edit"),
+    for wrong, says in (({"edit": "embed"}, "edit = 'embed'"), ({"vectors": {"tone": file}}, "name sites with edit"),
                         ({"edit": "z", "vectors": {"tone": tmp_path / "none"}}, "vector 'tone'")):
         with pytest.raises(StartError, match=says):
             recording(tmp_path / "other", **wrong).__enter__()  # type: ignore[arg-type]

@@ -676,49 +676,6 @@ def test_delete_hides_at_once(service: Service) -> None:
     assert generation.capture_id not in json.dumps(httpx.get(f"{service.url}/v1/captures").json())
 
 
-def test_a_stop_with_requests_in_flight(service: Service) -> None:
-    """Their captures are closed with their reason, and everything is gone in time. Ends the service: the last here."""
-    started: list[str] = []
-    stopping = threading.Event()
-
-    def ask() -> None:  # one after the other: however fast the machine is, something is in flight
-        while not stopping.is_set():
-            ulid = new_ulid()
-            with contextlib.suppress(httpx.HTTPError), httpx.stream(
-                "POST", f"{service.url}/v1/completions", timeout=60, json={
-                    "model": service.model, "prompt": "The sea", "max_tokens": 900, "temperature": 0,
-                    "ignore_eos": True, "stream": True, "capture": {"id": ulid}}) as answer:
-                for number, _ in enumerate(answer.iter_lines()):
-                    if number == 2:
-                        started.append(ulid)
-            stopping.wait(0.05)
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert until(lambda: len(started) >= 3, 30)
-    everything = descendants(service.process.pid)
-    assert len(everything) >= 6  # guard, writer, API, vLLM's server, its core and its worker
-    began = time.monotonic()
-    service.process.send_signal(signal.SIGTERM)
-    assert service.process.wait(20) == 0, "\n".join(service.lines[-40:])
-    stopping.set()
-    assert time.monotonic() - began < 15, "\n".join(service.lines[-40:])
-    assert not [pid for pid in everything if runs(pid)]
-    for thread in threads:
-        thread.join(10)
-    with StoreReader(service.store) as reader:
-        assert reader.captures(status="running") == []
-        ends = []
-        for ulid in started:  # what was refused, or aborted before its first tokens, is not looked at
-            found = reader.manifest(ulid)
-            ends.append(found.finish_reason)
-            assert found.status in ("complete", "incomplete")
-            assert found.expected == found.captured + sum(gap.rows for row in found.rows for gap in row.missing)
-            assert found.captured > 0
-        assert "abort" in ends and set(ends) <= {"abort", "length"}
-
-
 def test_a_sweep_of_patches_is_hugging_faces_cell_by_cell(service: Service, tmp_path: Path) -> None:
     """Also where one of the tokens is not among the likeliest, on asyncio, and gone on with after it was cut off."""
     clean, corrupted = [[int(t) for t in np.random.default_rng(seed).integers(10, 2000, 6)] for seed in (51, 52)]
@@ -786,3 +743,46 @@ def test_sweeps_that_cannot_be_had(asked: dict[str, Any], says: str, service: Se
              "metric": LogitDifference(5, 6), **asked}
     with Client(service.url) as client, pytest.raises(SpecError, match=says):
         client.patch_sweep(**given)
+
+
+def test_a_stop_with_requests_in_flight(service: Service) -> None:
+    """Their captures are closed with their reason, and everything is gone in time. Ends the service: the last here."""
+    started: list[str] = []
+    stopping = threading.Event()
+
+    def ask() -> None:  # one after the other: however fast the machine is, something is in flight
+        while not stopping.is_set():
+            ulid = new_ulid()
+            with contextlib.suppress(httpx.HTTPError), httpx.stream(
+                "POST", f"{service.url}/v1/completions", timeout=60, json={
+                    "model": service.model, "prompt": "The sea", "max_tokens": 900, "temperature": 0,
+                    "ignore_eos": True, "stream": True, "capture": {"id": ulid}}) as answer:
+                for number, _ in enumerate(answer.iter_lines()):
+                    if number == 2:
+                        started.append(ulid)
+            stopping.wait(0.05)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert until(lambda: len(started) >= 3, 30)
+    everything = descendants(service.process.pid)
+    assert len(everything) >= 6  # guard, writer, API, vLLM's server, its core and its worker
+    began = time.monotonic()
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(20) == 0, "\n".join(service.lines[-40:])
+    stopping.set()
+    assert time.monotonic() - began < 15, "\n".join(service.lines[-40:])
+    assert not [pid for pid in everything if runs(pid)]
+    for thread in threads:
+        thread.join(10)
+    with StoreReader(service.store) as reader:
+        assert reader.captures(status="running") == []
+        ends = []
+        for ulid in started:  # what was refused, or aborted before its first tokens, is not looked at
+            found = reader.manifest(ulid)
+            ends.append(found.finish_reason)
+            assert found.status in ("complete", "incomplete")
+            assert found.expected == found.captured + sum(gap.rows for row in found.rows for gap in row.missing)
+            assert found.captured > 0
+        assert "abort" in ends and set(ends) <= {"abort", "length"}

@@ -172,7 +172,7 @@ def test_show_says_what_is_missing_and_why(stored: Stored) -> None:
 def test_every_command_on_a_store_takes_it_as_store() -> None:
     commands = [*get_command(app).commands.items(), *get_command(keys_app).commands.items()]  # type: ignore[attr-defined]
     taken = {name for name, command in commands for param in command.params if "--store" in param.opts}
-    assert {name for name, _ in commands} - taken == {"keys", "version", "curve-keys", "sites"}
+    assert {name for name, _ in commands} - taken == {"keys", "version", "curve-keys", "sites", "verify"}
 
 
 @pytest.mark.parametrize("asked", [[], ["keys"]])
@@ -526,7 +526,7 @@ def test_what_serve_arms_for_edits(tmp_path: Path) -> None:
     told = tap_environment(config, "ipc:///tmp/none")
     assert [told[f"VLLM_TAP_{name}"] for name in ("EDIT", "EDIT_DEPTH", "EDIT_ROWS", "VECTORS")] == [
         "resid_post.1,z", "3", "64", f"tone={file}"]
-    for arms, says in ((EditArms("q"), "--edit = 'q'"), (EditArms("z", 9), "--edit-depth = 9"),
+    for arms, says in ((EditArms("embed"), "--edit = 'embed'"), (EditArms("z", 9), "--edit-depth = 9"),
                        (EditArms("z", rows=-1), "--edit-rows = -1: must be 0 to"),
                        (EditArms("", 2), "--edit-depth = 2: nothing is armed for edits; name sites with --edit"),
                        (EditArms("resid_post.7"), "--edit = resid_post.7: .* layers 0 to 3"),
