@@ -218,7 +218,7 @@ class Sender:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.connect(self.endpoint)
 
-    def hello(self) -> Welcome:
+    def hello(self, within_s: float = 60.0) -> Welcome:
         """Greet, and send again what the writer does not have."""
         greeting = encode(
             Hello(
@@ -232,7 +232,7 @@ class Sender:
             )
         )
         self.socket.send(greeting)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + within_s
         while True:
             answer = self.receive(10)
             if answer is None and time.monotonic() < deadline:
