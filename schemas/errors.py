@@ -16,7 +16,10 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 __all__ = [
+    "MISSING",
     "ArgumentError",
     "ConflictError",
     "CorruptError",
@@ -35,6 +38,9 @@ __all__ = [
 ]
 
 
+MISSING: Final = object()  # the value of a field that is not there
+
+
 class TapError(Exception):
     """Base of every error raised on purpose by this project."""
 
@@ -43,7 +49,8 @@ class SpecError(TapError, ValueError):
     """A capture spec that cannot be honoured; names the field, its value and what would be valid."""
 
     def __init__(self, field: str, value: object, reason: str) -> None:
-        super().__init__(f"{self.name_of(field)} = {shown(value)}: {reason}")
+        given = ": missing;" if value is MISSING else f" = {shown(value)}:"
+        super().__init__(f"{self.name_of(field)}{given} {reason}")
         self.field, self.value, self.reason = field, value, reason
 
     @staticmethod

@@ -235,7 +235,7 @@ def one(**fields: Any) -> list[dict[str, Any]]:
     (one(site="mlp_out.1"), r"edit\[0\].layers = \[1\]: not armed for edits of mlp_out; armed: \[2\]"),
     (one(site="resid_post.9"), r"edit\[0\].layers = \[9\]: out of range"),
     (one(op="twist"), r"edit\[0\].op = 'twist': valid: add, scale"),
-    (one(op="add", by=None), r"edit\[0\].vector = 'nothing': add needs it"),
+    (one(op="add", by=None), r"edit\[0\].vector: missing; add needs it"),
     (one(op="add", by=None, vector=[1, 2]), r"edit\[0\].vector = '2 numbers': rows of resid_post have 128"),
     (one(op="add", by=None, vector=[float("nan")] * 128), r"vector\[0\] = nan: valid: a finite number"),
     (one(op="add", by=None, vector=[1e39] * 128), r"vector\[0\] = 1e\+39: valid: a finite number"),
