@@ -130,8 +130,9 @@ def ask_site(name: str, field: str = "sites", error: type[SpecError] = SpecError
         return match[1], int(match[2])
     if match := _PROBE.fullmatch(name):
         return match[1], None if match[2] is None else int(match[2])
-    raise error(field, name, f"unknown site; {_meant(name)}valid: {', '.join(valid or SITES)}, those of blocks also "
-                             "with a layer (resid_post.12), or a TransformerLens name such as blocks.12.hook_resid_post")
+    raise error(field, name, f"unknown site; {_meant(name)}valid: {', '.join(valid or SITES)}, those of blocks "
+                             "also with a layer (resid_post.12), or a TransformerLens name such as "
+                             "blocks.12.hook_resid_post")
 
 
 def site_meant(site: str, names: Mapping[str, str], name: str, field: str = "sites",
