@@ -38,10 +38,10 @@ _KEY: Final = re.compile(rb'(?<!\\)"(?:[^"\\]{0,40}captur[^"\\]{0,40}|([aceptur]
 _PART: Final = re.compile(rb'[\r\n](?i:content-disposition):[^\r\n]{0,1000}?[; ]name="?([^"\r\n;]{1,200})')
 _EDIT: Final = "edit"
 _EDIT_LETTERS: Final = sorted(_EDIT)
-# Nothing before the name is looked at, so that the search goes from one "edit" to the next.
-_EDIT_KEY: Final = re.compile(rb'(?:edit[^"\\]{0,40}|"[deit]{4})"\s*:', re.IGNORECASE)
+# Two, neither of which may begin with just any character: one search for both takes twice the time.
+_EDIT_KEYS: Final = (re.compile(rb'edit[^"\\]{0,40}"\s*:', re.IGNORECASE), re.compile(rb'"[deitDEIT]{4}"\s*:'))
 _EDITS_KEY: Final = re.compile(rb'(?<!\\)"edit"\s*:\s*"?\s*[\[{]')
-_LIKE_EDITS_KEY: Final = re.compile(_EDIT_KEY.pattern + rb'\s*"?\s*[\[{]', re.IGNORECASE)
+_LIKE_EDITS_KEYS: Final = tuple(re.compile(key.pattern + rb'\s*"?\s*[\[{]', re.IGNORECASE) for key in _EDIT_KEYS)
 _OP: Final = re.compile(rb'"op\\?"')  # also in a text of JSON
 _FORM_FIELDS: Final = 1000
 _ASIDE_BYTES: Final = 1 << 20
@@ -204,13 +204,13 @@ def in_body(data: bytes, content_type: str) -> list[Named]:
 
 def may_name(data: bytes) -> bool:
     """False where nothing in a body reads like it: most are parsed but once, where they are served."""
-    return any(sign in data for sign in _SIGNS) or any(like.search(data) for like in (_LIKE, _EDIT_KEY))
+    return any(sign in data for sign in _SIGNS) or any(like.search(data) for like in (_LIKE, *_EDIT_KEYS))
 
 
 def has_key(data: bytes) -> bool:
     """Whether the text of a body that is not parsed has a key that reads like it: of an object anywhere in it."""
     text = data.replace(b"\0", b"")
-    if _EDITS_KEY.search(text) or (_LIKE_EDITS_KEY.search(text) and _OP.search(text)):
+    if _EDITS_KEY.search(text) or (_OP.search(text) and any(key.search(text) for key in _LIKE_EDITS_KEYS)):
         return True
     return any(
         not found[1] or sorted(found[1].decode().lower()) == _LETTERS for found in _KEY.finditer(text))

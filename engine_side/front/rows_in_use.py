@@ -25,7 +25,7 @@ class RowsInUse:
             raise EditError("", f"{more} rows", f"of the {self.limit} that the engine keeps for all its requests "
                             f"{self.count} are in use by requests that have not ended, every sample of every "
                             "prompt having its own: ask again when they have, or raise "
-                            " VLLM_TAP_EDIT_ROWS (--edit-rows)")
+                            "VLLM_TAP_EDIT_ROWS (--edit-rows)")
 
     def hold(self, owner: object, rows: int) -> None:
         """Count rows until their owner is gone, whichever way it goes."""
