@@ -16,15 +16,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 __all__ = [
-    "MISSING",
     "ArgumentError",
     "ConflictError",
     "CorruptError",
     "EditError",
     "LimitError",
+    "Missing",
     "NotArmedError",
     "NotFoundError",
     "ProtocolError",
@@ -38,7 +36,8 @@ __all__ = [
 ]
 
 
-MISSING: Final = object()  # the value of a field that is not there
+class Missing:
+    """Value of a field that is not there: the class itself stands for it."""
 
 
 class TapError(Exception):
@@ -49,7 +48,7 @@ class SpecError(TapError, ValueError):
     """A capture spec that cannot be honoured; names the field, its value and what would be valid."""
 
     def __init__(self, field: str, value: object, reason: str) -> None:
-        given = ": missing;" if value is MISSING else f" = {shown(value)}:"
+        given = ": missing;" if value is Missing else f" = {shown(value)}:"
         super().__init__(f"{self.name_of(field)}{given} {reason}")
         self.field, self.value, self.reason = field, value, reason
 

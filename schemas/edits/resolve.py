@@ -11,7 +11,7 @@ from schemas.edits.forms import form_of
 from schemas.edits.resolved import Condition, Edits, Placed
 from schemas.edits.spec import Base64, EditSpec
 from schemas.edits.vectors import F32, digest_of
-from schemas.errors import MISSING, EditError, UnarmedEditError
+from schemas.errors import EditError, Missing, UnarmedEditError
 from schemas.sites import ask_site, has_heads, site_meant
 from schemas.spec import Positions, ranges_of, spans_of
 
@@ -78,7 +78,7 @@ def _column(field: str, score: str | int | None, names: Sequence[str]) -> int:
     """The number of a probe's score, by name or number; of its only one where none is named."""
     column = 0 if score is None and len(names) == 1 else names.index(score) if score in names else score
     if not isinstance(column, int) or column >= len(names):
-        raise EditError(field, MISSING if score is None else score,
+        raise EditError(field, Missing if score is None else score,
                         f"the probe has the scores {', '.join(names)}; valid: one of them, or its number from 0")
     return column
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from schemas import limits
 from schemas.edits.arms import VALID_SITE
 from schemas.edits.vectors import check_float32, floats_of
-from schemas.errors import MISSING, EditError, LimitError, json_fault
+from schemas.errors import EditError, LimitError, Missing, json_fault
 from schemas.spec import Positions, check_spans, spans_of, validated
 
 __all__ = ["Base64", "EditSpec", "Source", "When", "each_position", "parse_edits"]
@@ -163,9 +163,9 @@ def _parse_one(number: int, value: object) -> EditSpec:
     if spec.rows is not None or spec.from_ is not None:
         _check_rows(at, spec)
     elif getattr(spec, needed := _FIELDS[spec.op][0]) is None:
-        raise EditError(f"{at}.{needed}", MISSING, f"{spec.op} needs it; valid: {_VALID[needed]}")
+        raise EditError(f"{at}.{needed}", Missing, f"{spec.op} needs it; valid: {_VALID[needed]}")
     if spec.op == "cap" and spec.low is None and spec.high is None:
-        raise EditError(f"{at}.high", MISSING, "cap needs low or high, or both")
+        raise EditError(f"{at}.high", Missing, "cap needs low or high, or both")
     if spec.low is not None and spec.high is not None and spec.low > spec.high:
         raise EditError(f"{at}.low", spec.low, f"is above high = {spec.high}")
     return spec
@@ -178,7 +178,7 @@ def _check_fields(at: str, spec: EditSpec, value: Mapping[str, Any]) -> None:
     if wrong := sorted(others - set(fields)):
         raise EditError(f"{at}.{wrong[0]}", value[wrong[0]], f"{spec.op} has {' and '.join(fields)}, and no {wrong[0]}")
     if not spec.site and spec.op != "stop":
-        raise EditError(f"{at}.site", MISSING, f"valid: {_VALID['site']}")
+        raise EditError(f"{at}.site", Missing, f"valid: {_VALID['site']}")
 
 
 def _check_when(at: str, spec: EditSpec) -> None:
