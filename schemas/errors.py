@@ -22,6 +22,7 @@ __all__ = [
     "CorruptError",
     "EditError",
     "LimitError",
+    "Missing",
     "NotArmedError",
     "NotFoundError",
     "ProtocolError",
@@ -35,6 +36,10 @@ __all__ = [
 ]
 
 
+class Missing:
+    """Value of a field that is not there: the class itself stands for it."""
+
+
 class TapError(Exception):
     """Base of every error raised on purpose by this project."""
 
@@ -43,7 +48,8 @@ class SpecError(TapError, ValueError):
     """A capture spec that cannot be honoured; names the field, its value and what would be valid."""
 
     def __init__(self, field: str, value: object, reason: str) -> None:
-        super().__init__(f"{self.name_of(field)} = {shown(value)}: {reason}")
+        given = ": missing;" if value is Missing else f" = {shown(value)}:"
+        super().__init__(f"{self.name_of(field)}{given} {reason}")
         self.field, self.value, self.reason = field, value, reason
 
     @staticmethod

@@ -112,8 +112,12 @@ def parse_site(name: str, field: str = "sites", error: type[SpecError] = SpecErr
     return site_meant(site, {}, name, field, error), layer
 
 
-def ask_site(name: str, field: str = "sites", error: type[SpecError] = SpecError) -> tuple[str, int | None]:
-    """``parse_site`` for whom ``site_meant`` will tell the model: of a name that it decides the key of ``BY_MODEL``."""
+def ask_site(name: str, field: str = "sites", error: type[SpecError] = SpecError, valid: Iterable[str] = ()
+             ) -> tuple[str, int | None]:
+    """``parse_site`` for whom ``site_meant`` will tell the model: of a name that it decides the key of ``BY_MODEL``.
+
+    ``valid``: what the error of an unknown one lists; every site where not given.
+    """
     if name in SITES:
         return name, None
     if name in _FIXED:
@@ -126,8 +130,9 @@ def ask_site(name: str, field: str = "sites", error: type[SpecError] = SpecError
         return match[1], int(match[2])
     if match := _PROBE.fullmatch(name):
         return match[1], None if match[2] is None else int(match[2])
-    raise error(field, name, f"unknown site; {_meant(name)}valid: {', '.join(SITES)}, those of blocks also with a "
-                             "layer (resid_post.12), or a TransformerLens name such as blocks.12.hook_resid_post")
+    raise error(field, name, f"unknown site; {_meant(name)}valid: {', '.join(valid or SITES)}, those of blocks "
+                             "also with a layer (resid_post.12), or a TransformerLens name such as "
+                             "blocks.12.hook_resid_post")
 
 
 def site_meant(site: str, names: Mapping[str, str], name: str, field: str = "sites",

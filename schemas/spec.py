@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from schemas import limits
 from schemas.codecs import DEFAULT_CODEC, parse_codec, streams
-from schemas.errors import LimitError, NotArmedError, SpecError, json_fault
+from schemas.errors import LimitError, Missing, NotArmedError, SpecError, json_fault
 from schemas.ids import check_ulid
 from schemas.probes import Probe
 from schemas.sites import PROBE, SITES, ask_site, has_heads, is_probe, layers_by_site, site_meant
@@ -163,7 +163,7 @@ def validated(kind: type[_Model], value: Mapping[Any, Any], valid: Mapping[str, 
         field, missing = f"{at}{name}", first["type"] == "missing"
         if first["type"] == "extra_forbidden":
             raise error(field, first["input"], f"unknown field; valid: {', '.join(valid)}") from None
-        raise error(field, "nothing" if missing else value.get(name, first["input"]),
+        raise error(field, Missing if missing else value.get(name, first["input"]),
                     f"valid: {valid.get(name, first['msg'])}") from None
 
 

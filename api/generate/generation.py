@@ -56,7 +56,7 @@ class Plan:
 
 def parse_body(data: bytes) -> dict[str, Any]:
     """The JSON object of a request; BadParam otherwise, and where it carries a spec past the ``capture`` field, edits
-    past ``edit``, or a spec in a field whose name is not quite that one.
+    past ``edit``, or either in a field whose name is not quite that one.
 
     LimitError where it has so many values that parsing it would keep everybody else waiting.
     """
@@ -71,6 +71,8 @@ def parse_body(data: bytes) -> dict[str, Any]:
         param, value = each
         if param in ("capture", "edit"):
             continue
+        if each.of_edits and "." not in param and "[" not in param:
+            raise BadParam(param, value, 'unknown, and nothing would be edited; did you mean "edit"?')
         if each.of_edits:  # it would reach the engine with nobody's owner, or not at all
             raise BadParam(param, value, 'reserved, nothing else would be edited; put the edits into the body\'s own '
                            'field "edit"')

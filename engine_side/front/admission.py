@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from engine_side.front.ticket import KEY, Ticket, decode, encode
-from schemas.bodies import is_meant
-from schemas.errors import LimitError, SpecError, TapError
+from engine_side.front.ticket import EDIT_KEY, KEY, Ticket, decode, encode
+from schemas.bodies import is_meant, is_meant_as_edits
+from schemas.errors import EditError, LimitError, SpecError, TapError
 from schemas.ids import check_ulid, new_ulid
 from schemas.limits import capture_samples_max
 from schemas.lru import Lru
@@ -153,11 +153,20 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_names(extra: Mapping[str, Any]) -> None:
-    """SpecError where extra arguments without a spec have one under a name that only reads like its own."""
+    """SpecError where extra arguments without a spec have one, or edits, under a name that only reads like its own."""
     for name, value in extra.items():
         if isinstance(name, str) and is_meant(name, value):
             raise SpecError("", "…", f'nothing would be captured: the spec stands in extra_args[{name!r}], and not in '
                             f"extra_args[{KEY!r}]")
+    check_edit_names(extra)
+
+
+def check_edit_names(extra: Mapping[str, Any]) -> None:
+    """EditError where extra arguments have edits under a name that only reads like their own."""
+    for name, value in extra.items():
+        if isinstance(name, str) and name != EDIT_KEY and is_meant_as_edits(name, value):
+            raise EditError("", value, f"nothing would be edited: the edits stand in extra_args[{name!r}], and not in "
+                            f"extra_args[{EDIT_KEY!r}]")
 
 
 def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Shape) -> str:

@@ -16,11 +16,16 @@ class RowsInUse:
     count: int = 0
 
     def check(self, more: int) -> None:
-        """EditError where there is no room for so many more."""
+        """EditError where there is no room for so many more, of one prompt and all its samples."""
+        if more > self.limit:
+            raise EditError("", f"{more} rows", f"the engine keeps {self.limit} for all its requests, and every sample "
+                            "(n) of every prompt has its own: ask for fewer samples or rows, or raise "
+                            "VLLM_TAP_EDIT_ROWS (--edit-rows)")
         if more and self.count + more > self.limit:
             raise EditError("", f"{more} rows", f"of the {self.limit} that the engine keeps for all its requests "
-                            f"{self.count} are in use by requests that have not ended: ask again when they have, or "
-                            "raise VLLM_TAP_EDIT_ROWS (--edit-rows)")
+                            f"{self.count} are in use by requests that have not ended, every sample of every "
+                            "prompt having its own: ask again when they have, or raise "
+                            "VLLM_TAP_EDIT_ROWS (--edit-rows)")
 
     def hold(self, owner: object, rows: int) -> None:
         """Count rows until their owner is gone, whichever way it goes."""

@@ -263,6 +263,7 @@ def _is_captured(processor: Any, extra: dict[str, Any], params: Any, in_pieces: 
     admission.check_in_use(config.endpoint)
     if in_pieces:  # where it ends is not known when rows are chosen
         raise SpecError("", extra[KEY], "a streamed prompt cannot be captured; send it whole")
+    admission.check_edit_names(extra)
     return True
 
 

@@ -11,7 +11,7 @@ from schemas.edits.forms import form_of
 from schemas.edits.resolved import Condition, Edits, Placed
 from schemas.edits.spec import Base64, EditSpec
 from schemas.edits.vectors import F32, digest_of
-from schemas.errors import EditError, UnarmedEditError
+from schemas.errors import EditError, Missing, UnarmedEditError
 from schemas.sites import ask_site, has_heads, site_meant
 from schemas.spec import Positions, ranges_of, spans_of
 
@@ -78,7 +78,7 @@ def _column(field: str, score: str | int | None, names: Sequence[str]) -> int:
     """The number of a probe's score, by name or number; of its only one where none is named."""
     column = 0 if score is None and len(names) == 1 else names.index(score) if score in names else score
     if not isinstance(column, int) or column >= len(names):
-        raise EditError(field, "nothing" if score is None else score,
+        raise EditError(field, Missing if score is None else score,
                         f"the probe has the scores {', '.join(names)}; valid: one of them, or its number from 0")
     return column
 
@@ -98,7 +98,7 @@ def layers_meant(at: str, spec: EditSpec, armed: Mapping[str, list[int]], names:
     field below ``at``, where they cannot be edited.
     """
     field = f"{at}.site"
-    site, fixed = ask_site(spec.site, field, EditError)
+    site, fixed = ask_site(spec.site, field, EditError, EDITABLE)
     site = site_meant(site, names, spec.site, field, EditError)
     if site not in EDITABLE:
         raise EditError(field, spec.site, f"cannot be edited; valid: {VALID_SITE}")
@@ -146,4 +146,5 @@ def _check_depth(edits: Edits, arms: Arms) -> None:
             seen[place] = count = seen.get(place, 0) + 1
             if count > arms.depth:
                 raise EditError(f"[{number}].layers", layer, f"edit {count} of {place[0]}.{place[1]}: the engine makes "
-                                f"{arms.depth} of one site and layer (VLLM_TAP_EDIT_DEPTH raises that)")
+                                f"{arms.depth} of one site and layer (--edit-depth, or VLLM_TAP_EDIT_DEPTH, raises "
+                                "that)")

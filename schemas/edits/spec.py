@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from schemas import limits
 from schemas.edits.arms import VALID_SITE
 from schemas.edits.vectors import check_float32, floats_of
-from schemas.errors import EditError, LimitError, json_fault
+from schemas.errors import EditError, LimitError, Missing, json_fault
 from schemas.spec import Positions, check_spans, spans_of, validated
 
 __all__ = ["Base64", "EditSpec", "Source", "When", "each_position", "parse_edits"]
@@ -90,6 +90,7 @@ class EditSpec(BaseModel):
     high: _Number | None = Field(None, description="Of cap: the largest.")
 
 
+_SHOWN: Final = 200  # characters of a text: an error cuts it further
 _VALID: Final = {
     "site": VALID_SITE,
     "layers": '"all" or a list of layers counted from 0',
@@ -122,10 +123,11 @@ def parse_edits(value: object) -> list[EditSpec]:
     if isinstance(value, str | bytes):
         if len(value) > limits.edit_json_bytes_max:
             raise LimitError("bytes of the edits", len(value), limits.edit_json_bytes_max)
+        begins = value[:_SHOWN]
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise EditError("", "…", f"malformed JSON: {json_fault(error)}") from None
+            raise EditError("", begins, f"malformed JSON: {json_fault(error)}") from None
     if not isinstance(value, list):
         raise EditError("", value, 'must be a list such as [{"site": "resid_post.12", "op": "scale", "by": 0}]')
     own = sum(not (isinstance(each, Mapping) and each.keys() & {"rows", "from"}) for each in value)
@@ -141,7 +143,8 @@ def _parse_one(number: int, value: object) -> EditSpec:
         raise EditError(at, value, 'must be an object such as {"site": "resid_post.12", "op": "scale", "by": 0}')
     for field, most in (("vector", limits.width_max), ("positions", limits.edit_intervals_max)):
         if isinstance(value.get(field), list) and len(value[field]) > most:
-            raise LimitError(f"edit{at}.{field}", len(value[field]), most)
+            raise LimitError(f"edit{at}.{field}", len(value[field]), most,
+                             "use ranges, as in [[0, 65]] for 65 positions" if field == "positions" else "")
     # Else which of its own fields is wrong is not told.
     for field, kind in (("from", Source), ("vector", Base64), ("when", When)):
         if isinstance(value.get(field), Mapping):
@@ -153,14 +156,16 @@ def _parse_one(number: int, value: object) -> EditSpec:
         if (given := getattr(spec, field)) is not None:
             check_float32(f"{at}.{field}", given)
     _check_positions(f"{at}.positions", spec.positions)
+    if not spec.positions:
+        raise EditError(f"{at}.positions", spec.positions, "names no position: leave the edit out")
     if isinstance(spec.vector, Base64):
         floats_of(f"{at}.vector.base64", spec.vector.base64)
     if spec.rows is not None or spec.from_ is not None:
         _check_rows(at, spec)
     elif getattr(spec, needed := _FIELDS[spec.op][0]) is None:
-        raise EditError(f"{at}.{needed}", "nothing", f"{spec.op} needs it; valid: {_VALID[needed]}")
+        raise EditError(f"{at}.{needed}", Missing, f"{spec.op} needs it; valid: {_VALID[needed]}")
     if spec.op == "cap" and spec.low is None and spec.high is None:
-        raise EditError(f"{at}.high", "nothing", "cap needs low or high, or both")
+        raise EditError(f"{at}.high", Missing, "cap needs low or high, or both")
     if spec.low is not None and spec.high is not None and spec.low > spec.high:
         raise EditError(f"{at}.low", spec.low, f"is above high = {spec.high}")
     return spec
@@ -173,7 +178,7 @@ def _check_fields(at: str, spec: EditSpec, value: Mapping[str, Any]) -> None:
     if wrong := sorted(others - set(fields)):
         raise EditError(f"{at}.{wrong[0]}", value[wrong[0]], f"{spec.op} has {' and '.join(fields)}, and no {wrong[0]}")
     if not spec.site and spec.op != "stop":
-        raise EditError(f"{at}.site", "nothing", f"valid: {_VALID['site']}")
+        raise EditError(f"{at}.site", Missing, f"valid: {_VALID['site']}")
 
 
 def _check_when(at: str, spec: EditSpec) -> None:
@@ -199,8 +204,6 @@ def _check_rows(at: str, spec: EditSpec) -> None:
     if isinstance(spec.positions, str):
         raise EditError(f"{at}.positions", spec.positions, "rows are of positions that are listed; valid: a list of "
                                                            "positions, or [[start, stop], …]")
-    if not spec.positions:
-        raise EditError(f"{at}.positions", spec.positions, "names no position: leave the edit out")
     if (count := _count(spec.positions)) > limits.edit_rows_max:
         raise LimitError(f"edit{at}.positions", count, limits.edit_rows_max)
     if len(set(each_position(spec.positions))) != count:

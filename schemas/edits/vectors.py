@@ -119,7 +119,7 @@ def _read_json(data: bytes) -> F32:
     _check_width(len(given))
     for number, each in enumerate(given):
         if type(each) not in (int, float):
-            raise ArgumentError(f"vector[{number}]", each, _VALID)
+            raise ArgumentError(f"vector[{number}]", each, "valid: a number")
     try:
         return _checked(np.array(given, np.float64))
     except OverflowError:  # a whole number of hundreds of digits

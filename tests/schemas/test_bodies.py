@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
 import time
 import weakref
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 
 from api.embedded import Embedded
+from api.errors import BadParam
+from api.generate.generation import parse_body
 from engine_side.front.unheard import Unheard
 from schemas import limits
 from schemas.bodies import Message, Receive, aside, has_key, in_body, named
@@ -81,14 +84,15 @@ MANY = b'"list": [' + b"[]," * limits.request_values_max + b"1]"
 @pytest.mark.parametrize("rest", [
     b'"prompt": "What is captured in this video?"', b'"prompt": "caf\\u00e9"', b'"prompt": "a \\u0041"',
     b'"prompt": "{\\"capture\\": {}}"', b'"creates": 1, "trapper": 1', b'"x": ["capture", "captures"]',
-    b'"edit": "this"', b'"edit": true'])
+    b'"edit": "this"', b'"edit": true', b'"edits": [{"line": 1}]', b'"x": "edits", "op": [1]', b'"edits": "op"'])
 def test_a_word_in_the_text_refuses_no_large_body(rest: bytes) -> None:
     assert in_body(b"{" + rest + b", " + MANY + b"}", "application/json") == []
 
 
 @pytest.mark.parametrize("rest", [
     b'"capture": {}', b'"myCaptures" : 1', b'"\\u0063apture": {}', b'"cpature": {}', b'"edit": [{"op": "scale"}]',
-    b'"edit" : "[{}]"'])
+    b'"edit" : "[{}]"', b'"edits": [{"op": 1}]', b'"Edit": "[{\\"op\\": 1}]"', b'"eidt": {"op": 1}',
+    b'"x": {"my_edits": [{"op": 1}]}'])
 def test_a_key_does(rest: bytes) -> None:
     for text in (body := b"{" + rest + b", " + MANY + b"}", body.decode().encode("utf-16")):
         with pytest.raises(LimitError):
@@ -97,7 +101,7 @@ def test_a_key_does(rest: bytes) -> None:
 
 def test_looking_for_a_key_takes_one_go_as_well() -> None:
     for part in (b'"', b'"captur', b'"capture" ', b'"' + b"capturx" * 5, b'"\\u0041', b'"aceptur":', b'" captur"   \n',
-                 b'"edit" ', b'"edit":"'):
+                 b'"edit" ', b'"edit":"', b"edit", b'"edits": ', b'"deti'):
         data = part * (500_000 // len(part))
         assert cost(lambda data=data: has_key(data)) < 10 * cost(lambda data=data: sum(1 for _ in data)), part
 
@@ -106,7 +110,9 @@ def test_looking_for_a_key_takes_one_go_as_well() -> None:
     {"extra_args": {"captured_at": "2026-01-01"}}, {"vllm_xargs": {"screen_capture": 1, "capture_device": "x"}},
     {"sampling_params": {"extra_args": {"plugin": {"screen_capture": {"x": 1}}}}},
     {"requests": [{"extra_body": {"captured_at": 1}}]}, {"messages": [{"content": [{"input": {"capture": {}}}]}]},
-    {"messages": [{"role": "user", "capture": "of a screen"}]}, {"edits": [{"op": "add"}]}, {"edit": None},
+    {"messages": [{"role": "user", "capture": "of a screen"}]}, {"edits": [{"line": 1}]}, {"edit": None},
+    {"edits": "[]", "Edit": "this", "edited": True}, {"edit_distance": 3}, {"vllm_xargs": {"edits": "the text"}},
+    {"messages": [{"content": [{"input": {"edits": [{"op": "add"}]}}]}]},
     {"vllm_xargs": {"edit": "the text"}}, {"messages": [{"edit": [{"line": 1}]}]}])
 def test_arguments_of_others_go_by(body: dict[str, Any]) -> None:
     assert list(named(body)) == []
@@ -122,9 +128,55 @@ def test_arguments_of_others_go_by(body: dict[str, Any]) -> None:
     ({"requests": [{"sampling_params": {"extra_args": {"capture": "{}"}}}]},
      "requests[0].sampling_params.extra_args.capture"),
     ({"edit": [{"op": "scale"}]}, "edit"), ({"vllm_xargs": {"edit": '[{"op": "scale"}]'}}, "vllm_xargs.edit"),
-    ({"requests": [{"edit": [{"op": "scale"}]}]}, "requests[0].edit")])
+    ({"requests": [{"edit": [{"op": "scale"}]}]}, "requests[0].edit"), ({"edits": [{"op": "scale"}]}, "edits"),
+    ({"Edit": {"op": "scale"}}, "Edit"), ({"eidt": [{"op": "scale"}]}, "eidt"),
+    ({"my_edits": '[{"op": "scale"}]'}, "my_edits"),
+    ({"vllm_xargs": {"edits": '[{"op": "scale"}]'}}, "vllm_xargs.edits"),
+    ({"extra_body": {"edit_spec": [{"op": "scale"}]}}, "extra_body.edit_spec"),
+    ({"requests": [{"EDIT": [{"op": "scale"}]}]}, "requests[0].EDIT")])
 def test_a_capture_among_them_does_not(body: dict[str, Any], param: str) -> None:
     assert [each.param for each in named(body)] == [param]
+    assert [each.param for each in in_body(json.dumps(body).encode(), "application/json")] == [param]
+
+
+@pytest.mark.parametrize(("body", "message"), [
+    ({"edits": [{"op": 1}]}, "edits = [{'op': 1}]: unknown, and nothing would be edited; did you mean \"edit\"?"),
+    ({"vllm_xargs": {"edits": '{"op": 1}'}},
+     "vllm_xargs.edits = '{\"op\": 1}': reserved, nothing else would be edited"),
+    ({"captures": 1}, 'captures = 1: unknown, and nothing would be captured; did you mean "capture"?')])
+def test_a_generation_says_which_field_is_meant(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadParam) as refused:
+        parse_body(json.dumps(body).encode())
+    assert refused.value.message.startswith(message)
+
+
+def test_a_generation_with_anothers_edits_goes_by() -> None:
+    body = {"edits": [{"line": 1}], "Edit": "this", "vllm_xargs": {"edits": "the text"}}
+    assert parse_body(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize("name", ["edit", "edits", "Edit", "vllm_xargs"])
+def test_edits_on_a_route_that_takes_none_are_refused_by_their_field(name: str) -> None:
+    edits = [{"op": "scale"}]
+    body = json.dumps({name: {"edits": edits} if name == "vllm_xargs" else edits}).encode()
+    param = "vllm_xargs.edits" if name == "vllm_xargs" else name
+    sent: list[Message] = []
+
+    async def app(scope: dict[str, object], receive: Receive, send: Callable[[Message], Awaitable[None]]) -> None:
+        raise AssertionError("it was passed on")
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/x", "query_string": b"",
+             "headers": [(b"content-type", b"application/json")]}
+    asyncio.run(Unheard(app, lambda scope: ("vllm_xargs",))(scope, receive, send))
+    error = json.loads(sent[1]["body"])["error"]
+    assert (sent[0]["status"], error["param"]) == (400, param)
+    assert 'nothing would be edited here; "edit" is a field of' in error["message"]
 
 
 class Part(dict[str, Any]):

@@ -84,7 +84,7 @@ def _facts(manifest: Manifest) -> Table:
         ("also called", Text(", ".join(manifest.aliases) or "–")),
         ("model", Text(f"{manifest.engine.get('model', '?')}, {manifest.engine.get('model_dtype', '?')}"
                        + (f", adapter {manifest.adapter}" if manifest.adapter else ""))),
-        ("edits", Text("\n".join(map(_edit, manifest.edits)) or "–")),
+        ("edits", Text("\n".join(map(edit_line, manifest.edits)) or "–")),
         ("made", Text(when(manifest.created_ms))),
         ("tokens", Text(f"{manifest.prompt_len} prompt + {manifest.total_len - manifest.prompt_len} generated"
                         + (f", {manifest.cached} from the prefix cache" if manifest.cached else ""))),
@@ -97,18 +97,27 @@ def _facts(manifest: Manifest) -> Table:
     return facts
 
 
-def _edit(edit: dict[str, Any]) -> str:
+def edit_line(edit: dict[str, Any]) -> str:
     """An edit in a line: ``add resid_post.12 generated vector=refusal scale=4: 21 of 21 rows``."""
     if edit["op"] == "stop":
-        return f"stop when={edit['when']}" + "".join(f": ended at position {at}" for at in edit.get("switched", ()))
+        ended = "".join(f": ended at position {at}" for at in edit.get("switched", ()))
+        return f"stop {_condition(edit['when'])}{ended}"
     layers = ranges(edit["layers"])
     where = edit.get("positions", "all")
     rest = {name: value for name, value in edit.items() if name not in ("site", "layers", "op", "positions", "rows")}
     made = "; ".join(f"{rows['applied']} of {rows['expected']} rows"
                      + "".join(f", {rows[why]} {why}" for why in ("cached", "missing") if rows[why])
                      for rows in edit.get("rows", ()))
-    asked = [edit["op"], f"{edit['site']}.{layers}", str(where), *(f"{name}={value}" for name, value in rest.items())]
+    asked = [edit["op"], f"{edit['site']}.{layers}", str(where), *(
+        _condition(value) if name == "when" else f"{name}={value}" for name, value in rest.items())]
     return " ".join(asked) + (f": {made}" if made else "")
+
+
+def _condition(when: dict[str, Any]) -> str:
+    """A condition in words: ``when deception.sad ≥ 0.8, until < 0.3``, of the score ``sad``."""
+    score = "" if when.get("score") is None else f".{when['score']}"
+    until = "" if when.get("below") is None else f", until < {when['below']}"
+    return f"when {when['probe']}{score} ≥ {when['above']}{until}"
 
 
 def _rows(manifest: Manifest) -> Table:

@@ -10,6 +10,7 @@ import email.utils
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ AnyPrompt = str | Sequence[Any]  # text, token ids, a list of either, or chat me
 Spec = Mapping[str, Any] | CaptureSpec
 Edits = Sequence[Mapping[str, Any]]  # as schemas.edits.spec has them, vectors also as arrays
 _BUSY: Final = (429, 503)
+_VECTOR_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*", re.ASCII)
 _PAUSE_S: Final = 0.25  # before the first attempt that is made again; twice as long before each further one
 _PAUSE_S_MAX: Final = 30.0
 
@@ -134,8 +136,9 @@ def generate_request(prompt: AnyPrompt, max_tokens: int, asked: Asked, model: st
 
 def vector_path(name: str) -> str:
     """The path of a stored vector; ArgumentError for a name that could not reach it."""
-    if not (name and name.isascii() and all(char.isalnum() or char in "_-" for char in name)):
-        raise ArgumentError("name", name, "a vector's name is of A-Z a-z 0-9 _ -")
+    if _VECTOR_NAME.fullmatch(name) is None or len(name) > limits.probe_name_chars_max:
+        raise ArgumentError("name", name, f"a vector's name is 1 to {limits.probe_name_chars_max} of A-Z a-z 0-9 _ -, "
+                            "and begins with none of the last two")
     return f"/v1/vectors/{name}"
 
 
@@ -165,8 +168,23 @@ def _edits(edit: Edits) -> list[dict[str, Any]]:
     """Edits for JSON: arrays and tensors of ``vector`` and ``rows`` in base64, others as lists."""
     if isinstance(edit, str) or not isinstance(edit, Sequence) or not all(isinstance(each, Mapping) for each in edit):
         raise ArgumentError("edit", edit, 'a list such as [{"site": "resid_post.12", "op": "scale", "by": 0}]')
-    return [{name: (_in_base64(name, value) if name in ("vector", "rows") else value.tolist())
-             if hasattr(value, "tolist") else value for name, value in each.items()} for each in edit]
+    return [{name: _for_json(f"edit[{number}]", name, value) for name, value in each.items()}
+            for number, each in enumerate(edit)]
+
+
+def _for_json(at: str, name: str, value: Any) -> Any:
+    """A field of an edit; the capture of ``from`` may be an object with an id, ArgumentError where it has none."""
+    if hasattr(value, "tolist"):
+        return _in_base64(name, value) if name in ("vector", "rows") else value.tolist()
+    if name != "from" or not isinstance(value, Mapping):
+        return value
+    source = {key: each.tolist() if hasattr(each, "tolist") else each for key, each in value.items()}
+    capture = source.get("capture", "")
+    if not isinstance(capture, str):
+        source["capture"] = getattr(capture, "id", None)
+        if not isinstance(source["capture"], str):
+            raise ArgumentError(f"{at}.from.capture", capture, "valid: a capture's id, or what generate() returned")
+    return source
 
 
 def captures_request(filters: Filters, limit: int, before: str | None) -> Request:

@@ -153,13 +153,13 @@ def stop(**fields: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("edit", "said"), [
-    ([{"op": "stop"}], r"edit\[0\].when = 'nothing': stop needs it"),
+    ([{"op": "stop"}], r"edit\[0\].when: missing; stop needs it"),
     ([{**stop()[0], "site": "z"}], r"edit\[0\].site = 'z': stop has when, and no site"),
-    ([{"op": "scale", "by": 2}], r"edit\[0\].site = 'nothing': valid: one of"),
+    ([{"op": "scale", "by": 2}], r"edit\[0\].site: missing; valid: one of"),
     (stop(probe="none"), r"edit\[0\].when.probe = 'none': no such probe; registered: tone"),
     (stop(score="angry"), r"when.score = 'angry': the probe has the scores glad, sad"),
     (stop(score=2), r"when.score = 2: the probe has the scores glad, sad"),
-    (stop(score=None), r"when.score = 'nothing': the probe has the scores glad, sad"),
+    (stop(score=None), r"when.score: missing; the probe has the scores glad, sad"),
     (stop(above=None), r"edit\[0\].when.above = None: valid: a number"),
     (stop(above=float("nan")), r"when.above = nan: valid: a finite number"),
     (stop(below=0.5), r"when.below = 0.5: what has ended does not go on"),

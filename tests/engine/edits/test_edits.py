@@ -236,7 +236,7 @@ def one(**fields: Any) -> list[dict[str, Any]]:
     (one(site="mlp_out.1"), r"edit\[0\].layers = \[1\]: not armed for edits of mlp_out; armed: \[2\]"),
     (one(site="resid_post.9"), r"edit\[0\].layers = \[9\]: out of range"),
     (one(op="twist"), r"edit\[0\].op = 'twist': valid: add, scale"),
-    (one(op="add", by=None), r"edit\[0\].vector = 'nothing': add needs it"),
+    (one(op="add", by=None), r"edit\[0\].vector: missing; add needs it"),
     (one(op="add", by=None, vector=[1, 2]), r"edit\[0\].vector = '2 numbers': rows of resid_post have 128"),
     (one(op="add", by=None, vector=[float("nan")] * 128), r"vector\[0\] = nan: valid: a finite number"),
     (one(op="add", by=None, vector=[1e39] * 128), r"vector\[0\] = 1e\+39: valid: a finite number"),
@@ -442,6 +442,14 @@ def test_what_is_no_number_stays_with_its_request(engine: Engine) -> None:
             check(engine, alone, None)
     rows = engine.reader.slice(beside[0].id, "resid_post", [0]).values()[0]
     assert not np.isfinite(rows).all(), "nothing was beyond"
+
+
+def test_edits_beside_a_capture_under_another_name_are_not_passed_over(engine: Engine) -> None:
+    from vllm import SamplingParams
+
+    with pytest.raises(SpecError, match=r"nothing would be edited: the edits stand in extra_args\['edits'\]"):
+        engine.llm.generate([{"prompt_token_ids": tokens(5, seed=1)}], SamplingParams(extra_args={
+            "capture": {}, "edits": one()}), use_tqdm=False)
 
 
 def unsalted(engine: Engine) -> Any:

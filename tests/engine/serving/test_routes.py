@@ -102,7 +102,8 @@ EDITED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"edit": json.dumps(EDITS)}}, "edit"),
     ({"json": {"extra_body": {"edit": EDITS}}}, "extra_body.edit"),
     ({"json": {"requests": [{"prompt": "x"}, {"prompt": "y", "edit": EDITS}]}}, "requests[1].edit"),
-    (as_json(json.dumps({"edit": EDITS}).encode("utf-16")), "edit"),
+    (as_json(json.dumps({"edit": EDITS}).encode("utf-16")), "edit"), ({"json": {"edits": EDITS}}, "edits"),
+    ({"json": {"vllm_xargs": {"edits": json.dumps(EDITS)}}}, "vllm_xargs.edits"),
 ]
 
 
@@ -132,8 +133,10 @@ def test_every_route_refuses_what_it_would_not_capture(app: Any) -> None:
     {"tools": [{"name": "f", "input_schema": {"type": "object", "properties": {"capture": {}}}}]},
     {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {
         "capture": SPEC}}]}]},
-    {"edit": "the second line"}, {"edit": [{"line": 2}]}, {"edit": []}, {"edits": EDITS}, {"metadata": {"edit": EDITS}},
-    {"tools": [{"name": "f", "input_schema": {"edit": EDITS}}]}, {"vllm_xargs": {"edit": "x"}},
+    {"edit": "the second line"}, {"edit": [{"line": 2}]}, {"edit": []}, {"edits": [{"line": 2}]},
+    {"metadata": {"edit": EDITS}},
+    {"tools": [{"name": "f", "input_schema": {"edit": EDITS}}]},
+    {"vllm_xargs": {"edit": "x"}},
     {"metadata": {"capture": "one"}}, {"text": {"format": {"type": "json_schema", "schema": {"properties": {
         "capture": {"type": "string"}}}}}}, {"sites": ["x"]}, [{"capture": SPEC}], "capture",
 ])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 from pathlib import Path
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 from engine_side.front import admission
+from engine_side.front.rows_in_use import RowsInUse
 from schemas import limits
-from schemas.errors import LimitError, SpecError
+from schemas.errors import EditError, LimitError, SpecError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.spec import Armed, parse_spec, resolve
@@ -120,3 +122,28 @@ def test_a_spec_under_another_name_is_not_passed_over() -> None:
                         ("activation_capture", {"layers": [0]}), ("capture_spec", '{"layers": [0]}')):
         with pytest.raises(SpecError, match=name):
             admission.check_names({"mine": 1, name: value})
+
+
+def test_edits_under_another_name_are_not_passed_over() -> None:
+    edits = [{"site": "resid_post.1", "op": "scale", "by": 0}]
+    admission.check_names({"edit": edits, "edits": "the text", "edited": [{"line": 1}], "mine": edits})
+    for name, value in (("edits", edits), ("Edit", json.dumps(edits)), ("eidt", edits[0]), ("my_edit_list", edits)):
+        with pytest.raises(EditError, match=rf"nothing would be edited: the edits stand in extra_args\['{name}'\]"):
+            admission.check_names({"mine": 1, name: value})
+
+
+def test_rows_that_never_fit_are_told_so_and_others_to_wait() -> None:
+    class Request:
+        pass
+
+    rows, one = RowsInUse(256), Request()
+    with pytest.raises(EditError, match=r"^edit = '258 rows': the engine keeps 256 .*sample \(n\) of every prompt"):
+        rows.check(258)
+    rows.check(256)
+    rows.hold(one, 200)
+    with pytest.raises(EditError, match=r"^edit = '57 rows': .* 200 are in use .*again .*, or raise VLLM_TAP_E"):
+        rows.check(57)
+    rows.check(56)
+    del one
+    gc.collect()
+    rows.check(256)

@@ -64,6 +64,11 @@ def test_what_is_no_vector_is_refused_by_name(data: bytes, kind: str, says: str)
         read_vector(data, kind)
 
 
+def test_a_number_that_is_none_is_told_as_one() -> None:
+    with pytest.raises(SpecError, match=re.escape("vector[1] = [1, 2]: valid: a number") + "$"):
+        read_vector(as_json([0, [1, 2]]), JSON)
+
+
 @pytest.mark.parametrize("data", [as_json([0] * (limits.vector_width_max + 1)), as_json({"base64": text(
     np.zeros(limits.vector_width_max + 1))}), save({"vector": np.zeros(limits.vector_width_max + 1, np.float16)})])
 def test_a_vector_is_not_wider_than_any_row(data: bytes) -> None:
@@ -92,6 +97,18 @@ def test_a_name_that_comes_with_numbers_is_told_and_no_other_vectors() -> None:
 SET = {"site": "resid_post.1", "op": "set"}
 
 
+def test_text_that_is_no_json_is_shown() -> None:
+    with pytest.raises(SpecError, match=re.escape("edit = '[{]': malformed JSON")):
+        parse_edits("[{]")
+    with pytest.raises(SpecError, match=r"^edit = '\[{2}.{100,120}: malformed JSON: nested too deeply$"):
+        parse_edits("[" * 100_000)
+
+
+def test_what_raises_the_depth_is_named_as_flag_and_variable() -> None:
+    with pytest.raises(SpecError, match=re.escape("(--edit-depth, or VLLM_TAP_EDIT_DEPTH, raises that)")):
+        resolve_edits(parse_edits([{**ADD, "vector": "tone"}] * 3), ARMS)
+
+
 @pytest.mark.parametrize(("edit", "says"), [
     ({**ADD, "vector": {"base64": text([1, float("nan")])}}, "edit[0].vector.base64[1] = nan"),
     ({**ADD, "vector": {"base64": "AAA="}}, "edit[0].vector.base64 = '2 bytes'"),
@@ -99,7 +116,15 @@ SET = {"site": "resid_post.1", "op": "set"}
     ({**ADD, "from": {"capture": "x"}}, "edit[0].from = "),
     ({**SET, "from": {"capture": "x"}}, "edit[0].positions = 'all'"),
     ({**SET, "from": {"capture": "x", "layers": [1]}, "positions": [1]}, "edit[0].from.layers = [1]: unknown field"),
-    ({**SET, "from": {"positions": [1]}, "positions": [1]}, "edit[0].from.capture = 'nothing'"),
+    ({**SET, "from": {"positions": [1]}, "positions": [1]}, "edit[0].from.capture: missing; valid: the"),
+    ({**SET, "op": "cap", "vector": "tone"}, "edit[0].high: missing; cap needs low or high"),
+    ({"site": "resid_post"}, "edit[0].op: missing; valid: add, scale, ablate, cap, set or stop"),
+    ({**SET, "vector": "tone", "positions": []}, "edit[0].positions = []: names no position: leave the edit out"),
+    ({**SET, "rows": [], "positions": []}, "edit[0].positions = []: names no position: leave the edit out"),
+    ({**SET, "vector": "tone", "positions": [*range(65)]},
+     "edit[0].positions: 65 asked, limit 64; use ranges, as in [[0, 65]]"),
+    ({**SET, "vector": "tone", "site": "residual"}, "edit[0].site = 'residual': unknown site; valid: resid_pre, "
+     "resid_mid, resid_post, attn_out, mlp_out, mlp_post, q, k, v, q_rot, k_rot, z, those of blocks"),
     ({**SET, "from": {"capture": "x", "positions": [[1, 3]]}, "positions": [1]}, "from.positions = '2 of them'"),
     ({**SET, "from": {"capture": "x", "positions": [[3, 1]]}, "positions": [1]}, "edit[0].from.positions = [3, 1]"),
     ({**SET, "from": {"capture": "x", "decoded": 1}, "positions": [1]}, "edit[0].from.decoded = 1"),
