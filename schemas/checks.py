@@ -5,14 +5,25 @@ Each raises StartError with the setting's name, its value and what would be vali
 
 from __future__ import annotations
 
+import re
 import socket
 from enum import StrEnum
+from typing import Final
 
+from schemas import limits
 from schemas.errors import SpecError, StartError
 from schemas.sites import is_probe, parse_site
 
-__all__ = ["Durability", "LogFormat", "OnFull", "check_can_listen", "check_one_of", "check_port", "check_positive",
-           "check_seconds", "parse_arm"]
+__all__ = ["NAME", "Durability", "LogFormat", "OnFull", "check_can_listen", "check_one_of", "check_port",
+           "check_positive", "check_seconds", "is_name", "parse_arm"]
+
+NAME: Final = rf"[A-Za-z0-9][A-Za-z0-9_\-]{{0,{limits.probe_name_chars_max - 1}}}"  # of a probe or a vector
+_NAME: Final = re.compile(NAME, re.ASCII)
+
+
+def is_name(text: str) -> bool:
+    """Whether a probe or a vector may have this name: it is safe in a path, and as the name of a file."""
+    return _NAME.fullmatch(text) is not None
 
 
 class Durability(StrEnum):

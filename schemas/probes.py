@@ -14,7 +14,6 @@ and is chosen, stored, streamed and read as any other row is. The file is safete
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +25,13 @@ import numpy.typing as npt
 import xxhash
 
 from schemas import limits
+from schemas.checks import is_name
 from schemas.errors import SpecError, StartError
 from schemas.sites import SITES, parse_site
 
 __all__ = ["LoadedProbe", "Probe", "Registered", "load_probe", "numbers_of", "opened", "parse_probes", "place_of",
            "probes_text", "refusal", "shape_of"]
 
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*", re.ASCII)
 _TENSORS: Final = ("directions", "bias", "mean")
 _DTYPES: Final = ("F16", "F32", "F64")
 _ACTIVATIONS: Final = ("none", "sigmoid")
@@ -90,7 +89,7 @@ def parse_probes(texts: Iterable[str], what: str = "probes", kind: str = "probe"
         if not equals or not rest:
             raise StartError(f"{what}: {text!r}: valid: NAME=FILE"
                              + (", or NAME=FILE@resid_post.12" if kind == "probe" else ""))
-        if _NAME.fullmatch(name) is None or len(name) > limits.probe_name_chars_max:
+        if not is_name(name):
             raise StartError(f"{what}: {name!r}: a {kind}'s name is 1 to {limits.probe_name_chars_max} of "
                              "A-Z a-z 0-9 _ -, and begins with none of the last two")
         if name in found:

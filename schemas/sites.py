@@ -16,9 +16,25 @@ from typing import Any, Final
 
 from schemas.errors import SpecError
 
-__all__ = ["BY_MODEL", "PROBE", "SITES", "Site", "ask_site", "has_heads", "is_probe", "is_site",
-           "layers_by_site", "lens_name", "lens_names", "names_of", "parse_site", "place_of", "site_meant",
-           "site_named", "transformer_lens_name"]
+__all__ = [
+    "BY_MODEL",
+    "PROBE",
+    "SITES",
+    "Site",
+    "ask_site",
+    "edited_place",
+    "has_heads",
+    "is_probe",
+    "is_site",
+    "layers_by_site",
+    "lens_name",
+    "lens_names",
+    "names_of",
+    "parse_site",
+    "site_meant",
+    "site_named",
+    "transformer_lens_name",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +212,7 @@ def has_heads(site: str) -> bool:
     return site_named(site).width in ("q_heads", "kv_heads")
 
 
-def place_of(site: str, layer: int) -> tuple[str, int]:
+def edited_place(site: str, layer: int) -> tuple[str, int]:
     """The place of a site and layer: what enters a block is what the one before has handed on."""
     return ("resid_post", layer - 1) if site == "resid_pre" and layer else (site, layer)
 

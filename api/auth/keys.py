@@ -24,6 +24,7 @@ import msgspec
 
 from schemas import limits
 from schemas.errors import NotFoundError, StartError, TapError
+from schemas.store.small_files import write_durable
 
 __all__ = ["Key", "KeyFile", "check_name", "make_key", "read_keys", "revoke_key", "set_quota"]
 
@@ -199,13 +200,7 @@ def _changing(path: Path) -> Iterator[list[Key]]:
         if len(keys) > limits.keys_max:
             raise TapError(f"{len(keys)} keys, limit {limits.keys_max}")
         document = {"version": _VERSION, "keys": msgspec.to_builtins(keys)}
-        fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(json.dumps(document, indent=1).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-        os.fsync(folder)
+        write_durable(path, json.dumps(document, indent=1).encode() + b"\n")
     except OSError as error:
         raise StartError(f"keys = {str(path)!r}: {error.strerror}") from None
     finally:

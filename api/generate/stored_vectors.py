@@ -10,8 +10,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,22 +24,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from schemas import limits
+from schemas.checks import is_name
 from schemas.edits.vectors import digest_of
 from schemas.errors import ConflictError, CorruptError, LimitError, NotFoundError, StoreError
 from schemas.store.paths import VECTORS_FOLDER
+from schemas.store.small_files import sync_folder, write_durable
 
-__all__ = ["NAME", "About", "StoredVectors", "is_name"]
+__all__ = ["About", "StoredVectors"]
 
 F32 = npt.NDArray[np.float32]
 
-NAME: Final = rf"[A-Za-z0-9][A-Za-z0-9_\-]{{0,{limits.probe_name_chars_max - 1}}}"
-_NAME: Final = re.compile(NAME, re.ASCII)
 _SUFFIX: Final = ".safetensors"
-
-
-def is_name(text: str) -> bool:
-    """Whether a vector may have this name: it is safe as the name of a file."""
-    return _NAME.fullmatch(text) is not None
 
 
 class About(msgspec.Struct, frozen=True):
@@ -65,7 +58,7 @@ class StoredVectors:
     bytes_max: int = limits.vectors_bytes_max
 
     def put(self, owner: str, name: str, numbers: F32) -> tuple[About, bool]:
-        """Keeps a vector durably; whether it is new. ``name`` is one that ``NAME`` describes.
+        """Keeps a vector durably; whether it is new. ``name`` is one (``is_name``).
 
         The same numbers under the same name are there already: nothing is done. ConflictError where the name has
         others, LimitError where the owner has no room.
@@ -86,13 +79,7 @@ class StoredVectors:
             if sum(sizes) + len(data) > self.bytes_max:
                 raise LimitError("bytes of the stored vectors of one key", sum(sizes) + len(data), self.bytes_max,
                                  "delete some")
-            fresh = folder / f".{secrets.token_hex(8)}"
-            with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.rename(path)
-            _sync(folder)
+            write_durable(path, data)
         return about, True
 
     def numbers(self, owner: str, name: str) -> tuple[About, F32] | None:
@@ -132,7 +119,7 @@ class StoredVectors:
                 (folder / f"{name}{_SUFFIX}").unlink()
             except FileNotFoundError:
                 raise absent from None
-            _sync(folder)
+            sync_folder(folder)
 
     def _folder(self, owner: str) -> Path:
         """A folder for an owner's name, which is no path."""
@@ -145,7 +132,7 @@ class StoredVectors:
         try:
             for missing in [each for each in (folder.parent, folder) if not each.is_dir()]:
                 missing.mkdir(mode=0o700, exist_ok=True)
-                _sync(missing.parent)
+                sync_folder(missing.parent)
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(held, fcntl.LOCK_EX)
@@ -191,11 +178,3 @@ def _reading(path: Path) -> Iterator[None]:
         raise CorruptError("read vector", path, error, "delete it, and put it again") from None
     except OSError as error:
         raise StoreError("read vector", path, error.strerror or error) from None
-
-
-def _sync(folder: Path) -> None:
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(held)
-    finally:
-        os.close(held)

@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from api.description import DONE, answers, json_content
 from api.errors import BadParam, Json
-from api.generate.stored_vectors import NAME, About, StoredVectors, is_name
+from api.generate.stored_vectors import About, StoredVectors
 from api.generate.upstream import ClientGone, read_body
 from api.parameters import Route
 from api.service import owner_of, service_of
 from schemas import limits
+from schemas.checks import NAME, is_name
 from schemas.edits.vectors import F32, read_vector
 from schemas.errors import ConflictError, NotFoundError
 from schemas.read.reader import StoreReader

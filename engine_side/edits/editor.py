@@ -46,6 +46,7 @@ class Editor:
         self.tables = made
         self.conditions: Conditions | None = None  # where there are probes that they could be about
         self.requests: dict[str, Edited] = {}
+        self._places = list(made.slots)
         self._rows = 0  # of the last step, whose marks are to be counted
         self._free_programs = list(range(made.size.programs - 1, 0, -1))
         self._free_slots = {width: list(range(made.size.vectors - 1, 0, -1)) for width in made.pools}
@@ -61,7 +62,7 @@ class Editor:
         """Take a request's edits from its next step on."""
         if request not in self.requests:
             self.requests[request] = found = cut(edits, prompt_len)
-            found.places = list(self.tables.slots)
+            found.places = self._places
             if edits.condition is not None and self.conditions is not None:
                 found.watched = self.conditions.open(request, edits.condition, prompt_len)
 

@@ -15,7 +15,7 @@ from engine_side.edits.tables import Place, Pool, Tables, edited
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
 from schemas.errors import StartError
-from schemas.sites import has_heads, place_of
+from schemas.sites import edited_place, has_heads
 
 _BUFFERS: Final = ("marks", "programs", "ordinals", "slots", "vectors", "forms")
 _HEADS: Final = "heads"  # the one buffer more of a place whose rows are one head after the other
@@ -90,7 +90,7 @@ def one_place_each(points: Iterable[TapPoint], find: Callable[[tuple[str, ...]],
     """The places of points, each once: of what enters a block that of what the one before hands on."""
     found: dict[Place, TapPoint] = {}
     for point in points:
-        place = place_of(point.site, point.layer)
+        place = edited_place(point.site, point.layer)
         if place not in found:
             found[place] = point if place[0] == point.site else next(
                 one for one in find((place[0],)) if one.layer == place[1])

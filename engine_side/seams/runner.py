@@ -59,15 +59,17 @@ def check_wrapped(runner: type) -> None:
 
 
 def check_fills(runner: Any) -> None:
-    """StartError where edits may be asked for of a runner with ways of its own to take up requests or to lay out a
-    step's rows: what it does beside vLLM's own would run rows unedited, or edit those of others.
+    """StartError where edits may be asked for of a runner with ways of its own to take up requests, to lay out a step's
+    rows or to hand on its tokens: what it does beside vLLM's own would run rows unedited, edit those of others, or keep
+    from the scheduler what a probe ends.
     """
-    for name in ("execute_model", "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "prepare_inputs"):
+    lays_out = "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "prepare_inputs"
+    for name in ("execute_model", lays_out, "sample_tokens"):
         if not is_wrapped(getattr(runner, name, None)):
             kind = type(runner)
             raise StartError(f"vllm-tap: edits cannot be made with {kind.__module__}.{kind.__qualname__}, whose {name} "
                              "is not that of vLLM's GPUModelRunner: nobody would know whose rows a step has; leave out "
-                             "--edit (VLLM_TAP_EDIT), or run with vLLM's own runner")
+                             "--edit (VLLM_TAP_EDIT) and probes (VLLM_TAP_PROBES), or run with vLLM's own runner")
 
 
 def input_ids(runner: Any) -> torch.Tensor:

@@ -110,7 +110,7 @@ class CaptureLifecycle:
         cached = self._cached.pop(end.request, [])
         if edited is not None:
             numbers = edited.numbers
-            counted_edits = EditsCounted(self._ids[end.request], list(edited.places), edited.combinations, cached,
+            counted_edits = EditsCounted(self._ids[end.request], edited.places, edited.combinations, cached,
                                          0 if numbers is None else numbers.numel())
             if numbers is None:
                 self.to_host.send_event(counted_edits)

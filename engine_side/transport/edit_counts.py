@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from engine_side.transport.events import EditsCounted
 from schemas import limits
-from schemas.sites import place_of
+from schemas.sites import edited_place
 from schemas.spec import intervals, ranges_of
 
 Spans = Sequence[tuple[int, int]]
@@ -52,7 +52,7 @@ class ToldEdits:
             expected, read = _overlap(spans, [(0, end)]), _overlap(spans, cached)
             groups: dict[int, list[int]] = {}
             for layer in edit["layers"]:
-                applied = self._applied(made, number, place_of(edit["site"], layer), expected - read)
+                applied = self._applied(made, number, edited_place(edit["site"], layer), expected - read)
                 groups.setdefault(applied, []).append(layer)
             edit["rows"] = [{
                 "layers": layers, "expected": expected, "applied": applied, "cached": read,

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from schemas.edits.vectors import LARGEST
-from schemas.sites import place_of
+from schemas.sites import edited_place
 from schemas.spec import intervals, merged
 
 __all__ = ["IDENTITY", "REPLACED", "Condition", "Edits", "Form", "Placed", "decode", "encode"]
@@ -45,7 +45,7 @@ class Placed(msgspec.Struct, frozen=True):
     @property
     def places(self) -> list[tuple[str, int]]:
         """Site and layer of every tensor that is edited."""
-        return [place_of(self.site, layer) for layer in self.layers]
+        return [edited_place(self.site, layer) for layer in self.layers]
 
 
 class Condition(msgspec.Struct, frozen=True):

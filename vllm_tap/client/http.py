@@ -10,7 +10,6 @@ import email.utils
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from safetensors.numpy import load
 
 from schemas import limits
 from schemas.catalog.aliases import no_capture
+from schemas.checks import is_name
 from schemas.errors import ArgumentError, TapError
 from schemas.manifest import Manifest
 from schemas.read.reader import CaptureRow
@@ -41,7 +41,6 @@ AnyPrompt = str | Sequence[Any]  # text, token ids, a list of either, or chat me
 Spec = Mapping[str, Any] | CaptureSpec
 Edits = Sequence[Mapping[str, Any]]  # as schemas.edits.spec has them, vectors also as arrays
 _BUSY: Final = (429, 503)
-_VECTOR_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*", re.ASCII)
 _PAUSE_S: Final = 0.25  # before the first attempt that is made again; twice as long before each further one
 _PAUSE_S_MAX: Final = 30.0
 
@@ -136,7 +135,7 @@ def generate_request(prompt: AnyPrompt, max_tokens: int, asked: Asked, model: st
 
 def vector_path(name: str) -> str:
     """The path of a stored vector; ArgumentError for a name that could not reach it."""
-    if _VECTOR_NAME.fullmatch(name) is None or len(name) > limits.probe_name_chars_max:
+    if not is_name(name):
         raise ArgumentError("name", name, f"a vector's name is 1 to {limits.probe_name_chars_max} of A-Z a-z 0-9 _ -, "
                             "and begins with none of the last two")
     return f"/v1/vectors/{name}"

@@ -133,6 +133,9 @@ def test_a_runner_with_ways_of_its_own_gets_no_edits() -> None:
         def _prepare_inputs(self) -> None:
             pass
 
+        def sample_tokens(self) -> None:
+            pass
+
     class Newer:
         def execute_model(self) -> None:
             pass
@@ -140,8 +143,11 @@ def test_a_runner_with_ways_of_its_own_gets_no_edits() -> None:
         def prepare_inputs(self) -> None:
             pass
 
+        def sample_tokens(self) -> None:
+            pass
+
     for kind in (Runner, Newer):
-        names = set(vars(kind)) & {"execute_model", "_prepare_inputs", "prepare_inputs"}
+        names = set(vars(kind)) & {"execute_model", "_prepare_inputs", "prepare_inputs", "sample_tokens"}
         for name in names:
             wrap(kind, name, lambda original: lambda self: original(self))
         for name in names:
