@@ -1,0 +1,75 @@
+"""The control: plain threads that only hash and copy the same bytes into files of the same place."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from schemas import limits
+
+_PIECE: Final = limits.frame_bytes_target
+_FILE: Final = limits.segment_bytes_target
+
+
+def plain_rate(ring: memoryview, folder: Path, threads: int, seconds: float, sync: bool, hashed: bool = True,
+               room: int = 2 << 30) -> float:
+    """Bytes a second of so many threads, each with files of its own, of which at most ``room`` bytes stay.
+
+    ``sync``: everything is on the disk in the end, and after every commit's worth of bytes.
+    """
+    counts, begin = [0] * threads, time.perf_counter()
+    until = begin + seconds
+    failed: list[OSError] = []
+
+    def work(number: int) -> None:
+        files: deque[Path] = deque()
+        at, made = number * _PIECE, 0
+        try:
+            while time.perf_counter() < until:
+                path = folder / f"plain-{number}-{made}"
+                made += 1
+                files.append(path)
+                counts[number] += _write(path, ring, at, until, sync, hashed)
+                at += counts[number]
+                while len(files) * _FILE > max(room // threads, _FILE):
+                    files.popleft().unlink()
+        except OSError as error:
+            failed.append(error)
+        for path in files:
+            path.unlink(missing_ok=True)
+
+    running = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return sum(counts) / (time.perf_counter() - begin)
+
+
+def _write(path: Path, ring: memoryview, at: int, until: float, sync: bool, hashed: bool) -> int:
+    """One file; its bytes."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    done = synced = 0
+    try:
+        while done < _FILE and time.perf_counter() < until:
+            begin = (at + done) % (len(ring) - _PIECE)
+            piece = ring[begin : begin + _PIECE]
+            if hashed:
+                xxhash.xxh3_64_intdigest(piece)
+            done += os.pwrite(fd, piece, done)
+            if sync and done - synced >= limits.commit_bytes_target:
+                os.fdatasync(fd)
+                synced = done
+        if sync:
+            os.fdatasync(fd)
+    finally:
+        os.close(fd)
+    return done
