@@ -62,7 +62,7 @@ def parse(argv: list[str] | None = None) -> tuple[Setting, argparse.Namespace]:
     parser.add_argument("--beside", default="", help=f"who else is at work: some of {','.join(KINDS)}")
     parser.add_argument("--ring-gb", type=float, default=0.0, help="(default: as an engine on a GPU would take)")
     parser.add_argument("--room-gb", type=float, default=0.0, help="that the store may take; captures that came "
-                        "first are deleted beyond it (default: a third of what is free, at most 8, of a disk 32)")
+                        "first are deleted beyond it (default: a fourth of what is free, at most 4, of a disk 32)")
     parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True,
                         help="plain threads in turns with the trials (default: with them)")
     parser.add_argument("--threads", type=int, default=min(lanes_max, os.cpu_count() or 1),
@@ -77,7 +77,7 @@ def parse(argv: list[str] | None = None) -> tuple[Setting, argparse.Namespace]:
     if not folder.is_dir():
         parser.error(f"--folder {folder}: no such folder")
     free = os.statvfs(folder)
-    room = int(1e9 * args.room_gb) or min((32 if args.store == "disk" else 8) << 30, free.f_bavail * free.f_frsize // 3)
+    room = int(1e9 * args.room_gb) or min((32 if args.store == "disk" else 4) << 30, free.f_bavail * free.f_frsize // 4)
     setting = Setting(args.shape, args.codec, args.load, args.store, folder, int(1e9 * args.ring_gb), room, beside,
                       args.threads, 5.0 if args.control else 0.0, args.profile)
     return setting, args
@@ -102,9 +102,9 @@ def measure(setting: Setting, seconds: float, steps: int, rate: float | None, co
             made.trial(None, min(seconds, 5.0), tell("warming"))
             before = made.control()
             trials = [made.trial(1e9 * rate, seconds, tell(f"{rate:.3g} GB/s"))]
-            trials[0].control_gb_s = (before + made.control()) / 2e9
+            trials[0].beside(before, made.control())
             say("trial", trials[0])
-        disk = made.control(hashed=False, threads=1) / 1e9 if setting.store == "disk" else 0.0
+        disk = made.control(hashed=False, threads=1)[0] if setting.store == "disk" else 0.0
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
     return Result(machine, setting, trials, best(trials), disk)
 
@@ -115,7 +115,8 @@ def shown(trial: Trial) -> str:
     text = "held" if trial.held else (f"did not hold: {trial.rows_dropped:,} rows dropped, {trial.unsealed_gb:.2g} GB "
                                       "unsealed")
     return (f"offered {trial.offered_gb_s:.3f} GB/s, durable {trial.durable_gb_s:.3f} ({trial.ratio:.2f} of the plain "
-            f"threads' {trial.control_gb_s:.3f}), p50 {trial.durable_p50_ms:.0f} p99 {trial.durable_p99_ms:.0f} ms, "
+            f"threads' {trial.control_gb_s:.3f} at {trial.control_cpu_s_per_gb:.2f} s/GB), p50 "
+            f"{trial.durable_p50_ms:.0f} p99 {trial.durable_p99_ms:.0f} ms, "
             f"{cpu:.3f} s/GB; {text}")
 
 
@@ -143,20 +144,23 @@ def table(result: Result) -> Table:
 
 
 def stage_table(trial: Trial) -> Table:
-    """Stages, and threads, of every process."""
-    made = Table(title="by stage: of the whole way, sealing included")
-    made.add_column("process")
-    made.add_column("stage")
+    """Stages of every thread of every process; what is no stage of a thread's stands as its rest."""
+    made = Table(title=f"by stage, at {trial.durable_gb_s:.3f} GB/s, until everything was sealed")
+    for column in ("process", "thread", "stage"):
+        made.add_column(column)
     for column in ("processor s/GB", "clock s/GB", "read", "written", "hashed"):
         made.add_column(column, justify="right")
     for process, found in trial.stages.items():
         gigabytes, stages = found["gb"], found["stages"]
-        for name, (cpu, wall, _, _, *touched) in sorted(stages.items(), key=lambda item: -item[1][0]):
-            made.add_row(process, name, f"{cpu / gigabytes:.4f}", f"{wall / gigabytes:.3f}",
-                         *(f"{nbytes / 1e9 / gigabytes:.2f}" if nbytes else "" for nbytes in touched))
-        for name, seconds in sorted(found["threads"].items(), key=lambda item: -item[1]):
-            if seconds / gigabytes >= 0.002:
-                made.add_row(process, f"thread {name}", f"{seconds / gigabytes:.4f}", "", "", "", "")
+        for thread, seconds in sorted(found["threads"].items(), key=lambda item: -item[1]):
+            mine = {name.partition("/")[2]: sums for name, sums in stages.items() if name.startswith(f"{thread}/")}
+            rest = seconds - sum(sums[0] for sums in mine.values())
+            for name, (cpu, wall, _, _, *touched) in sorted(mine.items(), key=lambda item: -item[1][0]):
+                if cpu / gigabytes > 0.0005:
+                    made.add_row(process, thread, name, f"{cpu / gigabytes:.4f}", f"{wall / gigabytes:.3f}",
+                                 *(f"{nbytes / 1e9 / gigabytes:.2f}" if nbytes else "" for nbytes in touched))
+            if rest / gigabytes > 0.0005:
+                made.add_row(process, thread, "rest", f"{rest / gigabytes:.4f}", "", "", "", "")
     return made
 
 
@@ -168,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     result = measure(setting, args.seconds, args.steps, args.rate, console)
     console.print(table(result))
     if setting.profile:
-        console.print(stage_table(result.best or result.trials[0]))
+        console.print(stage_table(result.trials[0]))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{args.name or f'sustained-{setting.shape}-{setting.codec}-{setting.store}'}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result, enc_hook=str), indent=1) + b"\n")

@@ -17,13 +17,15 @@ _PIECE: Final = limits.frame_bytes_target
 _FILE: Final = limits.segment_bytes_target
 
 
-def plain_rate(ring: memoryview, folder: Path, threads: int, seconds: float, sync: bool, hashed: bool = True,
-               room: int = 2 << 30) -> float:
-    """Bytes a second of so many threads, each with files of its own, of which at most ``room`` bytes stay.
+def plain_rate(ring: memoryview, folder: Path, threads: int, seconds: float, sync: bool, room: int,
+               hashed: bool = True) -> tuple[float, float]:
+    """Bytes a second of so many threads, each with files of its own, of which at most ``room`` bytes stay; processor
+    seconds a byte, of this process.
 
     ``sync``: everything is on the disk in the end, and after every commit's worth of bytes.
     """
     counts, begin = [0] * threads, time.perf_counter()
+    cpu = time.process_time()
     until = begin + seconds
     failed: list[OSError] = []
 
@@ -51,7 +53,7 @@ def plain_rate(ring: memoryview, folder: Path, threads: int, seconds: float, syn
         thread.join()
     if failed:
         raise failed[0]
-    return sum(counts) / (time.perf_counter() - begin)
+    return sum(counts) / (time.perf_counter() - begin), (time.process_time() - cpu) / max(1, sum(counts))
 
 
 def _write(path: Path, ring: memoryview, at: int, until: float, sync: bool, hashed: bool) -> int:

@@ -175,9 +175,10 @@ class Timers:
         draft = self._path.with_suffix(".tmp")
         while True:
             stages: dict[str, list[float]] = {}
-            for counts in list(self._counts.values()):
+            for thread, counts in list(self._counts.items()):
                 for name, count in list(counts.items()):
-                    touch, sums = self._touches[name], stages.setdefault(name, [0.0] * 7)
+                    touch = self._touches[name]
+                    sums = stages.setdefault(f"{kind_of(thread)}/{name}", [0.0] * 7)
                     for at, value in enumerate((count.cpu_ns / 1e9, count.wall_ns / 1e9, count.calls, count.nbytes,
                                                 count.nbytes * touch.reads, count.nbytes * touch.writes,
                                                 count.nbytes * touch.hashes)):
@@ -187,24 +188,28 @@ class Timers:
             time.sleep(_WRITE_S)
 
 
+def kind_of(thread: str) -> str:
+    """Threads of a pool are of one kind."""
+    return "main" if thread.startswith("MainThread") else thread.partition("#")[0].rstrip("_0123456789")
+
+
 def _threads() -> dict[str, float]:
-    """Processor seconds of this process's threads, those of one name together; ZeroMQ's own are among them."""
+    """Processor seconds by kind of thread; ZeroMQ's own are among them."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[str, float] = {}
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
             comm, fields = (task / "stat").read_text().rsplit(")", 1)
-            name = names.get(int(task.name)) or comm.partition("(")[2]
+            name = kind_of(names.get(int(task.name)) or comm.partition("(")[2].partition("/")[0])
             seconds = (int(fields.split()[11]) + int(fields.split()[12])) / os.sysconf("SC_CLK_TCK")
-            name = f"{name} ({task.name})" if name.startswith(("lane", "sync")) else name
             found[name] = found.get(name, 0.0) + seconds
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a process's timers had counted ``at`` (monotonic). Of stages: processor and clock seconds, calls, bytes
-    given, bytes read, written, hashed.
+    """What a process's timers had counted ``at`` (monotonic). Of stages, each ``thread/stage``: processor and clock
+    seconds, calls, bytes given, bytes read, written, hashed. Of threads: all their processor seconds.
     """
 
     at: float

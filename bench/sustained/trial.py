@@ -39,7 +39,7 @@ class Setting:
     store: str = "shm"  # shm, disk, tcp
     folder: Path = Path("/dev/shm")
     ring: int = 0  # bytes; 0: as an engine would take
-    room: int = 8 << 30  # bytes that the store may take
+    room: int = 4 << 30  # bytes that the store may take
     beside: tuple[str, ...] = ()
     threads: int = 2  # of the control
     control_s: float = 5.0  # 0: no control
@@ -66,7 +66,12 @@ class Trial:
     unsealed_gb: float  # when the last row was offered
     held: bool
     control_gb_s: float = 0.0  # of the turns before and after
+    control_cpu_s_per_gb: float = 0.0
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)  # by process
+
+    def beside(self, before: tuple[float, float], after: tuple[float, float]) -> None:
+        """Take the control's turns before and after it."""
+        self.control_gb_s, self.control_cpu_s_per_gb = ((a + b) / 2 for a, b in zip(before, after, strict=True))
 
     @property
     def ratio(self) -> float:
@@ -94,14 +99,15 @@ class Bench:
         self.setting, self.work, self.engine, self.line, self._clerk = setting, work, engine, line, clerk
         self._timed = timed
 
-    def control(self, hashed: bool = True, threads: int = 0) -> float:
-        """Bytes a second of the plain threads; 0 where none are asked for."""
+    def control(self, hashed: bool = True, threads: int = 0) -> tuple[float, float]:
+        """GB a second of the plain threads, and processor seconds a GB; 0 where none are asked for."""
         setting = self.setting
         if not setting.control_s:
-            return 0.0
+            return 0.0, 0.0
         memory = memoryview(self.engine.ring.shared.map)[: self.engine.ring.capacity]
-        return plain_rate(memory, self.work, threads or setting.threads, setting.control_s, setting.store == "disk",
-                          hashed)
+        rate, cpu = plain_rate(memory, self.work, threads or setting.threads, setting.control_s,
+                               setting.store == "disk", setting.room, hashed)
+        return rate / 1e9, cpu * 1e9
 
     def trial(self, rate: float | None, seconds: float, tell: Callable[[float], None] = lambda done: None) -> Trial:
         """Play at ``rate`` bytes a second; see ``PlayedEngine.play``."""
@@ -175,7 +181,7 @@ def search(made: Bench, seconds: float, steps: int, tell: Callable[[str], Callab
     low, high, rate = 0.0, 1.15e9 * found[0].durable_gb_s, 0.85e9 * found[0].durable_gb_s
     for number in range(steps + 1):
         before, control = control, made.control()
-        found[-1].control_gb_s = (before + control) / 2e9
+        found[-1].beside(before, control)
         say("as fast as it goes" if number == 0 else f"step {number} of {steps}", found[-1])
         if number == steps:
             break
