@@ -25,24 +25,15 @@ import msgspec
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from bench.shapes import LOADS, SHAPES
 from bench.sustained.beside import KINDS
+from bench.sustained.recovery import recovery
+from bench.sustained.result import Result, shown, stage_table, table
 from bench.sustained.trial import Setting, Trial, bench, best, search
 from writer_service.config import lanes_max
 
 RESULTS = Path(__file__).parents[1] / "results"
-
-
-class Result(msgspec.Struct):
-    """What bench/results holds."""
-
-    machine: str
-    setting: Setting
-    trials: list[Trial]
-    best: Trial | None  # the highest rate that held
-    disk_gb_s: float = 0.0  # one thread that only writes, with fsync
 
 
 def parse(argv: list[str] | None = None) -> tuple[Setting, argparse.Namespace]:
@@ -68,6 +59,8 @@ def parse(argv: list[str] | None = None) -> tuple[Setting, argparse.Namespace]:
     parser.add_argument("--threads", type=int, default=min(lanes_max, os.cpu_count() or 1),
                         help="of them (default: as many as the writer's lanes, here %(default)s)")
     parser.add_argument("--profile", action="store_true", help="processor and bytes by stage; some 0.01 s/GB more")
+    parser.add_argument("--recovery-gb", type=float, default=0.0,
+                        help="of a journal that a start after a kill reads again, in the end (default: none)")
     parser.add_argument("--name", default="", help="of the result (default: shape, codec and store)")
     args = parser.parse_args(argv)
     beside = tuple(filter(None, args.beside.split(",")))
@@ -78,7 +71,7 @@ def parse(argv: list[str] | None = None) -> tuple[Setting, argparse.Namespace]:
         parser.error(f"--folder {folder}: no such folder")
     free = os.statvfs(folder)
     room = int(1e9 * args.room_gb) or min((32 if args.store == "disk" else 4) << 30, free.f_bavail * free.f_frsize // 4)
-    setting = Setting(args.shape, args.codec, args.load, args.store, folder, int(1e9 * args.ring_gb), room, beside,
+    setting = Setting(args.shape, args.codec, args.load, args.store, str(folder), int(1e9 * args.ring_gb), room, beside,
                       args.threads, 5.0 if args.control else 0.0, args.profile)
     return setting, args
 
@@ -105,63 +98,8 @@ def measure(setting: Setting, seconds: float, steps: int, rate: float | None, co
             trials[0].beside(before, made.control())
             say("trial", trials[0])
         disk = made.control(hashed=False, threads=1)[0] if setting.store == "disk" else 0.0
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
-    return Result(machine, setting, trials, best(trials), disk)
-
-
-def shown(trial: Trial) -> str:
-    """A trial on a line."""
-    cpu = sum(trial.cpu_s_per_gb.get(name, 0.0) for name in ("sender", "writer", "porter"))
-    text = "held" if trial.held else (f"did not hold: {trial.rows_dropped:,} rows dropped, {trial.unsealed_gb:.2g} GB "
-                                      "unsealed")
-    return (f"offered {trial.offered_gb_s:.3f} GB/s, durable {trial.durable_gb_s:.3f} ({trial.ratio:.2f} of the plain "
-            f"threads' {trial.control_gb_s:.3f} at {trial.control_cpu_s_per_gb:.2f} s/GB), p50 "
-            f"{trial.durable_p50_ms:.0f} p99 {trial.durable_p99_ms:.0f} ms, "
-            f"{cpu:.3f} s/GB; {text}")
-
-
-def table(result: Result) -> Table:
-    """The trial that is the answer, or the one that went as fast as it could."""
-    trial = result.best or result.trials[0]
-    made = Table(title=f"{result.setting.shape}, {result.setting.codec}, {result.setting.store}: "
-                       + ("the highest rate that held" if result.best else "no rate held; as fast as it goes"))
-    made.add_column("")
-    made.add_column("", justify="right")
-    rows = [("GB/s offered, and durable", f"{trial.offered_gb_s:.3f}, {trial.durable_gb_s:.3f}"),
-            (f"over {result.setting.threads} plain threads", f"{trial.ratio:.3f}"),
-            ("rows offered, stored, dropped", f"{trial.rows_offered:,}, {trial.rows_stored:,}, {trial.rows_dropped:,}"),
-            ("missing, by reason", ", ".join(f"{why} {rows:,}" for why, rows in trial.missing.items()) or "none"),
-            ("ms until durable, p50 and p99", f"{trial.durable_p50_ms:.0f}, {trial.durable_p99_ms:.0f}"),
-            ("GB not sealed at the end", f"{trial.unsealed_gb:.2f}")]
-    if result.disk_gb_s:
-        rows.insert(2, ("over one thread that writes, with fsync", f"{trial.durable_gb_s / result.disk_gb_s:.3f}"))
-    for name, seconds in trial.cpu_s_per_gb.items():
-        rows.append((f"{name}: processor s/GB; memory MB, growth a minute",
-                     f"{seconds:.3f}; {trial.memory_mb.get(name, 0):.0f}, {trial.memory_mb_min.get(name, 0):+.1f}"))
-    for row in rows:
-        made.add_row(*row)
-    return made
-
-
-def stage_table(trial: Trial) -> Table:
-    """Stages of every thread of every process; what is no stage of a thread's stands as its rest."""
-    made = Table(title=f"by stage, at {trial.durable_gb_s:.3f} GB/s, until everything was sealed")
-    for column in ("process", "thread", "stage"):
-        made.add_column(column)
-    for column in ("processor s/GB", "clock s/GB", "read", "written", "hashed"):
-        made.add_column(column, justify="right")
-    for process, found in trial.stages.items():
-        gigabytes, stages = found["gb"], found["stages"]
-        for thread, seconds in sorted(found["threads"].items(), key=lambda item: -item[1]):
-            mine = {name.partition("/")[2]: sums for name, sums in stages.items() if name.startswith(f"{thread}/")}
-            rest = seconds - sum(sums[0] for sums in mine.values())
-            for name, (cpu, wall, _, _, *touched) in sorted(mine.items(), key=lambda item: -item[1][0]):
-                if cpu / gigabytes > 0.0005:
-                    made.add_row(process, thread, name, f"{cpu / gigabytes:.4f}", f"{wall / gigabytes:.3f}",
-                                 *(f"{nbytes / 1e9 / gigabytes:.2f}" if nbytes else "" for nbytes in touched))
-            if rest / gigabytes > 0.0005:
-                made.add_row(process, thread, "rest", f"{rest / gigabytes:.4f}", "", "", "", "")
-    return made
+    machine = f"{platform.machine()}, {platform.system()} {platform.release()}"
+    return Result(machine, os.cpu_count() or 1, setting, trials, best(trials), disk)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -173,9 +111,12 @@ def main(argv: list[str] | None = None) -> None:
     console.print(table(result))
     if setting.profile:
         console.print(stage_table(result.trials[0]))
+    if args.recovery_gb:
+        result.recovery = recovery(setting, 1e9 * args.recovery_gb)
+        console.print(", ".join(f"{name} {value:.3g}" for name, value in result.recovery.items()))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{args.name or f'sustained-{setting.shape}-{setting.codec}-{setting.store}'}.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result, enc_hook=str), indent=1) + b"\n")
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     console.print(f"written: {path}")
 
 

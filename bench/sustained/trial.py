@@ -10,17 +10,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final
 
-from bench.shapes import SHAPES
 from bench.sustained import stages
 from bench.sustained.beside import Beside
 from bench.sustained.clerk import Clerk
 from bench.sustained.line import Line, Watch
 from bench.sustained.plain import plain_rate
-from bench.sustained.played import DTYPE, SITE, PlayedEngine, default_ring
+from bench.sustained.played import PlayedEngine, default_ring
 from engine_side.transport.ring import Ring
 from engine_side.transport.sender_process import SenderProcess
-from schemas import codecs, limits
-from schemas.spec import Armed, parse_spec, resolve
+from schemas import limits
 from writer_service.config import lanes_max
 from writer_service.seal.sealer import patience_max
 
@@ -37,7 +35,7 @@ class Setting:
     codec: str = "int8b64"
     load: str = "hook"
     store: str = "shm"  # shm, disk, tcp
-    folder: Path = Path("/dev/shm")
+    folder: str = "/dev/shm"
     ring: int = 0  # bytes; 0: as an engine would take
     room: int = 4 << 30  # bytes that the store may take
     beside: tuple[str, ...] = ()
@@ -81,14 +79,6 @@ class Trial:
 
 class _TimedSender(SenderProcess):
     module: ClassVar[str] = "bench.sustained.stages"
-
-
-def row_bytes(setting: Setting) -> int:
-    """Coded bytes of a position in all layers."""
-    shape = SHAPES[setting.shape]
-    armed = Armed({SITE: list(range(shape.layers))}, shape.layers)
-    codec = resolve(parse_spec({"codec": setting.codec}), armed).codec[SITE]
-    return shape.layers * sum(stream.nbytes for stream in codecs.streams(codec, shape.hidden, DTYPE))
 
 
 class Bench:
