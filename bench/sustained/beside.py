@@ -32,7 +32,7 @@ def readers(store: Path, until: Callable[[], bool], count: Callable[[int, int], 
     draw = random.Random(0)
     with StoreReader(store) as reader:
         while not until():
-            for row in reader.captures(20):
+            for row in reader.captures(limit=20):
                 if until():
                     return
                 try:
