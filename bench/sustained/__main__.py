@@ -15,6 +15,7 @@ of the same place; what counts are ratios over them, since bare seconds are of a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import tempfile
@@ -97,9 +98,13 @@ def measure(setting: Setting, seconds: float, steps: int, rate: float | None, co
             trials = [made.trial(1e9 * rate, seconds, tell(f"{rate:.3g} GB/s"))]
             trials[0].beside(before, made.control())
             say("trial", trials[0])
-        disk = made.control(hashed=False, threads=1)[0] if setting.store == "disk" else 0.0
+        disk = direct = 0.0
+        if setting.store == "disk":
+            disk = made.control(hashed=False, threads=1)[0]
+            with contextlib.suppress(OSError):  # not every file system can
+                direct = made.control(hashed=False, threads=1, direct=True)[0]
     machine = f"{platform.machine()}, {platform.system()} {platform.release()}"
-    return Result(machine, os.cpu_count() or 1, setting, trials, best(trials), disk)
+    return Result(machine, os.cpu_count() or 1, setting, trials, best(trials), disk, direct)
 
 
 def main(argv: list[str] | None = None) -> None:

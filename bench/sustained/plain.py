@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -17,16 +18,22 @@ _PIECE: Final = limits.frame_bytes_target
 _FILE: Final = limits.segment_bytes_target
 
 
-def plain_rate(ring: memoryview, folder: Path, threads: int, seconds: float, sync: bool, room: int,
-               hashed: bool = True) -> tuple[float, float]:
-    """Bytes a second of so many threads, each with files of its own, of which at most ``room`` bytes stay; processor
-    seconds a byte, of this process.
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """How the threads write. ``room``: bytes of files that stay at most, of all threads."""
 
-    ``sync``: everything is on the disk in the end, and after every commit's worth of bytes.
-    """
-    counts, begin = [0] * threads, time.perf_counter()
-    cpu = time.process_time()
-    until = begin + seconds
+    threads: int
+    seconds: float
+    room: int
+    sync: bool  # everything is on the disk in the end, and after every commit's worth of bytes
+    hashed: bool = True
+    direct: bool = False  # past the page cache: OSError where the file system cannot
+
+
+def plain_rate(ring: memoryview, folder: Path, how: Plain) -> tuple[float, float]:
+    """Bytes a second that the threads write, each to files of its own; processor seconds a byte, of this process."""
+    counts, begin, cpu = [0] * how.threads, time.perf_counter(), time.process_time()
+    until = begin + how.seconds
     failed: list[OSError] = []
 
     def work(number: int) -> None:
@@ -37,16 +44,16 @@ def plain_rate(ring: memoryview, folder: Path, threads: int, seconds: float, syn
                 path = folder / f"plain-{number}-{made}"
                 made += 1
                 files.append(path)
-                counts[number] += _write(path, ring, at, until, sync, hashed)
+                counts[number] += _write(path, ring, at, until, how)
                 at += counts[number]
-                while len(files) * _FILE > max(room // threads, _FILE):
+                while len(files) * _FILE > max(how.room // how.threads, _FILE):
                     files.popleft().unlink()
         except OSError as error:
             failed.append(error)
         for path in files:
             path.unlink(missing_ok=True)
 
-    running = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    running = [threading.Thread(target=work, args=(number,)) for number in range(how.threads)]
     for thread in running:
         thread.start()
     for thread in running:
@@ -56,21 +63,21 @@ def plain_rate(ring: memoryview, folder: Path, threads: int, seconds: float, syn
     return sum(counts) / (time.perf_counter() - begin), (time.process_time() - cpu) / max(1, sum(counts))
 
 
-def _write(path: Path, ring: memoryview, at: int, until: float, sync: bool, hashed: bool) -> int:
+def _write(path: Path, ring: memoryview, at: int, until: float, how: Plain) -> int:
     """One file; its bytes."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if how.direct else 0), 0o600)
     done = synced = 0
     try:
         while done < _FILE and time.perf_counter() < until:
             begin = (at + done) % (len(ring) - _PIECE)
             piece = ring[begin : begin + _PIECE]
-            if hashed:
+            if how.hashed:
                 xxhash.xxh3_64_intdigest(piece)
             done += os.pwrite(fd, piece, done)
-            if sync and done - synced >= limits.commit_bytes_target:
+            if how.sync and done - synced >= limits.commit_bytes_target:
                 os.fdatasync(fd)
                 synced = done
-        if sync:
+        if how.sync:
             os.fdatasync(fd)
     finally:
         os.close(fd)

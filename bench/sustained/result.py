@@ -17,6 +17,7 @@ class Result(msgspec.Struct):
     trials: list[Trial]  # the first as fast as the ring gave room, unless one rate was asked for
     best: Trial | None  # the highest rate that held
     disk_gb_s: float = 0.0  # one thread that only writes, with fsync
+    disk_direct_gb_s: float = 0.0  # past the page cache; 0 where the file system cannot
     recovery: dict[str, float] = {}  # after a kill; see ``bench.sustained.recovery``
 
 
@@ -27,8 +28,8 @@ def shown(trial: Trial) -> str:
                                       "unsealed")
     return (f"offered {trial.offered_gb_s:.3f} GB/s, durable {trial.durable_gb_s:.3f} ({trial.ratio:.2f} of the plain "
             f"threads' {trial.control_gb_s:.3f} at {trial.control_cpu_s_per_gb:.2f} s/GB), p50 "
-            f"{trial.durable_p50_ms:.0f} p99 {trial.durable_p99_ms:.0f} ms, "
-            f"{cpu:.3f} s/GB; {text}")
+            f"{trial.durable_p50_ms:.0f} p99 {trial.durable_p99_ms:.0f} longest "
+            f"{trial.durable_max_ms:.0f} ms, {cpu:.3f} s/GB; {text}")
 
 
 def table(result: Result) -> Table:
@@ -42,10 +43,13 @@ def table(result: Result) -> Table:
             (f"over {result.setting.threads} plain threads", f"{trial.ratio:.3f}"),
             ("rows offered, stored, dropped", f"{trial.rows_offered:,}, {trial.rows_stored:,}, {trial.rows_dropped:,}"),
             ("missing, by reason", ", ".join(f"{why} {rows:,}" for why, rows in trial.missing.items()) or "none"),
-            ("ms until durable, p50 and p99", f"{trial.durable_p50_ms:.0f}, {trial.durable_p99_ms:.0f}"),
+            ("ms until durable, p50, p99, longest",
+             f"{trial.durable_p50_ms:.0f}, {trial.durable_p99_ms:.0f}, {trial.durable_max_ms:.0f}"),
             ("GB not sealed at the end", f"{trial.unsealed_gb:.2f}")]
     if result.disk_gb_s:
-        rows.insert(2, ("over one thread that writes, with fsync", f"{trial.durable_gb_s / result.disk_gb_s:.3f}"))
+        for how, rate in (("past the page cache", result.disk_direct_gb_s), ("with fsync", result.disk_gb_s)):
+            rows.insert(2, (f"over one thread that writes {how} ({rate:.3f} GB/s)",
+                            f"{trial.durable_gb_s / rate:.3f}" if rate else ""))
     for name, seconds in trial.cpu_s_per_gb.items():
         rows.append((f"{name}: processor s/GB; memory MB, growth a minute",
                      f"{seconds:.3f}; {trial.memory_mb.get(name, 0):.0f}, {trial.memory_mb_min.get(name, 0):+.1f}"))

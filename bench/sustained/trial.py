@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from bench.sustained import stages
 from bench.sustained.beside import Beside
 from bench.sustained.clerk import Clerk
 from bench.sustained.line import Line, Watch
-from bench.sustained.plain import plain_rate
+from bench.sustained.plain import Plain, plain_rate
 from bench.sustained.played import PlayedEngine, default_ring
 from engine_side.transport.ring import Ring
 from engine_side.transport.sender_process import SenderProcess
@@ -58,6 +59,7 @@ class Trial:
     missing: dict[str, int]  # rows by reason, as the store tells
     durable_p50_ms: float
     durable_p99_ms: float
+    durable_max_ms: float
     cpu_s_per_gb: dict[str, float]  # by process, until everything was sealed
     memory_mb: dict[str, float]  # by process, in the end
     memory_mb_min: dict[str, float]  # growth over the second half
@@ -89,14 +91,17 @@ class Bench:
         self.setting, self.work, self.engine, self.line, self._clerk = setting, work, engine, line, clerk
         self._timed = timed
 
-    def control(self, hashed: bool = True, threads: int = 0) -> tuple[float, float]:
-        """GB a second of the plain threads, and processor seconds a GB; 0 where none are asked for."""
+    def control(self, **how: Any) -> tuple[float, float]:
+        """GB a second of the plain threads, and processor seconds a GB; 0 where none are asked for.
+
+        ``how``: what is otherwise than the setting has it, as in Plain.
+        """
         setting = self.setting
         if not setting.control_s:
             return 0.0, 0.0
         memory = memoryview(self.engine.ring.shared.map)[: self.engine.ring.capacity]
-        rate, cpu = plain_rate(memory, self.work, threads or setting.threads, setting.control_s,
-                               setting.store == "disk", setting.room, hashed)
+        plain = Plain(setting.threads, setting.control_s, setting.room, setting.store == "disk")
+        rate, cpu = plain_rate(memory, self.work, dataclasses.replace(plain, **how))
         return rate / 1e9, cpu * 1e9
 
     def trial(self, rate: float | None, seconds: float, tell: Callable[[float], None] = lambda done: None) -> Trial:
@@ -114,7 +119,8 @@ class Bench:
         found = Trial(
             None if rate is None else rate / 1e9, played.seconds, gigabytes / played.seconds, stored / played.durable_s,
             played.rows, account.stored, played.dropped, dict(account.missing), played.quantile_ms(0.5),
-            played.quantile_ms(0.99), {name: value / max(stored, 1e-9) for name, value in use.cpu_s.items()},
+            played.quantile_ms(0.99), played.quantile_ms(1.0),
+            {name: value / max(stored, 1e-9) for name, value in use.cpu_s.items()},
             {name: values[-1] for name, values in use.memory_mb.items() if values},
             {name: use.slope_mb_min(name) for name in use.memory_mb}, unsealed / 1e9,
             held=not played.dropped and account.stored == played.rows and unsealed <= UNSEALED_MAX)
