@@ -45,6 +45,8 @@ def parse(argv: list[str] | None = None) -> tuple[Setting, argparse.Namespace]:
     parser.add_argument("--codec", default="int8b64", help="of all layers of the residual (default: %(default)s)")
     parser.add_argument("--load", choices=LOADS, default="hook", help="prompts and tokens that are played "
                         "again and again (default: %(default)s, 32 prompts of 512 tokens, 128 generated)")
+    parser.add_argument("--step-tokens", type=int, default=1024, help="of a step with prompts, whose rows come at "
+                        "once: few make an even rate, 8192 the lumps of a large device (default: %(default)s)")
     parser.add_argument("--store", choices=("shm", "disk", "tcp"), default="shm",
                         help="shared memory; a disk, with fsync; shared memory behind TCP (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="of the store (default: /dev/shm; --store disk: /tmp)")
@@ -72,8 +74,8 @@ def parse(argv: list[str] | None = None) -> tuple[Setting, argparse.Namespace]:
         parser.error(f"--folder {folder}: no such folder")
     free = os.statvfs(folder)
     room = int(1e9 * args.room_gb) or min((32 if args.store == "disk" else 4) << 30, free.f_bavail * free.f_frsize // 4)
-    setting = Setting(args.shape, args.codec, args.load, args.store, str(folder), int(1e9 * args.ring_gb), room, beside,
-                      args.threads, 5.0 if args.control else 0.0, args.profile)
+    setting = Setting(args.shape, args.codec, args.load, args.step_tokens, args.store, str(folder),
+                      int(1e9 * args.ring_gb), room, beside, args.threads, 5.0 if args.control else 0.0, args.profile)
     return setting, args
 
 

@@ -38,7 +38,7 @@ from schemas.wire.messages import EngineInfo
 
 SITE: Final = "resid_post"
 DTYPE: Final = "bfloat16"
-STEP_TOKENS: Final = 8192  # of a step with prompts, vLLM's default on a large device
+_STEP_TOKENS: Final = 8192  # of a step with prompts, vLLM's default on a large device: rings are made for that
 _LOOK_S: Final = 0.002  # between looks at what is durable
 
 
@@ -86,16 +86,16 @@ class Played:
 
 def default_ring(shape: str) -> int:
     """Bytes that an engine of this shape takes on a GPU."""
-    size = SHAPES[shape].layers * STEP_TOKENS * SHAPES[shape].hidden * 2
+    size = SHAPES[shape].layers * _STEP_TOKENS * SHAPES[shape].hidden * 2
     return ring_bytes(Scratch(scratch_bytes(size), torch.device("cpu")))  # untouched, so no memory
 
 
 class PlayedEngine:
     """An engine of a shape that captures every layer of the residual in one codec."""
 
-    def __init__(self, shape: str, codec: str, load: str, ring: int,
+    def __init__(self, shape: str, codec: str, load: str, step_tokens: int, ring: int,
                  sender: Callable[[Ring], SenderProcess]) -> None:
-        size, self.load = SHAPES[shape], LOADS[load]
+        size, self.load, self._step_tokens = SHAPES[shape], LOADS[load], step_tokens
         armed = Armed({SITE: list(range(size.layers))}, size.layers)
         self._spec = parse_spec({"codec": codec})
         self._resolved = resolve(self._spec, armed)
@@ -109,7 +109,7 @@ class PlayedEngine:
         self.sender = sender(self.ring)
         self.sender.begin(EngineInfo(f"played {shape}", DTYPE, "f", "", "", size.layers, armed, {SITE: size.hidden},
                                      1 << 20, "", "", ""))
-        rows = max(STEP_TOKENS, self.load.batch)
+        rows = max(step_tokens, self.load.prompt, self.load.batch)
         self._token_ids, self._positions = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
         self._waiting: deque[tuple[int, float]] = deque()  # ring's head after a step, and when that was
 
@@ -169,7 +169,7 @@ class PlayedEngine:
         load, recorder = self.load, self.recorder
         requests = [new_ulid() for _ in range(load.batch)]
         tickets = {name: Ticket(name, self._spec.to_json(), self._resolved, 0, 1, 1) for name in requests}
-        prompt, together = list(range(load.prompt)), max(1, STEP_TOKENS // load.prompt)
+        prompt, together = list(range(load.prompt)), max(1, self._step_tokens // load.prompt)
 
         def begin(names: Sequence[str]) -> None:
             for name in names:
@@ -177,7 +177,7 @@ class PlayedEngine:
 
         for at in range(0, load.batch, together):
             names = requests[at : at + together]
-            rows = min(load.prompt, STEP_TOKENS)
+            rows = min(load.prompt, self._step_tokens)
             for first in range(0, load.prompt, rows):
                 step(names, min(rows, load.prompt - first), first, None if first else partial(begin, names))
         generated = 1

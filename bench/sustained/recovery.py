@@ -31,7 +31,7 @@ def recovery(setting: Setting, nbytes: float) -> dict[str, float]:
         def start(ring: Ring) -> SenderProcess:
             return SenderProcess(line.endpoint, ring.shared)
 
-        engine = PlayedEngine(setting.shape, setting.codec, setting.load, _RING, start)
+        engine = PlayedEngine(setting.shape, setting.codec, setting.load, setting.step_tokens, _RING, start)
         written = 0
         try:
             while written < nbytes:
