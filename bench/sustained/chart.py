@@ -73,14 +73,14 @@ def main() -> None:
     import matplotlib.pyplot as plt
 
     results = [msgspec.json.decode(path.read_bytes(), type=Result) for path in args.results]
-    figure, axes = plt.subplots(figsize=(9, 0.62 * len(results) + 1.9), layout="constrained")
+    figure, axes = plt.subplots(figsize=(11, 0.62 * len(results) + 1.9), layout="constrained")
     lefts = [0.0] * len(results)
     bars = [grouped(result.trials[0]) for result in results]
     for group, colour in COLOURS.items():
         widths = [bar[group] for bar in bars]
         axes.barh(range(len(bars)), widths, left=lefts, color=colour, label=group)
         for at, (left, width) in enumerate(zip(lefts, widths, strict=True)):
-            if width > 0.035:
+            if width > 0.028 * max(sum(bar.values()) for bar in bars):
                 axes.text(left + width / 2, at, f"{width:.2f}", ha="center", va="center", fontsize=7)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     for at, (left, result) in enumerate(zip(lefts, results, strict=True)):
@@ -90,7 +90,7 @@ def main() -> None:
     labels = [f"{one.setting.codec}, {one.setting.store}\n{one.cores} cores" for one in results]
     axes.set_yticks(range(len(bars)), labels, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.45 * max(lefts))
+    axes.set_xlim(0, 1.35 * max(lefts))
     axes.set_xlabel("processor seconds a GB of coded rows, sender and writer together")
     figure.legend(loc="outside lower center", ncols=4, fontsize=7, frameon=False)
     figure.savefig(args.picture, dpi=120)
