@@ -18,30 +18,27 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTH_MAX = 32768
 
 _library = torch.library.Library("vllm_tap", "FRAGMENT")
-_library.define("edit(Tensor(a!) rows, Tensor(b!)? others, Tensor programs, Tensor ordinals, Tensor slots, "
-                "Tensor vectors, Tensor forms, Tensor(c!) counts, Tensor? heads) -> ()")
+_library.define("edit(Tensor(a!) rows, Tensor(b!)? others, Tensor[] tables, Tensor(c!) counts, Tensor? heads) -> ()")
 
 
-def _edit(rows: torch.Tensor, others: torch.Tensor | None, programs: torch.Tensor, ordinals: torch.Tensor,
-          slots: torch.Tensor, vectors: torch.Tensor, forms: torch.Tensor, counts: torch.Tensor,
+def _edit(rows: torch.Tensor, others: torch.Tensor | None, tables: list[torch.Tensor], counts: torch.Tensor,
           heads: torch.Tensor | None) -> None:
     """Edit rows [n, width], or with ``others`` their sum, which ``rows`` takes."""
     from engine_side.kernels.edits import change_rows
 
     if rows.shape[0]:
-        change_rows(rows, others, (programs, ordinals, slots, vectors, forms, counts), heads)
+        change_rows(rows, others, (*tables, counts), heads)
 
 
-def _edit_fake(rows: torch.Tensor, others: torch.Tensor | None, programs: torch.Tensor, ordinals: torch.Tensor,
-               slots: torch.Tensor, vectors: torch.Tensor, forms: torch.Tensor, counts: torch.Tensor,
+def _edit_fake(rows: torch.Tensor, others: torch.Tensor | None, tables: list[torch.Tensor], counts: torch.Tensor,
                heads: torch.Tensor | None) -> None:
     """Nothing is returned."""
 
 
-def _edit_by_torch(rows: torch.Tensor, others: torch.Tensor | None, programs: torch.Tensor, ordinals: torch.Tensor,
-                   slots: torch.Tensor, vectors: torch.Tensor, forms: torch.Tensor, counts: torch.Tensor,
+def _edit_by_torch(rows: torch.Tensor, others: torch.Tensor | None, tables: list[torch.Tensor], counts: torch.Tensor,
                    heads: torch.Tensor | None) -> None:
     """The same on a CPU, where nobody asks for it but who compares."""
+    programs, ordinals, slots, vectors, forms = tables
     now, chosen = edited(rows if others is None else rows + others, programs, ordinals, slots, vectors, forms, counts,
                          heads)
     rows.copy_(torch.where(chosen, now, rows))
@@ -74,7 +71,8 @@ def change(rows: torch.Tensor, others: torch.Tensor | None = None, *, tables: tu
             part.dtype == rows.dtype and _lined_up(part, width) for part in parts)):
         return False
     first, *second = [part if part.dim() == 2 else part.view(-1, width) for part in parts]
-    torch.ops.vllm_tap.edit(first, second[0] if second else None, *tables, heads)
+    *read, counts = tables
+    torch.ops.vllm_tap.edit(first, second[0] if second else None, read, counts, heads)
     return True
 
 
