@@ -22,6 +22,9 @@ from writer_service.catalog.changes import SegmentMade
 
 open_max: Final = 64
 lane_bytes: Final = 4 * 1024 * 1024  # what is written at once goes to another lane when this one has so much of it
+# Main streams from this size on go from the ring to the disk where both allow it; a smaller write waits for the disk
+# longer than the processor takes to copy it.
+direct_bytes_min: Final = 1024 * 1024
 Key = tuple[str, str, int, str, str]
 
 
@@ -58,10 +61,12 @@ class OpenSegment:
         for side in streams[1:]:
             buffers += side
         buffers.append(bytes(align(layout.side_end) - layout.side_end))
-        buffers += streams[0]
-        buffers.append(bytes(layout.total - layout.parts[0] - header.frame.streams[0].nbytes))
-        offset = self.end
-        self.end = fs.write_at(self.fd, buffers, offset)
+        nbytes, offset = header.frame.streams[0].nbytes, self.end
+        main: list[bytes | memoryview] = [*streams[0], bytes(layout.total - layout.parts[0] - nbytes)]
+        if nbytes < direct_bytes_min:
+            self.end = fs.write_at(self.fd, [*buffers, *main], offset)
+        else:
+            self.end = fs.write_direct(self.fd, main, fs.write_at(self.fd, buffers, offset))
         return offset
 
     def cut(self) -> None:
