@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -43,7 +43,7 @@ def _by_position(here: Sequence[tuple[int, Edited]]) -> npt.NDArray[np.int64]:
 @dataclass(slots=True)
 class Layout:
     """Edited requests of a batch, as long as it stays the same: ``there`` int64, its owners by row and what
-    ``_by_position`` says, on the device.
+    ``_by_position`` says, on the device; ``fill``, where a kernel fills the tables.
     """
 
     requests: Sequence[str]
@@ -51,6 +51,7 @@ class Layout:
     rows: int
     there: torch.Tensor
     watched: list[tuple[Watched, int]]  # those with a condition, and their newest rows
+    fill: Callable[[torch.Tensor, int], None] | None = None
 
 
 _NONE: Final = Layout((), b"", 0, torch.empty(0), [])
@@ -111,11 +112,8 @@ class Editor:
             laid = self._laid(requests, starts, edges)
         if not laid.rows:
             self.tables.programs[: self._rows] = 0
-        elif self.tables.programs.is_cuda:
-            from engine_side.kernels import edits
-
-            switches = self.conditions.switches if laid.watched and self.conditions is not None else None
-            edits.fill_tables(laid.there, positions, self.tables, switches, laid.rows, self._rows)
+        elif laid.fill is not None:
+            laid.fill(positions, self._rows)
         else:
             self._fill(laid, positions)
         if laid.watched and self.conditions is not None:
@@ -131,7 +129,13 @@ class Editor:
         owners = np.repeat(np.arange(len(requests), dtype=np.int64) << 32, np.diff(starts[: len(requests) + 1]))
         there = self._to_device(np.concatenate([owners, _by_position(here).ravel()]))
         watched = [(each.watched, int(starts[number + 1]) - 1) for number, each in here if each.watched is not None]
-        return Layout(list(requests), edges, len(owners), there, watched if self.conditions is not None else [])
+        laid = Layout(list(requests), edges, len(owners), there, watched if self.conditions is not None else [])
+        if there.is_cuda:
+            from engine_side.kernels.edits import Filler
+
+            switches = self.conditions.switches if laid.watched and self.conditions is not None else None
+            laid.fill = Filler(there, self.tables, switches, laid.rows)
+        return laid
 
     def _fill(self, laid: Layout, positions: torch.Tensor) -> None:
         """Fill the tables with torch alone: what ``fill_tables`` does in one launch."""

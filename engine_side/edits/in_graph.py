@@ -10,7 +10,9 @@ from importlib.util import find_spec
 
 import torch
 
-__all__ = ["change"]
+from engine_side.edits.tables import edited
+
+__all__ = ["DEVICES", "acts_on", "change"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTH_MAX = 32768
@@ -36,11 +38,28 @@ def _edit_fake(rows: torch.Tensor, others: torch.Tensor | None, programs: torch.
     """Nothing is returned."""
 
 
+def _edit_by_torch(rows: torch.Tensor, others: torch.Tensor | None, programs: torch.Tensor, ordinals: torch.Tensor,
+                   slots: torch.Tensor, vectors: torch.Tensor, forms: torch.Tensor, counts: torch.Tensor,
+                   heads: torch.Tensor | None) -> None:
+    """The same on a CPU, where nobody asks for it but who compares."""
+    now, chosen = edited(rows if others is None else rows + others, programs, ordinals, slots, vectors, forms, counts,
+                         heads)
+    rows.copy_(torch.where(chosen, now, rows))
+    if others is not None:
+        others.masked_fill_(chosen, 0)
+
+
 _library.impl("edit", _edit, "CUDA")
+_library.impl("edit", _edit_by_torch, "CPU")
 torch.library.register_fake("vllm_tap::edit", _edit_fake, lib=_library)
 
 
-_HERE = find_spec("triton") is not None
+DEVICES = {"cuda"} if find_spec("triton") is not None else set()
+
+
+def acts_on(rows: torch.Tensor) -> bool:
+    """Whether rows are where such a kernel runs, in a dtype that it knows."""
+    return rows.device.type in DEVICES and rows.dtype in _DTYPES
 
 
 def change(rows: torch.Tensor, others: torch.Tensor | None = None, *, tables: tuple[torch.Tensor, ...],
@@ -51,7 +70,7 @@ def change(rows: torch.Tensor, others: torch.Tensor | None = None, *, tables: tu
     """
     width = tables[3].shape[-1]
     parts = [rows] if others is None else [rows, others]
-    if not (_HERE and rows.is_cuda and rows.dtype in _DTYPES and width <= _WIDTH_MAX and all(
+    if not (acts_on(rows) and width <= _WIDTH_MAX and all(
             part.dtype == rows.dtype and _lined_up(part, width) for part in parts)):
         return False
     first, *second = [part if part.dim() == 2 else part.view(-1, width) for part in parts]

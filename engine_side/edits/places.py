@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from engine_side.edits.in_graph import change
+from engine_side.edits.in_graph import acts_on, change
 from engine_side.edits.tables import Place, Pool, Tables, edited
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
@@ -32,8 +32,9 @@ class EditedCall:
     """An edit of a call: of the arguments that are ``given``, or else of ``parts`` of its result. Rows are the sum of
     those, or ``columns`` of it.
 
-    ``in_place``: the argument itself is changed, since who called goes on with it besides. ``lent``: an argument that
-    somebody else may go on with, who must not see it changed.
+    ``in_place``: the argument itself is changed, since who called goes on with it besides. ``lent``: arguments that
+    somebody else may go on with, who must not see them changed. The stream that a norm adds to may be staging, which
+    has the row that went before.
     """
 
     name: str  # of its buffers, on the module
@@ -55,7 +56,7 @@ def call_of(point: TapPoint) -> EditedCall:
         return EditedCall(name, parts=(0, 1) if rule == "stream_out" else (0,))
     if rule in _ARGUMENTS and (not middle or (known and rule in ("second", "argument"))):
         return EditedCall(name, _ARGUMENTS[rule], in_place=middle and rule == "argument",
-                          lent=not middle and rule == "argument")
+                          lent=rule == "second" or (rule == "argument" and not middle))
     if " × " not in rule and not middle:
         if side in ("argument", "arguments"):
             return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else _NOWHERE)
@@ -146,26 +147,28 @@ def _wrap(module: nn.Module, call: EditedCall) -> None:
 
 def _replaced(module: Any, call: EditedCall, given: taps.Call) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call with its rows edited: of several whose sum they are the first takes all."""
-    args, kwargs = list(given.args), dict(given.kwargs)
     keys = [key for name, place in call.given if (key := _key(given, name, place)) is not None]
     if not keys:
         raise StartError(f"vllm-tap: a {type(module).__name__} was called without what {call.name} edits: "
                          f"{' and '.join(name or 'its first argument' for name, _ in call.given)}")
-    tensors: list[torch.Tensor] = [kwargs[key] if isinstance(key, str) else args[key] for key in keys]
-    if not call.lent and change(*tensors, tables=_tables(module, call), heads=_heads(module, call)):
-        return args, kwargs
+    tensors: list[torch.Tensor] = [given.kwargs[key] if isinstance(key, str) else given.args[key] for key in keys]
+    own = [tensor.clone() for tensor in tensors] if call.lent and acts_on(tensors[0]) else tensors
+    if change(*own, tables=_tables(module, call), heads=_heads(module, call)):
+        return _with(given, dict(zip(keys, own, strict=True)))
     rows = tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
     now, chosen = _moved(module, call, rows)
     if call.in_place:
         rows.copy_(now)
-        return args, kwargs
-    for number, (key, tensor) in enumerate(zip(keys, tensors, strict=True)):
-        new = now if len(tensors) == 1 else torch.where(chosen, torch.zeros_like(tensor) if number else now, tensor)
-        if isinstance(key, str):
-            kwargs[key] = new
-        else:
-            args[key] = new
-    return args, kwargs
+        return list(given.args), dict(given.kwargs)
+    return _with(given, {key: now if len(tensors) == 1 else torch.where(
+        chosen, torch.zeros_like(tensor) if number else now, tensor) for number, (key, tensor) in enumerate(
+            zip(keys, tensors, strict=True))})
+
+
+def _with(given: taps.Call, other: Mapping[int | str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call, with others in the place of some."""
+    return ([other.get(number, each) for number, each in enumerate(given.args)],
+            {name: other.get(name, each) for name, each in given.kwargs.items()})
 
 
 def _key(given: taps.Call, name: str, place: int) -> str | int | None:

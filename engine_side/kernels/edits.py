@@ -15,6 +15,7 @@ import triton.language as tl
 
 from engine_side.kernels import Kernel
 from engine_side.kernels.primitives import bfloat16, bfloat16_bits, padded, power_of_two, single, warps
+from engine_side.transport.cuda_calls import Launched
 
 _FILLED = 128  # rows of a program that fills tables
 
@@ -82,7 +83,7 @@ def change(rows, to_row: tl.int64, others, to_other: tl.int64, programs, ordinal
         if anything != 0:
             _put(at, now, there)
             if PAIR:
-                _put(beside, now * 0.0, there)
+                _put(beside, tl.zeros([HEADS, COLUMNS], tl.float32), there)
             tl.atomic_add(counts + program, 1)
 
 
@@ -126,7 +127,7 @@ def fill(there, positions, programs, ordinals, counts, switches, rows: tl.int64,
     position = tl.load(positions + row, mask=mine, other=0).to(tl.int64)
     key = tl.load(there + row, mask=mine, other=-1) + position
     begins = there + rows
-    low = row * 0
+    low = row.to(tl.int64) * 0
     high = low + edges
     for _ in range(steps):  # the first that begins behind the row
         middle = (low + high) // 2
@@ -154,22 +155,43 @@ def _filling(switches: int, positions: torch.dtype, device: torch.device) -> Ker
     return Kernel(fill, (switches > 0, switches, _FILLED), 4)
 
 
-def fill_tables(there: torch.Tensor, positions: torch.Tensor, tables: Any, switches: torch.Tensor | None, rows: int,
-                before: int) -> None:
-    """``fill`` of ``engine_side.edits.tables.Tables``; ``before``: rows of the step before, ``switches`` int64
-    [lines, n] of conditions, where there are any.
+class Filler:
+    """``fill`` of the steps of one batch into ``engine_side.edits.tables.Tables``. ``switches`` int64 [lines, n]: of
+    conditions, where there are any.
     """
-    cleared, edges = max(rows, before), (there.shape[0] - rows) // 5
-    kernel = _filling(0 if switches is None else switches.shape[1], positions.dtype, positions.device)
-    kernel.launch((-(-cleared // _FILLED), 1, 1), (
-        there, positions, tables.programs, tables.ordinals, tables.counts[-1], there if switches is None else switches,
-        rows, edges, cleared, edges.bit_length() + 1))
+
+    __slots__ = ("_args", "_kernel", "_launched", "_rows", "_switches")
+
+    def __init__(self, there: torch.Tensor, tables: Any, switches: torch.Tensor | None, rows: int) -> None:
+        edges = (there.shape[0] - rows) // 5
+        self._rows, self._switches = rows, 0 if switches is None else switches.shape[1]
+        self._args = (there, there, tables.programs, tables.ordinals, tables.counts[-1],
+                      there if switches is None else switches, rows, edges, rows, edges.bit_length() + 1)
+        self._kernel: Kernel | None = None
+        self._launched: Launched | None = None
+
+    def __call__(self, positions: torch.Tensor, before: int) -> None:
+        """Enqueue it for a step on the current stream; ``before``: rows of the step before."""
+        cleared = max(self._rows, before)
+        grid = (-(-cleared // _FILLED), 1, 1)
+        if self._kernel is None:
+            self._kernel = _filling(self._switches, positions.dtype, positions.device)
+        if self._launched is None and self._kernel.loaded is not None:
+            addresses = [of.data_ptr() if isinstance(of, torch.Tensor) else of for of in self._args]
+            self._launched = Launched(self._kernel.loaded, grid, addresses, positions.device.index, 1)
+        if self._launched is None:
+            there, _, *more = self._args
+            self._kernel.launch(grid, (there, positions, *more[:-2], cleared, more[-1]))
+            return
+        self._launched.over(grid[0])
+        self._launched.values[0, 1], self._launched.values[0, 8] = positions.data_ptr(), cleared
+        self._launched(0)
 
 
 def warm(tables: Any, switches: torch.Tensor | None) -> None:
-    """Compile what ``fill_tables`` may need, so that no step waits for a compiler; nothing is edited afterwards."""
+    """Compile what a ``Filler`` may need, so that no step waits for a compiler; nothing is edited afterwards."""
     device = tables.programs.device
     there = torch.tensor([0, -1, 0, 0, 0, 0], device=device)
     for some in (None, switches)[: 1 if switches is None else 2]:
         for _ in range(2):  # Triton's launch compiles it; the next is as steps do it
-            fill_tables(there, torch.zeros(1, dtype=torch.int64, device=device), tables, some, 1, 0)
+            Filler(there, tables, some, 1)(torch.zeros(1, dtype=torch.int64, device=device), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,8 @@ from engine_side.edits.editor import Editor, Layout
 from engine_side.edits.tables import ALONE, Size, Tables, edited, tables
 from engine_side.tap.staging import Staging
 from schemas.edits.resolved import IDENTITY, REPLACED, Condition
-from tests.engine_side.kernels.test_kernels import DEVICE, GPU, kernel_test
+from tests.engine_side.kernels.test_kernels import DEVICE, GPU, HERE, kernel_test
 
-pytestmark = kernel_test
 PLACE = ("resid_post", 0)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if GPU else [torch.bfloat16]
 WIDTHS = [64, 200, 2048, 4096, 18944] if GPU else [64, 200]
@@ -42,6 +42,7 @@ def filled(width: int, heads: int, device: torch.device, depth: int = 2) -> Tabl
     return made
 
 
+@kernel_test
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("heads", [1, 4])
@@ -96,10 +97,11 @@ def layout(rows: int, seed: int) -> tuple[Any, torch.Tensor]:
     return there, torch.from_numpy(draw.integers(0, 40, rows + 9)).to(DEVICE)
 
 
+@kernel_test
 @pytest.mark.parametrize("watched", [False, True])
 def test_tables_are_filled_as_the_reference_does(watched: bool) -> None:
     """Steps of more and fewer rows one after the other: nothing of one is left in the next."""
-    from engine_side.kernels.edits import fill_tables
+    from engine_side.kernels.edits import Filler
 
     ours, theirs = filled(64, 1, DEVICE), filled(64, 1, DEVICE)
     reference, before = Editor(theirs), 0
@@ -110,11 +112,41 @@ def test_tables_are_filled_as_the_reference_does(watched: bool) -> None:
         conditions.switches.copy_(chance.sort(dim=1).values)
     for seed, rows in enumerate((40, 3, 17, 64, 1)):
         there, positions = layout(rows, seed)
-        fill_tables(there, positions, ours, conditions.switches if conditions else None, rows, before)
+        filler = Filler(there, ours, conditions.switches if conditions else None, rows)
+        for _ in range(2):  # the second has nothing to do anew
+            filler(positions, before)
         request = Watched("", Condition("", 0, 0, None, False), 0, 1)
         reference._fill(Layout((), b"", rows, there, [(request, 0)] if watched else []), positions)
         reference._rows = before = rows
         assert torch.equal(ours.programs, theirs.programs)
         assert torch.equal(ours.ordinals[:rows], theirs.ordinals[:rows])
-        assert torch.equal(ours.counts[-1, 1:], theirs.counts[-1, 1:])
-    assert int(ours.counts[-1, 1:].sum()) > 20
+        assert torch.equal(ours.counts[-1, 1:], 2 * theirs.counts[-1, 1:])
+    assert int(theirs.counts[-1, 1:].sum()) > 20
+
+
+@pytest.mark.skipif(HERE or find_spec("triton") is None, reason="compiled by the tests above, or interpreted")
+@pytest.mark.parametrize("kernel", ["fill", "watched fill", "change", "change of two", "change of heads"])
+def test_it_compiles_for_a_gpu(kernel: str) -> None:
+    """The interpreter takes types that the compiler does not."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compiled
+
+    from engine_side.kernels import edits
+
+    numbers = ("rows", "edges", "cleared", "steps", "to_row", "to_other")
+    types = {"programs": "*i32", "ordinals": "*i32", "counts": "*i32", "slots": "*i32", "heads": "*i8", "there": "*i64",
+             "positions": "*i64", "switches": "*i64", "vectors": "*fp32", "forms": "*fp32"}
+    if "fill" in kernel:
+        function, constants = edits.fill, [kernel != "fill", 16, 128]
+    else:
+        function, constants = edits.change, [8, "two" in kernel, 256, 2, *((4, True, 4, 64) if "heads" in kernel else
+                                                                        (1, False, 1, 256))]
+        types |= {"rows": "*bf16", "others": "*bf16"}
+    names = function.arg_names
+    fixed = dict(zip(names[-len(constants):], constants, strict=True))
+    signature = {name: "constexpr" if name in fixed else types.get(name) or {n: "i64" for n in numbers}[name]
+                 for name in names}
+    made = compiled(ASTSource(function, signature, {(names.index(name),): value for name, value in fixed.items()}),
+                    target=GPUTarget("cuda", 90, 32))
+    assert made.asm["cubin"]
