@@ -93,6 +93,7 @@ class Manifest(msgspec.Struct, frozen=True):
     rows: list[SiteLayer]
     hold: bool = False  # neither deleted nor expired until it is released
     engine_finish_reason: str | None = None  # a stop string looks like an abort inside the engine
+    failed: str | None = None  # why no engine ran the request
 
     @property
     def expected(self) -> int:
