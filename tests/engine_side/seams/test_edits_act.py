@@ -181,8 +181,10 @@ def test_a_deep_sleep_takes_nothing_of_the_tables() -> None:
 
 def test_a_quantized_layer_is_given_rows_not_codes() -> None:
     """In an fp8 model vLLM's activation hands codes to a layer that takes them, which nobody can edit."""
-    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
-
+    activations = pytest.importorskip("vllm.model_executor.layers.fusion.quant_activation")
+    get_input_quant_key = getattr(activations, "get_input_quant_key", None)
+    if get_input_quant_key is None:
+        pytest.skip("nothing of this vLLM hands on codes: 0.27")
     linear = nn.Linear(WIDTH, WIDTH)
     linear._input_quant_key = "fp8"  # type: ignore[assignment]  # as vLLM's kernels say that they take them
     assert get_input_quant_key(linear) is not None
