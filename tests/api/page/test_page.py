@@ -199,11 +199,11 @@ def test_projection_on_a_direction_of_ones_own(page: Any, stack: Stack, capture:
     area = look(page, stack, capture)
     area.locator("canvas").click(position=cell_of(page, 1, 6))
     page.get_by_label("Measure").select_option("projection")
-    page.get_by_label("Direction").set_input_files(tmp_path / "direction.npy")
+    page.get_by_role("button", name="Direction").set_input_files(tmp_path / "direction.npy")
     x = rows(0, "resid_post", 1, [6], "bfloat16")[0].astype(np.float64)
     expect(told(page)).to_contain_text(f"projection {shown(float(x @ direction / np.linalg.norm(direction)))}")
     np.save(tmp_path / "short.npy", direction[:5])
-    page.get_by_label("Direction").set_input_files(tmp_path / "short.npy")
+    page.get_by_role("button", name="Direction").set_input_files(tmp_path / "short.npy")
     expect(page.get_by_role("alert")).to_contain_text(f"rows of {WIDTH} numbers")
 
 
