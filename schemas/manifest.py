@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import msgspec
 
-REASONS: Final = ("prefix_cached", "dropped", "aborted", "not_armed", "engine_lost", "rejected_draft", "quota",
-                  "fenced", "deleted", "pending")
+REASONS: Final = ("prefix_cached", "dropped", "aborted", "not_armed", "engine_lost", "part_lost", "rejected_draft",
+                  "quota", "fenced", "deleted", "pending")
 STATUSES: Final = ("pending", "running", "complete", "empty", "incomplete", "failed", "deleted")
 FINAL: Final = frozenset(("complete", "empty", "incomplete", "failed"))  # of what is not deleted
 
@@ -66,6 +66,13 @@ class SiteInfo(msgspec.Struct, frozen=True):
     extents: list[Extent]
 
 
+class PartInfo(msgspec.Struct, frozen=True):
+    """One rank's part of a capture; what it sends is in the manifest's ``engine.layout``."""
+
+    rank: int
+    state: str  # "awaited" until it joins, "running", "finished", or "lost": its sender is gone
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """The whole truth about one capture (design: docs/store.md)."""
 
@@ -93,6 +100,7 @@ class Manifest(msgspec.Struct, frozen=True):
     rows: list[SiteLayer]
     hold: bool = False  # neither deleted nor expired until it is released
     engine_finish_reason: str | None = None  # a stop string looks like an abort inside the engine
+    parts: list[PartInfo] = []  # of an engine on several ranks: those that send something of what was asked for
 
     @property
     def expected(self) -> int:

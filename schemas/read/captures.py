@@ -74,8 +74,8 @@ def read_store_uuid(path: Path) -> bytes:
         raise StoreError("open store", path, error.strerror, "name the folder given to the writer") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError("open store", file, f"malformed: {error!r}") from None
-    if version != limits.STORE_VERSION or len(uuid) != 16:
-        raise StoreError("open store", file, f"version {version}, this program knows {limits.STORE_VERSION}")
+    if version not in range(1, limits.STORE_VERSION + 1) or len(uuid) != 16:
+        raise StoreError("open store", file, f"version {version}, this program knows 1 to {limits.STORE_VERSION}")
     return uuid
 
 

@@ -16,6 +16,7 @@ from schemas.manifest import Manifest
 from schemas.read.coverage_cache import CoveredCapture
 from schemas.sites import is_probe, lens_name, names_of, site_named
 from schemas.store.paths import block_name, open_name
+from schemas.wire.layout import LEADER
 
 __all__ = ["aliases_of", "manifest_of", "shape_of"]
 
@@ -63,8 +64,18 @@ def manifest_of(db: sqlite3.Connection, covered: CoveredCapture) -> Manifest:
         output_token_ids=np.frombuffer(capture.output_tokens, "<u4").tolist(),
         finish_reason=capture.ended, client_finish_reason=capture.client_reason,
         engine_finish_reason=capture.finish_reason, stop_reason=capture.stop_reason, cached=capture.cached,
-        recomputed=capture.recomputed, sites=sites, rows=rows, hold=capture.hold,
+        recomputed=capture.recomputed, sites=sites, rows=rows, hold=capture.hold, parts=_parts(covered),
     )
+
+
+def _parts(covered: CoveredCapture) -> list[manifests.PartInfo]:
+    """How far each rank has come; none of an engine of one rank."""
+    parts, capture = covered.parts, covered.capture
+    if not parts.places or covered.resolved is None:
+        return []
+    leader = "finished" if capture.finish_seq is not None else "lost" if capture.lost else "running"
+    states = {LEADER: leader, **{rank: parts.state(rank) for rank in sorted(parts.needed(covered.resolved))}}
+    return [manifests.PartInfo(rank, state) for rank, state in states.items()]
 
 
 def aliases_of(db: sqlite3.Connection, capture: Capture) -> list[str]:
@@ -75,11 +86,14 @@ def aliases_of(db: sqlite3.Connection, capture: Capture) -> list[str]:
 
 def shape_of(db: sqlite3.Connection, covered: CoveredCapture, site: str) -> tuple[str, int]:
     """dtype and width of a site: what was stored, else what the engine said it would be."""
-    for extent in covered.coverage.extents.get(site, ()):
+    engine: dict[str, Any] = {}
+    if covered.parts.shares_out(site):  # what was stored is a share of a row
+        engine = engine_json(db, covered.capture.stream)
+    for extent in () if engine else covered.coverage.extents.get(site, ()):
         segment = covered.segments[extent.segment]
         if segment is not None:
             return segment.dtype, segment.width
-    engine = engine_json(db, covered.capture.stream)
+    engine = engine or engine_json(db, covered.capture.stream)
     dtype = "float32" if is_probe(site) else str(engine.get("model_dtype", "float32"))
     return dtype, int(engine.get("widths", {}).get(site, 0))
 

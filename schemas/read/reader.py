@@ -8,19 +8,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.catalog.records import Segment, load_segment
+from schemas.catalog.records import Extent, Segment, load_segment
 from schemas.catalog.view import Moment
-from schemas.errors import ArgumentError, NotFoundError, StoreError
+from schemas.codecs import Stream
+from schemas.errors import ArgumentError, CorruptError, NotFoundError, StoreError
 from schemas.read.captures import CaptureRow, CatalogReader, Progress, read_store_uuid, resolved_of
-from schemas.read.coverage import LayerGroup
+from schemas.read.coverage import LayerGroup, Rows, Shared
 from schemas.read.coverage_cache import CoveredCapture
 from schemas.read.journal_tail import FrameAt, JournalTail
 from schemas.read.live_rows import LiveRows, live_of
@@ -28,7 +29,19 @@ from schemas.read.manifests import shape_of
 from schemas.read.row_copies import copy_rows
 from schemas.read.row_locations import RowLocations, UnsettledError, joined, locate
 from schemas.read.segment_maps import SegmentMaps
-from schemas.read.slices import Part, Places, RowFormat, RowsAt, Slice, Which, check_layers, common_rows, missing_of
+from schemas.read.slices import (
+    DECODED,
+    Part,
+    Pick,
+    Places,
+    RowFormat,
+    RowsAt,
+    Slice,
+    Which,
+    check_layers,
+    common_rows,
+    missing_of,
+)
 from schemas.sites import BY_MODEL, ask_site, parse_site, site_meant
 from schemas.store.paths import redo_name
 
@@ -36,7 +49,17 @@ __all__ = ["CaptureRow", "LiveRows", "Places", "Progress", "RowsAt", "Slice", "S
 
 T = TypeVar("T")
 I64 = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+Alike = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # which of the layers rows have; first column and width
 settle_s_max: Final = 5.0  # a read waits at most so long for rows of others to be erased
+
+
+class Placed(NamedTuple):
+    """Columns of rows from ``start`` on: how and where they are stored."""
+
+    start: int
+    stored: RowFormat
+    rows: RowLocations
 
 
 class StoreReader(CatalogReader):
@@ -129,16 +152,19 @@ class StoreReader(CatalogReader):
         last = max(end if stop is None else min(stop, end), first)
         clipped = start < 0 or (stop is not None and stop > end)
         positions, picks = common_rows(groups, layers, first, last, rejected)
-        stored.check_bytes(len(layers) * len(positions))
+        given = _given(stored, picks)
+        for each in {stored, given}:
+            each.check_bytes(len(layers) * len(positions))
         parts = []
         for group, members, which in picks:
-            located = self._located(covered, site, stored, group, which, rejected)
-            copied = copy_rows(self._maps, covered.segments, located, stored.streams, [layers[i] for i in members])
+            placed = self._located(covered, site, stored, group, which, rejected)
+            copied = self._copied(covered.segments, placed, [layers[i] for i in members], given)
             parts.append(Part(members, None, copied))
+        located = placed[0].rows
         missing = [] if rejected else missing_of(groups, layers, first, last)
-        return Slice(covered.capture.id, site, list(layers), stored.codec, stored.dtype, stored.width, first, last,
+        return Slice(covered.capture.id, site, list(layers), given.codec, given.dtype, given.width, first, last,
                      positions.astype(np.uint32), located.token_ids, located.flags,
-                     stored.assembled(len(layers), len(positions), parts), missing, clipped)
+                     given.assembled(len(layers), len(positions), parts), missing, clipped)
 
     def _rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None) -> RowsAt:
         refs, position = [ref for ref, _ in rows], np.array([position for _, position in rows], np.int64)
@@ -149,7 +175,8 @@ class StoreReader(CatalogReader):
         wanted = {ref: grouped[bounds[number]:bounds[number + 1]] for ref, number in number_of.items()}
         found, stored = self._stored_alike(list(wanted), site, layers, owner, len(rows))
         stored.check_bytes(len(layers) * len(rows))
-        alike: dict[tuple[int, ...], list[tuple[RowLocations, I64]]] = {}  # by which of the layers they have
+        alike: dict[Alike, list[tuple[list[Placed], I64]]] = {}
+        given = stored
         for ref, numbers in wanted.items():
             covered, asked = found[ref], position[numbers]
             groups = covered.coverage.sites[site]
@@ -158,21 +185,26 @@ class StoreReader(CatalogReader):
             known = there.take(at, mode="clip") == asked if len(there) else at < 0
             if not known.all():
                 raise _no_row(covered, site, layers, int(asked[~known][0]))
+            given = given if given != stored else _given(stored, picks)
             for group, members, which in picks:
                 chosen = at + which.start if isinstance(which, slice) else which[at]
-                alike.setdefault(tuple(members), []).append(
-                    (self._located(covered, site, stored, group, chosen, False), numbers))
+                placed = self._located(covered, site, stored, group, chosen, False)
+                columns = tuple((one.start, one.stored.width) for one in placed)
+                alike.setdefault((tuple(members), columns), []).append((placed, numbers))
+        given.check_bytes(len(layers) * len(rows))
         segments = {number: segment for covered in found.values() for number, segment in covered.segments.items()}
         token_ids, flags = np.empty((2, len(rows)), np.uint32)
         parts = []
-        for together, places in alike.items():
+        for (together, columns), places in alike.items():
             order = np.concatenate([numbers for _, numbers in places])
-            located, at = joined([part for part, _ in places])[np.argsort(order)], np.sort(order)
-            token_ids[at], flags[at] = located.token_ids, located.flags
-            copied = copy_rows(self._maps, segments, located, stored.streams, [layers[i] for i in together])
+            ordered, at = np.argsort(order), np.sort(order)
+            placed = [Placed(start, stored.of_columns(width), joined([part[share].rows for part, _ in places])[ordered])
+                      for share, (start, width) in enumerate(columns)]
+            token_ids[at], flags[at] = placed[0].rows.token_ids, placed[0].rows.flags
+            copied = self._copied(segments, placed, [layers[i] for i in together], given)
             parts.append(Part(list(together), None if len(at) == len(rows) else at, copied))
-        return RowsAt(site, list(layers), stored.codec, stored.dtype, stored.width, token_ids, flags,
-                      stored.assembled(len(layers), len(rows), parts))
+        return RowsAt(site, list(layers), given.codec, given.dtype, given.width, token_ids, flags,
+                      given.assembled(len(layers), len(rows), parts))
 
     def _stored_alike(self, refs: Sequence[str], site: str, layers: Sequence[int], owner: str | None, rows: int
                       ) -> tuple[dict[str, CoveredCapture], RowFormat]:
@@ -192,17 +224,39 @@ class StoreReader(CatalogReader):
         return found, formats.pop()
 
     def _located(self, covered: CoveredCapture, site: str, stored: RowFormat, group: LayerGroup, which: Which,
-                 rejected: bool) -> RowLocations:
-        """Locations of rows of a group of layers; of a capture that has ended they are found once, for all rows."""
-        rows, extents = group.rejected if rejected else group.rows, covered.coverage.extents[site]
+                 rejected: bool) -> list[Placed]:
+        """Rows of a group of layers: whole, or the columns that each rank has of them."""
+        shares = group.shares or (Shared(0, stored.width, group.rows, group.rejected),)
+        formats = [stored.of_columns(share.stop - share.start) for share in shares]
+        return [Placed(share.start, each, self._locations(covered, covered.coverage.extents[site], each.streams,
+                                                          share.rejected if rejected else share.rows, which))
+                for share, each in zip(shares, formats, strict=True)]
+
+    def _copied(self, segments: Mapping[int, Segment | None], placed: Sequence[Placed], layers: Sequence[int],
+                given: RowFormat) -> list[Bytes]:
+        """Pieces by stream of rows as they are ``given``, uint8 ``[layers, n, piece bytes]``."""
+        copied = [copy_rows(self._maps, segments, one.rows, one.stored.streams, layers) for one in placed]
+        if placed[0].stored == given:
+            return copied[0]
+        tokens = placed[0].rows.token_ids
+        values = np.empty((len(layers), len(tokens), given.width), np.float32)
+        for one, pieces in zip(placed, copied, strict=True):
+            if not np.array_equal(one.rows.token_ids, tokens):
+                raise CorruptError("read rows", self.path, "ranks name other tokens at the same positions and steps")
+            values[:, :, one.start:one.start + one.stored.width] = one.stored.decoded(pieces)
+        return [values.view(np.uint8)]
+
+    def _locations(self, covered: CoveredCapture, extents: Sequence[Extent], streams: tuple[Stream, ...], rows: Rows,
+                   which: Which) -> RowLocations:
+        """Locations of some of ``rows``; of a capture that has ended they are found once, for all rows."""
         if (known := covered.locations.get(rows)) is None and covered.capture.finish_seq is not None:
             try:
-                known = covered.locations[rows] = locate(self._maps, covered.segments, extents, rows, stored.streams)
+                known = covered.locations[rows] = locate(self._maps, covered.segments, extents, rows, streams)
             except UnsettledError:
                 known = None  # a frame is damaged, or being erased from: who asks for no row of it need not know
         if known is not None:
             return known[which]
-        return locate(self._maps, covered.segments, extents, rows[which], stored.streams)
+        return locate(self._maps, covered.segments, extents, rows[which], streams)
 
     def places(self, ref: str, site: str, layers: Sequence[int], owner: str | None = None) -> Places:
         """Places of the rows of a capture; NotFoundError where it has no such site or layer."""
@@ -276,6 +330,11 @@ class StoreReader(CatalogReader):
         query = "SELECT MAX(offset + bytes) FROM frames WHERE segment = ?"
         with self._catalog.moment() as now:
             return int(now.db.execute(query, (segment,)).fetchone()[0] or 0)
+
+
+def _given(stored: RowFormat, picks: Sequence[Pick]) -> RowFormat:
+    """How rows are handed out: as they are stored, or decoded where ranks share their columns out."""
+    return RowFormat(*DECODED, stored.width) if any(group.shares for group, _, _ in picks) else stored
 
 
 def _row_format(now: Moment, covered: CoveredCapture, site: str, layers: Sequence[int]) -> RowFormat:
