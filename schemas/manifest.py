@@ -64,6 +64,7 @@ class SiteInfo(msgspec.Struct, frozen=True):
     meaning: str
     transformer_lens: str | None  # with {l} for the layer
     extents: list[Extent]
+    shared_out: bool = False  # ranks share its columns out: rows are put together decoded, and streams is empty
 
 
 class PartInfo(msgspec.Struct, frozen=True):

@@ -39,11 +39,12 @@ def manifest_of(db: sqlite3.Connection, covered: CoveredCapture) -> Manifest:
             extents.append(manifests.Extent(block, extent.offset, len(positions), int(positions.min()),
                                             int(positions.max())))
         meaning = engine.get("meaning", {}).get(site) or site_named(site).meaning
-        known = codecs.identified(codec)
+        known, shared = codecs.identified(codec), covered.parts.shares_out(site)
         sites.append(manifests.SiteInfo(
             site=site, width=width, decoded_width=known.decoded_width(width), codec=codec, family=known.family.name,
             parameters=known.parameters, decoded=known.family.decoded, formula=known.family.formula, dtype=dtype,
-            streams=_declared(known, width, dtype), error_bound=known.family.error, meaning=meaning,
+            streams=[] if shared else _declared(known, width, dtype), shared_out=shared,
+            error_bound=known.family.error, meaning=meaning,
             transformer_lens=lens_name(site, names_of(engine)), extents=extents,
         ))
         rows += [

@@ -63,6 +63,12 @@ class Parts:
         """Whether a rank that is needed may still send rows."""
         return bool(self.needed(resolved) - self.finished - self.lost)
 
+    def ended(self, capture: Capture, part: int) -> bool:
+        """Whether a part's rows are all there that will come, unless its sender comes back."""
+        if capture.lost and capture.finish_seq is None:
+            return True
+        return capture.finish_seq is not None if part == LEADER else part in self.finished | self.lost
+
     def rest(self, capture: Capture, part: int) -> str:
         """Reason of rows of a part that are not there and of which nothing is told."""
         if capture.finish_seq is None and capture.lost:

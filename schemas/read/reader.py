@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Final, NamedTuple, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from schemas import limits
 from schemas.catalog.records import Extent, Segment, load_segment
 from schemas.catalog.view import Moment
 from schemas.codecs import Stream
@@ -24,7 +26,7 @@ from schemas.read.captures import CaptureRow, CatalogReader, Progress, read_stor
 from schemas.read.coverage import LayerGroup, Rows, Shared
 from schemas.read.coverage_cache import CoveredCapture
 from schemas.read.journal_tail import FrameAt, JournalTail
-from schemas.read.live_rows import LiveRows, live_of
+from schemas.read.live_rows import LiveRows, PartsCursor, live_of
 from schemas.read.manifests import shape_of
 from schemas.read.row_copies import copy_rows
 from schemas.read.row_locations import RowLocations, UnsettledError, joined, locate
@@ -45,7 +47,8 @@ from schemas.read.slices import (
 from schemas.sites import BY_MODEL, ask_site, parse_site, site_meant
 from schemas.store.paths import redo_name
 
-__all__ = ["CaptureRow", "LiveRows", "Places", "Progress", "RowsAt", "Slice", "StoreReader", "read_store_uuid"]
+__all__ = ["CaptureRow", "LiveRows", "PartsCursor", "Places", "Progress", "RowsAt", "Slice", "StoreReader",
+           "read_store_uuid"]
 
 T = TypeVar("T")
 I64 = npt.NDArray[np.int64]
@@ -258,8 +261,12 @@ class StoreReader(CatalogReader):
             return known[which]
         return locate(self._maps, covered.segments, extents, rows[which], streams)
 
-    def places(self, ref: str, site: str, layers: Sequence[int], owner: str | None = None) -> Places:
-        """Places of the rows of a capture; NotFoundError where it has no such site or layer."""
+    def places(self, ref: str, site: str, layers: Sequence[int], owner: str | None = None) -> list[Places]:
+        """Places of the rows of a capture, of all columns or, from the left to the right, of those that each rank has.
+
+        NotFoundError where it has no such site or layer; ArgumentError where ranks share out some of the layers in
+        other ways than others.
+        """
         site = parse_site(site, "site", ArgumentError)[0]
         with self._catalog.moment() as now:
             covered = self._coverage_cache.of(now, ref, owner, site)
@@ -268,13 +275,19 @@ class StoreReader(CatalogReader):
         extents = covered.coverage.extents[site]
         segments = np.asarray([extent.segment for extent in extents], np.int64)
         offsets = np.asarray([extent.offset for extent in extents], np.int64)
-        segment, offset, row = np.zeros((3, len(layers), len(positions)), np.int64)
-        if len(positions):
-            for group, members, which in picks:
-                rows = group.rows[which]
+        columns = {tuple((share.start, share.stop) for share in group.shares) for group, _, _ in picks}
+        if len(columns) > 1:
+            raise ArgumentError("layers", list(layers), f"ranks share them out in {len(columns)} ways: ask for those "
+                                "that are alike together")
+        found = []
+        for number, (start, stop) in enumerate(columns.pop() or ((0, stored.width),)):
+            segment, offset, row = np.zeros((3, len(layers), len(positions)), np.int64)
+            for group, members, which in picks if len(positions) else ():
+                rows = (group.shares[number].rows if group.shares else group.rows)[which]
                 segment[members], offset[members], row[members] = segments[rows.extent], offsets[rows.extent], rows.row
-        return Places(covered.capture.id, stored.codec, stored.dtype, stored.width, positions.astype(np.uint32),
-                      segment, offset, row)
+            found.append(Places(covered.capture.id, stored.codec, stored.dtype, stop - start,
+                                positions.astype(np.uint32), segment, offset, row, start))
+        return found
 
     def segment(self, number: int) -> Segment:
         """A segment as the catalog has it now."""
@@ -324,6 +337,36 @@ class StoreReader(CatalogReader):
             return live_of(frame, view, capture, layers, first, partial(self._maps.verify, frame.segment, view))
         except StoreError as error:
             raise UnsettledError(frame.segment.number, error) from None
+
+    def in_parts(self, capture: str) -> bool:
+        """Whether several ranks send a capture's rows; who follows these reads them with ``part_rows``."""
+        with self._catalog.moment() as now:
+            return bool(self._coverage_cache.of(now, capture, None).parts.places)
+
+    def part_rows(self, cursor: PartsCursor, capture: str, site: str, layers: Sequence[int]) -> LiveRows | None:
+        """The next rows of a capture that several ranks send, whole and durable; None where there are none yet.
+
+        At most ``limits.live_event_bytes_max`` of them; their ``seq`` is the step up to which all have come.
+        """
+        return self._settled(lambda: self._part_rows(cursor, capture, site, layers))
+
+    def _part_rows(self, cursor: PartsCursor, capture: str, site: str, layers: Sequence[int]) -> LiveRows | None:
+        with self._catalog.moment() as now:
+            covered = self._coverage_cache.of(now, capture, None, site)
+            stored = _row_format(now, covered, site, layers)
+        row_bytes = 4 * len(layers) * stored.decoded_width
+        going = copy.deepcopy(cursor)  # a read that fails comes again
+        taken = going.take(covered, site, layers, max(1, limits.live_event_bytes_max // row_bytes))
+        if taken is None:
+            cursor.follow(going)
+            return None
+        group, wanted, which = taken
+        given = _given(stored, [(group, [], which)])
+        placed = self._located(covered, site, stored, group, which, False)
+        values = given.decoded(self._copied(covered.segments, placed, wanted, given))
+        cursor.follow(going)
+        return LiveRows(cursor.told, True, False, wanted, group.rows.positions[which].astype(np.uint32),
+                        placed[0].rows.token_ids, placed[0].rows.flags, values)
 
     def _durable_end(self, segment: int) -> int:
         """The offset up to which the catalog has the frames of a segment."""

@@ -145,7 +145,8 @@ class RowsAt:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of rows of some layers of a site, for who reads very many: no row is touched to find out.
+    """Places of rows of some layers of a site, for who reads very many: no row is touched to find out. Where ranks
+    share the columns out, ``width`` of them from column ``start`` on.
 
     ``positions`` uint32 ``[n]``, ascending: those that every asked layer has. Row i of layer l is row ``row[l, i]`` of
     the frame at byte ``offset[l, i]`` of segment ``segment[l, i]``, int64 ``[layers, n]``.
@@ -159,6 +160,7 @@ class Places:
     segment: npt.NDArray[np.int64]
     offset: npt.NDArray[np.int64]
     row: npt.NDArray[np.int64]
+    start: int = 0
 
 
 def check_layers(capture: str, resolved: Resolved, site: str, layers: Sequence[int]) -> None:

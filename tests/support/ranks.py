@@ -22,6 +22,7 @@ from tests.support.store_helpers import Sender, engine_info, frame_of, key_of, p
 
 COLUMNS = 64  # of a share
 LAYERS = [0, 1, 2, 3]
+SITES = ("resid_post", "q", "k")
 
 
 def layout_of(ranks: int) -> list[Part]:
@@ -39,7 +40,7 @@ def layout_of(ranks: int) -> list[Part]:
 
 def info_of(ranks: int, group: str = "", layout: list[Part] | None = None) -> EngineInfo:
     """What every rank says of the engine."""
-    info = engine_info(COLUMNS, sites=("resid_post", "q", "k"))
+    info = engine_info(COLUMNS, sites=SITES)
     widths = {"resid_post": COLUMNS, "q": ranks * COLUMNS, "k": (ranks + 1) // 2 * COLUMNS}
     return msgspec.structs.replace(info, widths=widths, group=group or new_ulid(),
                                    layout=layout_of(ranks) if layout is None else layout)
@@ -81,6 +82,57 @@ class Rank(Sender):
         """The layers that it has something of."""
         assert self.engine is not None
         return sorted(layer for share in self.engine.layout[self.rank].shares.get(site, ()) for layer in share.layers)
+
+
+class Ranks:
+    """All of them, playing one capture; those that share nothing out of a site are silent about it."""
+
+    def __init__(self, endpoint: str, count: int) -> None:
+        self.info = info_of(count)
+        self.all = [Rank(endpoint, rank, self.info) for rank in range(count)]
+        self.capture, self.number = new_ulid(), 1
+
+    @property
+    def leader(self) -> Rank:
+        return self.all[0]
+
+    @property
+    def others(self) -> list[Rank]:
+        return self.all[1:]
+
+    def begin(self, prompt_len: int, codec: str = "int8b64") -> None:
+        """The capture, of everything."""
+        self.leader.open(self.capture, prompt_len, dict.fromkeys(SITES, LAYERS), codec)
+        for rank in self.others:
+            rank.join(self.capture)
+
+    def step(self, positions: Sequence[int], step: int, who: Sequence[Rank] | None = None,
+             sites: Sequence[str] = SITES, **options: Any) -> None:
+        """One step of the engine: every rank sends its share."""
+        for rank in self.all if who is None else who:
+            for site in sites:
+                if rank.share(site):
+                    rank.rows(self.capture, self.number, site, positions, step, **options)
+
+    def end(self, end: int, output: int, who: Sequence[Rank] | None = None) -> None:
+        """The end, as all ranks say it, or ``who`` of those that do not lead."""
+        self.leader.finish(self.capture, end, output)
+        for rank in self.others if who is None else who:
+            rank.part_finish(self.capture)
+
+    def wait(self) -> None:
+        """Until all that was said is durable."""
+        for rank in self.all:
+            rank.wait()
+
+    def __enter__(self) -> Ranks:
+        for rank in self.all:
+            rank.hello()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.all:
+            rank.close()
 
 
 def values(ranks: int, number: int, site: str, positions: Sequence[int], layers: Sequence[int] = LAYERS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from schemas.read.reader import StoreReader
 from schemas.wire.layout import Part, Share
 from schemas.wire.messages import EngineInfo
 from tests.support.consistency import assert_consistent
-from tests.support.ranks import COLUMNS, LAYERS, Rank, info_of, layout_of, values
+from tests.support.ranks import COLUMNS, LAYERS, SITES, Rank, Ranks, info_of, layout_of, values
 from tests.support.store_helpers import Sender, WriterProcess, assert_adds_up, until
 from writer_service import fs
 from writer_service.tools.compaction import compact
@@ -24,54 +24,27 @@ from writer_service.tools.fsck import fsck
 from writer_service.tools.rebuild import rebuild
 
 RANKS, PROMPT, END = 4, 5, 8
-SITES = ("resid_post", "q", "k")
 ALL = {site: LAYERS for site in SITES}
 
 
-class Case:
+class Case(Ranks):
     """A store, its writer and the ranks of an engine."""
 
-    def __init__(self, store: Path, writer: WriterProcess, ranks: list[Rank]) -> None:
-        self.store, self.writer, self.ranks = store, writer, ranks
-        self.capture, self.number = new_ulid(), 1
+    def __init__(self, store: Path, writer: WriterProcess) -> None:
+        super().__init__(writer.endpoint, RANKS)
+        self.store, self.writer, self.ranks = store, writer, self.all
 
-    @property
-    def leader(self) -> Rank:
-        return self.ranks[0]
+    def begin(self, prompt_len: int = PROMPT, codec: str = "int8b64") -> None:
+        super().begin(prompt_len, codec)
 
-    @property
-    def others(self) -> list[Rank]:
-        return self.ranks[1:]
-
-    def begin(self, codec: str = "int8b64", layers: dict[str, list[int]] | None = None) -> None:
-        self.leader.open(self.capture, PROMPT, layers or ALL, codec)
-        for rank in self.others:
-            rank.join(self.capture)
-
-    def step(self, positions: Sequence[int], step: int, who: Sequence[Rank] | None = None,
-             sites: Sequence[str] = SITES, **options: Any) -> None:
-        """One step of the engine: every rank sends its share."""
-        for rank in self.ranks if who is None else who:
-            for site in sites:
-                if rank.share(site):
-                    rank.rows(self.capture, self.number, site, positions, step, **options)
-
-    def end(self, who: Sequence[Rank] | None = None) -> None:
-        self.leader.finish(self.capture, END, END + 1 - PROMPT)
-        for rank in self.others if who is None else who:
-            rank.part_finish(self.capture)
-
-    def wait(self) -> None:
-        for rank in self.ranks:
-            rank.wait()
+    def end(self, end: int = END, output: int = END + 1 - PROMPT, who: Sequence[Rank] | None = None) -> None:
+        super().end(end, output, who)
 
 
 @contextmanager
 def playing(tmp_path: Path, *flags: str) -> Iterator[Case]:
-    store, info = tmp_path / "store", info_of(RANKS)
-    with WriterProcess(store, *flags) as writer, ExitStack() as stack:
-        ranks = [stack.enter_context(Rank(writer.endpoint, rank, info)) for rank in range(RANKS)]
-        yield Case(store, writer, ranks)
+    with WriterProcess(tmp_path / "store", *flags) as writer, Case(tmp_path / "store", writer) as made:
+        yield made
 
 
 @pytest.fixture
@@ -107,7 +80,7 @@ def assert_whole(reader: StoreReader, case: Case, codec: str = "int8b64") -> Non
 
 @pytest.mark.parametrize("codec", ["int8b64", "raw"])
 def test_whole_rows_come_out_of_the_shares_of_all_ranks(case: Case, codec: str) -> None:
-    case.begin(codec)
+    case.begin(codec=codec)
     case.step(range(PROMPT), 1, codec=codec)
     for position in range(PROMPT, END):
         case.step([position], position, codec=codec)
