@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.scenarios import ENGINES
-from bench.shapes import drafter_layers, make_probe
+from bench.shapes import drafter_layers, make_probe, make_vector
 from schemas.codecs import parse_codec
 from vllm_tap.serve.writer_process import WriterProcess
 
@@ -75,6 +75,8 @@ class Process:
             environment |= {"VLLM_TAP_ENDPOINT": endpoint,
                             "VLLM_TAP_ARM": ",".join(f"{engine.arm}.{layer}" for layer in layers) or engine.arm,
                             "VLLM_TAP_STAGING_BYTES_MAX": str(64 << 30), "VLLM_TAP_PROBES": make_probe(shape, folder)}
+            environment |= {"VLLM_TAP_EDIT": engine.edit,
+                            "VLLM_TAP_VECTORS": make_vector(shape, folder)} if engine.edit else {}
             # raw16 is 3 GB in half a second: what a writer lags behind must find room, or rows are dropped.
             environment |= {"VLLM_TAP_RING_BYTES": str(4 << 30)} if shape != "small" else {}
             environment |= {key: value for key, value in os.environ.items() if key in (

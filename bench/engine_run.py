@@ -98,8 +98,10 @@ class Run:
         draw = random.Random(load_name)
         prompts: Any = [{"prompt_token_ids": [draw.randrange(10, 8000) for _ in range(load.prompt)]}
                         for _ in range(load.batch)]
+        edit = {"edit": spec["edit"]} if spec is not None and "edit" in spec else None
+        spec = None if edit else spec
         ids = [new_ulid() for _ in range(load.batch)] if spec is not None else []
-        extra: list[dict[str, Any] | None] = [None] * load.batch
+        extra: list[dict[str, Any] | None] = [edit] * load.batch
         if spec is not None:
             layers = {"layers": drafter_layers(self.shape)} if spec.get("layers") == DRAFTER else {}
             extra = [{"capture": {**spec, **layers, "id": capture}} for capture in ids]

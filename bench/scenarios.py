@@ -12,12 +12,18 @@ DRAFTER = "drafter"  # in the place of layers: those of bench.shapes.drafter_lay
 PROMPTS = {"layers": DRAFTER, "positions": "prompt", "codec": "raw16"}
 
 
+def _edited(layers: Any) -> dict[str, Any]:
+    """A vector added in layers, for every request of a batch; nothing is captured."""
+    return {"edit": [{"site": "resid_post", "layers": layers, "op": "add", "vector": "vector", "scale": 0.5}]}
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One process with one engine; ``scenarios`` are capture specs by name, None: no capture is asked."""
+    """One process with one engine; ``scenarios`` are capture specs by name, or edits; None: nothing is asked."""
 
     scenarios: dict[str, dict[str, Any] | None]
     arm: str = ""  # "" without taps
+    edit: str = ""  # what is armed for edits
     store: str = "shm"  # or "disk"
     eager: bool = False
     hooks: bool = False
@@ -43,6 +49,11 @@ ENGINES: dict[str, Engine] = {
     }, arm="resid_post"),
     "layer": Engine({"one layer armed, idle": None, "one layer armed, captured": {"codec": "int8b64"}},
                     arm="resid_post.8"),
+    "edit": Engine({"four layers armed for edits, idle": None, "one layer edited": _edited(layers=[8]),
+                    "four layers edited": _edited(layers=[2, 5, 8, 11])},
+                   arm="resid_post.8", edit="resid_post.2,resid_post.5,resid_post.8,resid_post.11"),
+    "edit-all": Engine({"every layer armed for edits, idle": None, "every layer edited": _edited(layers="all")},
+                       arm="resid_post.8", edit="resid_post"),
     "drafter": Engine({"four layers armed, idle": None, "four layers armed, prompts": PROMPTS}, arm="resid_post",
                       drafter=True),
     "disk": Engine({"int8b64, disk": {"codec": "int8b64"}, "raw16, disk": {"codec": "raw16"}}, arm="resid_post",

@@ -70,6 +70,13 @@ def make_probe(name: str, folder: Path) -> str:
     return f"probe={folder}/probe.safetensors@resid_post.{shape.layers // 2}"
 
 
+def make_vector(name: str, folder: Path) -> str:
+    """What registers a vector for edits, called vector."""
+    save_file({"vector": np.random.default_rng(1).standard_normal(SHAPES[name].hidden, np.float32)},
+              folder / "vector.safetensors")
+    return f"vector={folder}/vector.safetensors"
+
+
 def make_model(name: str, inside: Path) -> Path:
     """A folder in ``inside`` with the configuration of a shape; engines load it with random weights."""
     shape, folder = SHAPES[name], inside / f"model-{name}"

@@ -17,6 +17,7 @@ from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from tests.support.engines.engines import ALL_ROWS, DTYPE, ON_GPU, SITES, Engine, prompt, start
 from tests.support.models.reference import Reference
+from tests.support.store_helpers import until
 from vllm_tap.tiny_model import LAYERS
 
 pytestmark = pytest.mark.timeout(600)
@@ -168,7 +169,7 @@ def test_parallel_samples_make_one_capture_each(engine: Engine) -> None:
                             extra_args={"capture": {**RAW, "id": ulid}})
     (output,) = engine.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
     assert output.outputs[0].token_ids != output.outputs[1].token_ids
-    assert engine.reader.samples(ulid) == [f"{ulid}.0", f"{ulid}.1"]
+    assert until(lambda: engine.reader.samples(ulid)) == [f"{ulid}.0", f"{ulid}.1"]
     for sample in range(2):
         one = engine.captured(f"{ulid}.{sample}", output, sample)
         assert engine.check(one) == ALL_ROWS * 78

@@ -18,18 +18,28 @@ from engine_side.seams import self_test
 from schemas.edits.vectors import digest_of
 from schemas.errors import SpecError, StartError
 from schemas.read.reader import StoreReader
-from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, OneAtATime, in_this_process, refused_start
+from tests.support.engines.engines import (
+    DTYPE,
+    ON_GPU,
+    SHARED,
+    Captured,
+    Engine,
+    OneAtATime,
+    in_this_process,
+    refused_start,
+)
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.common import COMMON
 from tests.support.models.edited import HEAD, at_every_place, moved, vector
 from tests.support.models.families import FAMILIES as KNOWN
 from tests.support.models.families import family_model
-from tests.support.models.features import FEATURES, GROUPS, Feature, options, tokens
+from tests.support.models.features import FEATURES, GROUPS, Feature, not_run, options, tokens
 from tests.support.models.reference import Reference
 from tests.support.models.unlisted import UNLISTED
 
 HIDDEN = COMMON["hidden_size"]
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="held against float32")]
+pytestmark = pytest.mark.timeout(300)
+BAR = 0.05 if ON_GPU else 1e-5  # of a row's length: bfloat16 with graphs there
 
 FAMILIES = os.environ.get("TAP_FAMILIES", "qwen3,opt").replace("all", ",".join(KNOWN)).split(",")
 MIXTURES = ("mixtral", "qwen3_moe")
@@ -54,9 +64,9 @@ def started(reader: StoreReader, family: str, group: str = "scheduler", edit: st
         for name in GROUPS[group].without:
             patch.delenv(name)
         patch.setenv("VLLM_TAP_EDIT", edit or armed(family))
-        with in_this_process(not family.startswith("gpt_neox")):
+        with in_this_process(not family.startswith("gpt_neox") and not ON_GPU):
             llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8,
-                           seed=0, **{**options(family, group), **more})
+                           seed=0, **{**SHARED, **options(family, group), **more})
     return Engine(llm, reader, BlocksReference(folder, UNLISTED[family]) if family in UNLISTED else Reference(folder))
 
 
@@ -93,7 +103,7 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], edits: Sequence[Any], 
 
 
 def check(engine: Engine, captured: Captured, edits: Sequence[dict[str, Any]] | None, greedy: bool = True,
-          bar: float = 1e-5) -> None:
+          bar: float = BAR) -> None:
     """A capture's rows and tokens against those of Hugging Face with the same edits."""
     rows, chances = engine.reference.edited(captured.tokens, moved(edits or (), captured.prompt_len,
                                                                    vector(HIDDEN, 11)))
@@ -110,7 +120,7 @@ def check(engine: Engine, captured: Captured, edits: Sequence[dict[str, Any]] | 
         assert off.max() < bar, f"{entry.site}.{entry.layer} is off by {off.max()}"
     for number, token in enumerate(captured.tokens[captured.prompt_len :]):
         right = chances[captured.prompt_len - 1 + number]
-        assert not greedy or right[token] >= right.max() - 1e-4
+        assert not greedy or right[token] >= right.max() - (0.5 if ON_GPU else 1e-4)
         if captured.output is not None and captured.output.outputs[0].logprobs:
             said = captured.output.outputs[0].logprobs[number][token].logprob
             assert abs(said - right[token]) < 2 * bar * np.abs(right).max()
@@ -331,7 +341,8 @@ def test_what_is_filled_in_wrongly_is_seen(fault: str, engine: Engine, monkeypat
 def test_rows_that_were_left_out_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device counts what the graph has done, not what it was told to do."""
     editor = worker.CURRENT.editor if worker.CURRENT is not None else None
-    assert editor is not None
+    if editor is None:
+        pytest.skip("the engine is in another process")
     edits = [*one(layers=[0, 1, 2], site="resid_post"), *one(site="attn_out.1", positions="generated")]
     right = editor.before_forward
 
@@ -491,8 +502,8 @@ def test_a_model_that_is_in_no_table(family: str, reader: StoreReader, monkeypat
 
 
 WHILE = [feature for feature in FEATURES if feature.group in (
-    ("scheduler", "speculative") if os.environ.get("TAP_FAMILIES") is None else GROUPS) and not (
-        GROUPS[feature.group].not_on_cpu)]
+    ("scheduler", "speculative", "async") if os.environ.get("TAP_FAMILIES") is None else GROUPS) and not (
+        not_run(GROUPS[feature.group]))]
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.engines.engines import ON_GPU
 from tests.support.models.reference import Edit
 
 
 def vector(width: int, seed: int, size: float = 1.0) -> Any:
-    """A vector of chance."""
-    return (np.random.default_rng(seed).standard_normal(width) * size).astype(np.float32)
+    """A vector of chance, of numbers that the model's dtype has."""
+    found = (np.random.default_rng(seed).standard_normal(width) * size).astype(np.float32)
+    return torch.from_numpy(found).bfloat16().float().numpy() if ON_GPU else found
 
 
 def _listed(spec: dict[str, Any]) -> list[int]:
