@@ -222,7 +222,8 @@ class CatalogReader:
     def drops(self, capture: str, site: str, after: int) -> list[Drop]:
         """Drops of a capture at a site with numbers above ``after``, in order."""
         with self._catalog.moment() as now:
-            return [drop for drop in load_drops(now.db, capture) if drop.site == site and drop.seq > after]
+            found = [drop for drop in load_drops(now.db, capture) if drop.site == site and drop.seq > after]
+        return sorted(found, key=lambda drop: drop.seq)
 
     def erasing(self) -> bool:
         """Whether something of deleted captures is still to be erased."""

@@ -112,38 +112,40 @@ def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop], pa
     for site, layers in resolved.layers.items():
         kept[site] = [extent for extent in extents if extent.site == site]
         site_drops = [drop for drop in drops if drop.site == site]
-        told = [(extent.part, extent.layers) for extent in kept[site]] + [
-            (drop.part, drop.layers) for drop in site_drops]
+        told: dict[Told, int] = {}  # few: most are equal
+        of_extent = [told.setdefault((extent.part, extent.layers), len(told)) for extent in kept[site]]
+        of_drop = [told.setdefault((drop.part, drop.layers), len(told)) for drop in site_drops]
         by_site[site] = []
-        for members, columns, theirs in _alike(layers, told, partial(parts.columns, site)):
+        part_of = [part for part, _ in told]
+        for members, columns, theirs in _alike(layers, list(told), partial(parts.columns, site)):
             groups = []
             for one in columns:
-                which = [number for number, extent in enumerate(kept[site])
-                         if extent.part == one.part and (extent.part, extent.layers) in theirs]
-                dropped = sorted((drop for drop in site_drops if drop.part in (one.part, EVERY_PART)
-                                  and (drop.part, drop.layers) in theirs), key=attrgetter("seq"))
+                mine = {number for number in theirs if part_of[number] in (one.part, EVERY_PART)}
+                which = [number for number, of in enumerate(of_extent) if of in mine]
+                dropped = [drop for drop, of in zip(site_drops, of_drop, strict=True) if of in mine]
+                dropped.sort(key=attrgetter("seq"))
                 groups.append(_group(capture, members, kept[site], which, dropped, ranges, served,
                                      parts.rest(capture, one.part)))
-            by_site[site].append(groups[0] if len(groups) == 1 else _joined(capture, columns, groups, parts))
+            by_site[site].append(groups[0] if len(groups) == 1 else _joined(columns, groups, capture, parts))
     return Coverage(expected_end, by_site, kept, parts.waits(resolved))
 
 
 Told = tuple[int, tuple[int, ...]]  # the part that tells something, and of which layers
 
 
-def _alike(layers: Iterable[int], told: Iterable[Told], columns_of: Callable[[int], tuple[Columns, ...]]
-           ) -> list[tuple[tuple[int, ...], tuple[Columns, ...], set[Told]]]:
-    """Layers of which the same is told: they, who has their columns, and what is told."""
-    sets = {each: frozenset(each[1]) for each in told}  # few: most are equal
+def _alike(layers: Iterable[int], told: Sequence[Told], columns_of: Callable[[int], tuple[Columns, ...]]
+           ) -> list[tuple[tuple[int, ...], tuple[Columns, ...], set[int]]]:
+    """Layers of which the same is told: they, who has their columns, and which of ``told``."""
+    sets = [frozenset(each[1]) for each in told]
     groups: dict[tuple[tuple[Columns, ...], tuple[bool, ...]], list[int]] = {}
     for layer in layers:
-        having = tuple(layer in has for has in sets.values())
+        having = tuple(layer in has for has in sets)
         groups.setdefault((columns_of(layer), having), []).append(layer)
-    return [(tuple(members), columns, {each for each, has in zip(sets, having, strict=True) if has})
+    return [(tuple(members), columns, {number for number, has in enumerate(having) if has})
             for (columns, having), members in groups.items()]
 
 
-def _joined(capture: Capture, columns: Sequence[Columns], groups: Sequence[LayerGroup], parts: Parts) -> LayerGroup:
+def _joined(columns: Sequence[Columns], groups: Sequence[LayerGroup], capture: Capture, parts: Parts) -> LayerGroup:
     """Groups of the same layers, one of each part that has some of their columns, put together."""
     rows, rejected = (_matching([getattr(group, name) for group in groups]) for name in ("rows", "rejected"))
     missing = [gap for group in groups for gap in group.missing]
