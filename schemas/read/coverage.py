@@ -10,7 +10,7 @@ token happens to be equal, for its context was wrong. An older row never takes t
 served.
 
 Of an engine on several ranks all this holds of each rank's part, whose numbers and drops are its own; then the columns
-of rows that are shared out are put together (schemas.read.parts).
+of rows that are shared out are put together (schemas.catalog.parts).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from schemas.catalog.parts import ALONE, Parts, matched, merged, runs_of
 from schemas.catalog.records import Capture, Drop, Extent
 from schemas.catalog.tables import EVERY_PART
 from schemas.manifest import Missing
-from schemas.read.parts import ALONE, Parts, matched, merged, runs_of
 from schemas.spec import Resolved, intervals
 from schemas.wire.layout import Columns
 from schemas.wire.row_table import FLAG_DRAFT, FLAG_RECOMPUTED

@@ -8,11 +8,11 @@ from typing import Final
 import msgspec
 
 from schemas.catalog.aliases import find
+from schemas.catalog.parts import ALONE, Parts, load_parts
 from schemas.catalog.records import Capture, Drop, Extent, Segment, load_drops, load_extents, load_segment
 from schemas.catalog.view import Moment
 from schemas.lru import Lru
 from schemas.read.coverage import Coverage, Rows, cover
-from schemas.read.parts import ALONE, Parts, load_parts
 from schemas.read.row_locations import RowLocations
 from schemas.read.slices import RowFormat
 from schemas.spec import Resolved

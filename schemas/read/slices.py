@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas import codecs, limits
+from schemas.catalog.parts import merged
 from schemas.codecs import Stream
 from schemas.errors import LimitError, NotFoundError
 from schemas.manifest import Missing
 from schemas.read.coverage import LayerGroup
-from schemas.read.parts import merged
 from schemas.spec import Resolved
 
 __all__ = ["DECODED", "Part", "Pick", "Places", "RowFormat", "RowsAt", "Slice", "Which", "check_layers", "common_rows",

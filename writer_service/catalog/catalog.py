@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import numpy as np
 
 from schemas import codecs
+from schemas.catalog.parts import load_parts
 from schemas.catalog.records import find_capture, load_drops, load_extents, pack_layers
 from schemas.catalog.tables import CATALOG_VERSION, DDL
 from schemas.read.coverage import Coverage, cover, status_of_cover
-from schemas.read.parts import load_parts
 from schemas.wire.layout import LEADER
 from schemas.wire.row_table import FLAG_DRAFT, FLAG_ERASED, steps_of
 from writer_service.catalog.changes import (

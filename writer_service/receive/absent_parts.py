@@ -7,8 +7,8 @@ from typing import Final
 
 import msgspec
 
+from schemas.catalog.parts import load_parts
 from schemas.catalog.records import find_capture
-from schemas.read.parts import load_parts
 from schemas.spec import Resolved
 from writer_service.control_log import PartsLost
 from writer_service.journal.journal import Journal

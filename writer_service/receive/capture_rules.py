@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
-from schemas import codecs, limits
+from schemas import limits
 from schemas.ids import is_ulid, sample_id, split_capture_id
 from schemas.manifest import REASONS
 from schemas.sites import is_site
-from schemas.spec import NAMED_POSITIONS
 from schemas.wire.layout import LEADER
 from schemas.wire.messages import (
     Abandon,
@@ -29,18 +26,9 @@ from schemas.wire.messages import (
     PartFinish,
     Record,
 )
+from writer_service.receive.record_checks import RefusedError, are_layers, check_open, check_own, need, number_max
 
 remembered_max = 20_000
-aliases_max = 16
-number_max = 2**63 - 1  # what SQLite can hold
-
-
-class RefusedError(Exception):
-    """The record is not stored; ``code`` is one of conflict, malformed, stale, not_found, held."""
-
-    def __init__(self, code: str, reason: str) -> None:
-        super().__init__(reason)
-        self.code, self.reason = code, reason
 
 
 class Member(NamedTuple):
@@ -197,16 +185,7 @@ class CaptureRules:
             yield row["stream"], row["id"]
 
     def _own(self, stream: str, own: Own) -> Effect:
-        _need(is_ulid(own.capture), "capture", "a ULID")
-        _need(0 < own.count <= limits.capture_samples_max, "count", f"1 to {limits.capture_samples_max}")
-        _need(len(own.owner) <= limits.alias_chars_max, "owner", f"at most {limits.alias_chars_max} characters")
-        _need(len(own.aliases) <= aliases_max, "aliases", f"at most {aliases_max}")
-        _need(all(0 < len(a) <= limits.alias_chars_max and split_capture_id(a) is None for a in own.aliases),
-              "aliases", f"1 to {limits.alias_chars_max} characters, and no capture id")
-        _need(0 <= own.created_ms <= number_max, "created_ms", f"0 to {number_max}")
-        _need(len(own.tags) <= limits.spec_tags_max, "tags", f"at most {limits.spec_tags_max}")
-        _need(all(len(k) <= limits.tag_key_chars_max and len(v) <= limits.tag_value_chars_max
-                  for k, v in own.tags.items()), "tags", "keys and values within the limits")
+        check_own(own)
         for taken in self.resolve(own.capture):
             state = self.get(taken)
             if state is not None and state.own != (stream, own.seq):
@@ -221,8 +200,8 @@ class CaptureRules:
         return effect
 
     def _open(self, stream: str, epoch: int, opened: Open, member: Member) -> Effect:
-        _check_open(opened)
-        _need(member.rank == LEADER, "Open", f"of rank {LEADER} of a group, not of rank {member.rank}")
+        check_open(opened)
+        need(member.rank == LEADER, "Open", f"of rank {LEADER} of a group, not of rank {member.rank}")
         opener = (stream, epoch, opened.request)
         state = self.get(opened.capture)
         if state is not None:
@@ -243,8 +222,8 @@ class CaptureRules:
 
     def _join(self, stream: str, epoch: int, joined: Join, member: Member) -> Effect:
         """Before its Open or after it: streams do not wait for each other. Who came first says whose it is."""
-        _need(split_capture_id(joined.capture) is not None, "capture", "a capture id")
-        _need(bool(member.group) and member.rank != LEADER, "Join",
+        need(split_capture_id(joined.capture) is not None, "capture", "a capture id")
+        need(bool(member.group) and member.rank != LEADER, "Join",
               f"of a rank of a group that does not lead it, not of rank {member.rank} of group {member.group!r}")
         state, part = self.get(joined.capture), PartState((stream, epoch), joined.seq)
         if state is not None:
@@ -281,18 +260,18 @@ class CaptureRules:
         if begun.finish_seq is not None and begun.finish_seq != record.seq and not fenced:
             raise RefusedError("stale", f"capture {record.capture} is already finished")
         if isinstance(record, Dropped):
-            _need(is_site(record.site), "site", "a known site")
-            _need(_layers(record.layers), "layers", "ascending layers")
-            _need(0 <= record.start < record.stop <= limits.position_max + 1, "start", "a range [start, stop)")
-            _need(record.reason in REASONS, "reason", f"one of {', '.join(REASONS)}")
+            need(is_site(record.site), "site", "a known site")
+            need(are_layers(record.layers), "layers", "ascending layers")
+            need(0 <= record.start < record.stop <= limits.position_max + 1, "start", "a range [start, stop)")
+            need(record.reason in REASONS, "reason", f"one of {', '.join(REASONS)}")
             return _nothing
         if isinstance(record, Finish):
-            _need(begun is state, "Finish", f"of rank {LEADER}; rank {member.rank} says PartFinish")
-            _need(0 <= record.end <= limits.position_max, "end", f"0 to {limits.position_max}")
-            _need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
-            _need(0 <= record.recomputed <= number_max, "recomputed", f"0 to {number_max}")
+            need(begun is state, "Finish", f"of rank {LEADER}; rank {member.rank} says PartFinish")
+            need(0 <= record.end <= limits.position_max, "end", f"0 to {limits.position_max}")
+            need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
+            need(0 <= record.recomputed <= number_max, "recomputed", f"0 to {number_max}")
         else:
-            _need(begun is not state, "PartFinish", "of a rank that joined; who opened a capture says Finish")
+            need(begun is not state, "PartFinish", "of a rank that joined; who opened a capture says Finish")
 
         def effect() -> None:
             begun.finish_seq, state.batch = record.seq, self.batch
@@ -301,8 +280,8 @@ class CaptureRules:
 
     def _client_finish(self, record: ClientFinish) -> Effect:
         # The front end is a stream of its own: after a short request its word can be here before the engine's Open.
-        _need(split_capture_id(record.capture) is not None, "capture", "a capture id")
-        _need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
+        need(split_capture_id(record.capture) is not None, "capture", "a capture id")
+        need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
 
         def effect() -> None:
             if self.get(record.capture) is None:
@@ -333,39 +312,3 @@ class CaptureRules:
             names.discard(capture)
             if not names:
                 del self._ulids[capture[:26]]
-
-
-def _need(condition: bool, field: str, valid: str) -> None:
-    if not condition:
-        raise RefusedError("malformed", f"{field}: must be {valid}")
-
-
-def _layers(layers: list[int]) -> bool:
-    return (0 < len(layers) <= limits.layers_max and all(0 <= layer < limits.layers_max for layer in layers)
-            and all(a < b for a, b in pairwise(layers)))
-
-
-def _check_open(opened: Open) -> None:
-    resolved = opened.resolved
-    _need(split_capture_id(opened.capture) is not None, "capture", "a capture id")
-    _need(len(opened.request) <= limits.alias_chars_max, "request", f"at most {limits.alias_chars_max} characters")
-    _need(len(opened.asked) <= limits.spec_json_bytes_max, "asked", f"at most {limits.spec_json_bytes_max} characters")
-    _need(all(map(is_site, resolved.layers)), "resolved.layers", "known sites")
-    _need(all(not layers or _layers(layers) for layers in resolved.layers.values()), "resolved.layers", "ascending")
-    _need(set(resolved.codec) == set(resolved.layers) and all(map(codecs.is_identity, resolved.codec.values())),
-          "resolved.codec", "a known codec for every site")
-    positions = resolved.positions
-    if isinstance(positions, str):
-        _need(positions in NAMED_POSITIONS, "resolved.positions", "a known name or ranges")
-    else:
-        flat = [edge for pair in positions for edge in pair]
-        _need(len(positions) <= limits.spec_intervals_max and flat == sorted(set(flat)) and all(e >= 0 for e in flat),
-              "resolved.positions", "sorted, disjoint ranges")
-    _need(0 <= opened.prompt_len <= limits.position_max, "prompt_len", f"0 to {limits.position_max}")
-    _need(len(opened.prompt_token_ids) in (0, 4 * opened.prompt_len), "prompt_token_ids", "4 bytes a prompt token")
-    _need(0 <= opened.created_ms <= number_max, "created_ms", f"0 to {number_max}")
-    _need(0 <= opened.cached <= opened.prompt_len, "cached", "0 to prompt_len")
-    try:
-        _need(isinstance(json.loads(opened.asked), dict), "asked", "a JSON object")
-    except (ValueError, RecursionError):
-        raise RefusedError("malformed", "asked: must be a JSON object") from None

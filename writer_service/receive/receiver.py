@@ -37,7 +37,8 @@ from writer_service.control_log import Message, Refused, RowsOverQuota
 from writer_service.journal.journal import Journal
 from writer_service.journal.parallel_append import ReceivedFrame
 from writer_service.journal.payload import find_payload
-from writer_service.receive.capture_rules import CaptureRules, Member, RefusedError
+from writer_service.receive.capture_rules import CaptureRules, Member
+from writer_service.receive.record_checks import RefusedError
 from writer_service.receive.senders import Acks, Senders
 from writer_service.receive.sockets import Sockets, receive_at_once
 from writer_service.sender_state import SenderState

@@ -21,7 +21,7 @@ from schemas.wire.messages import Connect, EngineInfo, FromWriter, Hello, Refuse
 from writer_service.control_log import CapturesLost
 from writer_service.journal.journal import Journal
 from writer_service.metrics import Counters
-from writer_service.receive.capture_rules import number_max
+from writer_service.receive.record_checks import number_max
 from writer_service.receive.sockets import Sockets, is_remote
 from writer_service.recover.sequences import StreamSequence
 from writer_service.sender_state import SenderState, map_ring
