@@ -68,7 +68,7 @@ class SiteInfo(msgspec.Struct, frozen=True):
 
 
 class PartInfo(msgspec.Struct, frozen=True):
-    """One rank's part of a capture; what it sends is in the manifest's ``engine.layout``."""
+    """One rank's part of a capture. Blocks name of every stream what it sends."""
 
     rank: int
     state: str  # "awaited" until it joins, "running", "finished", or "lost": its sender is gone
@@ -84,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True):
     resolved: dict[str, Any]
     tags: dict[str, str]
     created_ms: int
-    engine: dict[str, Any]  # EngineInfo
+    engine: dict[str, Any]  # EngineInfo, without its layout
     adapter: str  # the LoRA adapter that the model ran with, "" for none
     edits: list[dict[str, Any]]  # made while it ran, in their order, vectors by their digest; rows are as they went on
     prompt_len: int

@@ -109,6 +109,8 @@ def check_part(frame: Frame, part: Part) -> None:
     """ProtocolError where a frame of a group is not of the sender's share, or does not tell its steps."""
     if frame.steps is msgspec.UNSET:
         raise ProtocolError(f"frame {frame.seq}: a rank of a group must tell the steps of its runs")
+    if frame.rank != part.rank:
+        raise ProtocolError(f"frame {frame.seq}: rank {frame.rank}, of a sender that is rank {part.rank}")
     share = share_of(part, frame.site, frame.layers)
     if share is None:
         raise ProtocolError(f"frame {frame.seq}: layers {frame.layers[:8]} of {frame.site} are in no share of rank "

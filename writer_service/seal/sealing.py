@@ -268,8 +268,11 @@ def _attributes(
     """Attributes by which a stranger reads the block without this project's code."""
     frame = frames[0].frame
     streams: dict[tuple[str, int], list[int]] = {}
+    ranks: dict[str, dict[str, int]] = {}  # of the streams that are of a group
     for view in frames:
         streams.setdefault((view.header.stream, view.header.epoch), []).append(view.frame.seq)
+        if steps_of(view.frame) is not None:
+            ranks[view.header.stream] = {"rank": view.frame.rank}
     return {
         "format": "vllm-tap block",
         "store_version": limits.STORE_VERSION,
@@ -280,7 +283,7 @@ def _attributes(
         "segment": number,
         "streams": [
             {"stream": stream, "epoch": began, "first_seq": min(seqs), "last_seq": max(seqs),
-             "engine": dict(engines.get(stream, {}))}
+             **ranks.get(stream, {}), "engine": dict(engines.get(stream, {}))}
             for (stream, began), seqs in streams.items()
         ],
         "site": frame.site,

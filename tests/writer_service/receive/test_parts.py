@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -124,6 +125,11 @@ def test_parts_outlive_sealing_compaction_and_a_catalog_made_again(case: Case) -
         api.wait()
     case.capture = kept
     case.writer.stop()
+
+    attributes = [json.loads(path.read_text())["attributes"] for path in case.store.glob("blocks/*/zarr.json")]
+    said = {stream["rank"]: stream["engine"]["shares"]["k"] for one in attributes for stream in one["streams"]
+            if one["site"] == "k"}
+    assert said == {rank: msgspec.to_builtins(layout_of(RANKS)[rank].shares["k"]) for rank in (0, 2)}
 
     def check() -> None:
         assert_consistent(case.store)
@@ -385,11 +391,15 @@ def test_frames_of_layers_that_another_rank_has_or_without_steps(case: Case) -> 
     case.begin()
     rank = case.ranks[1]
     other = rank.rows(case.capture, 1, "resid_post", [0], 1, layers=[0, 1])
+    rank.rank = 2  # what it says of its frames from now on
+    lie = rank.rows(case.capture, 1, "q", [0], 1)
+    rank.rank = 1
     frame, parts = rank.frame([(case.capture, 1, [0])], layers=[1], send=False)
     bare = rank.send(frame, *parts)
     rank.wait()
     assert "layers [0, 1] of resid_post are in no share of rank 1" in rank.refused[other][1]
     assert "must tell the steps" in rank.refused[bare][1]
+    assert "rank 2, of a sender that is rank 1" in rank.refused[lie][1]
 
 
 def test_codecs_of_whole_rows_are_refused_where_ranks_share_rows_out(case: Case) -> None:
