@@ -1,6 +1,7 @@
 """Anything in any order, against a small model: captures opened, filled, finished, deleted and held; messages twice,
 late and in disorder; writers killed, cut off from power and stopped; engines lost; blocks sealed, erased and compacted;
-catalogs made again. Whatever came before, readers get what the model says, and nothing else.
+catalogs made again; and four ranks that share the rows of captures, each at its own pace, some of which die. Whatever
+came before, readers get what the model says, and nothing else.
 """
 
 from __future__ import annotations
