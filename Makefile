@@ -80,30 +80,33 @@ lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by it
 versions: $(V:%=.versions/%/.installed)  ## a fast part of the engine tests on other vLLM versions (V="0.28.0 0.31.0" chooses)
 	@.versions/$(lastword $(V))/bin/python -m tests.support.versions $(V)
 
-bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, writer GB/s
+bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, what the line behind it sustains
 	$(PY) -m bench
+	$(PY) -m bench.sustained --profile
 
 bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, and the whole table (make ENGINE=gpu …)
 	$(PY) -m pytest tests/gpu tests/engine_side/kernels/test_kernels.py tests/engine/test_coded_rows.py tests/engine/test_arming.py
 	$(PY) -m bench.kernels
 	$(PY) -m bench.interference
 	$(PY) -m bench --shape 3b --configuration 'fp8 by token' --engines base,tap,sites --rounds 1 --iterations 10 \
-	    --skip-writer --scenarios 'idle+int8b64+every site armed, idle'
-	$(PY) -m bench --shape 3b --engines base,tap --pairs 5 --rounds 1 --iterations 20 --skip-writer \
+	    --scenarios 'idle+int8b64+every site armed, idle'
+	$(PY) -m bench --shape 3b --engines base,tap --pairs 5 --rounds 1 --iterations 20 \
 	    --scenarios 'idle+zero layers+one layer+last prompt token'
 	$(PY) -m bench --shape 3b --name 3b-gathered --loads hook-gathered --engines base,again,tap,layer --pairs 3 \
-	    --rounds 1 --iterations 40 --skip-writer \
+	    --rounds 1 --iterations 40 \
 	    --scenarios 'base, another process+idle+one layer+one layer armed, idle+one layer armed, captured'
-	$(PY) -m bench --shape 3b --engines base,sites --pairs 3 --rounds 2 --iterations 10 --skip-writer
+	$(PY) -m bench --shape 3b --engines base,sites --pairs 3 --rounds 2 --iterations 10
 	$(PY) -m bench --shape 3b --engines base,tap,disk,eager,builtin,hooks --rounds 3 --iterations 5 --scenarios \
 	    'every 4th layer+int8b64+raw16+fp8row+nf4b64+topk+rp8+sketch+int8b64, disk+raw16, disk+base, eager+eager, hooks and .cpu()+vLLM extract_hidden_states'
 	$(PY) -m bench --shape 3b --name 3b-drafter --engines base,tap,drafter,builtin-drafter --loads prompts,prompts2k \
-	    --rounds 2 --iterations 10 --skip-writer --scenarios \
+	    --rounds 2 --iterations 10 --scenarios \
 	    'four layers, prompts+four layers armed, idle+four layers armed, prompts+vLLM extract_hidden_states, four layers, prompts'
 	$(PY) -m bench --shape 3b --name 3b-loads --engines base,tap --loads decode1,decode32,decode256,prefill8k \
-	    --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer
-	$(PY) -m bench --shape 8b --engines base,tap --scenarios idle+int8b64+raw16 --rounds 2 --skip-writer
+	    --scenarios idle+int8b64+raw16 --rounds 2
+	$(PY) -m bench --shape 8b --engines base,tap --scenarios idle+int8b64+raw16 --rounds 2
 	$(PY) -m bench.serving --shape 3b
+	$(PY) -m bench.sustained --profile
+	$(PY) -m bench.sustained --profile --codec raw16
 	$(PY) -m bench.report
 
 # ── setting up ──────────────────────────────────────────────────────────────────────────────────────────────────

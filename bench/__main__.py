@@ -1,17 +1,16 @@
-"""``make bench``: what capturing costs generation, bytes a token by codec, and the writer against the plain disk."""
+"""``make bench``: what capturing costs generation, and bytes a token by codec."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from bench import engine_cost, report, writer_throughput
+from bench import engine_cost, report
 from bench.codec_tables import shown
 from bench.configurations import CONFIGURATIONS
 from bench.scenarios import ENGINES
@@ -30,7 +29,6 @@ class Report(msgspec.Struct):
     shape: str
     machine: str
     engine: engine_cost.Result
-    writer: dict[str, float] = {}
 
 
 def main() -> None:
@@ -48,7 +46,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1, help="sets of processes that stand side by side (default: 1)")
     parser.add_argument("--iterations", type=int, default=5, help="measured iterations a round (default: 5)")
     parser.add_argument("--name", default="", help="of the result (default: the shape); what is there is added to")
-    parser.add_argument("--skip-writer", action="store_true", help="leave out the writer's throughput")
     args = parser.parse_args()
     os.environ["BENCH_CONFIGURATION"] = args.configuration
     console = Console(width=140)
@@ -67,10 +64,6 @@ def main() -> None:
                       f"{LOADS[load].generated}, greedy")
     engine_cost.measure(args.shape, args.engines.split(","), loads, args.rounds, args.pairs, args.iterations,
                         list(filter(None, args.scenarios.split("+"))), found.engine, console.print, save)
-    if not args.skip_writer:
-        with tempfile.TemporaryDirectory(prefix="vllm-tap-bench-", dir=".") as folder:
-            found.writer = writer_throughput.measure(0.5, 6, Path(folder))
-        console.print("writer: " + ", ".join(f"{key} {value:.3g}" for key, value in found.writer.items()))
     save()
     text = f"Shape {found.shape}, {found.machine}\n\n{report.markdown(found.engine)}"
     path.with_suffix(".md").write_text(text)

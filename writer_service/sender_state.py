@@ -78,7 +78,7 @@ class SenderState:
     nonce: int = 0  # of its last Hello; 0: not told
     remote: bool = False  # on another host
     received: int = 0
-    waiting: int = 0  # frames past ``received`` that are about to be written
+    waiting: int = 0  # frames past ``received`` that are about to be written, or are being written
     durable: int = 0
     settled: int = 0  # up to here the catalog, and so every reader, knows
     ahead: set[int] = field(default_factory=set)
@@ -110,7 +110,7 @@ class SenderState:
 
     def rewind(self) -> None:
         """Forget what was taken but did not reach the disk; its Hello may be among it."""
-        self.received = self.durable
+        self.received, self.waiting = self.durable, 0
         self.must_greet = True
         for kept in (self.refused, self.reported):  # what comes again may be taken then
             while kept and kept[-1][0] > self.durable:

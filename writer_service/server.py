@@ -156,6 +156,7 @@ class Writer:
         """Let quota and captures follow what upkeep found."""
         done = self._upkeep.take(now, self._journal)
         if done is not None:
+            self._receiver.settle()
             if done.used_bytes is not None:
                 self._quota.measured(done.used_bytes)
             for capture in done.expired:
@@ -191,6 +192,7 @@ class Writer:
 
     def _start_over(self) -> None:
         """A commit failed: every sender goes back to what is on the disk, and so do the rules."""
+        self._receiver.forget()
         self._take_catalog()
         self._rules.forget()
         self._senders.own_captures(self._rules.open_captures())
@@ -206,6 +208,7 @@ class Writer:
         deadline = time.monotonic() + drain_s
         while not self._receiver.receive() and time.monotonic() < deadline:
             self._step(time.monotonic(), quiet=False)
+        self._receiver.settle()
         self._upkeep.close()
         self._take_upkeep(time.monotonic())
         self._settle()

@@ -140,7 +140,7 @@ class Conditions:
         return on_device(np.array(numbers, np.int64), self.device)
 
 
-def on_device(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def on_device(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Numbers of the host on a device; waits for nothing."""
     host = torch.from_numpy(numbers)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from engine_side.edits.in_graph import acts_on, change
 from engine_side.edits.tables import Place, Pool, Tables, edited
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
 from schemas.errors import StartError
 from schemas.sites import edited_place, has_heads
 
-_BUFFERS: Final = ("marks", "programs", "ordinals", "slots", "vectors", "forms")
+_BUFFERS: Final = ("programs", "ordinals", "slots", "vectors", "forms", "counts")
 _HEADS: Final = "heads"  # the one buffer more of a place whose rows are one head after the other
 _PROJECTED: Final = ("q", "k", "v")
 
@@ -31,7 +32,9 @@ class EditedCall:
     """An edit of a call: of the arguments that are ``given``, or else of ``parts`` of its result. Rows are the sum of
     those, or ``columns`` of it.
 
-    ``in_place``: the argument itself is changed, since who called goes on with it besides.
+    ``in_place``: the argument itself is changed, since who called goes on with it besides. ``lent``: arguments that
+    somebody else may go on with, who must not see them changed. The stream that a norm adds to may be staging, which
+    has the row that went before.
     """
 
     name: str  # of its buffers, on the module
@@ -39,6 +42,7 @@ class EditedCall:
     parts: tuple[int, ...] = ()
     columns: tuple[int, int] | None = None
     in_place: bool = False
+    lent: bool = False
 
 
 def call_of(point: TapPoint) -> EditedCall:
@@ -51,11 +55,12 @@ def call_of(point: TapPoint) -> EditedCall:
     if rule in ("stream_out", "result") and not middle:
         return EditedCall(name, parts=(0, 1) if rule == "stream_out" else (0,))
     if rule in _ARGUMENTS and (not middle or (known and rule in ("second", "argument"))):
-        return EditedCall(name, _ARGUMENTS[rule], in_place=middle and rule == "argument")
+        return EditedCall(name, _ARGUMENTS[rule], in_place=middle and rule == "argument",
+                          lent=rule == "second" or (rule == "argument" and not middle))
     if " × " not in rule and not middle:
         if side in ("argument", "arguments"):
             return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else _NOWHERE)
-                                          for part in which.split(" + ")))
+                                          for part in which.split(" + ")), lent=True)
         if side in ("result", "results"):
             first, _, last = columns.partition(":")
             return EditedCall(name, parts=tuple(int(part) for part in which.split(" + ")),
@@ -116,8 +121,8 @@ def _registered(points: Iterable[TapPoint], tables: Tables, before: bool) -> Ite
         call, place = call_of(point), (point.site, point.layer)
         if bool(call.given) == before:
             pool = tables.pool_of(place)
-            buffers = dict(zip(_BUFFERS, (tables.marks_of(place), tables.programs, tables.ordinals,
-                                          tables.slots[place], pool.vectors, pool.forms), strict=True))
+            buffers = dict(zip(_BUFFERS, (tables.programs, tables.ordinals, tables.slots[place], pool.vectors,
+                                          pool.forms, tables.counts_of(place)), strict=True))
             if has_heads(point.site) and pool.heads.shape[1] > 1:
                 buffers[_HEADS] = pool.heads
             for part, buffer in buffers.items():
@@ -132,7 +137,8 @@ def _wrap(module: nn.Module, call: EditedCall) -> None:
     @functools.wraps(forward)
     def editing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not call.given:
-            return _put_back(self, call, forward(self, *args, **kwargs))
+            result = forward(self, *args, **kwargs)
+            return result if _changed(self, call, result, (*args, *kwargs.values())) else _put_back(self, call, result)
         now, named = _replaced(self, call, taps.Call(places, args, kwargs))
         return forward(self, *now, **named)
 
@@ -141,24 +147,28 @@ def _wrap(module: nn.Module, call: EditedCall) -> None:
 
 def _replaced(module: Any, call: EditedCall, given: taps.Call) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of a call with its rows edited: of several whose sum they are the first takes all."""
-    args, kwargs = list(given.args), dict(given.kwargs)
     keys = [key for name, place in call.given if (key := _key(given, name, place)) is not None]
     if not keys:
         raise StartError(f"vllm-tap: a {type(module).__name__} was called without what {call.name} edits: "
                          f"{' and '.join(name or 'its first argument' for name, _ in call.given)}")
-    tensors: list[torch.Tensor] = [kwargs[key] if isinstance(key, str) else args[key] for key in keys]
+    tensors: list[torch.Tensor] = [given.kwargs[key] if isinstance(key, str) else given.args[key] for key in keys]
+    own = [tensor.clone() for tensor in tensors] if call.lent and acts_on(tensors[0]) else tensors
+    if change(*own, tables=_tables(module, call), heads=_heads(module, call)):
+        return _with(given, dict(zip(keys, own, strict=True)))
     rows = tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
     now, chosen = _moved(module, call, rows)
     if call.in_place:
         rows.copy_(now)
-        return args, kwargs
-    for number, (key, tensor) in enumerate(zip(keys, tensors, strict=True)):
-        new = now if len(tensors) == 1 else torch.where(chosen, torch.zeros_like(tensor) if number else now, tensor)
-        if isinstance(key, str):
-            kwargs[key] = new
-        else:
-            args[key] = new
-    return args, kwargs
+        return list(given.args), dict(given.kwargs)
+    return _with(given, {key: now if len(tensors) == 1 else torch.where(
+        chosen, torch.zeros_like(tensor) if number else now, tensor) for number, (key, tensor) in enumerate(
+            zip(keys, tensors, strict=True))})
+
+
+def _with(given: taps.Call, other: Mapping[int | str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call, with others in the place of some."""
+    return ([other.get(number, each) for number, each in enumerate(given.args)],
+            {name: other.get(name, each) for name, each in given.kwargs.items()})
 
 
 def _key(given: taps.Call, name: str, place: int) -> str | int | None:
@@ -166,6 +176,17 @@ def _key(given: taps.Call, name: str, place: int) -> str | int | None:
     if given.get(name, place) is None:
         return next(iter(given.kwargs)) if (name, place) == _FIRST and not given.args else None
     return name if name in given.kwargs else given.places.get(name, place)
+
+
+def _changed(module: Any, call: EditedCall, result: Any, given: Iterable[Any]) -> bool:
+    """Whether a call's result was edited where it lies; not where it is one of what the call was given."""
+    whole = result if isinstance(result, tuple | list) else [result]
+    rows = [whole[part] for part in call.parts]
+    if any(one is other for one in rows for other in given):
+        return False
+    if call.columns:
+        rows = [rows[0][..., slice(*call.columns)]]
+    return change(*rows, tables=_tables(module, call), heads=_heads(module, call))
 
 
 def _put_back(module: Any, call: EditedCall, result: Any) -> Any:
@@ -185,8 +206,17 @@ def _put_back(module: Any, call: EditedCall, result: Any) -> Any:
 
 def _moved(module: Any, call: EditedCall, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as they go on, and which of them are edited."""
-    marks, programs, ordinals, slots, vectors, forms = (getattr(module, f"{call.name}_{part}") for part in _BUFFERS)
+    programs, ordinals, slots, vectors, forms, counts = _tables(module, call)
     width = vectors.shape[-1]
-    now, chosen = edited(rows.reshape(-1, width), marks, programs, ordinals, slots, vectors, forms,
-                         getattr(module, f"{call.name}_{_HEADS}", None))
+    now, chosen = edited(rows.reshape(-1, width), programs, ordinals, slots, vectors, forms, counts,
+                         _heads(module, call))
     return now.view(rows.shape), chosen.view(*rows.shape[:-1], 1) if rows.shape[-1] == width else chosen
+
+
+def _tables(module: Any, call: EditedCall) -> tuple[torch.Tensor, ...]:
+    return tuple(getattr(module, f"{call.name}_{part}") for part in _BUFFERS)
+
+
+def _heads(module: Any, call: EditedCall) -> torch.Tensor | None:
+    found: torch.Tensor | None = getattr(module, f"{call.name}_{_HEADS}", None)
+    return found

@@ -65,15 +65,15 @@ class Tables:
     """``ordinals`` int32 [tokens], of a step's rows; ``slots`` by place int32 [programs, depth], in their order parts
     of ``every_slot``, so that a request is written at once; ``pools`` by width.
 
-    ``marks`` int32 [places + 1, tokens]: where the graph has edited a row at a place, the row's program, else 0; the
-    last line is the programs themselves. ``counts`` int32 [places + 1, programs]: how often each was seen there.
+    ``counts`` int32 [places + 1, programs]: rows that the graph has edited at a place, by program; the last line, rows
+    that were told to be. What it says of program 0 means nothing.
 
     Requests of one step are at most as many as there is room for, so of programs and vectors it never runs out; the
     front end sees to ``rows`` (``schemas.edits.resolved.Edits.rows_kept``).
     """
 
     size: Size
-    marks: torch.Tensor
+    programs: torch.Tensor  # int32 [tokens], of a step's rows
     counts: torch.Tensor
     ordinals: torch.Tensor
     every_slot: torch.Tensor
@@ -81,24 +81,19 @@ class Tables:
     widths: dict[Place, int]
     pools: dict[int, Pool]
 
-    @property
-    def programs(self) -> torch.Tensor:
-        """Programs int32 [tokens] of a step's rows."""
-        return self.marks[-1]
-
     def pool_of(self, place: Place) -> Pool:
         """What a place's slots are numbers of."""
         return self.pools[self.widths[place]]
 
-    def marks_of(self, place: Place) -> torch.Tensor:
-        """Marks of a place, int32 [tokens]."""
-        return self.marks[list(self.slots).index(place)]
+    def counts_of(self, place: Place) -> torch.Tensor:
+        """Counts of a place, int32 [programs]."""
+        return self.counts[list(self.slots).index(place)]
 
 
 def room(widths: dict[Place, int], size: Size, heads: Mapping[int, int]) -> int:
     """Bytes that ``tables`` takes."""
     slot = sum((width + 4) * 4 + heads.get(width, 1) for width in set(widths.values()))
-    return (4 * size.tokens * (len(widths) + 2) + 4 * len(widths) * size.programs * (size.depth + 1)
+    return (8 * size.tokens + 4 * (len(widths) + 1) * size.programs * (size.depth + 1)
             + (size.vectors + size.rows) * slot)
 
 
@@ -106,23 +101,22 @@ def tables(widths: dict[Place, int], size: Size, heads: Mapping[int, int], devic
     """Empty tables for places of these widths; ``heads``: how many there are in rows of a width, if any."""
     slots, identity = size.vectors + size.rows, torch.tensor(IDENTITY, device=device)
     every_slot = torch.zeros(len(widths), size.programs, size.depth, dtype=torch.int32, device=device)
-    marks, counts = (torch.zeros(len(widths) + 1, count, dtype=torch.int32, device=device)
-                     for count in (size.tokens, size.programs))
-    ordinals = torch.zeros(size.tokens, dtype=torch.int32, device=device)
+    counts = torch.zeros(len(widths) + 1, size.programs, dtype=torch.int32, device=device)
+    programs, ordinals = (torch.zeros(size.tokens, dtype=torch.int32, device=device) for _ in range(2))
     return Tables(
-        size, marks, counts, ordinals, every_slot, dict(zip(widths, every_slot, strict=True)), widths,
+        size, programs, counts, ordinals, every_slot, dict(zip(widths, every_slot, strict=True)), widths,
         {width: Pool(torch.zeros(slots, width, device=device), identity.repeat(slots, 1),
                      torch.full((slots, heads.get(width, 1)), WHOLE, dtype=torch.int8, device=device))
          for width in set(widths.values())})
 
 
-def edited(rows: torch.Tensor, marks: torch.Tensor, programs: torch.Tensor, ordinals: torch.Tensor,
-           slots: torch.Tensor, vectors: torch.Tensor, forms: torch.Tensor, heads: torch.Tensor | None = None
+def edited(rows: torch.Tensor, programs: torch.Tensor, ordinals: torch.Tensor, slots: torch.Tensor,
+           vectors: torch.Tensor, forms: torch.Tensor, counts: torch.Tensor, heads: torch.Tensor | None = None
            ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [tokens, width] as they go on, and which of them are edited, bool [tokens, 1]; traced into the graph.
     ``heads``: that of the pool, where single heads may be edited.
 
-    Rows that are not edited are the same, bit for bit; those that are get a mark. The arithmetic is float32, rounded
+    Rows that are not edited are the same, bit for bit; those that are get counted. The arithmetic is float32, rounded
     once at its end.
     """
     here = programs[: rows.shape[0]]
@@ -139,8 +133,13 @@ def edited(rows: torch.Tensor, marks: torch.Tensor, programs: torch.Tensor, ordi
         moved = torch.where(factor == 0, constant * vector, torch.where(slot[:, None] == 0, now, moved))
         now = moved if mine is None else torch.where(mine, moved, now)
     any_slot = (chosen != 0).any(dim=-1, keepdim=True)
-    marks[: rows.shape[0]].copy_(torch.where(any_slot[:, 0], here, 0))
+    count(counts, torch.where(any_slot[:, 0], here, 0))
     return torch.where(any_slot, now.to(rows.dtype), rows), any_slot
+
+
+def count(counts: torch.Tensor, programs: torch.Tensor) -> None:
+    """Count the programs of rows, [rows], in int32 [programs]."""
+    counts.scatter_add_(0, programs.long(), torch.ones_like(programs))
 
 
 def _along(products: torch.Tensor, heads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:

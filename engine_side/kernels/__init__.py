@@ -24,8 +24,8 @@ from engine_side.transport.cuda_calls import Function, Launched
 from schemas import codecs
 from schemas.errors import SpecError
 
-__all__ = ["Kind", "Launch", "Projected", "StagedRows", "fits", "forget", "launch", "rows_max", "score", "scored",
-           "supported", "warm", "warm_scores"]
+__all__ = ["Kernel", "Kind", "Launch", "Projected", "StagedRows", "fits", "forget", "launch", "rows_max", "score",
+           "scored", "supported", "warm", "warm_scores"]
 
 _WIDTH_MAX: Final = 32768
 _SCORES_MAX: Final = 16  # more are for a product of matrices
@@ -79,7 +79,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Kernel:
+class Kernel:
     """A kernel for rows of one kind; compiled by its first launch and held, which spares the look-up at the others."""
 
     function: Any
@@ -103,7 +103,7 @@ class _Kernel:
                 _leave_to_triton(self)
 
 
-def _leave_to_triton(kernel: _Kernel) -> None:
+def _leave_to_triton(kernel: Kernel) -> None:
     """Its launcher asks for more each time, and takes longer; logged once."""
     global _left
     kernel.loaded = None
@@ -140,7 +140,7 @@ class Launch:
     __slots__ = ("_after", "_before", "_begins", "_gathered", "_grid", "_kernel", "_launched", "_movable", "_offsets",
                  "_steps")
 
-    def __init__(self, kernel: _Kernel, source: StagedRows, scratch: torch.Tensor, offsets: Sequence[int], begins: I64,
+    def __init__(self, kernel: Kernel, source: StagedRows, scratch: torch.Tensor, offsets: Sequence[int], begins: I64,
                  more: Sequence[torch.Tensor | int] = (), grid: tuple[int, int, int] | None = None) -> None:
         buffer, rows, ids, positions = source.buffer, source.rows, source.token_ids, source.positions
         to_layer, to_row, _ = buffer.stride()
@@ -333,24 +333,24 @@ def _samples(width: int, dtype: torch.dtype, device: torch.device, sizes: Sequen
 
 
 @lru_cache(maxsize=1024)
-def _kernel(identity: str, kind: Kind) -> _Kernel:
+def _kernel(identity: str, kind: Kind) -> Kernel:
     codec = codecs.identified(identity)
     module, function = _module(kernel_name(codec.family))
     constants, warps = module.constants(codec, kind.width, kind.dtype)
-    return _Kernel(getattr(module, function), (*kind.constants, *constants), warps)
+    return Kernel(getattr(module, function), (*kind.constants, *constants), warps)
 
 
 @lru_cache(maxsize=256)
-def _product(columns: int, few: bool, kind: Kind) -> _Kernel:
+def _product(columns: int, few: bool, kind: Kind) -> Kernel:
     from engine_side.kernels import projected
 
     down, across, warps, stages = projected.tile(few, kind.device)
-    return _Kernel(projected.product, (*kind.constants, columns, down, across, projected.DEPTH), warps, stages)
+    return Kernel(projected.product, (*kind.constants, columns, down, across, projected.DEPTH), warps, stages)
 
 
 @lru_cache(maxsize=256)
-def _scorer(count: int, sigmoid: bool, kind: Kind) -> _Kernel:
+def _scorer(count: int, sigmoid: bool, kind: Kind) -> Kernel:
     from engine_side.kernels import scores
 
     constants, warps = scores.constants(count, kind.width, sigmoid)
-    return _Kernel(scores.scores, (*kind.constants, *constants), warps)
+    return Kernel(scores.scores, (*kind.constants, *constants), warps)

@@ -22,6 +22,7 @@ from engine_side.edits.conditions import Conditions
 from engine_side.edits.edited import Edited
 from engine_side.edits.editor import Editor
 from engine_side.front.ticket import find, find_edits
+from engine_side.seams.kept.finite import keep_logits
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED, STOPPED
 from engine_side.step.selection import Step
@@ -48,6 +49,7 @@ def connect() -> None:
         "GPUModelRunner.prepare_inputs": partial(_prepare_inputs, layout=_rows_v2),
         "GPUModelRunner.sample_tokens": _sample_tokens,
     })
+    wrap_when_imported("vllm.model_executor.layers.logits_processor", {"LogitsProcessor.forward": keep_logits})
 
 
 def check_wrapped(runner: type) -> None:

@@ -57,6 +57,7 @@ def self_test(runner: Any, current: Worker) -> None:
                 _check_entry(current.staging, current.checks.embedding, input_ids(runner)[:_ROWS], where)
             check_sums(current.staging, current.checks.sums, _ROWS, where)
     if current.editor is not None:
+        current.editor.warm()
         check_edits(runner, current, where)
     logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
                 current.info.model)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import msgspec
 
@@ -49,12 +49,14 @@ class SenderProcess:
     It is started at once, since it takes a while to import what it needs, and sends from ``begin`` on.
     """
 
+    module: ClassVar[str] = "engine_side.transport.sender_process"  # whose ``main`` the process runs
+
     def __init__(self, endpoint: str, shared: Shared, curve: Path | None = None) -> None:
         self._endpoint, self._shared, self._curve = endpoint, shared, curve
         self._begun = False
         # It imports what this process would: not what lies in some other working directory, or is another version.
         path = [str(Path(entry).absolute()) for entry in sys.path]
-        program = f"import sys; sys.path[:] = {path!r}; from engine_side.transport.sender_process import main; main()"
+        program = f"import sys; sys.path[:] = {path!r}; from {self.module} import main; main()"
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,

@@ -212,6 +212,8 @@ def test_a_segment_that_is_not_on_the_disk_is_not_sealed(tmp_path: Path) -> None
     segment, _ = segments.for_frame(frame, {})
     segment.append(UUID, FrameHeader(STREAM, 5, 0, frame), table, buffers)
     segments.retire(float("inf"), 0.0)
+    assert segments.take_sealable() == []  # its lane may not be done
+    segment.tail = segment.end
     assert segments.take_sealable() == []
     segment.good = segment.tail
     assert segments.take_sealable() == [1]
@@ -477,7 +479,8 @@ def test_an_api_hears_of_what_readers_see(tmp_path: Path) -> None:
             assert reader.capture(capture).status == "pending"
 
 
-def test_a_burst_of_which_a_part_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_burst_of_which_a_part_finds_no_room_leaves_nothing(beside: bool, tmp_path: Path) -> None:
     """All of it comes again: what was written of it would be stored twice."""
     placed = []
     for number, flags in ((1, os.O_RDWR | os.O_CREAT), (2, os.O_RDONLY | os.O_CREAT)):  # the second takes nothing
@@ -489,9 +492,14 @@ def test_a_burst_of_which_a_part_finds_no_room_leaves_nothing(tmp_path: Path) ->
         placed.append(PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False))
     appender = ParallelAppend(UUID, 2)
     with pytest.raises(OSError):
-        appender.write(placed)
+        if beside:
+            appender.start(placed)
+            appender.finish()
+        else:
+            appender.write(placed)
     appender.close()
-    assert [(item.segment.tail, item.segment.path.stat().st_size) for item in placed] == [(0, 0), (0, 0)]
+    assert [(item.segment.tail, item.segment.end, item.segment.path.stat().st_size) for item in placed] == [
+        (0, 0, 0), (0, 0, 0)]
     for item in placed:
         fs.close(item.segment.fd)
 

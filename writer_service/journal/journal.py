@@ -48,7 +48,8 @@ class Journal:
         self._next_log = next_log
         self._log = self._new_log()
         self.segments = SegmentSet(config.store, next_segment, config.segment_bytes, config.lanes)
-        self._appender = ParallelAppend(uuid, config.lanes)
+        self._appender = ParallelAppend(uuid, config.lanes, waker.wake)
+        self._appends: list[PendingAppend] = []  # that were started
         self.checksums = ChecksumCache()
         self._syncer = Syncer(waker)
         self.sync_seconds = Histogram("vllm_tap_writer_sync_seconds", "Time of one file's sync.", registry=None,
@@ -64,7 +65,7 @@ class Journal:
     @property
     def idle(self) -> bool:
         """Whether everything appended is on the disk and in the catalog."""
-        return not self._batch.started and self._syncer.batch is None and not self.catalog.backlog
+        return not (self._batch.started or self._appends or self._syncer.batch or self.catalog.backlog)
 
     def lag_s(self, now: float) -> float:
         """Age of the oldest thing that is not on the disk, 0 where everything is."""
@@ -78,8 +79,13 @@ class Journal:
 
     # ── append ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def append_frames(self, frames: Sequence[ReceivedFrame]) -> list[ProtocolError | None]:
-        """Append frames from wherever their bytes lie: of each why it was not stored, None where it was.
+    @property
+    def appended(self) -> bool:
+        """Whether what was started to be appended lies in its segments."""
+        return self._appender.done
+
+    def start_append(self, frames: Sequence[ReceivedFrame], beside: bool) -> None:
+        """Append frames from wherever their bytes lie, ``beside`` the main loop; what was started before is finished.
 
         OSError: nothing happened, all of them can come again.
         """
@@ -93,7 +99,19 @@ class Journal:
             state, frame = received.state, received.frame
             header = FrameHeader(state.stream, state.epoch, state.durable, frame)
             appends.append(PendingAppend(received, segment, header, keep=not self.checksums.full))
-        self._appender.write(appends)
+        if beside:
+            self._appender.start(appends)
+        else:
+            self._appender.write(appends)
+        self._appends = appends
+
+    def finish_append(self) -> list[ProtocolError | None]:
+        """Wait until what was started is appended: of each frame why it was not stored, None where it was.
+
+        OSError: nothing happened, all of them can come again.
+        """
+        appends, self._appends = self._appends, []
+        self._appender.finish()
         for item in appends:
             if item.fault is None:
                 self._index(item)
@@ -223,6 +241,8 @@ class Journal:
         All files are cut back to that commit, so that there is one line between what is there and what is not. All
         senders are told to send again; what they send goes into new files.
         """
+        self._appender.give_up()
+        self._appends = []
         for result in results:
             if result.error is not None:
                 self.disk_error("sync", result.file.path, result.error)
@@ -234,6 +254,8 @@ class Journal:
                 try:
                     fs.truncate(file.fd, file.good)
                     file.tail = file.good
+                    if isinstance(file, OpenSegment):
+                        file.end = file.good
                 except OSError as error:
                     self.disk_error("truncate", file.path, error)
         while self.catalog.backlog and self.catalog.failed is None:

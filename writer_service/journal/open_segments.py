@@ -27,13 +27,16 @@ Key = tuple[str, str, int, str, str]
 
 @dataclass(slots=True, eq=False)
 class OpenSegment:
-    """A journal file; frames are appended at ``tail``, everything below ``good`` is on the disk."""
+    """A journal file; frames are appended at ``end``, those below ``tail`` are known to the main loop, everything below
+    ``good`` is on the disk.
+    """
 
     made: SegmentMade
     path: Path
     fd: int
     tail: int = 0
     good: int = 0
+    end: int = 0  # beyond ``tail`` while its lane is being written
     last_append: float = 0.0
     poisoned: bool = False
 
@@ -49,7 +52,7 @@ class OpenSegment:
         return made.site, made.codec, made.width, made.dtype, made.fingerprint
 
     def append(self, store: bytes, header: FrameHeader, table: bytes, streams: Sequence[Sequence[memoryview]]) -> int:
-        """Append a frame from wherever its bytes lie; its offset. OSError leaves ``tail`` where it was."""
+        """Append a frame from wherever its bytes lie; its offset. OSError leaves ``end`` where it was."""
         head, layout = encode_head(store, self.number, header, table)
         buffers: list[bytes | memoryview] = [head]
         for side in streams[1:]:
@@ -57,15 +60,15 @@ class OpenSegment:
         buffers.append(bytes(align(layout.side_end) - layout.side_end))
         buffers += streams[0]
         buffers.append(bytes(layout.total - layout.parts[0] - header.frame.streams[0].nbytes))
-        offset = self.tail
-        self.tail = fs.write_at(self.fd, buffers, offset)
+        offset = self.end
+        self.end = fs.write_at(self.fd, buffers, offset)
         return offset
 
-    def cut(self, tail: int) -> None:
+    def cut(self) -> None:
         """Take back what was appended from ``tail`` on. What cannot be cut off is overwritten by the next frame."""
-        self.tail = tail
+        self.end = self.tail
         with contextlib.suppress(OSError):
-            fs.truncate(self.fd, tail)
+            fs.truncate(self.fd, self.tail)
 
 
 class SegmentSet:
@@ -127,7 +130,8 @@ class SegmentSet:
 
     def take_sealable(self) -> list[int]:
         """The numbers of retired segments that are wholly on the disk. They are closed; the caller seals them."""
-        ready = [segment for segment in self.retired if segment.good == segment.tail and not segment.poisoned]
+        ready = [segment for segment in self.retired
+                 if segment.good == segment.tail == segment.end and not segment.poisoned]
         self.retired = [segment for segment in self.retired if segment not in ready]
         for segment in ready:
             fs.close(segment.fd)

@@ -1,10 +1,10 @@
-"""Append of received frames to segments: checked and written side by side, one thread a segment."""
+"""Append of received frames to segments: checked and written side by side, a thread each, beside the main loop."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,33 +56,70 @@ class PendingAppend:
             self.fault = error
             return
         self.offset = self.segment.append(store, self.header, self.received.table_bytes, self.received.payload)
-        self.nbytes = self.segment.tail - self.offset
+        self.nbytes = self.segment.end - self.offset
         self.segment.last_append = time.monotonic()
 
 
 class ParallelAppend:
-    """Writer to several segments at once. Hashing and writing leave the interpreter to others."""
+    """Writer to several segments at once, in threads that hash and write without the interpreter. ``wake`` is called
+    when one of them is done.
+    """
 
-    def __init__(self, store: bytes, threads: int) -> None:
-        self._store = store
-        self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="lane")
+    def __init__(self, store: bytes, threads: int, wake: Callable[[], None] = lambda: None) -> None:
+        self._store, self._wake = store, wake
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lane")
+        self._running: list[Future[OSError | None]] = []
+        self._segments: list[OpenSegment] = []
 
-    def write(self, appends: Sequence[PendingAppend]) -> None:
-        """Write all of them, in order within a segment. OSError: nothing was appended to any segment."""
+    @property
+    def done(self) -> bool:
+        """Whether all that was started has been written, or there is nothing."""
+        return all(future.done() for future in self._running)
+
+    def start(self, appends: Sequence[PendingAppend]) -> None:
+        """Write all of them, in order within a segment; what was started before has been finished."""
         lanes: dict[int, list[PendingAppend]] = {}
         for item in appends:
             lanes.setdefault(item.segment.number, []).append(item)
-        first, *others = lanes.values()
-        tails = [(lane[0].segment, lane[0].segment.tail) for lane in lanes.values()]
-        running = [self._pool.submit(self._lane, lane) for lane in others]
-        errors = [self._lane(first), *(future.result() for future in running)]
-        for error in errors:
-            if error is not None:
-                for segment, tail in tails:
-                    segment.cut(tail)
-                raise error
+        self._segments = [lane[0].segment for lane in lanes.values()]
+        self._running = [self._pool.submit(self._lane, lane) for lane in lanes.values()]
+        for future in self._running:
+            future.add_done_callback(lambda _: self._wake())
 
-    def _lane(self, lane: list[PendingAppend]) -> OSError | None:
+    def write(self, appends: Sequence[PendingAppend]) -> None:
+        """``start`` and ``finish`` of what is not worth a thread."""
+        self._segments = list({id(item.segment): item.segment for item in appends}.values())
+        error = self._lane(appends)
+        self._running = []
+        self._settle(error)
+
+    def finish(self) -> None:
+        """Wait for what was started. OSError: nothing was appended to any segment."""
+        running, self._running = self._running, []
+        errors = [future.result() for future in running]
+        self._settle(next((error for error in errors if error is not None), None))
+
+    def give_up(self) -> None:
+        """Wait for what was started, and take it back."""
+        running, self._running = self._running, []
+        for future in running:
+            future.exception()
+        self._take_back()
+
+    def _settle(self, error: OSError | None) -> None:
+        if error is not None:
+            self._take_back()
+            raise error
+        for segment in self._segments:
+            segment.tail = segment.end
+        self._segments = []
+
+    def _take_back(self) -> None:
+        for segment in self._segments:
+            segment.cut()
+        self._segments = []
+
+    def _lane(self, lane: Sequence[PendingAppend]) -> OSError | None:
         try:
             for item in lane:
                 item.write(self._store)

@@ -35,6 +35,7 @@ from schemas.wire.messages import (
 from schemas.wire.row_table import RowTable, check_frame, check_part, check_table
 from writer_service.control_log import Message, Refused, RowsOverQuota
 from writer_service.journal.journal import Journal
+from writer_service.journal.open_segments import lane_bytes
 from writer_service.journal.parallel_append import ReceivedFrame
 from writer_service.journal.payload import find_payload
 from writer_service.receive.capture_rules import CaptureRules, Member
@@ -84,27 +85,36 @@ class Receiver:
         self._counters = journal.counters
         self._waiting: list[ReceivedFrame] = []
         self._waiting_bytes = 0
+        self._running: list[ReceivedFrame] = []  # that lanes write
         self._written_bytes = 0  # since ``receive`` was called
 
     def receive(self) -> bool:
-        """Take what is waiting, up to a bound; whether nothing was left.
+        """Take what is waiting, up to a bound; whether nothing was left, with lanes neither.
 
-        After as much as a commit takes it ends: syncing that goes on beside the next reception.
+        After as much as a commit takes it ends: syncing that goes on beside the next reception, as lanes do.
         """
         self._written_bytes = 0
         for _ in range(receive_at_once):
-            if self._written_bytes + self._waiting_bytes >= self._commit_bytes:
+            if self._written_bytes >= self._commit_bytes:
                 break
             arrived = self._sockets.receive()
             if arrived is None:
-                self._write_waiting()
-                return True
+                self._hand_over()
+                return not self._running
             self.heard += 1
             address, parts = arrived
             if parts:
                 self._take(address, parts)
-        self._write_waiting()
+        self._hand_over()
         return False
+
+    def settle(self) -> None:
+        """Wait until everything that was received is appended."""
+        self._write_waiting()
+
+    def forget(self) -> None:
+        """A commit failed: what was received and not appended comes again."""
+        self._waiting, self._waiting_bytes, self._running = [], 0, []
 
     def _take(self, address: bytes, parts: list[zmq.Frame]) -> None:
         try:
@@ -218,24 +228,62 @@ class Receiver:
         self._waiting.append(ReceivedFrame(state, frame, table_bytes, table, payload))
         self._waiting_bytes += self._waiting[-1].nbytes
         if self._waiting_bytes >= limits.commit_bytes_target:
-            self._write_waiting()
+            self._finish_running()
+            self._start_waiting()
+
+    def _hand_over(self) -> None:
+        """Give the lanes what waits, as soon as they have written what they have."""
+        if self._journal.appended:
+            self._finish_running()
+            self._start_waiting()
 
     def _write_waiting(self) -> None:
-        """Write the frames that were received one after the other, several at once."""
+        """Write all frames that were received."""
+        self._finish_running()
+        self._start_waiting()
+        self._finish_running()
+
+    def _start_waiting(self) -> None:
+        """Write the frames that were received one after the other, several at once, beside the next reception.
+
+        What is little is written here and now.
+        """
         if self._waiting_bytes >= burst_bytes:
             self.burst_until = time.monotonic() + burst_s
+        beside = self._waiting_bytes >= lane_bytes
         frames, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if not frames:
             return
         self._written_bytes += sum(received.nbytes for received in frames)
+        self._running = frames
         try:
-            faults: list[ProtocolError | None] = self._journal.append_frames(frames)
+            self._journal.start_append(frames, beside)
         except OSError as error:
-            self._journal.disk_error("append", self._journal.folder, error)
-            for received in frames:  # they do not progress: the senders try again
-                received.state.waiting = 0
-                self._acks.ack(received.state)
+            self._not_written(error)
             return
+        if not beside:
+            self._finish_running()
+
+    def _not_written(self, error: OSError) -> None:
+        """None of what was received and not appended progresses: the senders try again."""
+        self._journal.disk_error("append", self._journal.folder, error)
+        frames = [*self._running, *self._waiting]
+        self.forget()
+        for received in frames:
+            received.state.waiting = 0
+        for state in {id(received.state): received.state for received in frames}.values():
+            self._acks.ack(state)
+
+    def _finish_running(self) -> None:
+        """Wait for the lanes, and take note of what they have written."""
+        if not self._running:
+            return
+        try:
+            faults: list[ProtocolError | None] = self._journal.finish_append()
+        except OSError as error:
+            self._not_written(error)
+            return
+        frames, self._running = self._running, []
         for received, fault in zip(frames, faults, strict=True):
             received.state.waiting -= 1
             if received.frame.seq != received.state.received + 1:

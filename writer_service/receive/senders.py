@@ -121,8 +121,8 @@ class Senders:
     def find_lost(self, now: float) -> None:
         """Close the captures of senders that have been silent for too long, and let go of their memory."""
         for state in self:
-            if now - state.last_seen <= self._lost_after_s:
-                continue
+            if now - state.last_seen <= self._lost_after_s or state.waiting:
+                continue  # or what was heard of it is still being written
             self.close_captures(state, f"no sign of life for {self._lost_after_s:g} s")
             if state.ring is not None:
                 # A dead engine's ring would stay in memory for ever. One that lives is told to greet again.

@@ -1,4 +1,7 @@
-"""What edits make of keys and values stays finite in the K/V cache.
+"""What edits make of keys, values and logits stays finite.
+
+Samplers take an index for the largest of numbers one of which is none that may lie behind the vocabulary, and a model
+that is given such a token reads beyond its embedding: on a GPU that ends the engine.
 
 vLLM's attention on CPUs multiplies what its mask leaves out by 0, and reads blocks to their end: a NaN that one request
 has left in a block is then in the answer of the next that gets the block, and in what it leaves. Kernels on a GPU take
@@ -13,8 +16,26 @@ from typing import Any, Final
 
 import torch
 
+from engine_side import worker
+
 _KEPT: Final = frozenset({"key", "value", "kv_c_normed", "k_pe"})  # arguments that go into the cache
 MOST: Final = 1e30  # of products of these none is infinite that a mask leaves out
+
+
+def keep_logits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Logits in steps with edited requests: 0 for what is no number, the largest there is for what is infinite.
+
+    In a graph that is recorded always: it may be replayed in any step.
+    """
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = original(self, *args, **kwargs)
+        editor = None if torch.compiler.is_compiling() or worker.CURRENT is None else worker.CURRENT.editor
+        if logits is not None and editor is not None and (
+                editor.busy or (logits.is_cuda and torch.cuda.is_current_stream_capturing())):
+            torch.nan_to_num_(logits, nan=0.0, neginf=-torch.inf)  # that is how tokens are ruled out
+        return logits
+
+    return forward
 
 
 def guard(model: torch.nn.Module) -> None:

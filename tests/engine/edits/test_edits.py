@@ -315,7 +315,7 @@ FAULTS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "a neighbour's rows": lambda fill, requests, starts, at: fill([*requests[1:], requests[0]], starts, at),
     "a position late": lambda fill, requests, starts, at: fill(requests, starts, at + 1),
     "the rows of a step ago": lambda fill, requests, starts, at: None if int(at[0]) else fill(requests, starts, at),
-    "a row late": lambda fill, requests, starts, at: fill(requests, [0, *(starts[1:] + 1)], at),
+    "a row late": lambda fill, requests, starts, at: fill(requests, np.array([0, *(starts[1:] + 1)]), at),
 }
 
 
@@ -448,6 +448,10 @@ def test_what_is_no_number_stays_with_its_request(engine: Engine) -> None:
         prompts = [tokens(40 + 7 * number, seed=1000 + 10 * turn + number) for number in range(4)]
         *beside, plain = run(engine, prompts, [*beyond, None])
         check(engine, plain, None)
+        for captured in beside:  # a sampler may take no number for the largest, behind the vocabulary
+            chosen = captured.output.outputs[0]
+            assert max(chosen.token_ids) < COMMON["vocab_size"]
+            assert all(math.isfinite(each.logprob) for step in chosen.logprobs for each in step.values())
         for number in range(3):
             alone, = run(engine, [tokens(20 + 17 * number, seed=2000 + 10 * turn + number)], [None])
             check(engine, alone, None)

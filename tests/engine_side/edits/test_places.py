@@ -66,10 +66,10 @@ def test_heads_are_edited_each_alone(op: str) -> None:
         heads[1] = torch.tensor([0, ALONE, 0, ALONE])
     programs, ordinals = torch.tensor([0, 1, 1], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     slots = torch.tensor([[0], [1]], dtype=torch.int32)
-    marks = torch.zeros(3, dtype=torch.int32)
-    now, chosen = edited(rows, marks, programs, ordinals, slots, vectors, forms, heads)
+    counts = torch.zeros(2, dtype=torch.int32)
+    now, chosen = edited(rows, programs, ordinals, slots, vectors, forms, counts, heads)
     assert chosen.flatten().tolist() == [False, True, True] and torch.equal(now[0], rows[0])
-    assert marks.tolist() == [0, 1, 1]
+    assert int(counts[1]) == 2
     parts, v = rows[2].double().view(4, 4), vectors[1].double().view(4, 4)
     along = (parts * v).sum(-1, keepdim=True)
     if op == "whole":

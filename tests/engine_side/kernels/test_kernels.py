@@ -56,8 +56,8 @@ def test_in_the_interpreter() -> None:
     """A process of its own: Triton must know before it is imported."""
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed: NO KERNEL IS TESTED HERE (pip install triton)")
-    bursts = str(Path(__file__).parents[1] / "step" / "test_bursts.py")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, bursts],
+    others = [str(Path(__file__).parents[1] / name) for name in ("step/test_bursts.py", "kernels/test_edits.py")]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *others],
                           env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert "passed" in done.stdout

@@ -67,7 +67,7 @@ def test_what_the_driver_refuses_triton_launches(monkeypatch: pytest.MonkeyPatch
 
     tokens = torch.arange(4)
     source = kernels.StagedRows(torch.zeros(2, 4, 8), torch.tensor([1], dtype=torch.int32), 1, 2, tokens.int(), tokens)
-    kernel = kernels._Kernel(Kernel(), (), 4)
+    kernel = kernels.Kernel(Kernel(), (), 4)
     launch = kernels.Launch(kernel, source, torch.zeros(512, dtype=torch.uint8), [0, 64, 128], np.array([0, 256]))
     monkeypatch.setattr(kernels, "_left", False)
     with caplog.at_level(logging.ERROR, "vllm.tap"):

@@ -11,6 +11,7 @@ import pytest
 from schemas import limits
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
+from tests.support.consistency import dump
 from tests.support.store_helpers import (
     PROGRAMS,
     SITE,
@@ -118,6 +119,21 @@ def test_a_disk_that_fills_in_the_midst_of_a_burst(tmp_path: Path, ring: Path, m
     with StoreReader(store) as reader:
         assert_rows(reader.slice(capture, SITE, [0, 3], 0, COUNT * ROWS), 1, range(COUNT * ROWS))
         assert sum(extent.rows for extent in reader.manifest(capture).sites[0].extents) == COUNT * ROWS
+
+
+def test_a_sync_that_fails_while_lanes_write_takes_back_what_they_have_written(
+        tmp_path: Path, ring: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one line between what is stored and what comes again, and lanes are behind it."""
+    monkeypatch.setenv("FAULT", "datasync:.open:1:1:EIO")
+    store = tmp_path / "store"
+    with WriterProcess(store, script=FAULTY) as writer, greeted(writer, ring) as engine:
+        capture = opened(engine)
+        burst(writer, engine, capture, times=3)
+        assert finished(engine, store, capture) == "complete"
+        assert "disk_errors=" in writer.stop()
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(capture, SITE, [0, 3], 0, COUNT * ROWS), 1, range(COUNT * ROWS))
+        assert len(dump(store)["frames"]) == 3 * COUNT
 
 
 def test_a_bad_frame_in_the_midst_of_a_burst_costs_itself_alone(tmp_path: Path, ring: Path) -> None:

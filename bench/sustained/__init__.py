@@ -1,0 +1,1 @@
+"""What the line behind the engine sustains: ``python -m bench.sustained``."""
