@@ -102,6 +102,7 @@ class Manifest(msgspec.Struct, frozen=True):
     hold: bool = False  # neither deleted nor expired until it is released
     engine_finish_reason: str | None = None  # a stop string looks like an abort inside the engine
     parts: list[PartInfo] = []  # of an engine on several ranks: those that send something of what was asked for
+    failed: str | None = None  # why no engine ran the request
 
     @property
     def expected(self) -> int:

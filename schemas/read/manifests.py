@@ -66,7 +66,8 @@ def manifest_of(db: sqlite3.Connection, covered: CoveredCapture) -> Manifest:
         output_token_ids=np.frombuffer(capture.output_tokens, "<u4").tolist(),
         finish_reason=capture.ended, client_finish_reason=capture.client_reason,
         engine_finish_reason=capture.finish_reason, stop_reason=capture.stop_reason, cached=capture.cached,
-        recomputed=capture.recomputed, sites=sites, rows=rows, hold=capture.hold, parts=_parts(covered),
+        recomputed=capture.recomputed, sites=sites, rows=rows, hold=capture.hold, failed=capture.failed,
+        parts=_parts(covered),
     )
 
 
