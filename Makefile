@@ -85,7 +85,9 @@ bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, what the
 	$(PY) -m bench.sustained --profile
 
 bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, and the whole table (make ENGINE=gpu …)
-	$(PY) -m pytest tests/gpu tests/engine_side/kernels/test_kernels.py tests/engine/test_coded_rows.py tests/engine/test_arming.py
+	$(PY) -m pytest tests/gpu tests/engine_side/kernels tests/engine/test_coded_rows.py tests/engine/test_arming.py \
+	    tests/engine/edits/test_edits.py
+	VLLM_USE_V2_MODEL_RUNNER=0 $(PY) -m pytest tests/engine/edits/test_edits.py
 	$(PY) -m bench.kernels
 	$(PY) -m bench.interference
 	$(PY) -m bench --shape 3b --configuration 'fp8 by token' --engines base,tap,sites --rounds 1 --iterations 10 \
@@ -95,6 +97,8 @@ bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, 
 	$(PY) -m bench --shape 3b --name 3b-gathered --loads hook-gathered --engines base,again,tap,layer --pairs 3 \
 	    --rounds 1 --iterations 40 \
 	    --scenarios 'base, another process+idle+one layer+one layer armed, idle+one layer armed, captured'
+	$(PY) -m bench --shape 3b --name 3b-edit --loads hook-gathered --engines base,layer,edit,edit-all --pairs 3 \
+	    --rounds 1 --iterations 20
 	$(PY) -m bench --shape 3b --engines base,sites --pairs 3 --rounds 2 --iterations 10
 	$(PY) -m bench --shape 3b --engines base,tap,disk,eager,builtin,hooks --rounds 3 --iterations 5 --scenarios \
 	    'every 4th layer+int8b64+raw16+fp8row+nf4b64+topk+rp8+sketch+int8b64, disk+raw16, disk+base, eager+eager, hooks and .cpu()+vLLM extract_hidden_states'

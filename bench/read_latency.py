@@ -159,7 +159,7 @@ class Floor:
         maps = SegmentMaps(store, read_store_uuid(store))
         with StoreReader(store) as reader:
             for capture in captures:
-                place = reader.places(capture, SITE, [0])
+                place = reader.places(capture, SITE, [0])[0]
                 segments, starts, steps = [], [], []
                 for number, offset, row in zip(place.segment[0].tolist(), place.offset[0].tolist(),
                                                place.row[0].tolist(), strict=True):

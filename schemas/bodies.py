@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
@@ -19,8 +19,8 @@ from schemas import limits
 from schemas.errors import ArgumentError, LimitError
 from schemas.spec import CaptureSpec
 
-__all__ = ["Message", "Named", "Receive", "again", "aside", "check_values", "has_key", "in_body", "is_meant",
-           "is_meant_as_edits", "may_name", "named", "reads_like", "whole"]
+__all__ = ["Message", "Named", "Receive", "again", "aside", "check_values", "has_key", "in_body", "in_fields",
+           "is_meant", "is_meant_as_edits", "may_name", "named", "reads_like", "whole"]
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -43,6 +43,7 @@ _EDIT_KEYS: Final = (re.compile(rb'edit[^"\\]{0,40}"\s*:', re.IGNORECASE), re.co
 _EDITS_KEY: Final = re.compile(rb'(?<!\\)"edit"\s*:\s*"?\s*[\[{]')
 _LIKE_EDITS_KEYS: Final = tuple(re.compile(key.pattern + rb'\s*"?\s*[\[{]', re.IGNORECASE) for key in _EDIT_KEYS)
 _OP: Final = re.compile(rb'"op\\?"')  # also in a text of JSON
+_FORM_EDITS: Final = re.compile(rb'(?:^|&)(?:[^=&]{0,40}edit[^=&]{0,40}|[deit]{4})=', re.IGNORECASE)
 _FORM_FIELDS: Final = 1000
 _ASIDE_BYTES: Final = 1 << 20
 
@@ -179,16 +180,17 @@ def in_body(data: bytes, content_type: str) -> list[Named]:
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        parts = {part.decode(errors="replace") for part in _PART.findall(data)}
-        return [Named(part, "…") for part in sorted(parts) if reads_like(part)]
-    if not may_name(data):
+        parts = {part[1].decode(errors="replace"): part.end() for part in _PART.finditer(data)}
+        return in_fields((name, "…" if reads_like(name) else _part(data, end)) for name, end in sorted(parts.items())
+                         if reads_like(name) or _reads_like_edit(name))
+    form = kind == "application/x-www-form-urlencoded"
+    if not may_name(data) and not (form and _FORM_EDITS.search(data)):
         return []
-    if kind == "application/x-www-form-urlencoded":
+    if form:
         if data.count(b"&") >= _FORM_FIELDS:
             raise ArgumentError("body", f"a form of {data.count(b'&') + 1} fields", f"at most {_FORM_FIELDS} are "
                                 "looked at, and one of these may name a capture; send fewer, or JSON")
-        pairs = parse_qsl(data.decode(errors="replace"), keep_blank_values=True)
-        return [Named(name, value) for name, value in pairs if reads_like(name)]
+        return in_fields(parse_qsl(data.decode(errors="replace"), keep_blank_values=True))
     try:
         check_values(data)
     except LimitError:
@@ -200,6 +202,18 @@ def in_body(data: bytes, content_type: str) -> list[Named]:
     except (ValueError, RecursionError):
         return []
     return list(named(body)) if isinstance(body, dict) else []
+
+
+def in_fields(pairs: Iterable[tuple[str, str]]) -> list[Named]:
+    """Fields of a form or a query that name a capture, or hold edits."""
+    return [Named(name, value) for name, value in pairs if reads_like(name) or is_meant_as_edits(name, value)]
+
+
+def _part(data: bytes, end: int) -> str:
+    """What a part of a form holds whose name ends at ``end``."""
+    start = data.find(b"\r\n\r\n", end)
+    stop = data.find(b"\r\n--", start + 1)
+    return "" if start < 0 else data[start + 4 : stop if stop > 0 else None].decode(errors="replace")
 
 
 def may_name(data: bytes) -> bool:

@@ -2,8 +2,8 @@
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 1
-STORE_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
+STORE_VERSION: Final = 2  # stores of all versions before are read, and written on as this one
 
 # What a caller may ask for.
 spec_json_bytes_max: Final = 64 * 1024
@@ -32,6 +32,8 @@ vector_width_max: Final = 1 << 19  # of a stored one: as base64 it fits edit_jso
 vector_body_bytes_max: Final = 32 * 1024 * 1024
 layers_max: Final = 1024
 width_max: Final = 1 << 20
+parts_max: Final = 1024  # ranks of one engine that send
+layout_places_max: Final = 1 << 18  # parts × their sites × layers
 
 # What travels on the wire.
 message_header_bytes_max: Final = 16 * 1024 * 1024

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import msgspec
 
-REASONS: Final = ("prefix_cached", "dropped", "aborted", "not_armed", "engine_lost", "rejected_draft", "quota",
-                  "fenced", "deleted", "pending")
+REASONS: Final = ("prefix_cached", "dropped", "aborted", "not_armed", "engine_lost", "part_lost", "rejected_draft",
+                  "quota", "fenced", "deleted", "pending")
 STATUSES: Final = ("pending", "running", "complete", "empty", "incomplete", "failed", "deleted")
 FINAL: Final = frozenset(("complete", "empty", "incomplete", "failed"))  # of what is not deleted
 
@@ -64,6 +64,14 @@ class SiteInfo(msgspec.Struct, frozen=True):
     meaning: str
     transformer_lens: str | None  # with {l} for the layer
     extents: list[Extent]
+    shared_out: bool = False  # ranks share its columns out: rows are put together decoded, and streams is empty
+
+
+class PartInfo(msgspec.Struct, frozen=True):
+    """One rank's part of a capture. Blocks name of every stream what it sends."""
+
+    rank: int
+    state: str  # "awaited" until it joins, "running", "finished", or "lost": its sender is gone
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -76,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True):
     resolved: dict[str, Any]
     tags: dict[str, str]
     created_ms: int
-    engine: dict[str, Any]  # EngineInfo
+    engine: dict[str, Any]  # EngineInfo, without its layout
     adapter: str  # the LoRA adapter that the model ran with, "" for none
     edits: list[dict[str, Any]]  # made while it ran, in their order, vectors by their digest; rows are as they went on
     prompt_len: int
@@ -93,6 +101,8 @@ class Manifest(msgspec.Struct, frozen=True):
     rows: list[SiteLayer]
     hold: bool = False  # neither deleted nor expired until it is released
     engine_finish_reason: str | None = None  # a stop string looks like an abort inside the engine
+    parts: list[PartInfo] = []  # of an engine on several ranks: those that send something of what was asked for
+    failed: str | None = None  # why no engine ran the request
 
     @property
     def expected(self) -> int:

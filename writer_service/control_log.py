@@ -19,7 +19,21 @@ import xxhash
 
 from schemas import limits
 from schemas.errors import StoreError
-from schemas.wire.messages import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Hello, Hold, Open, Own, unpack
+from schemas.wire.messages import (
+    Abandon,
+    Bye,
+    ClientFinish,
+    Delete,
+    Dropped,
+    Finish,
+    Hello,
+    Hold,
+    Join,
+    Open,
+    Own,
+    PartFinish,
+    unpack,
+)
 from writer_service import fs
 
 MAGIC: Final = b"TAPLOG01"
@@ -32,7 +46,9 @@ log_end: Final = _HEAD.size  # of a log without a record
 
 
 class CapturesLost(msgspec.Struct, tag="lost", forbid_unknown_fields=True):
-    """The writer closed captures whose engine vanished; a Finish that still comes wins over it."""
+    """The writer closed captures, or parts of them, whose sender vanished; its Finish or PartFinish that still comes
+    wins over it.
+    """
 
     captures: list[str]
     reason: str
@@ -51,8 +67,18 @@ class RowsOverQuota(msgspec.Struct, tag="over_quota", forbid_unknown_fields=True
     capture: str
 
 
-Message = (Open | Finish | Dropped | Own | ClientFinish | Abandon | Delete | Hold | Hello | Bye | CapturesLost | Refused
-           | RowsOverQuota)
+class PartsLost(msgspec.Struct, tag="parts_lost", forbid_unknown_fields=True):
+    """Ranks of a group whose rows the capture needs, and that did not join it; a Join that still comes wins over it."""
+
+    capture: str
+    parts: list[int]
+
+
+Message = (Open | Finish | Join | PartFinish | Dropped | Own | ClientFinish | Abandon | Delete | Hold | Hello | Bye
+           | CapturesLost | Refused | RowsOverQuota | PartsLost)
+
+
+_WITHOUT_NUMBER: Final = (Hello, CapturesLost, Bye, RowsOverQuota, PartsLost)
 
 
 class LogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +93,7 @@ class LogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def seq(self) -> int:
         """The number that the entry takes in its stream, 0 where it takes none."""
-        return 0 if isinstance(self.message, Hello | CapturesLost | Bye | RowsOverQuota) else self.message.seq
+        return 0 if isinstance(self.message, _WITHOUT_NUMBER) else self.message.seq
 
 
 _encoder = msgspec.msgpack.Encoder()

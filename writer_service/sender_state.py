@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from schemas import limits
 from schemas.errors import ProtocolError
+from schemas.wire.layout import Part
 from schemas.wire.messages import Ack, TapState
 
 refusals_kept_max = limits.control_records_pending_max  # no sender waits for more answers than that
@@ -71,6 +72,8 @@ class SenderState:
     role: str
     rank: int = 0
     shard: int = 0
+    group: str = ""  # of ranks that send rows of the same captures, "" for a sender that is alone
+    layout: list[Part] = field(default_factory=list)  # of the group
     address: bytes | None = None  # of its connection
     nonce: int = 0  # of its last Hello; 0: not told
     remote: bool = False  # on another host
@@ -87,6 +90,11 @@ class SenderState:
     open_captures: set[str] = field(default_factory=set)
     refused: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=refusals_kept_max))
     reported: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=refusals_kept_max))
+
+    @property
+    def share(self) -> Part | None:
+        """What a rank of a group sends; None of a sender that is alone."""
+        return self.layout[self.rank] if self.group else None
 
     def greet(self) -> None:
         """A Hello came: go on from what is on the disk, and say again what was refused lately."""

@@ -17,6 +17,7 @@ from writer_service.journal.group_commit import Batch, Waker
 from writer_service.journal.journal import Journal
 from writer_service.journal.open_segments import open_max
 from writer_service.metrics import serve_metrics
+from writer_service.receive.absent_parts import AbsentParts
 from writer_service.receive.capture_rules import CaptureRules
 from writer_service.receive.receiver import Receiver
 from writer_service.receive.senders import Acks, Senders
@@ -54,6 +55,7 @@ class Writer:
         self._rules = CaptureRules(self._db)
         self._sealer = Sealer(config.store, state.uuid, state.epoch, self._db, self._waker, self._journal)
         self._senders = Senders(self._db, self._journal, config.engine_lost_s)
+        self._absent_parts = AbsentParts(self._db, self._journal, config.engine_lost_s)
         self._senders.restore(state.streams, self._rules.open_captures())
         self._upkeep = Upkeep(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
                               config.retain_bytes, self._journal.segments.take_number)
@@ -141,6 +143,7 @@ class Writer:
         if quiet or self._receiver.heard > 2 * len(self._senders):
             self._receiver.heard = 0
             self._senders.find_lost(now)
+            self._absent_parts.find(now)
         self._sealer.submit(self._journal.take_sealable(now, self.config.seal_idle_s))
         self._journal.commit_if_due(now)
         self._rules.batch = self._journal.batch_number

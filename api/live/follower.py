@@ -10,7 +10,7 @@ from api.slices.query import SiteQuery
 from schemas import limits
 from schemas.errors import CorruptError, NotFoundError, StoreError
 from schemas.read.journal_tail import FrameAt
-from schemas.read.reader import LiveRows, StoreReader
+from schemas.read.reader import LiveRows, PartsCursor, StoreReader
 
 __all__ = ["Follower", "choose"]
 
@@ -38,7 +38,8 @@ class Follower:
         self.site, self.layers = "", list[int]()
         self.durable = after  # every frame up to this number is durable, and sent
         self.newly_durable = False
-        self.todo = deque[FrameAt]()  # what the last look found to send
+        self._parts: PartsCursor | None = None  # of a capture that several ranks send
+        self.todo = deque[FrameAt | PartsCursor]()  # what the last look found to send
         self._first = 0  # so many of the capture's rows in the first of them were sent
         self._sent: set[int] = set()  # numbers above ``durable`` that were sent before they were durable
 
@@ -52,6 +53,10 @@ class Follower:
             return "deleted"
         if chosen is not None:
             self.site, self.layers = chosen
+            self._parts = PartsCursor(self.durable) if reader.in_parts(self.capture) else None
+        if self._parts is not None:
+            self.todo = deque([self._parts])
+            return status
         for frame in reader.frames(self.capture, self.site, self.durable) if self.site else ():
             if frame.seq not in self._sent:
                 self.todo.append(frame)
@@ -77,6 +82,13 @@ class Follower:
         events, size = list[bytes](), 0
         while self.todo and size < limits.live_event_bytes_max:
             frame = self.todo[0]
+            if isinstance(frame, PartsCursor):
+                if (told := reader.part_rows(frame, self.capture, self.site, self.layers)) is None:
+                    self.todo.clear()
+                    break
+                events.append(self.event(self.site, told))
+                size += len(events[-1])
+                continue
             try:
                 rows = reader.live_rows(frame, self.capture, self.layers, self._first)
             except CorruptError:

@@ -3,6 +3,7 @@
 import { html, render, useEffect, useState } from "./vendor/preact-htm.js";
 import { Captures, NewCapture } from "./captures.js";
 import { json, key } from "./service.js";
+import { OpenSweep, SweepView } from "./sweep.js";
 import { View } from "./view.js";
 
 const NOTHING = { armed: {}, probes: {}, limits: {}, model: null };
@@ -16,8 +17,12 @@ function App() {
   const [{ ref, compared }, setOpened] = useState(opened);
   const [visit, setVisit] = useState(0); // another key: ask for everything again
   const [about, setAbout] = useState(NOTHING);
+  const [sweep, setSweep] = useState(null); // of a file, so it stands in no address
   useEffect(() => {
-    const moved = () => setOpened(opened());
+    const moved = () => {
+      setSweep(null);
+      setOpened(opened());
+    };
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);
   }, []);
@@ -26,18 +31,23 @@ function App() {
       .then(([{ armed, probes, limits }, models]) => setAbout({ armed, probes, limits, model: models.data[0]?.id ?? null }))
       .catch((error) => setAbout({ ...NOTHING, error }));
   }, [visit]);
-  const open = (id) => { location.hash = encodeURIComponent(id); };
+  const open = (id) => {
+    setSweep(null);
+    location.hash = encodeURIComponent(id);
+  };
   const compare = (id) => { location.hash = encodeURIComponent(id ? `${ref}~${id}` : ref); };
   return html`
     <header class="top">
-      <a class="brand" href="#"><img src="page/icon.svg" alt="" width="22" height="22" /> vllm-tap</a>
+      <a class="brand" href="#" onClick=${() => setSweep(null)}><img src="page/icon.svg" alt="" width="22" height="22" /> vllm-tap</a>
       <span class="soft model">${about.model?.replace(/^\/.*\//, "") ?? (about.error ? "" : "no model")}</span>
       <${Key} onChange=${() => setVisit((n) => n + 1)} needed=${about.error?.status === 401} />
     </header>
     <div class="columns">
       <aside><${NewCapture} armed=${about.armed} probes=${about.probes} model=${about.model} onOpen=${open} />
+        <${OpenSweep} onOpen=${setSweep} />
         <${Captures} open=${ref} compared=${compared} visit=${visit} onOpen=${open} onCompare=${compare} /></aside>
-      <main>${ref ? html`<${View} ref_=${ref} compared=${compared} limits=${about.limits} visit=${visit} onCompare=${compare} />`
+      <main>${sweep ? html`<${SweepView} key=${sweep.at} sweep=${sweep} onClose=${() => setSweep(null)} />`
+    : ref ? html`<${View} ref_=${ref} compared=${compared} limits=${about.limits} visit=${visit} onCompare=${compare} />`
     : html`<section class="view welcome" id="capture"><h1>Read the inside of a model while it serves</h1>
         <p>Choose a capture on the left. Each is drawn as a map: tokens to the right, layers upwards, one number in each
         cell; the scores of a probe are drawn as its text in colours. Move with the mouse or the arrow keys; Enter opens a

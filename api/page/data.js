@@ -213,6 +213,7 @@ export const REASONS = {
   aborted: "the request was aborted first",
   not_armed: "no tap there",
   engine_lost: "the engine was lost",
+  part_lost: "the sender of one of the engine's ranks was lost",
   rejected_draft: "a rejected draft of speculative decoding",
   fenced: "a copy of the engine had them, and its stream was another's",
   deleted: "deleted",

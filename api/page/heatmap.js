@@ -134,8 +134,8 @@ export const MOVES = {
 };
 
 /**
- * `selected` {layer, position} moves with keys and clicks (`onSelect`); Enter or a click opens the row (`onOpen`). Maps
- * with the same `span`, the positions that there is room for, stand position below position.
+ * `selected` {layer, position} moves with keys and clicks (`onSelect`); Enter or a click opens the row (`onOpen`, where
+ * there are any). Maps with the same `span`, the positions that there is room for, stand position below position.
  */
 export function HeatMap({ id, title, map, span, texts, scale, prompt, selected, onSelect, onOpen }) {
   const [frame, canvas, gutter, area] = [useRef(), useRef(), useRef(), useRef()];
@@ -178,7 +178,7 @@ export function HeatMap({ id, title, map, span, texts, scale, prompt, selected, 
   const onKey = (event) => {
     if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
-      return selected && onOpen(selected);
+      return selected && onOpen?.(selected);
     }
     const move = MOVES[event.key];
     if (!move || event.altKey || event.metaKey) return undefined;
@@ -205,11 +205,11 @@ export function HeatMap({ id, title, map, span, texts, scale, prompt, selected, 
             aria-roledescription="heat map" aria-labelledby=${`${id}-title`} aria-describedby=${`${id}-how`}
             onKeyDown=${onKey} onFocus=${() => !selected && onSelect({ layer: map.layers[0], position: map.start })}>
           <canvas ref=${canvas} aria-hidden="true" data-columns=${map.stop - map.start} data-cell=${`${size.width}x${size.height}`} onMouseMove=${onMove} onMouseLeave=${() => setHover(null)}
-            onClick=${(event) => { const cell = cellAt(event); if (cell) { onSelect(cell); onOpen(cell); } }}></canvas>
+            onClick=${(event) => { const cell = cellAt(event); if (cell) { onSelect(cell); onOpen?.(cell); } }}></canvas>
         </div>
       </div>
       <p class="sr" id=${`${id}-how`}>Arrow keys move by ${map.names ? "score" : "layer"} and token, Page Up and Page Down by ten tokens, Home and End
-        to the ends, Enter opens the row.</p>
+        to the ends${onOpen && ", Enter opens the row"}.</p>
       <p class="sr" aria-live="polite" id=${`${id}-told`}>${told && told.spoken}</p>
       ${tip && html`<div class=${`tip${hover.flip ? " flip" : ""}`} role="presentation" style=${{ left: `${hover.x}px`, top: `${hover.y}px` }}>
         <b>${tip.token}</b><span>${tip.where}</span><span>${tip.what}</span></div>`}

@@ -4,6 +4,7 @@ one more field out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -181,8 +182,16 @@ async def _refused(service: ApiService, planned: Plan, answer: httpx.Response) -
         raise broken(service, error) from None
     finally:
         await answer.aclose()
-    _abandon(service, planned, f"the model server answered {answer.status_code}")
+    _abandon(service, planned, f"the model server answered {answer.status_code}{_words(content)}")
     return _copy(answer, _with_param(content))
+
+
+def _words(content: bytes) -> str:
+    """What an error says, behind a colon; empty where it is none of the usual form."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        if isinstance(message := json.loads(content)["error"]["message"], str):
+            return f": {message}"
+    return ""
 
 
 def _with_param(content: bytes) -> bytes:

@@ -159,6 +159,10 @@ class EncodedSlice:
 def read_slices(reader: StoreReader, manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery,
                 owner: str) -> EncodedSlice:
     """Rows present at every site and layer asked for, encoded."""
+    shared = sorted(info.site for info in manifest.sites if info.site in chosen and info.shared_out)
+    if query.dtype == "codes" and shared:
+        raise BadParam("dtype", "codes", f"ranks share out the columns of {', '.join(shared)}, and each encodes its "
+                       "own: whole rows are there decoded, as float32, float16 or bfloat16")
     return encoded(manifest, [
         _joined([reader.slice(manifest.id, site, layers, start, stop, owner, query.rejected)
                  for start, stop in query.ranges]) for site, layers in chosen.items()], query)

@@ -15,14 +15,16 @@ class RowsInUse:
     limit: int = 0
     count: int = 0
 
-    def check(self, more: int) -> None:
-        """EditError where there is no room for so many more, of one prompt and all its samples."""
+    def check(self, each: int, samples: int = 1) -> None:
+        """EditError where there is no room for so many more for each of a prompt's ``samples``."""
+        more = each * samples
+        asked = f"{more} rows" + (f", {each} for each of n = {samples}" if samples > 1 else "")
         if more > self.limit:
-            raise EditError("", f"{more} rows", f"the engine keeps {self.limit} for all its requests, and every sample "
+            raise EditError("", asked, f"the engine keeps {self.limit} for all its requests, and every sample "
                             "(n) of every prompt has its own: ask for fewer samples or rows, or raise "
                             "VLLM_TAP_EDIT_ROWS (--edit-rows)")
         if more and self.count + more > self.limit:
-            raise EditError("", f"{more} rows", f"of the {self.limit} that the engine keeps for all its requests "
+            raise EditError("", asked, f"of the {self.limit} that the engine keeps for all its requests "
                             f"{self.count} are in use by requests that have not ended, every sample of every "
                             "prompt having its own: ask again when they have, or raise "
                             "VLLM_TAP_EDIT_ROWS (--edit-rows)")

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 
 from engine_side.front.ticket import COUNT_KEY, EDIT_KEY, KEY
 from schemas import limits
-from schemas.bodies import Named, again, aside, has_key, in_body, may_name, named, reads_like, whole
+from schemas.bodies import Named, again, aside, has_key, in_body, in_fields, may_name, named, whole
 from schemas.errors import ArgumentError, LimitError, shown
 
 logger = logging.getLogger("vllm.tap")
@@ -73,8 +73,7 @@ def _fault(scope: Scope, fields: Container[str], messages: deque[Message]
         return 413, "too_large", f"{error}; a body that may name a capture or edits is looked into as far as that", None
     except ArgumentError as error:
         return 400, "invalid_parameter", str(error), None
-    query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
-    found += [Named(name, value) for name, value in query if reads_like(name)]
+    found += in_fields(parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True))
     if not found:
         return None
     taken = {path for field, paths in _CARRIED.items() if field in fields for path in paths}

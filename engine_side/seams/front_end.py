@@ -109,7 +109,7 @@ def _arms(vllm_config: Any, config: EngineConfig, shape: admission.Shape) -> Arm
     without_when = ("a condition cannot be had with speculative decoding: which rows of a step stand is known after it"
                     if vllm_config.speculative_config is not None else "a condition cannot be had with data "
                     "parallelism: an engine's dummy steps write over what it asks" if parallel.data_parallel_size > 1
-                    else "")
+                    else _without_stops(vllm_config.scheduler_config.get_scheduler_cls()))
     layers = {site: list(range(n_layers)) if chosen is None else chosen
               for site, chosen in layers_by_site(config.edit).items()}
     return Arms(layers, {site: known[site] for site in layers if known[site]}, n_layers, config.edit_depth,
@@ -117,6 +117,14 @@ def _arms(vllm_config: Any, config: EngineConfig, shape: admission.Shape) -> Arm
                 config.edit_rows, model.max_model_len,
                 {site: model.get_head_size() for site in layers if has_heads(site)},
                 {name: probe.names for name, probe in shape.armed.probes.items()}, without_when)
+
+
+def _without_stops(scheduler: type[Any]) -> str:
+    """Why a scheduler may not be told that a probe has ended a request; empty for those of vLLM's own."""
+    own = next((base for base in scheduler.__mro__ if not base.__module__.startswith("vllm.")
+                and {"update_from_output", "_update_request_with_output"} & vars(base).keys()), None)
+    return "" if own is None else (f"a condition cannot be had with the scheduler {own.__module__}.{own.__qualname__}, "
+                                   "which takes what steps return in a way of its own: leave scheduler_cls out")
 
 
 def _check_capture_all(spec: str, shape: admission.Shape) -> None:
@@ -188,8 +196,11 @@ def _hand_on(request: Any, edits: Edits) -> None:
     """Give a request its edits, and a salt of theirs; EditError where there is no room for them."""
     held, prompt_len = request.sampling_params.extra_args, len(request.prompt_token_ids)
     try:
+        if request.mm_features:
+            raise EditError("", "…", "a prompt with images, sound or video cannot be edited: that has not been shown "
+                            "to be right; send text")
         cut(edits, prompt_len)
-        OF_ENGINE.check(edits.rows_kept * request.sampling_params.n)
+        OF_ENGINE.check(edits.rows_kept, request.sampling_params.n)
     except EditError:
         admission.forget(held[KEY])
         raise

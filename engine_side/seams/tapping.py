@@ -217,6 +217,10 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
     if parallel.tensor_parallel_size > 1 and (shared := [site for site in tapped if site in SHARED_OUT]):
         raise StartError(f"vllm-tap: tensor_parallel_size={parallel.tensor_parallel_size}: a rank has only its share "
                          f"of {', '.join(shared)}; arm other sites, or run on one device")
+    if parallel.data_parallel_size > 1 and plan.config.edit:
+        raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: an engine takes steps there "
+                         "that are nobody's, in which edits have not been shown to be right; leave --edit "
+                         "(VLLM_TAP_EDIT) out, or run without")
     if parallel.data_parallel_size > 1 and (ids := [site for site in plan.asked if SITES[site].ids]):
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: the rows that a router sees are "
                          f"those of every rank; arm other sites than {', '.join(ids)}, or run without")

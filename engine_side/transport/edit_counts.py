@@ -39,10 +39,13 @@ class ToldEdits:
         edits: list[dict[str, Any]] = json.loads(self.told)
         cached = [] if self.counted is None else [(start, min(stop, end)) for start, stop in self.counted.cached]
         made, switches = self._read()
+        used_up = bool(switches) and switches[-1] >= 0
+        switches = [position for position in switches if position >= 0]
         number = -1  # among those that are made somewhere
         for edit in edits:
             if "when" in edit:
                 edit["switched"] = [position for position in switches if position < end + (edit["op"] == "stop")]
+                edit |= {"used_up": True} if used_up else {}
             if edit["op"] == "stop":
                 continue
             number += 1
@@ -62,11 +65,12 @@ class ToldEdits:
         return json.dumps(edits)
 
     def _read(self) -> tuple[npt.NDArray[np.int32] | None, list[int]]:
+        """Counts by place, and the positions of its condition's switches in their order, −1 for those it has left."""
         if self.numbers is None or self.counted is None:
             return None, []
         shape = len(self.counted.places) + 1, len(self.counted.combinations)
         size = shape[0] * shape[1]
-        return self.numbers[:size].reshape(shape), [each for each in self.numbers[size:].tolist() if each >= 0]
+        return self.numbers[:size].reshape(shape), self.numbers[size:].tolist()
 
     def _applied(self, all_made: npt.NDArray[np.int32] | None, number: int, place: tuple[str, int], computed: int
                  ) -> int:

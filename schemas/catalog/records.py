@@ -90,6 +90,8 @@ class Extent:
     offset: int
     layers: tuple[int, ...]
     table: bytes
+    part: int = 0  # of the group that the capture is of, which sent them
+    steps: bytes = b""  # of a group: of each row, the engine's step that computed it, as little-endian uint64
 
     @property
     def rows(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -107,6 +109,7 @@ class Drop:
     start: int
     stop: int
     reason: str
+    part: int = 0  # that says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,7 @@ class Capture:
     failed: str | None
     deleted: bool
     hold: bool = False
+    group: str = ""  # of ranks that send its rows, "" where one does
 
     @property
     def ended(self) -> str | None:
@@ -197,7 +201,7 @@ def capture_of(row: sqlite3.Row) -> Capture:
         stop_reason=None if stop is None else json.loads(stop), output_tokens=tokens, end=end,
         recomputed=row["recomputed"], client_reason=row["client_reason"], total_len=row["total_len"],
         lost=bool(row["lost"]), failed=row["failed"], deleted=bool(row["deleted"]),
-        hold=bool(row["hold"]),
+        hold=bool(row["hold"]), group=row["group"],
     )
     return replace(capture, status="empty") if capture.status == "complete" and not _names_rows(capture) else capture
 
@@ -221,19 +225,21 @@ def find_capture(db: sqlite3.Connection, capture: str) -> Capture | None:
 
 
 def load_extents(db: sqlite3.Connection, capture: str, site: str | None = None) -> list[Extent]:
-    """The extents of a capture, oldest first; of one site where it is given."""
+    """The extents of a capture, part after part, oldest first; of one site where it is given."""
     where, args = ("AND site = ?", (capture, site)) if site else ("", (capture,))
-    query = f"SELECT site, seq, segment, offset, layers, rows FROM extents WHERE capture = ? {where} ORDER BY seq"
+    query = ("SELECT site, seq, segment, offset, layers, rows, part, steps FROM extents "
+             f"WHERE capture = ? {where} ORDER BY part, seq")
     return [
-        Extent(r["site"], r["seq"], r["segment"], r["offset"], unpack_layers(r["layers"]), r["rows"])
+        Extent(r["site"], r["seq"], r["segment"], r["offset"], unpack_layers(r["layers"]), r["rows"], r["part"],
+               r["steps"])
         for r in db.execute(query, args)
     ]
 
 
 def load_drops(db: sqlite3.Connection, capture: str) -> list[Drop]:
-    """The ranges that were dropped of a capture, oldest first."""
-    query = "SELECT * FROM drops WHERE capture = ? ORDER BY seq"
-    return [Drop(r["site"], r["seq"], unpack_layers(r["layers"]), r["start"], r["stop"], r["reason"])
+    """The ranges that were dropped of a capture, part after part, oldest first."""
+    query = "SELECT * FROM drops WHERE capture = ? ORDER BY part, seq"
+    return [Drop(r["site"], r["seq"], unpack_layers(r["layers"]), r["start"], r["stop"], r["reason"], r["part"])
             for r in db.execute(query, (capture,))]
 
 

@@ -4,17 +4,20 @@ Beside what readers need: where rows lie that are never served (strays), which a
 logs tell something of a capture (log_refs) or are to forget it (scrub), and how many bytes an owner has (owners): kept
 by triggers, so that whatever changes extents or captures keeps it true. An owner's captures stay its own. Beside its
 rows a capture has what it is known by (beside): records, index and names are taken to be CAPTURE_BYTES, and what the
-caller chose the size of is counted.
+caller chose the size of is counted. A capture of an engine on several ranks has a row in parts for each of them that
+joined, beside the one that leads (schemas.wire.layout); rows and drops are those of the part that sent them, and
+``every_part`` is said of all.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["CAPTURE_BYTES", "CATALOG_VERSION", "DDL"]
+__all__ = ["CAPTURE_BYTES", "CATALOG_VERSION", "DDL", "EVERY_PART"]
 
-CATALOG_VERSION: Final = 10
+CATALOG_VERSION: Final = 11
 CAPTURE_BYTES: Final = 1024
+EVERY_PART: Final = -1  # in drops
 DDL: Final = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE streams (
@@ -22,7 +25,8 @@ CREATE TABLE streams (
     bye INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE engines (
-    stream TEXT PRIMARY KEY, epoch INTEGER NOT NULL, rank INTEGER NOT NULL, shard INTEGER NOT NULL, info TEXT NOT NULL
+    stream TEXT PRIMARY KEY, epoch INTEGER NOT NULL, rank INTEGER NOT NULL, shard INTEGER NOT NULL, info TEXT NOT NULL,
+    "group" TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE captures (
     id TEXT PRIMARY KEY, ulid TEXT NOT NULL, sample INTEGER NOT NULL,
@@ -37,7 +41,7 @@ CREATE TABLE captures (
     client_tokens BLOB NOT NULL DEFAULT x'',
     total_len INTEGER NOT NULL DEFAULT 0,
     lost INTEGER NOT NULL DEFAULT 0, failed TEXT, deleted INTEGER NOT NULL DEFAULT 0, hold INTEGER NOT NULL DEFAULT 0,
-    quota INTEGER NOT NULL DEFAULT 0,
+    quota INTEGER NOT NULL DEFAULT 0, "group" TEXT NOT NULL DEFAULT '',
     beside INTEGER GENERATED ALWAYS AS (CASE WHEN deleted THEN 0 ELSE {CAPTURE_BYTES} + length(CAST(tags AS BLOB))
         + coalesce(length(CAST(asked AS BLOB)), 0) + length(prompt_tokens) + length(output_tokens)
         + length(client_tokens) END) VIRTUAL
@@ -49,6 +53,12 @@ CREATE INDEX captures_status ON captures (status, created_ms, id);
 CREATE INDEX captures_owner_status ON captures (owner, status, created_ms, id);
 CREATE INDEX captures_may_expire ON captures (created_ms) WHERE deleted = 0 AND hold = 0;
 CREATE INDEX captures_open ON captures (stream) WHERE finish_seq IS NULL;
+CREATE INDEX captures_in_parts ON captures (id) WHERE "group" <> '' AND status = 'running';
+CREATE TABLE parts (
+    capture TEXT NOT NULL, part INTEGER NOT NULL, stream TEXT NOT NULL, epoch INTEGER NOT NULL,
+    open_seq INTEGER NOT NULL, finish_seq INTEGER, lost INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (capture, part)
+) WITHOUT ROWID;
+CREATE INDEX parts_open ON parts (stream) WHERE finish_seq IS NULL;
 CREATE TABLE aliases (
     n INTEGER PRIMARY KEY AUTOINCREMENT, alias TEXT NOT NULL, owner TEXT NOT NULL, ulid TEXT NOT NULL
 );
@@ -64,9 +74,10 @@ CREATE TABLE frames (
 ) WITHOUT ROWID;
 CREATE INDEX frames_segment ON frames (segment, offset);
 CREATE TABLE extents (
-    capture TEXT NOT NULL, site TEXT NOT NULL, seq INTEGER NOT NULL, segment INTEGER NOT NULL, offset INTEGER NOT NULL,
-    n INTEGER NOT NULL, pos_min INTEGER NOT NULL, pos_max INTEGER NOT NULL, layers BLOB NOT NULL, rows BLOB NOT NULL,
-    bytes INTEGER NOT NULL, PRIMARY KEY (capture, site, seq)
+    capture TEXT NOT NULL, site TEXT NOT NULL, part INTEGER NOT NULL, seq INTEGER NOT NULL, segment INTEGER NOT NULL,
+    offset INTEGER NOT NULL, n INTEGER NOT NULL, pos_min INTEGER NOT NULL, pos_max INTEGER NOT NULL,
+    layers BLOB NOT NULL, rows BLOB NOT NULL, steps BLOB NOT NULL, bytes INTEGER NOT NULL,
+    PRIMARY KEY (capture, site, part, seq)
 ) WITHOUT ROWID;
 CREATE INDEX extents_segment ON extents (segment, offset);
 CREATE TABLE owners (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
@@ -93,7 +104,7 @@ CREATE TABLE doomed (
 CREATE TABLE log_refs (capture TEXT NOT NULL, log INTEGER NOT NULL, PRIMARY KEY (capture, log)) WITHOUT ROWID;
 CREATE TABLE scrub (log INTEGER NOT NULL, capture TEXT NOT NULL, PRIMARY KEY (log, capture)) WITHOUT ROWID;
 CREATE TABLE drops (
-    capture TEXT NOT NULL, site TEXT NOT NULL, seq INTEGER NOT NULL, layers BLOB NOT NULL,
-    start INTEGER NOT NULL, stop INTEGER NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (capture, site, seq)
+    capture TEXT NOT NULL, site TEXT NOT NULL, part INTEGER NOT NULL, seq INTEGER NOT NULL, layers BLOB NOT NULL,
+    start INTEGER NOT NULL, stop INTEGER NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (capture, site, part, seq)
 ) WITHOUT ROWID;
 """

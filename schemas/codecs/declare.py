@@ -64,7 +64,8 @@ class CodecFamily:
 
     Of ``either`` parameters one is given. ``sites``, where not empty, are the only ones with heads to encode. A codec
     with a ``matrix(width, k, seed)`` projects rows by it, and has the parameters k and seed. ``legacy`` codecs are
-    offered for their earlier users. ``encoder`` is the encoder's module, where it is not engine_side.codecs.NAME.
+    offered for their earlier users. One that ``selects`` keeps entries that it chooses among all of a row.
+    ``encoder`` is the encoder's module, where it is not engine_side.codecs.NAME.
     """
 
     name: str
@@ -81,6 +82,12 @@ class CodecFamily:
     decode_as: Callable[..., Any] | None = None
     matrix: Callable[[int, int, int], npt.NDArray[np.float32]] | None = None
     encoder: str = ""
+    selects: bool = False
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether it says something of whole rows alone, which its numbers of shares of them do not add up to."""
+        return self.selects or self.projected
 
     @property
     def projected(self) -> bool:

@@ -25,7 +25,7 @@ STREAM_DTYPES: Final = ("int8", "int16", "uint8", "uint16", "uint32", "float16",
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}", re.ASCII)
 # Arrays of a sealed block beside those of streams.
 _TAKEN: Final = {"capture", "position", "token_id", "flags", "present", "checksum", "frame", "frame_row", "frame_seq",
-                 "frame_stream", "frame_xxh3"}
+                 "frame_stream", "frame_xxh3", "step"}
 
 
 def _of_this_folder() -> list[CodecFamily]:

@@ -63,4 +63,4 @@ PARAMETERS: Final = (Parameter("k", int, 1, 1 << 20, None, "entries kept of a ro
 FAMILY: Final = CodecFamily(
     "topk", streams, decode, "the entries of largest magnitude, the others 0",
     f"kept entries: {BFLOAT16_ERROR}; the share of the row's energy that they hold is in the stream kept",
-    "x = 0; then x[index] = value", PARAMETERS, either=("k", "density"))
+    "x = 0; then x[index] = value", PARAMETERS, either=("k", "density"), selects=True)

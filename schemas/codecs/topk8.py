@@ -24,4 +24,5 @@ def decode(pieces: Pieces, width: int, dtype: str, k: int | None = None, density
 FAMILY: Final = CodecFamily(
     "topk8", streams, decode, "the entries of largest magnitude as uint8, the others 0",
     "kept entries: at most 0.51 of the row's scale; the share of energy that they hold is in the stream kept",
-    f"x = 0; then x[index] = {full8.FORMULA}", PARAMETERS, either=("k", "density"), legacy=True)
+    f"x = 0; then x[index] = {full8.FORMULA}", PARAMETERS, either=("k", "density"), legacy=True,
+    selects=True)

@@ -74,8 +74,8 @@ def read_store_uuid(path: Path) -> bytes:
         raise StoreError("open store", path, error.strerror, "name the folder given to the writer") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError("open store", file, f"malformed: {error!r}") from None
-    if version != limits.STORE_VERSION or len(uuid) != 16:
-        raise StoreError("open store", file, f"version {version}, this program knows {limits.STORE_VERSION}")
+    if version not in range(1, limits.STORE_VERSION + 1) or len(uuid) != 16:
+        raise StoreError("open store", file, f"version {version}, this program knows 1 to {limits.STORE_VERSION}")
     return uuid
 
 
@@ -222,7 +222,8 @@ class CatalogReader:
     def drops(self, capture: str, site: str, after: int) -> list[Drop]:
         """Drops of a capture at a site with numbers above ``after``, in order."""
         with self._catalog.moment() as now:
-            return [drop for drop in load_drops(now.db, capture) if drop.site == site and drop.seq > after]
+            found = [drop for drop in load_drops(now.db, capture) if drop.site == site and drop.seq > after]
+        return sorted(found, key=lambda drop: drop.seq)
 
     def erasing(self) -> bool:
         """Whether something of deleted captures is still to be erased."""

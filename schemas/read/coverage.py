@@ -8,20 +8,28 @@ is no draft follows them: the step that made it began after their acceptance. Wh
 draft that the final sequence does not have is rejected, and so is all that its step computed after it, even where a
 token happens to be equal, for its context was wrong. An older row never takes the place of a newer one that is not
 served.
+
+Of an engine on several ranks all this holds of each rank's part, whose numbers and drops are its own; then the columns
+of rows that are shared out are put together (schemas.catalog.parts).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
+from operator import attrgetter
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from schemas.catalog.parts import ALONE, Parts, matched, merged, runs_of
 from schemas.catalog.records import Capture, Drop, Extent
+from schemas.catalog.tables import EVERY_PART
 from schemas.manifest import Missing
 from schemas.spec import Resolved, intervals
+from schemas.wire.layout import Columns
 from schemas.wire.row_table import FLAG_DRAFT, FLAG_RECOMPUTED
 
 __all__ = ["Coverage", "LayerGroup", "Rows", "cover", "status_of", "status_of_cover"]
@@ -41,32 +49,53 @@ class Rows:
     positions: I64
     extent: I64
     row: I64
+    step: I64 | None = None  # that computed each, where its columns are put together with others
 
     def __getitem__(self, which: slice | Bools | I64) -> Rows:
-        return Rows(self.positions[which], self.extent[which], self.row[which])
+        return Rows(self.positions[which], self.extent[which], self.row[which],
+                    None if self.step is None else self.step[which])
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Columns ``[start, stop)`` of the rows of a group of layers, and of its rejected drafts, in the same order."""
+
+    start: int
+    stop: int
+    rows: Rows
+    rejected: Rows
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of a site with the same rows, sorted by position; ``rejected`` drafts by position, then by age."""
+    """Layers of a site with the same rows, sorted by position; ``rejected`` drafts by position, then by age.
+
+    Where ranks share the columns out, ``shares`` has all of them, from the left to the right; ``rows`` and ``rejected``
+    are those of the first.
+    """
 
     layers: tuple[int, ...]
     expected: int
     rows: Rows
     missing: list[Missing]
     rejected: Rows
+    shares: tuple[Shared, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The rows of a capture by site; ``end`` is where expected positions end (exclusive)."""
+    """The rows of a capture by site; ``end`` is where expected positions end (exclusive).
+
+    ``waits``: some rank's part of it may still come.
+    """
 
     end: int
     sites: dict[str, list[LayerGroup]]
     extents: dict[str, list[Extent]]
+    waits: bool = False
 
 
-def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop]) -> Coverage:
+def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop], parts: Parts = ALONE) -> Coverage:
     """Hold what was stored of an opened capture against what it asked for."""
     if capture.resolved is None:
         return Coverage(0, {}, {})
@@ -83,29 +112,67 @@ def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop]) ->
     for site, layers in resolved.layers.items():
         kept[site] = [extent for extent in extents if extent.site == site]
         site_drops = [drop for drop in drops if drop.site == site]
-        told = [extent.layers for extent in kept[site]] + [drop.layers for drop in site_drops]
+        told: dict[Told, int] = {}  # few: most are equal
+        of_extent = [told.setdefault((extent.part, extent.layers), len(told)) for extent in kept[site]]
+        of_drop = [told.setdefault((drop.part, drop.layers), len(told)) for drop in site_drops]
         by_site[site] = []
-        for members, theirs in _alike(layers, told):
-            which = [number for number, extent in enumerate(kept[site]) if extent.layers in theirs]
-            dropped = [drop for drop in site_drops if drop.layers in theirs]
-            by_site[site].append(_group(capture, members, kept[site], which, dropped, ranges, served))
-    return Coverage(expected_end, by_site, kept)
+        part_of = [part for part, _ in told]
+        for members, columns, theirs in _alike(layers, list(told), partial(parts.columns, site)):
+            groups = []
+            for one in columns:
+                mine = {number for number in theirs if part_of[number] in (one.part, EVERY_PART)}
+                which = [number for number, of in enumerate(of_extent) if of in mine]
+                dropped = [drop for drop, of in zip(site_drops, of_drop, strict=True) if of in mine]
+                dropped.sort(key=attrgetter("seq"))
+                groups.append(_group(capture, members, kept[site], which, dropped, ranges, served,
+                                     parts.rest(capture, one.part)))
+            by_site[site].append(groups[0] if len(groups) == 1 else _joined(columns, groups, capture, parts))
+    return Coverage(expected_end, by_site, kept, parts.waits(resolved))
 
 
-def _alike(layers: Iterable[int], told: Iterable[tuple[int, ...]]
-           ) -> list[tuple[tuple[int, ...], set[tuple[int, ...]]]]:
-    """Layers of which the same is told, and by which of the tuples."""
-    sets = {each: frozenset(each) for each in told}  # few: most are equal
-    groups: dict[tuple[bool, ...], list[int]] = {}
+Told = tuple[int, tuple[int, ...]]  # the part that tells something, and of which layers
+
+
+def _alike(layers: Iterable[int], told: Sequence[Told], columns_of: Callable[[int], tuple[Columns, ...]]
+           ) -> list[tuple[tuple[int, ...], tuple[Columns, ...], set[int]]]:
+    """Layers of which the same is told: they, who has their columns, and which of ``told``."""
+    sets = [frozenset(each[1]) for each in told]
+    groups: dict[tuple[tuple[Columns, ...], tuple[bool, ...]], list[int]] = {}
     for layer in layers:
-        groups.setdefault(tuple(layer in has for has in sets.values()), []).append(layer)
-    return [(tuple(members), {each for each, has in zip(sets, having, strict=True) if has})
-            for having, members in groups.items()]
+        having = tuple(layer in has for has in sets)
+        groups.setdefault((columns_of(layer), having), []).append(layer)
+    return [(tuple(members), columns, {number for number, has in enumerate(having) if has})
+            for (columns, having), members in groups.items()]
+
+
+def _joined(columns: Sequence[Columns], groups: Sequence[LayerGroup], capture: Capture, parts: Parts) -> LayerGroup:
+    """Groups of the same layers, one of each part that has some of their columns, put together."""
+    rows, rejected = (_matching([getattr(group, name) for group in groups]) for name in ("rows", "rejected"))
+    missing = [gap for group in groups for gap in group.missing]
+    held = reduce(np.intersect1d, [group.rows.positions for group in groups])
+    uneven = np.setdiff1d(held, rows[0].positions, assume_unique=True)  # of other steps, in one part or another
+    if len(uneven):
+        steps = np.stack([_steps(group.rows)[np.searchsorted(group.rows.positions, uneven)] for group in groups])
+        behind = (steps < steps.max(0)).argmax(0)  # the first part that lacks the newest
+        for number, one in enumerate(columns):
+            missing += runs_of(uneven[behind == number], parts.rest(capture, one.part))
+    shares = tuple(Shared(one.start, one.stop, *both) for one, *both in zip(columns, rows, rejected, strict=True))
+    return LayerGroup(groups[0].layers, groups[0].expected, rows[0], merged(missing), rejected[0], shares)
+
+
+def _matching(rows: Sequence[Rows]) -> list[Rows]:
+    found = matched([(each.positions, _steps(each)) for each in rows])
+    return [each[which] for each, which in zip(rows, found, strict=True)]
+
+
+def _steps(rows: Rows) -> I64:
+    assert rows.step is not None  # of whoever has columns alone
+    return rows.step
 
 
 def _group(
     capture: Capture, layers: tuple[int, ...], extents: Sequence[Extent], which: Sequence[int], drops: Sequence[Drop],
-    ranges: list[tuple[int, int]], served: int,
+    ranges: list[tuple[int, int]], served: int, rest: str,
 ) -> LayerGroup:
     starts = np.asarray([start for start, _ in ranges], np.int64)
     stops = np.asarray([stop for _, stop in ranges], np.int64)
@@ -113,6 +180,8 @@ def _group(
     position, row, token, flags = columns.T.astype(np.int64, order="C")
     extent = np.repeat(np.asarray(which, np.int64), [len(extents[i].table) // 16 for i in which])
     seq = np.asarray([part.seq for part in extents], np.int64)[extent]
+    steps = np.frombuffer(b"".join([extents[i].steps for i in which]), "<u8").astype(np.int64)
+    step = steps if len(steps) == len(position) else None  # no rank of a group tells none
     age = np.lexsort((row, seq))
     position, row, token, flags, extent, seq = (column[age] for column in (position, row, token, flags, extent, seq))
     draft = flags & FLAG_DRAFT != 0
@@ -124,7 +193,7 @@ def _group(
         stale = _rejected(position, token, draft, final, np.searchsorted([drop.seq for drop in drops], seq))
     order = np.argsort(position, kind="stable")
     position, flags, seq, draft, stale = (column[order] for column in (position, flags, seq, draft, stale))
-    rows = Rows(position, extent[order], row[order])
+    rows = Rows(position, extent[order], row[order], None if step is None else step[age][order])
     latest = np.append(position[1:] != position[:-1], True) if len(position) else np.zeros(0, bool)
     # What was accepted and then computed again after a preemption was no bad guess.
     again = np.append(flags[1:] & FLAG_RECOMPUTED != 0, False) if len(position) else np.zeros(0, bool)
@@ -139,7 +208,7 @@ def _group(
     keep &= ~stale
     # Between the start of a range and its end, every row that is there ends a gap and begins the next.
     gaps = np.stack([np.sort(np.append(starts, position[keep] + 1)), np.sort(np.append(stops, position[keep]))])
-    missing = _missing(capture, gaps[:, gaps[0] < gaps[1]], drops, refused)
+    missing = _missing(capture, gaps[:, gaps[0] < gaps[1]], drops, refused, rest)
     return LayerGroup(layers, int((stops - starts).sum()), rows[keep], missing, rows[rejected])
 
 
@@ -167,10 +236,11 @@ def _rejected(position: I64, token: I64, draft: Bools, tokens: npt.NDArray[np.ui
     return draft & (count > before_step)
 
 
-def _missing(capture: Capture, gaps: I64, drops: Sequence[Drop], refused: I64) -> list[Missing]:
+def _missing(capture: Capture, gaps: I64, drops: Sequence[Drop], refused: I64, rest: str) -> list[Missing]:
     """Ranges of absent positions with their reasons; ``gaps`` are sorted, disjoint ``[start or stop, n]``.
 
-    At the positions ``refused`` there is a row, of a draft that was not accepted.
+    At the positions ``refused`` there is a row, of a draft that was not accepted. ``rest`` is the reason of what
+    nothing is told of.
 
     Positions are never counted out one by one: a capture may claim billions of them.
     """
@@ -189,7 +259,6 @@ def _missing(capture: Capture, gaps: I64, drops: Sequence[Drop], refused: I64) -
         return names.index(reason)
 
     finished = capture.finish_seq is not None
-    rest = "dropped" if finished else "engine_lost" if capture.lost else _UNFINISHED
     reason = np.full(len(absent), name(rest), np.int64)
     if finished and capture.finish_reason in ("abort", "error"):
         reason[absent >= (capture.end or 0)] = name("aborted")
@@ -211,9 +280,9 @@ def clip(ranges: Iterable[tuple[int, int]], end: int) -> list[tuple[int, int]]:
     return [(max(start, 0), min(stop, end)) for start, stop in ranges if start < end and stop > 0]
 
 
-def status_of(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop]) -> str:
+def status_of(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop], parts: Parts = ALONE) -> str:
     """The status that follows from what is stored, as the catalog has it: `empty` is made of `complete` when read."""
-    return status_of_cover(capture, cover(capture, extents, drops))
+    return status_of_cover(capture, cover(capture, extents, drops, parts))
 
 
 def status_of_cover(capture: Capture, coverage: Coverage) -> str:
@@ -224,6 +293,8 @@ def status_of_cover(capture: Capture, coverage: Coverage) -> str:
         return "failed" if capture.failed is not None else "pending"
     if capture.finish_seq is None:
         return "incomplete" if capture.lost else "running"
+    if coverage.waits:
+        return "running"
     resolved = msgspec.json.decode(capture.resolved, type=Resolved)
     allowed = {"prefix_cached"} if resolved.prefix_cache == "allow" else set()
     groups = (group for groups in coverage.sites.values() for group in groups)

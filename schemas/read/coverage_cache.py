@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from schemas.catalog.aliases import find
+from schemas.catalog.parts import ALONE, Parts, load_parts
 from schemas.catalog.records import Capture, Drop, Extent, Segment, load_drops, load_extents, load_segment
 from schemas.catalog.view import Moment
 from schemas.lru import Lru
@@ -33,6 +34,7 @@ class CoveredCapture:
     coverage: Coverage
     resolved: Resolved | None
     version: int  # of the catalog that last said so
+    parts: Parts = ALONE
     row_format: RowFormat | None = None  # how its rows at that site are stored, once it was asked
     locations: dict[Rows, RowLocations] = field(default_factory=dict)  # once they were read
 
@@ -84,16 +86,18 @@ def _read(now: Moment, ref: str, owner: str | None, site: str | None, cached: Co
           whole: CoveredCapture | None) -> CoveredCapture:
     """The capture as the catalog has it; ``cached`` where that is the same. ``whole``, where known, is of all sites."""
     if whole is not None:
-        capture, drops = whole.capture, whole.drops
+        capture, drops, parts = whole.capture, whole.drops, whole.parts
         extents = [extent for extent in whole.extents if extent.site == site]
         segments = {number: whole.segments[number] for number in {extent.segment for extent in extents}}
     else:
         capture = find(now.db, ref, owner)
+        parts = load_parts(now.db, capture)
         extents, drops = load_extents(now.db, capture.id, site), load_drops(now.db, capture.id)
         segments = {number: load_segment(now.db, number) for number in {extent.segment for extent in extents}}
-    if cached is not None and (cached.capture, cached.drops, cached.segments) == (capture, drops, segments) \
-            and cached.extents == extents:
+    if cached is not None and (cached.capture, cached.drops, cached.segments, cached.parts) == (
+            capture, drops, segments, parts) and cached.extents == extents:
         cached.version = now.version
         return cached
     resolved = None if capture.resolved is None else msgspec.json.decode(capture.resolved, type=Resolved)
-    return CoveredCapture(capture, extents, drops, segments, cover(capture, extents, drops), resolved, now.version)
+    return CoveredCapture(capture, extents, drops, segments, cover(capture, extents, drops, parts), resolved,
+                          now.version, parts)

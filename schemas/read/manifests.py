@@ -16,6 +16,7 @@ from schemas.manifest import Manifest
 from schemas.read.coverage_cache import CoveredCapture
 from schemas.sites import is_probe, lens_name, names_of, site_named
 from schemas.store.paths import block_name, open_name
+from schemas.wire.layout import LEADER
 
 __all__ = ["aliases_of", "manifest_of", "shape_of"]
 
@@ -38,11 +39,12 @@ def manifest_of(db: sqlite3.Connection, covered: CoveredCapture) -> Manifest:
             extents.append(manifests.Extent(block, extent.offset, len(positions), int(positions.min()),
                                             int(positions.max())))
         meaning = engine.get("meaning", {}).get(site) or site_named(site).meaning
-        known = codecs.identified(codec)
+        known, shared = codecs.identified(codec), covered.parts.shares_out(site)
         sites.append(manifests.SiteInfo(
             site=site, width=width, decoded_width=known.decoded_width(width), codec=codec, family=known.family.name,
             parameters=known.parameters, decoded=known.family.decoded, formula=known.family.formula, dtype=dtype,
-            streams=_declared(known, width, dtype), error_bound=known.family.error, meaning=meaning,
+            streams=[] if shared else _declared(known, width, dtype), shared_out=shared,
+            error_bound=known.family.error, meaning=meaning,
             transformer_lens=lens_name(site, names_of(engine)), extents=extents,
         ))
         rows += [
@@ -55,7 +57,8 @@ def manifest_of(db: sqlite3.Connection, covered: CoveredCapture) -> Manifest:
     return Manifest(
         id=capture.id, aliases=aliases_of(db, capture), status=capture.status,
         asked=json.loads(capture.asked) if capture.asked else {}, resolved=resolved, tags=capture.tags,
-        created_ms=capture.created_ms, engine=engine, adapter=capture.adapter,
+        created_ms=capture.created_ms, engine={key: value for key, value in engine.items() if key != "layout"},
+        adapter=capture.adapter,
         edits=json.loads(capture.edits) if capture.edits else [],
         prompt_len=capture.prompt_len, total_len=capture.total_len,
         end=coverage.end if capture.end is None else capture.end,
@@ -63,8 +66,19 @@ def manifest_of(db: sqlite3.Connection, covered: CoveredCapture) -> Manifest:
         output_token_ids=np.frombuffer(capture.output_tokens, "<u4").tolist(),
         finish_reason=capture.ended, client_finish_reason=capture.client_reason,
         engine_finish_reason=capture.finish_reason, stop_reason=capture.stop_reason, cached=capture.cached,
-        recomputed=capture.recomputed, sites=sites, rows=rows, hold=capture.hold,
+        recomputed=capture.recomputed, sites=sites, rows=rows, hold=capture.hold, failed=capture.failed,
+        parts=_parts(covered),
     )
+
+
+def _parts(covered: CoveredCapture) -> list[manifests.PartInfo]:
+    """How far each rank has come; none of an engine of one rank."""
+    parts, capture = covered.parts, covered.capture
+    if not parts.places or covered.resolved is None:
+        return []
+    leader = "finished" if capture.finish_seq is not None else "lost" if capture.lost else "running"
+    states = {LEADER: leader, **{rank: parts.state(rank) for rank in sorted(parts.needed(covered.resolved))}}
+    return [manifests.PartInfo(rank, state) for rank, state in states.items()]
 
 
 def aliases_of(db: sqlite3.Connection, capture: Capture) -> list[str]:
@@ -75,11 +89,14 @@ def aliases_of(db: sqlite3.Connection, capture: Capture) -> list[str]:
 
 def shape_of(db: sqlite3.Connection, covered: CoveredCapture, site: str) -> tuple[str, int]:
     """dtype and width of a site: what was stored, else what the engine said it would be."""
-    for extent in covered.coverage.extents.get(site, ()):
+    engine: dict[str, Any] = {}
+    if covered.parts.shares_out(site):  # what was stored is a share of a row
+        engine = engine_json(db, covered.capture.stream)
+    for extent in () if engine else covered.coverage.extents.get(site, ()):
         segment = covered.segments[extent.segment]
         if segment is not None:
             return segment.dtype, segment.width
-    engine = engine_json(db, covered.capture.stream)
+    engine = engine or engine_json(db, covered.capture.stream)
     dtype = "float32" if is_probe(site) else str(engine.get("model_dtype", "float32"))
     return dtype, int(engine.get("widths", {}).get(site, 0))
 

@@ -7,231 +7,33 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from schemas.catalog.records import Segment, load_segment
-from schemas.catalog.view import Moment
-from schemas.errors import ArgumentError, NotFoundError, StoreError
-from schemas.read.captures import CaptureRow, CatalogReader, Progress, read_store_uuid, resolved_of
-from schemas.read.coverage import LayerGroup
-from schemas.read.coverage_cache import CoveredCapture
+from schemas import limits
+from schemas.catalog.records import load_segment
+from schemas.errors import StoreError
+from schemas.read.captures import CaptureRow, Progress, read_store_uuid
 from schemas.read.journal_tail import FrameAt, JournalTail
-from schemas.read.live_rows import LiveRows, live_of
-from schemas.read.manifests import shape_of
-from schemas.read.row_copies import copy_rows
-from schemas.read.row_locations import RowLocations, UnsettledError, joined, locate
-from schemas.read.segment_maps import SegmentMaps
-from schemas.read.slices import Part, Places, RowFormat, RowsAt, Slice, Which, check_layers, common_rows, missing_of
-from schemas.sites import BY_MODEL, ask_site, parse_site, site_meant
-from schemas.store.paths import redo_name
+from schemas.read.live_rows import LiveRows, PartsCursor, live_of
+from schemas.read.row_locations import UnsettledError
+from schemas.read.row_reader import RowReader, given_as, row_format
+from schemas.read.slices import Places, RowsAt, Slice
 
-__all__ = ["CaptureRow", "LiveRows", "Places", "Progress", "RowsAt", "Slice", "StoreReader", "read_store_uuid"]
-
-T = TypeVar("T")
-I64 = npt.NDArray[np.int64]
-settle_s_max: Final = 5.0  # a read waits at most so long for rows of others to be erased
+__all__ = ["CaptureRow", "LiveRows", "PartsCursor", "Places", "Progress", "RowsAt", "Slice", "StoreReader",
+           "read_store_uuid"]
 
 
-class StoreReader(CatalogReader):
+class StoreReader(RowReader):
     """A store opened read-only: its captures, their rows, and what comes while they are made; safe for threads."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        self._maps = SegmentMaps(self.path, self.uuid)
         self._tail = JournalTail(self.path, self.uuid, self._durable_end)
-
-    def close(self) -> None:
-        """Release files; slices taken before stay valid."""
-        with self._catalog.lock:
-            super().close()
-            self._maps.close()
-
-    def tidy(self) -> None:
-        """Let go of files that were removed since they were read, so that their bytes are free.
-
-        A reader does so by itself while it reads on; one that rests should be told now and then.
-        """
-        self._maps.tidy()
-
-    # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def slice(
-        self, ref: str, site: str, layers: Sequence[int], start: int = 0, stop: int | None = None,
-        owner: str | None = None, rejected: bool = False,
-    ) -> Slice:
-        """Rows at positions ``[start, stop)`` of some layers of a site, clipped to what the capture can have.
-
-        ``rejected``: instead of the sequence's own rows, those of drafts (speculative decoding) that were not accepted,
-        by position and, where one was guessed at more than once, oldest first; ``token_ids`` are the guesses.
-
-        LimitError over ``limits.slice_bytes_max`` of stored bytes; CorruptError where stored bytes do not match.
-        """
-        key, _ = ask_site(site, "site", ArgumentError)
-        site = site_meant(key, self.names(ref, owner) if key in BY_MODEL else {}, site, "site", ArgumentError)
-        return self._settled(lambda: self._slice(ref, site, layers, start, stop, owner, rejected))
-
-    def rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None = None
-                ) -> RowsAt:
-        """Any rows, each named by its capture and position, of some layers of a site.
-
-        NotFoundError names the first that is not there; SpecError where not all are stored in one way. LimitError and
-        CorruptError as ``slice``. Faster by far than a slice a row: rows of a segment are copied together.
-        """
-        site = parse_site(site, "site", ArgumentError)[0]
-        return self._settled(lambda: self._rows_at(rows, site, layers, owner))
-
-    def _settled(self, read: Callable[[], T]) -> T:
-        """Call ``read`` until it succeeds, or its error is no passing one.
-
-        The writer may erase rows, and move or remove segments, at any moment of a read. A read that met it begins
-        anew: then it sees the store after it.
-        """
-        deadline, waits = time.monotonic() + settle_s_max, iter((0.002, 0.01, 0.05))
-        while True:
-            try:
-                return read()
-            except UnsettledError as error:
-                erasing = (self.path / redo_name(error.segment)).exists()
-                wait = 0.005 if erasing else next(waits, None)
-                if wait is None:
-                    raise error.cause from None
-                if time.monotonic() > deadline:
-                    raise StoreError("read slice", self.path, f"rows beside these in segment {error.segment} are being "
-                                     "erased", "a writer that was killed in the middle of it ends it at its next start"
-                                     ) from None
-                self._forget(error.segment)
-            time.sleep(wait)
-
-    def _forget(self, segment: int) -> None:
-        """Look at a segment anew: its rows are others, or elsewhere."""
-        with self._catalog.lock:
-            self._maps.forget(segment)
-            self._coverage_cache.forget(segment)
-
-    def _slice(
-        self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None, owner: str | None,
-        rejected: bool,
-    ) -> Slice:
-        with self._catalog.moment() as now:
-            covered = self._coverage_cache.of(now, ref, owner, site)
-            stored = _row_format(now, covered, site, layers)
-        groups, end = covered.coverage.sites[site], covered.coverage.end
-        first = max(start, 0)
-        if rejected:  # guesses reach past the end
-            end = max((int(group.rejected.positions.max(initial=-1)) + 1 for group in groups), default=0)
-        last = max(end if stop is None else min(stop, end), first)
-        clipped = start < 0 or (stop is not None and stop > end)
-        positions, picks = common_rows(groups, layers, first, last, rejected)
-        stored.check_bytes(len(layers) * len(positions))
-        parts = []
-        for group, members, which in picks:
-            located = self._located(covered, site, stored, group, which, rejected)
-            copied = copy_rows(self._maps, covered.segments, located, stored.streams, [layers[i] for i in members])
-            parts.append(Part(members, None, copied))
-        missing = [] if rejected else missing_of(groups, layers, first, last)
-        return Slice(covered.capture.id, site, list(layers), stored.codec, stored.dtype, stored.width, first, last,
-                     positions.astype(np.uint32), located.token_ids, located.flags,
-                     stored.assembled(len(layers), len(positions), parts), missing, clipped)
-
-    def _rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None) -> RowsAt:
-        refs, position = [ref for ref, _ in rows], np.array([position for _, position in rows], np.int64)
-        number_of = {ref: number for number, ref in enumerate(dict.fromkeys(refs))}
-        of = np.fromiter(map(number_of.__getitem__, refs), np.int64, len(refs))
-        grouped = np.argsort(of, kind="stable")
-        bounds = np.searchsorted(of[grouped], np.arange(len(number_of) + 1)).tolist()
-        wanted = {ref: grouped[bounds[number]:bounds[number + 1]] for ref, number in number_of.items()}
-        found, stored = self._stored_alike(list(wanted), site, layers, owner, len(rows))
-        stored.check_bytes(len(layers) * len(rows))
-        alike: dict[tuple[int, ...], list[tuple[RowLocations, I64]]] = {}  # by which of the layers they have
-        for ref, numbers in wanted.items():
-            covered, asked = found[ref], position[numbers]
-            groups = covered.coverage.sites[site]
-            there, picks = common_rows(groups, layers, 0, covered.coverage.end, False)
-            at = there.searchsorted(asked)
-            known = there.take(at, mode="clip") == asked if len(there) else at < 0
-            if not known.all():
-                raise _no_row(covered, site, layers, int(asked[~known][0]))
-            for group, members, which in picks:
-                chosen = at + which.start if isinstance(which, slice) else which[at]
-                alike.setdefault(tuple(members), []).append(
-                    (self._located(covered, site, stored, group, chosen, False), numbers))
-        segments = {number: segment for covered in found.values() for number, segment in covered.segments.items()}
-        token_ids, flags = np.empty((2, len(rows)), np.uint32)
-        parts = []
-        for together, places in alike.items():
-            order = np.concatenate([numbers for _, numbers in places])
-            located, at = joined([part for part, _ in places])[np.argsort(order)], np.sort(order)
-            token_ids[at], flags[at] = located.token_ids, located.flags
-            copied = copy_rows(self._maps, segments, located, stored.streams, [layers[i] for i in together])
-            parts.append(Part(list(together), None if len(at) == len(rows) else at, copied))
-        return RowsAt(site, list(layers), stored.codec, stored.dtype, stored.width, token_ids, flags,
-                      stored.assembled(len(layers), len(rows), parts))
-
-    def _stored_alike(self, refs: Sequence[str], site: str, layers: Sequence[int], owner: str | None, rows: int
-                      ) -> tuple[dict[str, CoveredCapture], RowFormat]:
-        """Captures by their refs, and the one way in which all of them store a site; ArgumentError where there is none.
-        """
-        with self._catalog.moment() as now:
-            found = {ref: self._coverage_cache.of(now, ref, owner, site) for ref in refs}
-            formats, checked = set[RowFormat](), set[str | None]()
-            for covered in found.values():
-                if covered.capture.resolved not in checked or covered.row_format is None:  # most were asked for alike
-                    checked.add(covered.capture.resolved)
-                    _row_format(now, covered, site, layers)
-                formats.add(cast(RowFormat, covered.row_format))
-        if len(formats) != 1:
-            ways = "; ".join(sorted(f"{each.codec}, {each.dtype}, {each.width}" for each in formats)) or "none at all"
-            raise ArgumentError("rows", rows, f"name rows that are stored in one way, not {ways}")
-        return found, formats.pop()
-
-    def _located(self, covered: CoveredCapture, site: str, stored: RowFormat, group: LayerGroup, which: Which,
-                 rejected: bool) -> RowLocations:
-        """Locations of rows of a group of layers; of a capture that has ended they are found once, for all rows."""
-        rows, extents = group.rejected if rejected else group.rows, covered.coverage.extents[site]
-        if (known := covered.locations.get(rows)) is None and covered.capture.finish_seq is not None:
-            try:
-                known = covered.locations[rows] = locate(self._maps, covered.segments, extents, rows, stored.streams)
-            except UnsettledError:
-                known = None  # a frame is damaged, or being erased from: who asks for no row of it need not know
-        if known is not None:
-            return known[which]
-        return locate(self._maps, covered.segments, extents, rows[which], stored.streams)
-
-    def places(self, ref: str, site: str, layers: Sequence[int], owner: str | None = None) -> Places:
-        """Places of the rows of a capture; NotFoundError where it has no such site or layer."""
-        site = parse_site(site, "site", ArgumentError)[0]
-        with self._catalog.moment() as now:
-            covered = self._coverage_cache.of(now, ref, owner, site)
-            stored = _row_format(now, covered, site, layers)
-        positions, picks = common_rows(covered.coverage.sites[site], layers, 0, covered.coverage.end, False)
-        extents = covered.coverage.extents[site]
-        segments = np.asarray([extent.segment for extent in extents], np.int64)
-        offsets = np.asarray([extent.offset for extent in extents], np.int64)
-        segment, offset, row = np.zeros((3, len(layers), len(positions)), np.int64)
-        if len(positions):
-            for group, members, which in picks:
-                rows = group.rows[which]
-                segment[members], offset[members], row[members] = segments[rows.extent], offsets[rows.extent], rows.row
-        return Places(covered.capture.id, stored.codec, stored.dtype, stored.width, positions.astype(np.uint32),
-                      segment, offset, row)
-
-    def segment(self, number: int) -> Segment:
-        """A segment as the catalog has it now."""
-        with self._catalog.moment() as now:
-            found = load_segment(now.db, number)
-        if found is None:
-            raise StoreError("read segment", self.path, f"segment {number} is not in the catalog",
-                             "start the writer once: it repairs the catalog")
-        return found
-
-    # ── while it is made ────────────────────────────────────────────────────────────────────────────────────────
 
     def appended(self) -> set[str]:
         """The captures that have got rows since this was last asked, be they durable or not yet."""
@@ -271,23 +73,38 @@ class StoreReader(CatalogReader):
         except StoreError as error:
             raise UnsettledError(frame.segment.number, error) from None
 
+    def in_parts(self, capture: str) -> bool:
+        """Whether several ranks send a capture's rows; who follows these reads them with ``part_rows``."""
+        with self._catalog.moment() as now:
+            return bool(self._coverage_cache.of(now, capture, None).parts.places)
+
+    def part_rows(self, cursor: PartsCursor, capture: str, site: str, layers: Sequence[int]) -> LiveRows | None:
+        """The next rows of a capture that several ranks send, whole and durable; None where there are none yet.
+
+        At most ``limits.live_event_bytes_max`` of them; their ``seq`` is the step up to which all have come.
+        """
+        return self._settled(lambda: self._part_rows(cursor, capture, site, layers))
+
+    def _part_rows(self, cursor: PartsCursor, capture: str, site: str, layers: Sequence[int]) -> LiveRows | None:
+        with self._catalog.moment() as now:
+            covered = self._coverage_cache.of(now, capture, None, site)
+            stored = row_format(now, covered, site, layers)
+        row_bytes = 4 * len(layers) * stored.decoded_width
+        going = copy.deepcopy(cursor)  # a read that fails comes again
+        taken = going.take(covered, site, layers, max(1, limits.live_event_bytes_max // row_bytes))
+        if taken is None:
+            cursor.follow(going)
+            return None
+        group, wanted, which = taken
+        given = given_as(stored, [(group, [], which)])
+        placed = self._located(covered, site, stored, group, which, False)
+        values = given.decoded(self._copied(covered.segments, placed, wanted, given))
+        cursor.follow(going)
+        return LiveRows(cursor.told, True, False, wanted, group.rows.positions[which].astype(np.uint32),
+                        placed[0].rows.token_ids, placed[0].rows.flags, values)
+
     def _durable_end(self, segment: int) -> int:
         """The offset up to which the catalog has the frames of a segment."""
         query = "SELECT MAX(offset + bytes) FROM frames WHERE segment = ?"
         with self._catalog.moment() as now:
             return int(now.db.execute(query, (segment,)).fetchone()[0] or 0)
-
-
-def _row_format(now: Moment, covered: CoveredCapture, site: str, layers: Sequence[int]) -> RowFormat:
-    """The format of a capture's rows at a site; NotFoundError where it has no such site or layers."""
-    resolved = covered.resolved or resolved_of(covered.capture)
-    check_layers(covered.capture.id, resolved, site, layers)
-    if covered.row_format is None:
-        covered.row_format = RowFormat(resolved.codec[site], *shape_of(now.db, covered, site))
-    return covered.row_format
-
-
-def _no_row(covered: CoveredCapture, site: str, layers: Sequence[int], position: int) -> NotFoundError:
-    gaps = missing_of(covered.coverage.sites[site], layers, position, position + 1)
-    why = gaps[0].reason if gaps else f"its positions end at {covered.coverage.end}, or it was not asked for"
-    return NotFoundError(f"capture {covered.capture.id} has no row of {site} at position {position}: {why}")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from schemas import codecs, limits
+from schemas.catalog.parts import merged
 from schemas.codecs import Stream
 from schemas.errors import LimitError, NotFoundError
 from schemas.manifest import Missing
 from schemas.read.coverage import LayerGroup
 from schemas.spec import Resolved
 
-__all__ = ["Part", "Places", "RowFormat", "RowsAt", "Slice", "Which", "check_layers", "common_rows", "missing_of"]
+__all__ = ["DECODED", "Part", "Pick", "Places", "RowFormat", "RowsAt", "Slice", "Which", "check_layers", "common_rows",
+           "missing_of"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -41,11 +43,21 @@ class RowFormat:
         """Numbers that a row decodes to."""
         return codecs.identified(self.codec).decoded_width(self.width)
 
+    def of_columns(self, width: int) -> RowFormat:
+        """How a share of so many columns is stored."""
+        return replace(self, width=width)
+
     def check_bytes(self, rows: int) -> None:
         """LimitError where so many stored rows are more than a slice may have."""
         nbytes = rows * sum(stream.nbytes for stream in self.streams)
         if nbytes > limits.slice_bytes_max:
             raise LimitError("bytes of a slice", nbytes, limits.slice_bytes_max, "ask for fewer layers or positions")
+
+    def decoded(self, copied: Sequence[Bytes]) -> npt.NDArray[np.float32]:
+        """Rows that were copied, by stream uint8 ``[layers, n, piece bytes]``, as float32 ``[layers, n, width]``."""
+        pieces = {stream.name: each.view(stream.dtype).reshape(*each.shape[:2], *stream.shape)
+                  for stream, each in zip(self.streams, copied, strict=True)}
+        return codecs.decode(self.codec, pieces, self.width, self.dtype)
 
     def assembled(self, layers: int, rows: int, parts: Sequence[Part]) -> dict[str, Array]:
         """The stored numbers by stream, ``[layers, rows, *stream.shape]``."""
@@ -73,9 +85,12 @@ class Part:
     copied: list[Bytes]
 
 
+DECODED: Final = "raw", "float32"  # codec and dtype of rows that were put together of the columns of several ranks
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Rows ``[start, stop)`` of some layers of a site, as stored.
+    """Rows ``[start, stop)`` of some layers of a site, as stored; of a site that ranks share out, decoded (DECODED).
 
     ``pieces[stream]`` is ``[layers, n, *stream.shape]``; ``positions``, ``token_ids`` and ``flags`` (wire.row_table:
     generated, recomputed, an accepted draft) are uint32 ``[n]``. A
@@ -130,7 +145,8 @@ class RowsAt:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of rows of some layers of a site, for who reads very many: no row is touched to find out.
+    """Places of rows of some layers of a site, for who reads very many: no row is touched to find out. Where ranks
+    share the columns out, ``width`` of them from column ``start`` on.
 
     ``positions`` uint32 ``[n]``, ascending: those that every asked layer has. Row i of layer l is row ``row[l, i]`` of
     the frame at byte ``offset[l, i]`` of segment ``segment[l, i]``, int64 ``[layers, n]``.
@@ -144,6 +160,7 @@ class Places:
     segment: npt.NDArray[np.int64]
     offset: npt.NDArray[np.int64]
     row: npt.NDArray[np.int64]
+    start: int = 0
 
 
 def check_layers(capture: str, resolved: Resolved, site: str, layers: Sequence[int]) -> None:
@@ -192,18 +209,4 @@ def missing_of(groups: Sequence[LayerGroup], wanted: Sequence[int], start: int, 
     found = [m for m in clipped if m.start < m.stop]
     if len(used) == 1:
         return found
-    edges = sorted({edge for m in found for edge in (m.start, m.stop)})
-    at = {edge: index for index, edge in enumerate(edges)}
-    reasons: list[str | None] = [None] * len(edges)  # from each edge to the next
-    for m in found:
-        for index in range(at[m.start], at[m.stop]):
-            reasons[index] = reasons[index] or m.reason
-    merged: list[Missing] = []
-    for index, reason in enumerate(reasons):
-        if reason is None:
-            continue
-        if merged and merged[-1].stop == edges[index] and merged[-1].reason == reason:
-            merged[-1] = Missing(merged[-1].start, edges[index + 1], reason)
-        else:
-            merged.append(Missing(edges[index], edges[index + 1], reason))
-    return merged
+    return merged(found)

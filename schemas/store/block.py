@@ -54,6 +54,11 @@ class Block:
         return {name: self.column(name, "<u4") for name in ROW_COLUMNS}
 
     @cached_property
+    def step(self) -> npt.NDArray[np.uint64] | None:
+        """The step that computed each row, NO_STEP where its sender told none, ``[R]``; None where none did."""
+        return self.column("step", "<u8") if (self.folder / "step").exists() else None
+
+    @cached_property
     def present(self) -> npt.NDArray[np.bool_]:
         """Whether there is such a row, ``[R, L]``."""
         return np.fromfile(self._matrix("present"), bool).reshape(len(self.row["position"]), len(self.layers))

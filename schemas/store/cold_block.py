@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -29,7 +30,7 @@ from schemas.store.paths import main_chunk
 from schemas.store.row_checksums import BlockChecksums, piece_digests
 from schemas.store.segment import FrameHeader
 from schemas.wire.messages import Frame
-from schemas.wire.row_table import RowTable
+from schemas.wire.row_table import NO_STEP, RowTable, steps_of
 
 __all__ = ["CHUNK_ROWS", "ColdBlock", "ColdFrame", "cold_attributes", "frame_digest"]
 
@@ -179,6 +180,11 @@ class ColdBlock(Block):
         frame = Frame(int(self.seq[number]), self.attributes["site"], identity, self.attributes["model_dtype"],
                       self.attributes["width"], layers, [capture], [stop - offset], 0, [],
                       self.attributes["fingerprint"])
+        steps = None if self.step is None else self.step[rows]
+        if steps is not None and int(steps[0]) != NO_STEP:
+            begins = np.flatnonzero(np.append(True, steps[1:] != steps[:-1]))
+            runs = np.diff(np.append(begins, len(steps))).tolist()
+            frame = msgspec.structs.replace(frame, runs=runs, steps=steps[begins].tolist())
         header = FrameHeader(stream["stream"], stream["epoch"], 0, frame)
         table = RowTable(np.zeros(stop - offset, np.uint32),
                          *(self.row[name][rows] for name in ("position", "token_id", "flags")))
@@ -204,5 +210,7 @@ def frame_digest(header: FrameHeader, table: RowTable, checksum: npt.NDArray[np.
     hashed = xxhash.xxh3_64(json.dumps(said).encode())
     for column in (table.position, table.token_id, table.flags):
         hashed.update(column.astype("<u4").tobytes())
+    if (steps := steps_of(frame)) is not None:
+        hashed.update(steps.astype("<u8").tobytes())
     hashed.update(np.ascontiguousarray(checksum, "<u8").tobytes())
     return int(hashed.intdigest())

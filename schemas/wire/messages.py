@@ -4,6 +4,9 @@ A *stream* is one sender: an engine's worker rank, an API process, a front end. 
 1, frames and records in one sequence) and keeps each until the writer's Ack covers it; after a reconnect it sends
 again what was not covered, and the writer drops what it already has by (stream, epoch, seq).
 
+An engine on several ranks has a stream a rank. They are a *group*: its rank 0 opens and finishes captures, the others
+join them, and each sends its share of their rows (layout.py).
+
 A message is a ZeroMQ multipart: part 0 is the msgpack struct; a Frame adds its row table and, where the payload does
 not lie in the shared ring, the payload parts. No part is ever unpickled.
 """
@@ -17,6 +20,7 @@ import msgspec
 from schemas.limits import PROTOCOL_VERSION
 from schemas.sites import is_probe
 from schemas.spec import Armed, Resolved
+from schemas.wire.layout import Part
 
 
 class Editable(msgspec.Struct, frozen=True):
@@ -51,6 +55,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     meaning: dict[str, str] = {}  # by site: what exactly the value is on this model
     sources: dict[str, str] = {}  # by site: "table" of architectures, or "structure" where the start's search found it
     edits: Editable | None = None  # None: nothing is armed for edits
+    group: str = ""  # the same on all ranks of an engine whose rows several of them send, else ""
+    layout: list[Part] = []  # what each of these sends: all ranks name the whole of it, and Hello.rank which they are
 
     def dtype_of(self, site: str) -> str:
         """The dtype of a site's rows before their codec: the model's, and float32 of a probe's scores."""
@@ -135,6 +141,9 @@ class Frame(msgspec.Struct, tag="frame", forbid_unknown_fields=True):
     Rows come in *runs*, one a step: run i holds ``runs[i]`` rows. In every stream the bytes of a run lie
     ``[layer][row][piece]``; runs follow each other. The row table (part 1) is four little-endian uint32 arrays of
     ``sum(runs)`` each: index into ``captures``, position, token id, flags.
+
+    Of a group every frame has ``steps``, one a run: numbers that all ranks give to a step of the engine alike. Columns
+    of a row are put together only where they were computed in the same step. ``width`` is that of the sender's share.
     """
 
     seq: int
@@ -151,6 +160,7 @@ class Frame(msgspec.Struct, tag="frame", forbid_unknown_fields=True):
     rank: int = 0
     shard: int = 0
     time_ns: int = 0
+    steps: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Open(msgspec.Struct, tag="open", forbid_unknown_fields=True):
@@ -185,11 +195,28 @@ class Finish(msgspec.Struct, tag="finish", forbid_unknown_fields=True):
     edits: str = ""  # those of its Open, each with how often it was made; "" for none
 
 
+class Join(msgspec.Struct, tag="join", forbid_unknown_fields=True):
+    """Engine, a rank that does not lead: it sends its part of a capture's rows. May come before its Open, or after its
+    Finish.
+    """
+
+    seq: int
+    capture: str
+
+
+class PartFinish(msgspec.Struct, tag="part_finish", forbid_unknown_fields=True):
+    """Engine, a rank that does not lead: every frame with its rows of the capture has a smaller seq."""
+
+    seq: int
+    capture: str
+
+
 class Dropped(msgspec.Struct, tag="dropped", forbid_unknown_fields=True):
     """Engine: rows that were selected but not kept; they supersede older rows at the same positions.
 
-    With the reason ``prefix_cached`` they were never computed, and supersede nothing. With ``fenced`` it may come from
-    a stream that did not open the capture: a copy of the one that did.
+    A part of a group says it of its own share. With the reason ``prefix_cached`` they were never computed, and
+    supersede nothing. With ``fenced`` it may come from a stream that did not open the capture: a copy of the one that
+    did.
     """
 
     seq: int
@@ -281,7 +308,7 @@ class Refuse(msgspec.Struct, tag="refuse", forbid_unknown_fields=True, omit_defa
     stream: str = ""  # where the code is "fenced"
 
 
-Record = Open | Finish | Dropped | Own | ClientFinish | Abandon | Delete | Hold
+Record = Open | Finish | Join | PartFinish | Dropped | Own | ClientFinish | Abandon | Delete | Hold
 FromSender = Connect | Ping | Bye | Frame | Record
 FromWriter = Welcome | Ack | Refuse
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -11,6 +13,7 @@ from schemas import codecs, limits
 from schemas.errors import ProtocolError, SpecError
 from schemas.ids import split_capture_id
 from schemas.sites import is_site
+from schemas.wire.layout import Part, share_of
 from schemas.wire.messages import Frame
 
 U32 = npt.NDArray[np.uint32]
@@ -18,6 +21,7 @@ U32 = npt.NDArray[np.uint32]
 FLAG_GENERATED = 1  # the row's token was sampled, not in the prompt
 FLAG_RECOMPUTED = 2  # the position had been computed before (preemption)
 FLAG_ERASED = 1 << 31  # set by the writer alone: the row is of a deleted capture, its bytes and token id are zeros
+NO_STEP = 2**63 - 1  # larger than any step
 FLAG_DRAFT = 4  # the row's token was a guess of speculative decoding, not known to be the sequence's own
 
 
@@ -63,6 +67,9 @@ def check_frame(frame: Frame) -> int:
     need(rows <= limits.frame_rows_max, f"{rows} rows")
     need(0 < len(frame.captures) <= limits.frame_captures_max, f"{len(frame.captures)} captures")
     need(len(set(frame.captures)) == len(frame.captures), "a capture is named twice")
+    if frame.steps is not msgspec.UNSET:
+        need(len(frame.steps) == len(frame.runs), f"{len(frame.steps)} steps of {len(frame.runs)} runs")
+        need(min(frame.steps) >= 0 and max(frame.steps) < NO_STEP, "step out of range")
     need(len(frame.fingerprint) <= limits.alias_chars_max, f"fingerprint of {len(frame.fingerprint)} characters")
     need(all(split_capture_id(capture) is not None for capture in frame.captures), "malformed capture id")
     try:
@@ -81,6 +88,36 @@ def check_frame(frame: Frame) -> int:
             need(all(offset >= 0 for offset, _ in part.extents), "negative offset")
     need(total <= limits.frame_bytes_max, f"{total} bytes, limit {limits.frame_bytes_max}")
     return rows
+
+
+def steps_of(frame: Frame) -> npt.NDArray[np.uint64] | None:
+    """By row the step that computed it; None where the sender is no part of a group."""
+    if frame.steps is msgspec.UNSET:
+        return None
+    return np.repeat(np.asarray(frame.steps, np.uint64), frame.runs)
+
+
+def joined_steps(steps: Sequence[npt.NDArray[np.uint64] | None], rows: Sequence[int]) -> npt.NDArray[np.uint64] | None:
+    """``steps_of`` several frames that have so many rows each, NO_STEP where one tells none; None where none does."""
+    if all(each is None for each in steps):
+        return None
+    return np.concatenate([np.full(count, NO_STEP, np.uint64) if each is None else each
+                           for each, count in zip(steps, rows, strict=True)])
+
+
+def check_part(frame: Frame, part: Part) -> None:
+    """ProtocolError where a frame of a group is not of the sender's share, or does not tell its steps."""
+    if frame.steps is msgspec.UNSET:
+        raise ProtocolError(f"frame {frame.seq}: a rank of a group must tell the steps of its runs")
+    if frame.rank != part.rank:
+        raise ProtocolError(f"frame {frame.seq}: rank {frame.rank}, of a sender that is rank {part.rank}")
+    share = share_of(part, frame.site, frame.layers)
+    if share is None:
+        raise ProtocolError(f"frame {frame.seq}: layers {frame.layers[:8]} of {frame.site} are in no share of rank "
+                            f"{part.rank}")
+    if frame.width != share.stop - share.start:
+        raise ProtocolError(f"frame {frame.seq}: width {frame.width}; rank {part.rank} has columns {share.start} to "
+                            f"{share.stop} of {frame.site}")
 
 
 def check_table(frame: Frame, table: RowTable) -> None:

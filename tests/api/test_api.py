@@ -324,8 +324,10 @@ def test_upstreams_errors_pass_through_and_close_the_capture(stack: Stack, statu
     answer = stack.complete("x", stream=stream, play={"status": status}, capture={**SPEC, "id": ulid})
     assert (answer.status_code, answer.json()["error"]["message"]) == (status, "as asked")
     assert eventually(status_is(stack, ulid, "failed"))
+    told = f"the model server answered {status}: as asked"
+    assert stack.http.get(f"/v1/captures/{ulid}").json()["failed"] == told
     rows = stack.http.get(f"/v1/captures/{ulid}/activations")
-    assert rows.status_code == 404 and "model server answered" in rows.json()["error"]["message"]
+    assert rows.status_code == 404 and told in rows.json()["error"]["message"]
 
 
 def test_a_stream_that_upstream_cuts_ends_with_an_error_event(stack: Stack) -> None:

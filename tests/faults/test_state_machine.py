@@ -1,6 +1,7 @@
 """Anything in any order, against a small model: captures opened, filled, finished, deleted and held; messages twice,
 late and in disorder; writers killed, cut off from power and stopped; engines lost; blocks sealed, erased and compacted;
-catalogs made again. Whatever came before, readers get what the model says, and nothing else.
+catalogs made again; and four ranks that share the rows of captures, each at its own pace, some of which die. Whatever
+came before, readers get what the model says, and nothing else.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from schemas.wire.messages import Hold
 from tests.faults.conftest import times
 from tests.faults.model import Capture, Drop, Finish, Rows, read
 from tests.faults.nursery import Forked, Nursery
+from tests.faults.ranks.words import RANK_WORDS, Player, RankWords
 from tests.support.consistency import dump
-from tests.support.store_helpers import SITE, Sender, until
+from tests.support.store_helpers import SITE, until
 from tests.support.writers.power import Certain
 from writer_service import fs
 from writer_service.control_log import log_numbers
@@ -48,42 +50,10 @@ Word = tuple[str, int, int]
 some = st.integers(0, 1 << 16)
 WORDS = st.lists(st.tuples(st.sampled_from([
     "opens", "starts", "rows", "rows", "rows", "rows_again", "rows_after_a_gap", "drops", "finishes", "comes_late",
-    "twice", "holds_back", "lets_go"]), some, st.integers(0, 4)), min_size=4, max_size=12)
+    "twice", "holds_back", "lets_go", *RANK_WORDS]), some, st.integers(0, 4)), min_size=4, max_size=12)
 
 
-class Player(Sender):
-    """A sender that can hold messages back, and remembers every word it said."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.said: list[list[bytes]] = []
-        self.held_back: list[list[bytes]] | None = None
-        super().__init__(*args, **kwargs)
-
-    def send(self, message: Any, *parts: bytes) -> int:
-        if self.held_back is None:
-            seq = super().send(message, *parts)
-        else:
-            socket, self.socket = self.socket, _Silent()  # type: ignore[assignment]
-            seq = super().send(message, *parts)
-            self.socket = socket
-            self.held_back.append(self.kept[seq])
-        self.said.append(self.kept[seq])
-        return seq
-
-    def let_go(self, rng: random.Random) -> None:
-        """Say what was held back, in any order."""
-        words, self.held_back = self.held_back or [], None
-        rng.shuffle(words)
-        for word in words:
-            self.socket.send_multipart(word)
-
-
-class _Silent:
-    def send_multipart(self, _: list[bytes]) -> None:
-        """Say nothing."""
-
-
-class Pipeline(RuleBasedStateMachine):
+class Pipeline(RankWords, RuleBasedStateMachine):
     """One store from its first writer to its last reader."""
 
     def __init__(self, nursery: Nursery) -> None:
@@ -91,6 +61,7 @@ class Pipeline(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="tap-store-"))
         self.store = self.folder / "store"
         self.writer = Forked(nursery, self.store)
+        self.endpoint = self.writer.endpoint
         self.captures: list[Capture] = []
         self.strays: list[str] = []
         self.unsettled_loss = False
@@ -321,6 +292,7 @@ class Pipeline(RuleBasedStateMachine):
             self.api.close()
             self.api.connect()
             self.api.hello()
+            self.all_ranks_fell_silent()
         before.close()
         again = {"stream": before.stream, "epoch": before.epoch + 1} if how == "begins again" else {}
         self.engine = Player(self.writer.endpoint, **again)
@@ -355,7 +327,8 @@ class Pipeline(RuleBasedStateMachine):
         self.check_what_arrived()
         with StoreReader(self.store) as reader:
             alive = {c.id for c in self.captures if c.answer(c.engine.durable if c.engine else 0, self.api.seq)}
-            listed = {row.id for row in reader.captures(limit=1000)}
+            self.check_ranks(reader, settled=True)
+            listed = {row.id for row in reader.captures(limit=1000)} - {c.id for c in self.rank_captures}
             doubtful = {c.id for c in self.captures if c.engine is not None and c.engine.seq > c.engine.durable}
             assert alive - doubtful == listed - doubtful
 
@@ -370,7 +343,8 @@ class Pipeline(RuleBasedStateMachine):
                     note(f"capture {capture}")
                     assert [_told(got)] == [_told(answer) for answer in right]
                     raise AssertionError(f"capture {capture.number}: rows have other bytes than were sent")
-            known = {capture.id for capture in self.captures}
+            self.check_ranks(reader, settled=False)
+            known = {capture.id for capture in (*self.captures, *self.rank_captures)}
             assert {row.id for row in reader.captures(limit=1000)} <= known
             for name in self.strays:
                 assert read(reader, Capture(name, 0, "", [], 1, "all", False)) is None
@@ -382,8 +356,8 @@ class Pipeline(RuleBasedStateMachine):
                 self.check_all()
         finally:
             self.writer.end(signal.SIGKILL)
-            self.engine.close()
-            self.api.close()
+            for sender in self.senders:
+                sender.close()
             shutil.rmtree(self.folder)
             shutil.rmtree(self.writer.folder)
 
@@ -402,6 +376,10 @@ class Pipeline(RuleBasedStateMachine):
 
     # ── doing it ────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def senders(self) -> list[Player]:
+        return [self.engine, self.api, *self.ranks]
+
     def one(self, pick: int, which: Any) -> Capture | None:
         found = [capture for capture in self.captures if which(capture)]
         return found[pick % len(found)] if found else None
@@ -415,7 +393,7 @@ class Pipeline(RuleBasedStateMachine):
 
     def connect(self) -> None:
         """Greet a new life of the writer; what it lacks goes out again."""
-        for sender in (self.engine, self.api):
+        for sender in self.senders:
             before = sender.durable
             sender.held_back = None
             sender.close()
@@ -434,15 +412,17 @@ class Pipeline(RuleBasedStateMachine):
         self.hear()
 
     def hear(self) -> None:
-        for sender in (self.engine, self.api):
+        for sender in self.senders:
             while sender.receive(0) is not None:
                 pass
 
     def settle(self) -> None:
         """Until all that was sent is safe, and readers know it."""
-        self.engine.let_go(random.Random(0))
-        self.engine.resend()
-        self.engine.wait()
+        for sender in (self.engine, *self.ranks):
+            sender.let_go(random.Random(0))
+            sender.resend()
+        for sender in (self.engine, *self.ranks):
+            sender.wait()
         # To an API an Ack means that the catalog knows, and commits follow one another.
         self.api.send(Hold(self.api.next(), new_ulid(), True))
         self.api.wait()

@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -177,6 +178,40 @@ def test_edits_on_a_route_that_takes_none_are_refused_by_their_field(name: str) 
     error = json.loads(sent[1]["body"])["error"]
     assert (sent[0]["status"], error["param"]) == (400, param)
     assert 'nothing would be edited here; "edit" is a field of' in error["message"]
+
+
+EDITS = json.dumps([{"site": "z", "op": "scale", "by": 0}])
+PARTS = "--x\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nm\r\n" \
+    "--x\r\nContent-Disposition: form-data; name=\"{}\"\r\nContent-Type: application/json\r\n\r\n{}\r\n--x--\r\n"
+
+
+@pytest.mark.parametrize("name", ["edit", "Edits", "eidt"])
+@pytest.mark.parametrize(("edits", "found"), [(EDITS, True), ("the second paragraph", False)])
+def test_edits_in_a_form_are_found_and_what_others_call_so_is_not(name: str, edits: str, found: bool) -> None:
+    right = [(name, edits)] if found else []
+    for kind, body in (("application/x-www-form-urlencoded", urlencode({"model": "m", name: edits})),
+                       (FORM, PARTS.format(name, edits))):
+        told = in_body(body.encode(), kind)
+        assert told == right and all(each.is_sure and each.of_edits for each in told), kind
+
+
+def test_edits_in_a_query_are_refused() -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b""}
+
+    async def passed_on(scope: object, receive: object, send: object) -> None:
+        sent.append({"status": None})
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    for query, status in ((urlencode({"edit": EDITS}), 400), ("edit=paragraph", None)):
+        sent.clear()
+        scope = {"type": "http", "method": "POST", "path": "/v1/x", "query_string": query.encode(), "headers": []}
+        asyncio.run(Unheard(passed_on, lambda scope: ())(scope, receive, send))
+        assert sent[0]["status"] == status
 
 
 class Part(dict[str, Any]):

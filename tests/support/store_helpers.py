@@ -203,6 +203,7 @@ class Sender:
         self.epoch = epoch or time.time_ns() // 1_000_000
         self.engine = engine or (engine_info() if role == "engine" else None)
         self.ring, self.ring_bytes = ring, ring_bytes
+        self.rank = 0
         self.seq = self.durable = self.visible = 0
         self.kept: dict[int, list[bytes]] = {}
         self.refused: dict[int, tuple[str, str]] = {}
@@ -225,6 +226,7 @@ class Sender:
                 self.stream,
                 self.role,
                 self.epoch,
+                self.rank,
                 engine=self.engine,
                 pid=os.getpid(),
                 ring_path=str(self.ring) if self.ring else None,

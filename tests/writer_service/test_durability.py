@@ -504,6 +504,25 @@ def test_a_burst_of_which_a_part_finds_no_room_leaves_nothing(beside: bool, tmp_
         fs.close(item.segment.fd)
 
 
+def test_what_lanes_write_is_taken_back_when_it_is_given_up(tmp_path: Path) -> None:
+    """A commit failed while they wrote: their segment ends where it ended before, whatever they had come to."""
+    frame, table, buffers, _ = build(1, [3], [0, 1])
+    made = SegmentMade(1, frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
+    segment = OpenSegment(made, path := tmp_path / "1", os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    arrival = ReceivedFrame(SenderState(STREAM, 5, "engine"), frame, table, RowTable.from_bytes(table, 3), buffers)
+    appender = ParallelAppend(UUID, 2)
+    for finished in (True, False):
+        appender.start([PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False)])
+        if finished:
+            appender.finish()
+            before = segment.tail
+            assert before == path.stat().st_size > 0
+    appender.give_up()
+    assert before == segment.tail == segment.end == path.stat().st_size
+    appender.close()
+    fs.close(segment.fd)
+
+
 def test_nothing_is_taken_of_who_was_told_to_greet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its Hello was lost with the sync that failed: without another the log would not say who it is."""
     failing = tmp_path / "failing"

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from schemas import limits
 from schemas.errors import NotFoundError
 from schemas.read.reader import StoreReader
 from tests.support.consistency import assert_consistent
-from tests.support.golden_store import COLD, DELETED, GOLDEN, NAME, OPEN, ROWS, SEALED
+from tests.support.golden_store import (
+    COLD,
+    DELETED,
+    GOLDEN,
+    NAME,
+    OPEN,
+    PARTS_COLD,
+    PARTS_OPEN,
+    RANKS,
+    ROWS,
+    SEALED,
+)
+from tests.support.ranks import LAYERS, values
 from tests.support.store_helpers import SITE, WriterProcess, assert_rows, until
 from writer_service import fs
 from writer_service.tools.rebuild import rebuild
@@ -23,7 +38,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def assert_content(store: Path) -> None:
+def version_of(store: Path) -> int:
+    return int(json.loads((store / "store.json").read_text())["version"])
+
+
+def assert_content(store: Path, has_parts: bool) -> None:
     with StoreReader(store) as reader:
         for number, capture in ((0, COLD), (1, SEALED), (3, OPEN)):
             assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3]), number, range(ROWS))
@@ -32,6 +51,11 @@ def assert_content(store: Path) -> None:
             (ROWS, ROWS + 2, "dropped")]
         with pytest.raises(NotFoundError):
             reader.capture(DELETED)
+        for number, capture in ((4, PARTS_COLD), (5, PARTS_OPEN)) if has_parts else ():
+            for site in ("resid_post", "q"):
+                wanted = values(RANKS, number, site, range(ROWS))
+                wanted[:, 2] = values(RANKS, number, site, [2], version=1)[:, 0]
+                np.testing.assert_array_equal(reader.slice(capture, site, LAYERS).values(), wanted)
 
 
 def test_it_has_something_of_every_format(store: Path) -> None:
@@ -43,19 +67,22 @@ def test_it_has_something_of_every_format(store: Path) -> None:
 
 
 def test_a_catalog_is_made_of_it_and_every_row_is_there(store: Path) -> None:
+    has_parts = version_of(store) > 1
     fs.close(rebuild(store).state.lock)
-    assert_content(store)
+    assert_content(store, has_parts)
     assert_consistent(store)
 
 
 def test_a_writer_goes_on_with_it(store: Path) -> None:
+    has_parts = version_of(store) > 1
     with WriterProcess(store, "--seal-idle-s", "0.1", "--engine-lost-s", "0.5") as writer:
-        assert_content(store)
+        assert_content(store, has_parts)
+        assert version_of(store) == limits.STORE_VERSION, "programs of before must not write to it any more"
         with StoreReader(store) as reader:
             assert until(lambda: reader.capture(OPEN).status == "incomplete")
-        assert until(lambda: len(list((store / "blocks").glob("w0-*.zarr"))) == 3)
+        assert until(lambda: not list((store / "writers/w0/journal").glob("[0-9]*.open")))
         writer.stop()
-    assert_content(store)
+    assert_content(store, has_parts)
     assert_consistent(store)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
+from schemas import limits
 from schemas.catalog.records import connect_write, find_capture
 from schemas.errors import LimitError, NotFoundError, SpecError
 from schemas.ids import new_ulid
@@ -694,7 +695,7 @@ def test_a_greeting_of_another_version_is_refused_for_good(writer: WriterProcess
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(writer.endpoint)
-    for version, code in ((2, "version"), (1, "malformed")):
+    for version, code in ((1, "version"), (limits.PROTOCOL_VERSION, "malformed")):
         words = msgspec.msgpack.decode(encode(Hello(new_ulid(), "api", 5)))
         socket.send(msgspec.msgpack.encode({**words, "version": version, "new": 1}))
         assert socket.poll(5000)

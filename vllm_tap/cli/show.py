@@ -75,7 +75,7 @@ def _facts(manifest: Manifest) -> Table:
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="bold")
     facts.add_column()
-    ended = manifest.finish_reason or "not yet"
+    ended = manifest.finish_reason or manifest.failed or "not yet"
     if manifest.stop_reason is not None:
         ended += f" ({manifest.stop_reason!r})"
     for name, value in (
@@ -108,9 +108,17 @@ def edit_line(edit: dict[str, Any]) -> str:
     made = "; ".join(f"{rows['applied']} of {rows['expected']} rows"
                      + "".join(f", {rows[why]} {why}" for why in ("cached", "missing") if rows[why])
                      for rows in edit.get("rows", ()))
+    told = {"when": _condition, "from": _source}
     asked = [edit["op"], f"{edit['site']}.{layers}", str(where), *(
-        _condition(value) if name == "when" else f"{name}={value}" for name, value in rest.items())]
+        told[name](value) if name in told else f"{name}={value}" for name, value in rest.items())]
     return " ".join(asked) + (f": {made}" if made else "")
+
+
+def _source(source: dict[str, Any]) -> str:
+    """Whose rows are set: ``from 01HX… resid_post.3 [4]``, with the positions where they are not those of the edit."""
+    where = [f"{source['site']}.{source['layer']}"] if "layer" in source else []
+    return " ".join(["from", source["capture"], *where, *([str(source["positions"])] if "positions" in source else []),
+                     *(["decoded"] if source.get("decoded") else [])])
 
 
 def _condition(when: dict[str, Any]) -> str:

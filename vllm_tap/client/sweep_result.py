@@ -38,12 +38,14 @@ class PatchSweep:
     corrupted_metric: float
     name_of_metric: str
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """JSON text, NaN as null; written to ``path`` where it is given."""
+    def to_json(self, path: str | Path | None = None, words: Iterable[str] | None = None) -> str:
+        """JSON text, what is no finite number as null; written to ``path`` where it is given. ``words`` as those of
+        ``heatmap``, which the page at / shows.
+        """
         whole = {"sites": self.sites, "layers": self.layers, "positions": self.positions, "clean": self.clean,
                  "corrupted": self.corrupted, "measure": self.name_of_metric, "clean_metric": self.clean_metric,
                  "corrupted_metric": self.corrupted_metric, "values": _nested(self.values),
-                 "metric": _nested(self.metric)}
+                 "metric": _nested(self.metric), **({} if words is None else {"words": self._labels(words)})}
         text = json.dumps(whole)
         if path is not None:
             Path(path).write_text(text + "\n", encoding="utf-8")
@@ -58,9 +60,8 @@ class PatchSweep:
             from matplotlib.figure import Figure
         except ImportError:
             raise ImportError("heatmap() draws with matplotlib: pip install 'vllm-tap[demo]'") from None
-        labels = [word.replace("$", r"\$") for word in (map(str, self.positions) if words is None else words)]
-        if len(labels) != len(self.positions):
-            raise ArgumentError("words", f"{len(labels)} words", f"one for each of the {len(self.positions)} positions")
+        labels = [word.replace("$", r"\$")
+                  for word in self._labels(map(str, self.positions) if words is None else words)]
         figure = Figure(figsize=(max(4.0, 0.35 * len(labels) + 1.5) * len(self.sites), 0.3 * len(self.layers) + 2.2),
                         layout="constrained")
         FigureCanvasAgg(figure)
@@ -77,6 +78,12 @@ class PatchSweep:
         figure.colorbar(image, ax=list(panels), pad=0.01, label="1: clean, 0: corrupted")
         figure.savefig(Path(path), dpi=120)
 
+    def _labels(self, words: Iterable[str]) -> list[str]:
+        labels = list(words)
+        if len(labels) != len(self.positions):
+            raise ArgumentError("words", f"{len(labels)} words", f"one for each of the {len(self.positions)} positions")
+        return labels
+
 
 def outcome(sweep: Prepared, measured: Mapping[Cell, float]) -> PatchSweep:
     """The result of a sweep of which every cell is measured."""
@@ -90,7 +97,7 @@ def outcome(sweep: Prepared, measured: Mapping[Cell, float]) -> PatchSweep:
 
 
 def _nested(values: F64) -> Any:
-    return [[[None if np.isnan(value) else float(value) for value in row] for row in rows] for rows in values]
+    return [[[float(value) if np.isfinite(value) else None for value in row] for row in rows] for rows in values]
 
 
 class Results:

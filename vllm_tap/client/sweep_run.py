@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
@@ -26,17 +27,18 @@ async def sweep(client: AsyncClient, asked: SweepAsked, results: str | Path | No
     """Every cell that ``results`` has not; the first error ends it, what was measured is kept."""
     sweep = await prepare(client, asked)
     with closing(Results(sweep, results)) as kept, reporting(progress, "patching") as tell:
-        free, total = asyncio.Semaphore(sweep.at_once), len(sweep.cells)
-        tell(total - len(kept.left(sweep)), total)
+        free, total, left = asyncio.Semaphore(sweep.at_once), len(sweep.cells), kept.left(sweep)
+        done = itertools.count(total - len(left))
+        tell(next(done), total)
 
         async def one(cell: Cell) -> None:
             async with free:
                 kept.add(cell, await measure(client, sweep, cell))
-            tell(total - len(kept.left(sweep)), total)
+            tell(next(done), total)
 
         try:
             async with asyncio.TaskGroup() as group:
-                for cell in kept.left(sweep):
+                for cell in left:
                     group.create_task(one(cell))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None

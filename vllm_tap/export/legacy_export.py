@@ -29,8 +29,8 @@ _BITS: Final = 8
 
 
 def is_legacy(rows: ExportRows) -> bool:
-    """Whether every chosen site is stored in a legacy codec."""
-    return all(CODECS[rows.site(site).family].legacy for site in rows.chosen)
+    """Whether every chosen site is stored in a legacy codec, whole rows of it."""
+    return all(CODECS[rows.site(site).family].legacy and not rows.site(site).shared_out for site in rows.chosen)
 
 
 def write_legacy(folder: Path, rows: ExportRows) -> list[Path]:

@@ -27,7 +27,7 @@ from vllm_tap.client.captures import Layers
 from vllm_tap.client.listing import Where
 from vllm_tap.loader.epoch_plan import WINDOW_ROWS, EpochPlan, block_sizes, rows_between
 from vllm_tap.loader.row_files import RowFiles
-from vllm_tap.loader.row_index import BLOCK_ROWS, RowIndex, build_index, keys_of, name_of, relocated
+from vllm_tap.loader.row_index import BLOCK_ROWS, RowIndex, build_index, keys_of, relocated
 from vllm_tap.loader.row_window import Batch, Window, WindowMemory
 from vllm_tap.progress import ProgressReport
 from vllm_tap.store import Store
@@ -99,7 +99,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
     @property
     def names(self) -> list[str]:
         """``site.layer`` of what is in a batch."""
-        return [name_of(key) for key in self.index.keys]
+        return self.index.names
 
     @property
     def rows(self) -> int:
@@ -239,7 +239,7 @@ class Activations(Iterator[torch.Tensor]):
     @property
     def d_in(self) -> int:
         """Numbers in a row."""
-        return self.data.index.kinds[0].decoded_width
+        return self.data.index.width(self._name)
 
     def __next__(self) -> torch.Tensor:
         parts = [self._rest] if len(self._rest) else []

@@ -31,11 +31,13 @@ BLOCK_ROWS: Final = 128
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 Key = tuple[str, int]  # (site, layer)
+Found = tuple[str, dict[str, list[Places]]]  # a capture, and by site the places of its rows' columns
 
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
-    """``rows`` rows, every one of which has all ``keys``.
+    """``rows`` rows, every one of which has all ``keys``; one whose columns ranks share out is there once for each of
+    them, from the left to the right: ``share`` counts them.
 
     ``order`` is a digest of which row has which number: of ids, ``capture`` and ``position``.
 
@@ -47,6 +49,7 @@ class RowIndex:
     uuid: bytes
     keys: tuple[Key, ...]
     kinds: tuple[RowFormat, ...]
+    share: tuple[int, ...]
     captures: list[str]
     segments: dict[int, Segment]
     frames: I64
@@ -60,6 +63,15 @@ class RowIndex:
     def rows(self) -> int:
         """The number of rows."""
         return len(self.position)
+
+    @property
+    def names(self) -> list[str]:
+        """``site.layer`` of the keys, each once."""
+        return list(dict.fromkeys(map(name_of, self.keys)))
+
+    def width(self, name: str) -> int:
+        """Numbers that a row of a key decodes to."""
+        return sum(kind.decoded_width for key, kind in zip(self.keys, self.kinds, strict=True) if name_of(key) == name)
 
 
 def name_of(key: Key) -> str:
@@ -99,7 +111,7 @@ def build_index(store: str | Path, keys: tuple[Key, ...], where: Where = None, c
         listed = [row for row in Filters().of(reader)
                   if row.status in ("complete", "incomplete") and set(by_site) <= set(row.sites) and wanted(where, row)]
         listed.sort(key=lambda row: (row.created_ms, row.id))
-        found: list[tuple[str, dict[str, Places]]] = []
+        found: list[Found] = []
         with reporting(progress, "indexing") as tell:
             for done, row in enumerate(listed, 1):
                 if (places := _places(reader, row, by_site, codec)) is not None:
@@ -111,62 +123,67 @@ def build_index(store: str | Path, keys: tuple[Key, ...], where: Where = None, c
                 f"of {len(listed)} captures with these sites{chosen} none has the layers" if listed else
                 f"no capture that has ended{chosen} has these sites") + (f" as {codec}" if codec else "")
                 + "; look at vllm-tap ls")
-        kinds = tuple(_kind(found, site) for site, _ in keys)
-        segments = sorted({int(number) for _, places in found for part in places.values()
+        kinds = {site: _kinds(found, site) for site in by_site}
+        segments = sorted({int(number) for _, places in found for parts in places.values() for part in parts
                            for number in np.unique(part.segment)})
         return _joined(Path(store), keys, kinds, found, {number: reader.segment(number) for number in segments})
 
 
 def _places(reader: StoreReader, row: CaptureRow, by_site: dict[str, list[int]], codec: str | None
-            ) -> dict[str, Places] | None:
+            ) -> dict[str, list[Places]] | None:
     """By site, the places of the positions that all sites have; None where there are none."""
     try:
         places = {site: reader.places(row.id, site, layers) for site, layers in by_site.items()}
     except NotFoundError:
         return None  # deleted meanwhile, or captured in other layers
-    if codec is not None and any(part.codec != codec for part in places.values()):
+    if codec is not None and any(part.codec != codec for part, *_ in places.values()):
         return None
-    common = next(iter(places.values())).positions
-    for part in places.values():
+    common = next(iter(places.values()))[0].positions
+    for part, *_ in places.values():
         common = np.intersect1d(common, part.positions, assume_unique=True)
     if not len(common):
         return None
-    return {site: _only(part, common) for site, part in places.items()}
+    return {site: [_only(part, common) for part in parts] for site, parts in places.items()}
 
 
 def _only(part: Places, common: npt.NDArray[np.uint32]) -> Places:
     kept = np.isin(part.positions, common)
     if kept.all():
         return part
-    return Places(part.capture, part.codec, part.dtype, part.width, common, part.segment[:, kept],
-                  part.offset[:, kept], part.row[:, kept])
+    return replace(part, positions=common, segment=part.segment[:, kept], offset=part.offset[:, kept],
+                   row=part.row[:, kept])
 
 
-def _kind(found: list[tuple[str, dict[str, Places]]], site: str) -> RowFormat:
-    kinds = {RowFormat(places[site].codec, places[site].dtype, places[site].width) for _, places in found}
+def _kinds(found: list[Found], site: str) -> tuple[RowFormat, ...]:
+    """How all captures store a site's rows: in one piece, or by the columns that each rank has."""
+    kinds = {tuple(RowFormat(part.codec, part.dtype, part.width) for part in places[site]) for _, places in found}
     if len(kinds) > 1:
-        shown = "; ".join(sorted(f"{kind.codec}, {kind.dtype}, width {kind.width}" for kind in kinds))
+        shown = "; ".join(sorted(f"{kind[0].codec}, {kind[0].dtype}, width "
+                                 + " + ".join(str(part.width) for part in kind) for kind in kinds))
         raise ArgumentError("codec", None,
                             f"{site} is stored in several ways ({shown}): choose with codec=… or where=…")
     return kinds.pop()
 
 
-def _joined(store: Path, keys: tuple[Key, ...], kinds: tuple[RowFormat, ...],
-            found: list[tuple[str, dict[str, Places]]], segments: dict[int, Segment]) -> RowIndex:
+def _joined(store: Path, asked: tuple[Key, ...], kinds: dict[str, tuple[RowFormat, ...]], found: list[Found],
+            segments: dict[int, Segment]) -> RowIndex:
     """Everything in one, in the order of the disk."""
-    sites = [site for site, _ in keys]
+    sites = [site for site, _ in asked]
     member = [sites[:number].count(site) for number, site in enumerate(sites)]  # which of its site's layers a key is
-    where = [np.concatenate([_address(places[site], at) for _, places in found])
-             for site, at in zip(sites, member, strict=True)]
+    stored = [(key, at, share) for key, at in zip(asked, member, strict=True) for share in range(len(kinds[key[0]]))]
+    where = [np.concatenate([_address(places[site][share], at) for _, places in found])
+             for (site, _), at, share in stored]
     first = next(iter(found[0][1]))
-    lengths = [len(places[first].positions) for _, places in found]
+    lengths = [len(places[first][0].positions) for _, places in found]
     capture = np.repeat(np.arange(len(found), dtype=np.int32), lengths)
-    position = np.concatenate([places[first].positions for _, places in found])
+    position = np.concatenate([places[first][0].positions for _, places in found])
     order = np.lexsort((where[0][:, 2], where[0][:, 1], where[0][:, 0]))
     frames, frame, row = _by_frame([part[order] for part in where])
     names, capture, position = [name for name, _ in found], capture[order], position[order]
-    return RowIndex(store, read_store_uuid(store), keys, kinds, names, segments, frames, frame, row, capture, position,
-                    _digest(names, capture, position))
+    keys, share = tuple(key for key, _, _ in stored), tuple(number for _, _, number in stored)
+    formats = tuple(kinds[site][number] for (site, _), _, number in stored)
+    return RowIndex(store, read_store_uuid(store), keys, formats, share, names, segments, frames, frame, row, capture,
+                    position, _digest(names, capture, position))
 
 
 def _digest(names: list[str], capture: I32, position: npt.NDArray[np.uint32]) -> str:
@@ -195,7 +212,7 @@ def relocated(index: RowIndex) -> RowIndex:
     NotFoundError where one is not there any more, since its capture was deleted.
     """
     layers: dict[str, list[int]] = {}
-    for site, layer in index.keys:
+    for site, layer in dict.fromkeys(index.keys):
         layers.setdefault(site, []).append(layer)
     where = [np.empty((index.rows, 3), np.int64) for _ in index.keys]
     order = np.argsort(index.capture, kind="stable")
@@ -207,7 +224,7 @@ def relocated(index: RowIndex) -> RowIndex:
             capture = index.captures[int(index.capture[rows[0]])]
             places = {site: reader.places(capture, site, members) for site, members in layers.items()}
             for number, (site, layer) in enumerate(index.keys):
-                part, wanted = places[site], index.position[rows]
+                part, wanted = places[site][index.share[number]], index.position[rows]
                 at = np.searchsorted(part.positions, wanted)
                 last = len(part.positions) - 1
                 if last < 0 or not np.array_equal(part.positions[np.minimum(at, last)], wanted):

@@ -101,6 +101,7 @@ class Window:
         taken = self._row[begin:end]
         lend = partial(self._memory.lend, 2 * len(self._stored))  # a batch, and the one before it
         made: Batch = {}
+        shares: dict[str, list[torch.Tensor]] = {}  # by name, what each rank has of the rows' columns
         for key, kind, stored in zip(self._index.keys, self._index.kinds, self._stored, strict=True):
             part = {name: array[begin:end] for name, array in stored.items()}
             values = decode(kind, part, self._dtype, lend)
@@ -109,7 +110,9 @@ class Window:
                     values = values.clone()
                 else:
                     self._lent += map(weakref.ref, part.values())
-            made[name_of(key)] = values
+            shares.setdefault(name_of(key), []).append(values)
+        for name, parts in shares.items():
+            made[name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         made["position"] = torch.from_numpy(self._index.position[taken].astype(np.int64))
         made["token_id"] = torch.from_numpy(self._token_id[begin:end].copy())
         made["capture"] = torch.from_numpy(self._index.capture[taken].astype(np.int64))

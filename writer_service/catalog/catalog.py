@@ -12,10 +12,12 @@ from contextlib import contextmanager
 import numpy as np
 
 from schemas import codecs
+from schemas.catalog.parts import load_parts
 from schemas.catalog.records import find_capture, load_drops, load_extents, pack_layers
 from schemas.catalog.tables import CATALOG_VERSION, DDL
 from schemas.read.coverage import Coverage, cover, status_of_cover
-from schemas.wire.row_table import FLAG_DRAFT, FLAG_ERASED
+from schemas.wire.layout import LEADER
+from schemas.wire.row_table import FLAG_DRAFT, FLAG_ERASED, steps_of
 from writer_service.catalog.changes import (
     Change,
     Compacted,
@@ -30,7 +32,7 @@ from writer_service.catalog.changes import (
 from writer_service.catalog.entries import apply_entry, note_log
 from writer_service.control_log import LogEntry
 
-_ELEVEN = ", ".join("?" * 11)  # an extent
+_THIRTEEN = ", ".join("?" * 13)  # an extent
 
 
 def create(db: sqlite3.Connection, uuid: str) -> None:
@@ -112,7 +114,8 @@ def refresh(db: sqlite3.Connection, captures: Iterable[str]) -> None:
         total = capture.prompt_len + len(capture.output_tokens) // 4
         coverage = Coverage(0, {}, {})
         if capture.finish_seq is not None:
-            coverage = cover(capture, load_extents(db, capture_id), load_drops(db, capture_id))
+            coverage = cover(capture, load_extents(db, capture_id), load_drops(db, capture_id),
+                             load_parts(db, capture))
         elif not capture.deleted:
             # Its status does not follow from its rows: reading all of them with every commit would cost ever more.
             total = max(total, capture.total_len)
@@ -158,12 +161,14 @@ def _index_rows(db: sqlite3.Connection, item: Indexed) -> set[str]:
         stream.nbytes for stream in codecs.streams(frame.codec, frame.width, frame.dtype))
     order = np.argsort(table.capture, kind="stable")
     starts = np.searchsorted(table.capture[order], np.arange(len(frame.captures) + 1))
+    steps = steps_of(frame)
     for index, capture in enumerate(frame.captures):
         rows = order[starts[index] : starts[index + 1]]
         rows = rows[table.flags[rows] & FLAG_ERASED == 0]
         if not len(rows):
             continue
-        if not _indexable(db, item, capture):
+        part = _part(db, item, capture)
+        if part is None:
             _note_stray(db, item, capture)
             continue
         db.execute("DELETE FROM strays WHERE capture = ? AND segment = ? AND offset = ?",
@@ -171,13 +176,15 @@ def _index_rows(db: sqlite3.Connection, item: Indexed) -> set[str]:
         positions, flags = table.position[rows], table.flags[rows]
         columns = np.stack([positions, rows.astype(np.uint32), table.token_id[rows], flags], axis=1).astype("<u4")
         highest = int(positions[flags & FLAG_DRAFT == 0].max(initial=0))  # a draft may be of no length to come
-        extent = (capture, frame.site, frame.seq, item.segment, item.offset, len(rows), int(positions.min()), highest,
-                  layers, columns.tobytes(), len(rows) * row_bytes)
-        if not db.execute(f"INSERT OR IGNORE INTO extents VALUES ({_ELEVEN})", extent).rowcount:
+        extent = (capture, frame.site, part, frame.seq, item.segment, item.offset, len(rows), int(positions.min()),
+                  highest, layers, columns.tobytes(), b"" if steps is None else steps[rows].astype("<u8").tobytes(),
+                  len(rows) * row_bytes)
+        if not db.execute(f"INSERT OR IGNORE INTO extents VALUES ({_THIRTEEN})", extent).rowcount:
             # It may lie here twice, from before a power loss: the other copy is erased with its capture.
             db.execute("INSERT OR IGNORE INTO strays SELECT capture, segment, offset FROM extents "
-                       "WHERE capture = ? AND site = ? AND seq = ? AND (segment, offset) <> (?, ?)", extent[:5])
-            db.execute(f"INSERT OR REPLACE INTO extents VALUES ({_ELEVEN})", extent)
+                       "WHERE capture = ? AND site = ? AND part = ? AND seq = ? AND (segment, offset) <> (?, ?)",
+                       extent[:6])
+            db.execute(f"INSERT OR REPLACE INTO extents VALUES ({_THIRTEEN})", extent)
         db.execute("UPDATE captures SET total_len = max(total_len, ?) WHERE id = ? AND finish_seq IS NULL",
                    (highest + 1, capture))
         touched.add(capture)
@@ -193,11 +200,20 @@ def _note_stray(db: sqlite3.Connection, item: Indexed, capture: str) -> None:
         db.execute("INSERT OR IGNORE INTO strays VALUES (?, ?, ?)", (capture, item.segment, item.offset))
 
 
-def _indexable(db: sqlite3.Connection, item: Indexed, capture: str) -> bool:
-    """Rows count from the stream that opened the capture, between its Open and its Finish."""
-    row = db.execute("SELECT stream, epoch, open_seq, finish_seq, deleted OR quota AS refused FROM captures "
+def _part(db: sqlite3.Connection, item: Indexed, capture: str) -> int | None:
+    """The part whose rows these are; None where they do not count: they do from the stream that opened the capture,
+    between its Open and its Finish, and from those that joined it, between their Join and their PartFinish.
+    """
+    row = db.execute('SELECT stream, epoch, open_seq, finish_seq, deleted OR quota AS refused, "group" FROM captures '
                      "WHERE id = ?", (capture,)).fetchone()
-    return (
-        row is not None and not row["refused"] and row["stream"] == item.stream and row["epoch"] == item.epoch
-        and row["open_seq"] < item.frame.seq and (row["finish_seq"] is None or item.frame.seq < row["finish_seq"])
-    )
+    if row is None or row["refused"]:
+        return None
+    part = LEADER
+    if row["group"] and row["stream"] != item.stream:
+        query = "SELECT part, stream, epoch, open_seq, finish_seq FROM parts WHERE capture = ? AND stream = ?"
+        row = db.execute(query, (capture, item.stream)).fetchone()
+        part = LEADER if row is None else row["part"]
+    counts = (row is not None and row["stream"] == item.stream and row["epoch"] == item.epoch
+              and row["open_seq"] < item.frame.seq
+              and (row["finish_seq"] is None or item.frame.seq < row["finish_seq"]))
+    return part if counts else None

@@ -12,14 +12,29 @@ import xxhash
 
 from schemas import limits
 from schemas.catalog.records import find_capture, nonce_key, pack_layers
+from schemas.catalog.tables import EVERY_PART
 from schemas.errors import TapError
 from schemas.ids import sample_id, split_capture_id, ulid_ms
 from schemas.spec import parse_spec
 from schemas.wire.identity import NONCE
-from schemas.wire.messages import Abandon, Bye, ClientFinish, Delete, Dropped, Finish, Hello, Hold, Open, Own
-from writer_service.control_log import CapturesLost, LogEntry, RowsOverQuota, content_of
+from schemas.wire.messages import (
+    Abandon,
+    Bye,
+    ClientFinish,
+    Delete,
+    Dropped,
+    Finish,
+    Hello,
+    Hold,
+    Join,
+    Open,
+    Own,
+    PartFinish,
+)
+from writer_service.control_log import CapturesLost, LogEntry, PartsLost, RowsOverQuota, content_of
 
 after_all_seqs: Final = 2**62  # a drop of this number supersedes every row
+_GROUP: Final = 'SELECT "group" FROM engines WHERE stream = ?'
 
 
 def apply_entry(db: sqlite3.Connection, entry: LogEntry) -> set[str]:
@@ -38,8 +53,14 @@ def apply_entry(db: sqlite3.Connection, entry: LogEntry) -> set[str]:
             return _open(db, entry, message)
         case Finish():
             return _finish(db, entry, message)
+        case Join():
+            return _join(db, entry, message)
+        case PartFinish():
+            db.execute("UPDATE parts SET finish_seq = ?, lost = 0 WHERE capture = ? AND stream = ?",
+                       (message.seq, message.capture, entry.stream))
+            return {message.capture}
         case Dropped():
-            return _dropped(db, message)
+            return _dropped(db, entry, message)
         case ClientFinish():
             return _client_finish(db, message)
         case Abandon():
@@ -59,9 +80,11 @@ def apply_entry(db: sqlite3.Connection, entry: LogEntry) -> set[str]:
         case RowsOverQuota():
             return _over_quota(db, message)
         case CapturesLost():
-            db.executemany("UPDATE captures SET lost = 1 WHERE id = ? AND finish_seq IS NULL",
-                           [(capture,) for capture in message.captures])
-            return set(message.captures)
+            return _lost(db, entry, message)
+        case PartsLost():
+            db.executemany("INSERT OR IGNORE INTO parts SELECT id, ?, '', 0, 0, NULL, 1 FROM captures WHERE id = ? "
+                           "AND deleted = 0", [(part, message.capture) for part in message.parts])
+            return {message.capture}
     return set()
 
 
@@ -83,8 +106,9 @@ def note_streams(db: sqlite3.Connection, covered: Iterable[tuple[str, int, str, 
 def _hello(db: sqlite3.Connection, hello: Hello) -> None:
     note_streams(db, [(hello.stream, hello.epoch, hello.role, 0)])
     if hello.engine is not None:
-        db.execute("INSERT OR REPLACE INTO engines VALUES (?, ?, ?, ?, ?)", (
-            hello.stream, hello.epoch, hello.rank, hello.shard, msgspec.json.encode(hello.engine).decode()))
+        db.execute("INSERT OR REPLACE INTO engines VALUES (?, ?, ?, ?, ?, ?)", (
+            hello.stream, hello.epoch, hello.rank, hello.shard, msgspec.json.encode(hello.engine).decode(),
+            hello.engine.group))
     if hello.pid & NONCE:
         db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (nonce_key(hello.stream), str(hello.pid)))
 
@@ -124,12 +148,37 @@ def _open(db: sqlite3.Connection, entry: LogEntry, opened: Open) -> set[str]:
                (_asked_tags(opened.asked), opened.capture))
     db.execute(
         "UPDATE captures SET stream = ?, epoch = ?, request = ?, open_seq = ?, asked = ?, resolved = ?, "
-        "prompt_len = ?, prompt_tokens = ?, cached = ?, adapter = ?, edits = ? "
+        "prompt_len = ?, prompt_tokens = ?, cached = ?, adapter = ?, edits = ?, "
+        f'"group" = coalesce(({_GROUP}), \'\') '
         "WHERE id = ? AND stream IS NULL AND deleted = 0",
         (entry.stream, entry.epoch, opened.request, opened.seq, opened.asked,
          msgspec.json.encode(opened.resolved).decode(), opened.prompt_len, opened.prompt_token_ids, opened.cached,
-         opened.adapter, opened.edits, opened.capture))
+         opened.adapter, opened.edits, entry.stream, opened.capture))
     return {opened.capture}
+
+
+def _join(db: sqlite3.Connection, entry: LogEntry, joined: Join) -> set[str]:
+    """A part of a capture; one that came first and whose Open is on its way is pending until then."""
+    _insert(db, joined.capture, "pending", ulid_ms(joined.capture))
+    db.execute(f'UPDATE captures SET "group" = ({_GROUP}) WHERE id = ? AND stream IS NULL', (entry.stream,
+                                                                                             joined.capture))
+    db.execute(
+        "INSERT INTO parts SELECT c.id, e.rank, e.stream, ?, ?, NULL, 0 FROM captures c, engines e WHERE c.id = ? "
+        "AND c.deleted = 0 AND e.stream = ? ON CONFLICT (capture, part) DO UPDATE SET stream = excluded.stream, "
+        "epoch = excluded.epoch, open_seq = excluded.open_seq, lost = 0 WHERE stream = ''",
+        (entry.epoch, joined.seq, joined.capture, entry.stream))
+    return {joined.capture}
+
+
+def _lost(db: sqlite3.Connection, entry: LogEntry, lost: CapturesLost) -> set[str]:
+    """Captures of the stream that leads them are lost whole, of one that joined them its part alone."""
+    for capture in lost.captures:
+        part = db.execute("UPDATE parts SET lost = 1 WHERE capture = ? AND stream = ? AND finish_seq IS NULL",
+                          (capture, entry.stream))
+        if not part.rowcount:
+            db.execute("UPDATE captures SET lost = 1 WHERE id = ? AND finish_seq IS NULL AND stream = ?",
+                       (capture, entry.stream))
+    return set(lost.captures)
 
 
 def _asked_tags(asked: str) -> str:
@@ -150,13 +199,14 @@ def _finish(db: sqlite3.Connection, entry: LogEntry, finish: Finish) -> set[str]
     return {finish.capture}
 
 
-def _dropped(db: sqlite3.Connection, dropped: Dropped) -> set[str]:
+def _dropped(db: sqlite3.Connection, entry: LogEntry, dropped: Dropped) -> set[str]:
     layers, seq = pack_layers(dropped.layers), dropped.seq
     if dropped.reason == "fenced":  # below zero it supersedes no row, and takes no number of what another copy says
         said = b"%d %d " % (dropped.start, dropped.stop) + layers
         seq = -1 - (xxhash.xxh3_64_intdigest(said) >> 2)
-    db.execute("INSERT OR REPLACE INTO drops SELECT id, ?, ?, ?, ?, ?, ? FROM captures WHERE id = ? AND deleted = 0",
-               (dropped.site, seq, layers, dropped.start, dropped.stop, dropped.reason,
+    db.execute("INSERT OR REPLACE INTO drops SELECT id, ?, coalesce((SELECT rank FROM engines WHERE stream = ?), 0), "
+               "?, ?, ?, ?, ? FROM captures WHERE id = ? AND deleted = 0",
+               (dropped.site, entry.stream, seq, layers, dropped.start, dropped.stop, dropped.reason,
                 dropped.capture))
     return {dropped.capture}
 
@@ -172,8 +222,8 @@ def _over_quota(db: sqlite3.Connection, over: RowsOverQuota) -> set[str]:
     db.execute("UPDATE captures SET quota = 1 WHERE id = ?", (over.capture,))
     known = find_capture(db, over.capture)
     resolved = json.loads(known.resolved)["layers"] if known is not None and known.resolved else {}
-    db.executemany("INSERT OR REPLACE INTO drops VALUES (?, ?, ?, ?, 0, ?, 'quota')", [
-        (over.capture, site, after_all_seqs, pack_layers(layers), limits.position_max + 1)
+    db.executemany("INSERT OR REPLACE INTO drops VALUES (?, ?, ?, ?, ?, 0, ?, 'quota')", [
+        (over.capture, site, EVERY_PART, after_all_seqs, pack_layers(layers), limits.position_max + 1)
         for site, layers in resolved.items()])
     return {over.capture}
 
@@ -199,7 +249,7 @@ def forget(db: sqlite3.Connection, capture: str) -> None:
     db.execute("INSERT OR IGNORE INTO doomed SELECT segment, capture FROM extents WHERE capture = ? UNION "
                "SELECT segment, capture FROM strays WHERE capture = ?", (capture, capture))
     db.execute("INSERT OR IGNORE INTO scrub SELECT log, capture FROM log_refs WHERE capture = ?", (capture,))
-    for table in ("extents", "drops", "strays", "log_refs"):
+    for table in ("extents", "drops", "parts", "strays", "log_refs"):
         db.execute(f"DELETE FROM {table} WHERE capture = ?", (capture,))
 
 

@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from schemas import codecs, limits
+from schemas import limits
 from schemas.ids import is_ulid, sample_id, split_capture_id
 from schemas.manifest import REASONS
 from schemas.sites import is_site
-from schemas.spec import NAMED_POSITIONS
-from schemas.wire.messages import Abandon, ClientFinish, Delete, Dropped, Finish, Hold, Open, Own, Record
+from schemas.wire.layout import LEADER
+from schemas.wire.messages import (
+    Abandon,
+    ClientFinish,
+    Delete,
+    Dropped,
+    Finish,
+    Hold,
+    Join,
+    Open,
+    Own,
+    PartFinish,
+    Record,
+)
+from writer_service.receive.record_checks import RefusedError, are_layers, check_open, check_own, need, number_max
 
 remembered_max = 20_000
-aliases_max = 16
-number_max = 2**63 - 1  # what SQLite can hold
 
 
-class RefusedError(Exception):
-    """The record is not stored; ``code`` is one of conflict, malformed, stale, not_found, held."""
+class Member(NamedTuple):
+    """Which rank of which group a sender is; of none where ``group`` is empty."""
 
-    def __init__(self, code: str, reason: str) -> None:
-        super().__init__(reason)
-        self.code, self.reason = code, reason
+    group: str = ""
+    rank: int = LEADER
+
+
+ALONE = Member()
+
+
+@dataclass(slots=True)
+class PartState:
+    """State of a part that another rank than the leader sends."""
+
+    sender: tuple[str, int]  # stream and epoch
+    open_seq: int
+    finish_seq: int | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +63,8 @@ class CaptureState:
     hold: bool = False
     quota: bool = False  # its rows are not taken
     batch: int = 0  # the commit that its last change belongs to
+    group: str = ""  # of whoever opened or joined it first
+    parts: dict[int, PartState] = field(default_factory=dict)  # by rank, those that joined
 
     @property
     def closed(self) -> bool:
@@ -76,7 +99,11 @@ class CaptureRules:
         own = (row["own_stream"], row["own_seq"]) if row["own_stream"] else None
         opener = (row["stream"], row["epoch"], row["request"]) if row["stream"] else None
         state = CaptureState(own, opener, row["open_seq"] or 0, row["finish_seq"], row["failed"] is not None,
-                            bool(row["deleted"]), bool(row["hold"]), bool(row["quota"]))
+                            bool(row["deleted"]), bool(row["hold"]), bool(row["quota"]), group=row["group"])
+        if state.group:
+            query = "SELECT * FROM parts WHERE capture = ? AND stream <> ''"
+            state.parts = {part["part"]: PartState((part["stream"], part["epoch"]), part["open_seq"],
+                                                   part["finish_seq"]) for part in self._db.execute(query, (capture,))}
         return self._remember(capture, state)
 
     def resolve(self, ref: str) -> list[str]:
@@ -88,8 +115,8 @@ class CaptureRules:
         rows = self._db.execute("SELECT id FROM captures WHERE ulid = ?", (ref,))
         return sorted({row["id"] for row in rows} | self._ulids.get(ref, set()))
 
-    def accept(self, stream: str, epoch: int, record: Record) -> Effect:
-        """Hold a record against the rules; RefusedError if it may not be stored.
+    def accept(self, stream: str, epoch: int, record: Record, member: Member = ALONE) -> Effect:
+        """Hold a record of a sender, ``member`` of a group, against the rules; RefusedError if it may not be stored.
 
         The result is called once the record lies in the log: until then nothing has changed.
         """
@@ -97,9 +124,11 @@ class CaptureRules:
             case Own():
                 return self._own(stream, record)
             case Open():
-                return self._open(stream, epoch, record)
-            case Finish() | Dropped():
-                return self._from_opener(stream, record)
+                return self._open(stream, epoch, record, member)
+            case Join():
+                return self._join(stream, epoch, record, member)
+            case Finish() | PartFinish() | Dropped():
+                return self._from_opener(stream, record, member)
             case ClientFinish():
                 return self._client_finish(record)
             case Abandon():
@@ -127,9 +156,12 @@ class CaptureRules:
     def rows_count(self, stream: str, epoch: int, seq: int, capture: str) -> bool:
         """Whether rows of a capture in a frame will be served (the catalog applies the same rule)."""
         state = self.get(capture)
-        return (state is not None and state.opener is not None and state.opener[:2] == (stream, epoch)
-                and not (state.deleted or state.quota) and state.open_seq < seq
-                and (state.finish_seq is None or seq < state.finish_seq))
+        if state is None or state.deleted or state.quota:
+            return False
+        begun: CaptureState | PartState | None = state
+        if state.opener is None or state.opener[:2] != (stream, epoch):
+            begun = next((part for part in state.parts.values() if part.sender == (stream, epoch)), None)
+        return begun is not None and begun.open_seq < seq and (begun.finish_seq is None or seq < begun.finish_seq)
 
     def refuse_rows(self, capture: str) -> None:
         """Take nothing of the capture: the store is over its quota."""
@@ -146,23 +178,14 @@ class CaptureRules:
         self._ulids.clear()
 
     def open_captures(self) -> Iterator[tuple[str, str]]:
-        """(stream, capture) of everything that an engine has opened and not finished, from the catalog."""
+        """(stream, capture) of everything that an engine has opened, or joined, and not finished, from the catalog."""
         query = ("SELECT stream, id FROM captures WHERE stream IS NOT NULL AND finish_seq IS NULL AND lost = 0 "
-                 "AND deleted = 0")
+                 "AND deleted = 0 UNION ALL SELECT stream, capture FROM parts WHERE finish_seq IS NULL AND lost = 0")
         for row in self._db.execute(query):
             yield row["stream"], row["id"]
 
     def _own(self, stream: str, own: Own) -> Effect:
-        _need(is_ulid(own.capture), "capture", "a ULID")
-        _need(0 < own.count <= limits.capture_samples_max, "count", f"1 to {limits.capture_samples_max}")
-        _need(len(own.owner) <= limits.alias_chars_max, "owner", f"at most {limits.alias_chars_max} characters")
-        _need(len(own.aliases) <= aliases_max, "aliases", f"at most {aliases_max}")
-        _need(all(0 < len(a) <= limits.alias_chars_max and split_capture_id(a) is None for a in own.aliases),
-              "aliases", f"1 to {limits.alias_chars_max} characters, and no capture id")
-        _need(0 <= own.created_ms <= number_max, "created_ms", f"0 to {number_max}")
-        _need(len(own.tags) <= limits.spec_tags_max, "tags", f"at most {limits.spec_tags_max}")
-        _need(all(len(k) <= limits.tag_key_chars_max and len(v) <= limits.tag_value_chars_max
-                  for k, v in own.tags.items()), "tags", "keys and values within the limits")
+        check_own(own)
         for taken in self.resolve(own.capture):
             state = self.get(taken)
             if state is not None and state.own != (stream, own.seq):
@@ -176,8 +199,9 @@ class CaptureRules:
 
         return effect
 
-    def _open(self, stream: str, epoch: int, opened: Open) -> Effect:
-        _check_open(opened)
+    def _open(self, stream: str, epoch: int, opened: Open, member: Member) -> Effect:
+        check_open(opened)
+        need(member.rank == LEADER, "Open", f"of rank {LEADER} of a group, not of rank {member.rank}")
         opener = (stream, epoch, opened.request)
         state = self.get(opened.capture)
         if state is not None:
@@ -186,43 +210,78 @@ class CaptureRules:
             if state.deleted or state.failed:
                 what = "deleted" if state.deleted else "closed as failed"
                 raise RefusedError("conflict", f"capture {opened.capture} was {what}")
+            if state.parts and state.group != member.group:
+                raise RefusedError("conflict", f"capture {opened.capture} was joined by ranks of another engine")
 
         def effect() -> None:
             known = state or self._remember(opened.capture, CaptureState())
             known.opener, known.open_seq, known.batch = opener, opened.seq, self.batch
+            known.group = member.group
 
         return effect
 
-    def _from_opener(self, stream: str, record: Finish | Dropped) -> Effect:
+    def _join(self, stream: str, epoch: int, joined: Join, member: Member) -> Effect:
+        """Before its Open or after it: streams do not wait for each other. Who came first says whose it is."""
+        need(split_capture_id(joined.capture) is not None, "capture", "a capture id")
+        need(bool(member.group) and member.rank != LEADER, "Join",
+              f"of a rank of a group that does not lead it, not of rank {member.rank} of group {member.group!r}")
+        state, part = self.get(joined.capture), PartState((stream, epoch), joined.seq)
+        if state is not None:
+            if state.deleted or state.failed:
+                what = "deleted" if state.deleted else "closed as failed"
+                raise RefusedError("conflict", f"capture {joined.capture} was {what}")
+            if (state.opener is not None or state.parts) and state.group != member.group:
+                raise RefusedError("conflict", f"capture {joined.capture} is of another engine")
+            known = state.parts.get(member.rank)
+            if known is not None and (known.sender, known.open_seq) != (part.sender, part.open_seq):
+                raise RefusedError("conflict", f"rank {member.rank} has joined capture {joined.capture} already")
+
+        def effect() -> None:
+            known = state or self._remember(joined.capture, CaptureState())
+            known.group, known.batch = member.group, self.batch
+            known.parts.setdefault(member.rank, part)
+
+        return effect
+
+    def _from_opener(self, stream: str, record: Finish | PartFinish | Dropped, member: Member) -> Effect:
+        """What only those may say who opened the capture or joined it, of what they themselves send of it."""
         state = self.get(record.capture)
-        if state is None or state.opener is None:
+        begun: CaptureState | PartState | None = state
+        if state is not None and member.rank != LEADER:
+            begun = state.parts.get(member.rank)
+        if state is None or begun is None or (begun is state and state.opener is None):
             raise RefusedError("not_found", f"no open capture {record.capture[:40]!r}")
         fenced = isinstance(record, Dropped) and record.reason == "fenced"  # it supersedes nothing
-        if state.opener[0] != stream and not fenced:
+        sender = begun.sender if isinstance(begun, PartState) else (state.opener or ("", 0, ""))
+        if sender[0] != stream and not fenced:
             raise RefusedError("conflict", f"capture {record.capture} was opened by another engine")
         if state.deleted:
             raise RefusedError("not_found", f"capture {record.capture} was deleted")
-        if state.finish_seq is not None and state.finish_seq != record.seq and not fenced:
+        if begun.finish_seq is not None and begun.finish_seq != record.seq and not fenced:
             raise RefusedError("stale", f"capture {record.capture} is already finished")
         if isinstance(record, Dropped):
-            _need(is_site(record.site), "site", "a known site")
-            _need(_layers(record.layers), "layers", "ascending layers")
-            _need(0 <= record.start < record.stop <= limits.position_max + 1, "start", "a range [start, stop)")
-            _need(record.reason in REASONS, "reason", f"one of {', '.join(REASONS)}")
+            need(is_site(record.site), "site", "a known site")
+            need(are_layers(record.layers), "layers", "ascending layers")
+            need(0 <= record.start < record.stop <= limits.position_max + 1, "start", "a range [start, stop)")
+            need(record.reason in REASONS, "reason", f"one of {', '.join(REASONS)}")
             return _nothing
-        _need(0 <= record.end <= limits.position_max, "end", f"0 to {limits.position_max}")
-        _need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
-        _need(0 <= record.recomputed <= number_max, "recomputed", f"0 to {number_max}")
+        if isinstance(record, Finish):
+            need(begun is state, "Finish", f"of rank {LEADER}; rank {member.rank} says PartFinish")
+            need(0 <= record.end <= limits.position_max, "end", f"0 to {limits.position_max}")
+            need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
+            need(0 <= record.recomputed <= number_max, "recomputed", f"0 to {number_max}")
+        else:
+            need(begun is not state, "PartFinish", "of a rank that joined; who opened a capture says Finish")
 
         def effect() -> None:
-            state.finish_seq, state.batch = record.seq, self.batch
+            begun.finish_seq, state.batch = record.seq, self.batch
 
         return effect
 
     def _client_finish(self, record: ClientFinish) -> Effect:
         # The front end is a stream of its own: after a short request its word can be here before the engine's Open.
-        _need(split_capture_id(record.capture) is not None, "capture", "a capture id")
-        _need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
+        need(split_capture_id(record.capture) is not None, "capture", "a capture id")
+        need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
 
         def effect() -> None:
             if self.get(record.capture) is None:
@@ -253,39 +312,3 @@ class CaptureRules:
             names.discard(capture)
             if not names:
                 del self._ulids[capture[:26]]
-
-
-def _need(condition: bool, field: str, valid: str) -> None:
-    if not condition:
-        raise RefusedError("malformed", f"{field}: must be {valid}")
-
-
-def _layers(layers: list[int]) -> bool:
-    return (0 < len(layers) <= limits.layers_max and all(0 <= layer < limits.layers_max for layer in layers)
-            and all(a < b for a, b in pairwise(layers)))
-
-
-def _check_open(opened: Open) -> None:
-    resolved = opened.resolved
-    _need(split_capture_id(opened.capture) is not None, "capture", "a capture id")
-    _need(len(opened.request) <= limits.alias_chars_max, "request", f"at most {limits.alias_chars_max} characters")
-    _need(len(opened.asked) <= limits.spec_json_bytes_max, "asked", f"at most {limits.spec_json_bytes_max} characters")
-    _need(all(map(is_site, resolved.layers)), "resolved.layers", "known sites")
-    _need(all(not layers or _layers(layers) for layers in resolved.layers.values()), "resolved.layers", "ascending")
-    _need(set(resolved.codec) == set(resolved.layers) and all(map(codecs.is_identity, resolved.codec.values())),
-          "resolved.codec", "a known codec for every site")
-    positions = resolved.positions
-    if isinstance(positions, str):
-        _need(positions in NAMED_POSITIONS, "resolved.positions", "a known name or ranges")
-    else:
-        flat = [edge for pair in positions for edge in pair]
-        _need(len(positions) <= limits.spec_intervals_max and flat == sorted(set(flat)) and all(e >= 0 for e in flat),
-              "resolved.positions", "sorted, disjoint ranges")
-    _need(0 <= opened.prompt_len <= limits.position_max, "prompt_len", f"0 to {limits.position_max}")
-    _need(len(opened.prompt_token_ids) in (0, 4 * opened.prompt_len), "prompt_token_ids", "4 bytes a prompt token")
-    _need(0 <= opened.created_ms <= number_max, "created_ms", f"0 to {number_max}")
-    _need(0 <= opened.cached <= opened.prompt_len, "cached", "0 to prompt_len")
-    try:
-        _need(isinstance(json.loads(opened.asked), dict), "asked", "a JSON object")
-    except (ValueError, RecursionError):
-        raise RefusedError("malformed", "asked: must be a JSON object") from None

@@ -12,7 +12,8 @@ import xxhash
 import zmq
 
 from schemas import limits
-from schemas.errors import ProtocolError
+from schemas.errors import ProtocolError, StoreError
+from schemas.wire.layout import check_codecs
 from schemas.wire.messages import (
     Bye,
     ClientFinish,
@@ -21,7 +22,9 @@ from schemas.wire.messages import (
     Dropped,
     Finish,
     Frame,
+    Join,
     Open,
+    PartFinish,
     Ping,
     Record,
     Refuse,
@@ -29,13 +32,14 @@ from schemas.wire.messages import (
     decode_from_sender,
     unpack,
 )
-from schemas.wire.row_table import RowTable, check_frame, check_table
+from schemas.wire.row_table import RowTable, check_frame, check_part, check_table
 from writer_service.control_log import Message, Refused, RowsOverQuota
 from writer_service.journal.journal import Journal
 from writer_service.journal.open_segments import lane_bytes
 from writer_service.journal.parallel_append import ReceivedFrame
 from writer_service.journal.payload import find_payload
-from writer_service.receive.capture_rules import CaptureRules, RefusedError
+from writer_service.receive.capture_rules import CaptureRules, Member
+from writer_service.receive.record_checks import RefusedError
 from writer_service.receive.senders import Acks, Senders
 from writer_service.receive.sockets import Sockets, receive_at_once
 from writer_service.sender_state import SenderState
@@ -43,6 +47,7 @@ from writer_service.upkeep.usage import Quota
 
 burst_bytes: Final = 2 * limits.frame_bytes_target  # so much waiting at once is a burst, which is not over for …
 burst_s: Final = 0.2
+_FROM_AFAR: Final = (Open, Finish, Join, PartFinish, Dropped, ClientFinish)  # may come from another host
 
 
 class _Seq(msgspec.Struct):
@@ -59,6 +64,13 @@ class _Greeting(msgspec.Struct, tag="hello"):
 
 _seq = msgspec.msgpack.Decoder(_Seq)
 _greeting = msgspec.msgpack.Decoder(_Greeting)
+
+
+def _check_codecs(state: SenderState, opened: Open) -> None:
+    try:
+        check_codecs(state.layout, opened.resolved)
+    except (ProtocolError, StoreError) as error:
+        raise RefusedError("malformed", str(error)) from None
 
 
 class Receiver:
@@ -196,6 +208,8 @@ class Receiver:
             table_bytes = parts[1].bytes
             table = RowTable.from_bytes(table_bytes, rows)
             check_table(frame, table)
+            if state.share is not None:
+                check_part(frame, state.share)
             if xxhash.xxh3_64_intdigest(table_bytes) != frame.table_xxh3:
                 raise ProtocolError(f"frame {frame.seq}: the row table does not match its checksum")
             payload = find_payload(frame, state.ring, [part.buffer for part in parts[2:]])
@@ -295,9 +309,11 @@ class Receiver:
 
     def _take_record(self, state: SenderState, record: Record) -> None:
         try:
-            if state.remote and not isinstance(record, Open | Finish | Dropped | ClientFinish):
+            if state.remote and not isinstance(record, _FROM_AFAR):
                 raise RefusedError("forbidden", f"{type(record).__name__} comes from this host alone")
-            effect = self._rules.accept(state.stream, state.epoch, record)
+            if isinstance(record, Open) and state.group:
+                _check_codecs(state, record)
+            effect = self._rules.accept(state.stream, state.epoch, record, Member(state.group, state.rank))
         except RefusedError as error:
             self._counters.refused += 1
             self._refuse(state, record.seq, error.code, error.reason)
@@ -307,14 +323,14 @@ class Receiver:
         effect()
         self._advance(state, record.seq)
         self._counters.records += 1
-        if isinstance(record, Open):
+        if isinstance(record, Open | Join):
             state.open_captures.add(record.capture)
-            if self._quota.over and self._append(state, RowsOverQuota(record.capture)):
+            if isinstance(record, Open) and self._quota.over and self._append(state, RowsOverQuota(record.capture)):
                 self._rules.refuse_rows(record.capture)
         elif isinstance(record, Dropped) and record.reason != "fenced":  # whose range has no end
             lost = (record.stop - record.start) * len(record.layers)
             self._counters.dropped[record.reason] = self._counters.dropped.get(record.reason, 0) + lost
-        elif isinstance(record, Finish):
+        elif isinstance(record, Finish | PartFinish):
             state.open_captures.discard(record.capture)
         elif isinstance(record, Delete):
             deleted = set(self._rules.resolve(record.capture))

@@ -7,15 +7,21 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+import msgspec
+
+from schemas import limits
 from schemas.catalog.records import engine_json, nonce_of
+from schemas.errors import ProtocolError
 from schemas.ids import is_ulid
 from schemas.limits import PROTOCOL_VERSION
+from schemas.sites import PROBE
 from schemas.wire.identity import told_max
+from schemas.wire.layout import check_layout
 from schemas.wire.messages import Connect, EngineInfo, FromWriter, Hello, Refuse, encode
 from writer_service.control_log import CapturesLost
 from writer_service.journal.journal import Journal
 from writer_service.metrics import Counters
-from writer_service.receive.capture_rules import number_max
+from writer_service.receive.record_checks import number_max
 from writer_service.receive.sockets import Sockets, is_remote
 from writer_service.recover.sequences import StreamSequence
 from writer_service.sender_state import SenderState, map_ring
@@ -69,6 +75,9 @@ class Senders:
             return refusal
         if is_remote(address) and hello.role not in ("engine", "front_end"):
             return Refuse("forbidden", f"a sender of role {hello.role[:32]!r} must be on the writer's own host")
+        engine = hello.engine or self._engine_of(hello)
+        if reason := self._check_group(hello, engine):
+            return Refuse("malformed", reason)
         known = self._streams.get(hello.stream)
         if known is not None and hello.epoch > known.epoch:
             self.close_captures(known, "the stream began again")
@@ -88,6 +97,8 @@ class Senders:
                 self._journal.disk_error("append", self._journal.folder, error)
                 return Refuse("disk", f"{error.strerror}; try again")
         state.role, state.rank, state.shard = hello.role, hello.rank, hello.shard
+        if engine is not None and engine.group:
+            state.group, state.layout = engine.group, engine.layout
         state.nonce = hello.nonces[-1] if hello.nonces else 0
         state.remote = is_remote(address)
         self._connect(state, address)
@@ -148,6 +159,39 @@ class Senders:
                 return Refuse("limit", f"{remote_streams_max if remote else streams_max} streams are connected; come "
                               "again later")
         return None
+
+    def _engine_of(self, hello: Hello) -> EngineInfo | None:
+        """What a stream that greets without a word of it said of itself before."""
+        known = engine_json(self._db, hello.stream)
+        return msgspec.convert(known, EngineInfo) if known else None
+
+    def _check_group(self, hello: Hello, engine: EngineInfo | None) -> str:
+        """Why a sender cannot be the rank of the group that it says it is; "" where it can."""
+        known = self._db.execute('SELECT rank, "group" FROM engines WHERE stream = ?', (hello.stream,)).fetchone()
+        live = self._streams.get(hello.stream)  # the catalog may lag
+        was = tuple(known) if known is not None else None if live is None else (live.rank, live.group)
+        group = "" if engine is None else engine.group
+        if was not in (None, (hello.rank, group)):
+            return f"this stream was rank {was[0]} of group {was[1]!r}, and stays it"
+        if engine is None or not group:
+            return "" if engine is None or not engine.layout else "layout: group must be named"
+        if len(group) > limits.alias_chars_max:
+            return f"group: at most {limits.alias_chars_max} characters"
+        if not 0 <= hello.rank < len(engine.layout):
+            return f"rank {hello.rank} is not in the layout, which has {len(engine.layout)} parts"
+        armed = [(site, layer) for site, layers in engine.armed.sites.items() for layer in layers]
+        armed += [(f"{PROBE}{name}", probe.layer) for name, probe in engine.armed.probes.items()]
+        try:
+            check_layout(engine.layout, armed, engine.widths)
+        except ProtocolError as error:
+            return str(error)
+        query = 'SELECT rank, info FROM engines WHERE "group" = ? ORDER BY rowid LIMIT 1'
+        told = [(row["rank"], msgspec.json.decode(row["info"], type=EngineInfo).layout)
+                for row in self._db.execute(query, (group,))]  # which may lag
+        told += [(state.rank, state.layout) for state in self._streams.values() if state.group == group]
+        other = next((rank for rank, layout in told if layout != engine.layout), None)
+        return "" if other is None else (
+            f"layout: rank {other} of group {group!r} named another one than rank {hello.rank}")
 
     def _full(self, remote: bool) -> bool:
         far = sum(state.remote for state in self._streams.values())

@@ -49,13 +49,19 @@ def check_folder(store: Path) -> None:
 
 
 def make_store(store: Path) -> bytes:
-    """The store's uuid; the folder becomes a store where it is none yet."""
+    """The store's uuid; the folder becomes a store where it is none yet, and one of before becomes one of today:
+    programs that know no more than that one do not write to it from now on.
+    """
     file = store / "store.json"
     if not file.exists():
         document = {"format": "vllm-tap store", "version": limits.STORE_VERSION, "uuid": str(uuids.uuid4()),
                     "created_ms": time.time_ns() // 1_000_000}
         fs.write_durable(file, json.dumps(document, indent=1).encode())
-    return read_store_uuid(store)
+    uuid = read_store_uuid(store)
+    document = json.loads(file.read_text())
+    if document["version"] < limits.STORE_VERSION:
+        fs.write_durable(file, json.dumps({**document, "version": limits.STORE_VERSION}, indent=1).encode())
+    return uuid
 
 
 def recover(store: Path) -> Recovered:

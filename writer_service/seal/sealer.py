@@ -24,7 +24,7 @@ from writer_service.journal.journal import Journal
 from writer_service.seal.sealing import finish_cut, seal
 
 ENGINE_FIELDS: Final = ("model", "revision", "tokenizer", "vllm_version", "tap_version", "n_layers")
-engines_named_max: Final = 16
+engines_named_max: Final = 64
 patience_max: Final = 16  # segments that wait for a burst to end: 4 GiB
 backlog_max: Final = 64  # segments that wait: more of them, and nothing is received until there are fewer
 retry_s_first: Final = 1.0  # doubled with every failure of the same segment
@@ -96,7 +96,12 @@ class Sealer:
             fs.close(fd)
 
     def _engines(self) -> dict[str, dict[str, Any]]:
-        """The newest engines, by stream, as blocks name them."""
-        rows = self._db.execute("SELECT stream, info FROM engines ORDER BY rowid DESC LIMIT ?", (engines_named_max,))
-        known = {row["stream"]: json.loads(row["info"]) for row in rows}
-        return {stream: {key: info.get(key) for key in ENGINE_FIELDS} for stream, info in known.items()}
+        """The newest engines, by stream, as blocks name them: of a rank of a group with what it sends."""
+        query = 'SELECT stream, rank, "group", info FROM engines ORDER BY rowid DESC LIMIT ?'
+        named: dict[str, dict[str, Any]] = {}
+        for row in self._db.execute(query, (engines_named_max,)):
+            info = json.loads(row["info"])
+            named[row["stream"]] = {key: info.get(key) for key in ENGINE_FIELDS}
+            if row["group"]:
+                named[row["stream"]]["shares"] = info["layout"][row["rank"]]["shares"]
+        return named

@@ -29,7 +29,7 @@ from schemas.store.frame_hashes import prove_frame
 from schemas.store.map_file import map_file
 from schemas.store.paths import WRITER, array_metadata, block_name, building_name, group_metadata, main_chunk, open_name
 from schemas.store.segment import FLAG_REDACTED, SEGMENT_VERSION, FrameView, frames_end, whole_frames
-from schemas.wire.row_table import FLAG_ERASED
+from schemas.wire.row_table import FLAG_ERASED, joined_steps, steps_of
 from writer_service import fs, log
 from writer_service.journal.checksum_cache import FrameChecksums
 
@@ -44,6 +44,7 @@ class Columns:
     layers: list[int]
     captures: list[str]
     row: dict[str, npt.NDArray[np.uint32]]  # by ROW_COLUMNS, [R]
+    step: npt.NDArray[np.uint64] | None  # that computed each, [R], where a sender told it
     present: npt.NDArray[np.bool_]  # [R, L]
     index: npt.NDArray[np.uint64]  # [R, L, 2]: offset and bytes of the main piece
     checksum: npt.NDArray[np.uint64]  # [R, L]: see schemas.store.row_checksums
@@ -111,7 +112,9 @@ def gather(
             typed[side.name][~present.T] = fill_of(side)
     offsets = np.array([view.offset for view in frames], np.uint64)
     counts = np.array([view.rows for view in frames], np.uint64)
-    return Columns(layers, list(captures), row, present, index, checksum, typed, offsets, np.cumsum(counts) - counts)
+    step = joined_steps([steps_of(view.frame) for view in frames], [view.rows for view in frames])
+    first_rows = np.cumsum(counts) - counts
+    return Columns(layers, list(captures), row, step, present, index, checksum, typed, offsets, first_rows)
 
 
 def seal(
@@ -201,6 +204,8 @@ def _write_arrays(building: Path, declared: tuple[Stream, ...], columns: Columns
         _write_layered(building / side.name, columns.sides[side.name], side)
     for name in ROW_COLUMNS:
         write_whole(building / name, columns.row[name], ("row",))
+    if columns.step is not None:
+        write_whole(building / "step", columns.step, ("row",))
     write_whole(building / "present", columns.present, ("row", "layer"))
     write_whole(building / "checksum", columns.checksum, ("row", "layer"))
     write_whole(building / "frame", columns.frames, ("frame",))
@@ -263,8 +268,11 @@ def _attributes(
     """Attributes by which a stranger reads the block without this project's code."""
     frame = frames[0].frame
     streams: dict[tuple[str, int], list[int]] = {}
+    ranks: dict[str, dict[str, int]] = {}  # of the streams that are of a group
     for view in frames:
         streams.setdefault((view.header.stream, view.header.epoch), []).append(view.frame.seq)
+        if steps_of(view.frame) is not None:
+            ranks[view.header.stream] = {"rank": view.frame.rank}
     return {
         "format": "vllm-tap block",
         "store_version": limits.STORE_VERSION,
@@ -275,7 +283,7 @@ def _attributes(
         "segment": number,
         "streams": [
             {"stream": stream, "epoch": began, "first_seq": min(seqs), "last_seq": max(seqs),
-             "engine": dict(engines.get(stream, {}))}
+             **ranks.get(stream, {}), "engine": dict(engines.get(stream, {}))}
             for (stream, began), seqs in streams.items()
         ],
         "site": frame.site,

@@ -19,6 +19,7 @@ from schemas.catalog.records import Segment, connect_read, load_segment, unpack_
 from schemas.errors import StoreError
 from schemas.read.reader import read_store_uuid
 from schemas.store.paths import block_name, building_name, journal_folder, open_name
+from schemas.wire.row_table import steps_of
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.recover.store_lock import is_free
 from writer_service.tools.findings import Finding, View, below, lost_extents
@@ -189,10 +190,11 @@ def _check_extents(db: sqlite3.Connection, segment: Segment, good: Mapping[int, 
         at = columns[:, 1]
         fits = len(columns) == row["n"] and int(at.max(initial=0)) < view.rows and row["capture"] in view.frame.captures
         if fits:
-            table = view.table
+            table, steps = view.table, steps_of(view.frame)
             fits = bool((table.position[at] == columns[:, 0]).all() and (table.token_id[at] == columns[:, 2]).all()
                         and (table.capture[at] == view.frame.captures.index(row["capture"])).all()
-                        and unpack_layers(row["layers"]) == tuple(view.frame.layers))
+                        and unpack_layers(row["layers"]) == tuple(view.frame.layers)
+                        and row["steps"] == (b"" if steps is None else steps[at].astype("<u8").tobytes()))
         if not fits:
             yield Finding("the catalog does not match the frame; rebuild it", file, row["offset"], segment.site,
                       row["capture"], unpack_layers(row["layers"]), tuple(columns[:, 0].tolist()))

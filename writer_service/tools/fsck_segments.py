@@ -141,6 +141,8 @@ def _check_arrays(
     yield from differ("capture", names, np.asarray(columns.captures, object)[columns.row["capture"]])
     for name in ROW_COLUMNS[1:]:
         yield from differ(name, block.row[name][rows], columns.row[name])
+    if block.step is not None and columns.step is not None:
+        yield from differ("step", block.step[rows], columns.step)
     yield from differ("present", block.present[rows], columns.present)
     yield from differ("checksum", block.checksum[rows], columns.checksum)
     if index is not None:

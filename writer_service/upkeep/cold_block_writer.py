@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from google_crc32c import value as crc32c
@@ -32,7 +33,7 @@ from schemas.store.paths import array_metadata, block_name, group_metadata
 from schemas.store.row_checksums import BlockChecksums
 from schemas.store.segment import FrameHeader
 from schemas.wire.messages import Frame
-from schemas.wire.row_table import RowTable
+from schemas.wire.row_table import NO_STEP, RowTable, joined_steps, steps_of
 from writer_service import fs
 from writer_service.seal.sealing import fill_of, stream_attributes, write_whole
 
@@ -122,14 +123,19 @@ class ColdBlockWriter:
         """
         segments = {number: load_segment(db, number) for number in self.replaces}
         row_bytes = sum(stream.nbytes for stream in self.declared)
-        query = ("SELECT DISTINCT e.capture AS id, e.site AS site, c.stream AS stream, c.epoch AS epoch, "
-                 "c.created_ms AS created_ms FROM extents e JOIN captures c ON c.id = e.capture "
+        query = ("SELECT DISTINCT e.capture AS id, e.site AS site, e.part AS part, c.created_ms AS created_ms, "
+                 "coalesce(p.stream, c.stream) AS stream, coalesce(p.epoch, c.epoch) AS epoch "
+                 "FROM extents e JOIN captures c ON c.id = e.capture "
+                 "LEFT JOIN parts p ON p.capture = e.capture AND p.part = e.part "
                  f"WHERE e.segment IN ({', '.join('?' * len(self.replaces))})")
         parts: list[FramePlan] = []
         for row in db.execute(query, self.replaces).fetchall():
-            drops = [drop.seq for drop in load_drops(db, row["id"]) if drop.site == row["site"]]
+            drops = [drop.seq for drop in load_drops(db, row["id"])
+                     if drop.site == row["site"] and drop.part == row["part"]]
             part: FramePlan | None = None
             for extent in load_extents(db, row["id"], row["site"]):
+                if extent.part != row["part"]:
+                    continue
                 segment = segments.get(extent.segment)
                 source = None if segment is None else self._source(maps, segment, extent, row["id"], strict)
                 if source is None:
@@ -143,7 +149,7 @@ class ColdBlockWriter:
                 part.seqs.append(extent.seq)
                 part.sources.append(source)
                 part.rows += len(extent.rows)
-        return sorted(parts, key=lambda part: (part.layers, part.created_ms, part.capture, part.seq))
+        return sorted(parts, key=lambda part: (part.layers, part.created_ms, part.capture, part.stream, part.seq))
 
     def _source(self, maps: SegmentMaps, segment: Segment, extent: Extent, capture: str, strict: bool
                 ) -> RowSource | None:
@@ -182,11 +188,14 @@ class ColdBlockWriter:
         row["capture"] = np.repeat([capture_at[part.capture] for part in self.parts], sizes).astype("<u4")
         for name, column in row.items():
             write_whole(folder / name, column, ("row",))
+        row_steps = self._steps()
+        if row_steps is not None:
+            write_whole(folder / "step", row_steps, ("row",))
         write_whole(folder / "present", self.present, ("row", "layer"))
         write_whole(folder / "checksum", self.checksum, ("row", "layer"))
         frames = {"frame_row": first, "frame_seq": np.array([part.seq for part in self.parts], np.uint64),
                   "frame_stream": np.array([known[part.stream, part.epoch] for part in self.parts], np.uint64),
-                  "frame_xxh3": self._digests(row, first.astype(np.int64))}
+                  "frame_xxh3": self._digests(row, first.astype(np.int64), row_steps)}
         for name, column in frames.items():
             write_whole(folder / name, column, ("frame",))
         newest = self.olds[-1]
@@ -206,12 +215,21 @@ class ColdBlockWriter:
         return [{**told.get(key, {"stream": key[0], "epoch": key[1], "engine": {}}),
                  "first_seq": min(numbers), "last_seq": max(numbers)} for key, numbers in seqs.items()]
 
-    def _digests(self, row: dict[str, npt.NDArray[np.uint32]], first: I64) -> npt.NDArray[np.uint64]:
+    def _steps(self) -> npt.NDArray[np.uint64] | None:
+        """By row the step that computed it, NO_STEP where its sender told none; None where none did."""
+        told = [(steps_of(source.view.frame), source.rows) for source in self.sources]
+        return joined_steps([None if steps is None else steps[rows] for steps, rows in told],
+                            [len(rows) for _, rows in told])
+
+    def _digests(self, row: dict[str, npt.NDArray[np.uint32]], first: I64, steps: npt.NDArray[np.uint64] | None
+                 ) -> npt.NDArray[np.uint64]:
         found = np.empty(len(self.parts), np.uint64)
         for number, (part, start) in enumerate(zip(self.parts, first.tolist(), strict=True)):
             rows, segment = slice(start, start + part.rows), self.segment
             frame = Frame(part.seq, segment.site, segment.codec, segment.dtype, segment.width, list(part.layers),
                           [part.capture], [part.rows], 0, [], self.olds[-1]["fingerprint"])
+            if steps is not None and steps[start] != NO_STEP:
+                frame = msgspec.structs.replace(frame, runs=[1] * part.rows, steps=steps[rows].tolist())
             table = RowTable(np.zeros(part.rows, np.uint32), row["position"][rows], row["token_id"][rows],
                              row["flags"][rows])
             columns = np.searchsorted(self.layers, part.layers)

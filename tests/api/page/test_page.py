@@ -22,6 +22,7 @@ import pytest
 from tests.api.test_embedded import server
 from tests.support.api_stack import Process, Stack, running
 from tests.support.engines.engine_player import WIDTH, rows
+from vllm_tap.client.sweep_result import PatchSweep
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page was NOT tested: `make page-test` installs "
                                                                "playwright and says how to get a browser")
@@ -198,11 +199,11 @@ def test_projection_on_a_direction_of_ones_own(page: Any, stack: Stack, capture:
     area = look(page, stack, capture)
     area.locator("canvas").click(position=cell_of(page, 1, 6))
     page.get_by_label("Measure").select_option("projection")
-    page.locator("input[type=file]").set_input_files(tmp_path / "direction.npy")
+    page.get_by_role("button", name="Direction").set_input_files(tmp_path / "direction.npy")
     x = rows(0, "resid_post", 1, [6], "bfloat16")[0].astype(np.float64)
     expect(told(page)).to_contain_text(f"projection {shown(float(x @ direction / np.linalg.norm(direction)))}")
     np.save(tmp_path / "short.npy", direction[:5])
-    page.locator("input[type=file]").set_input_files(tmp_path / "short.npy")
+    page.get_by_role("button", name="Direction").set_input_files(tmp_path / "short.npy")
     expect(page.get_by_role("alert")).to_contain_text(f"rows of {WIDTH} numbers")
 
 
@@ -532,6 +533,150 @@ def test_every_colour_can_be_read_on_and_a_sigmoid_has_but_one_side(page: Any, s
     assert signed[100] == "rgb(247,247,246)" and rising[0] == rising[100] == "rgb(247,247,247)"
 
 
+# ── sweeps of activation patching ───────────────────────────────────────────────────────────────────────────────────
+
+
+def swept(positions: list[int], tokens: int, sites: tuple[str, ...] = ("resid_post", "attn_out")) -> PatchSweep:
+    """A sweep of layers 1 and 3, the second site without the first of them."""
+    values = np.random.default_rng(4).normal(size=(len(sites), 2, len(positions)))
+    values[1:, 0] = np.nan
+    clean = list(range(100, 100 + tokens))
+    return PatchSweep(values, values * 4 + 2, list(sites), [1, 3], positions, clean, [7, *clean[1:]], 6.0, 2.0,
+                      "logit of 17 less that of 5")
+
+
+def open_sweep(page: Any, path: Path) -> None:
+    """Chooses a file as a person does."""
+    page.get_by_text("Patching sweep").click()
+    page.get_by_label("File of a sweep").set_input_files(path)
+
+
+def test_a_sweep_is_shown_as_the_heat_maps_of_its_sites(page: Any, stack: Stack, capture: str, tmp_path: Path) -> None:
+    sweep = swept([0, 1, 2, 4], 6)
+    sweep.to_json(tmp_path / "sweep.json", words=["The", " cat", "\n", "on"])
+    asked = Asked(page)
+    look(page, stack, capture)
+    cell_of(page, 0, 0)
+    open_sweep(page, tmp_path / "sweep.json")
+    head = page.locator(".head")
+    expect(head).to_contain_text("sweep.json")
+    expect(head).to_contain_text("logit of 17 less that of 5")
+    expect(head).to_contain_text("clean prompt6corrupted prompt2tokens6")
+    expect(page.locator(".view")).to_contain_text("The prompts differ at position 0 The (#7, clean #100).")
+    expect(page.locator(".map figcaption")).to_have_text(["resid_post", "attn_out"])
+    most = shown(float(np.nanmax(np.abs(sweep.values))))
+    expect(page.locator(".legend")).to_contain_text(f"-{most}{most}given back")
+    expect(page.locator(".legend")).to_contain_text("not asked for")  # position 3
+    where = cell(page, 1, 1, rows=2)
+    page.locator("#map-0 canvas").hover(position={"x": where["x"], "y": where["y"]})
+    expect(page.locator(".tip")).to_have_text(f"·catposition 1 · layer 3gives back {shown(sweep.values[0, 1, 1])}")
+    for n, row, column, colours in ((0, 0, 0, 1), (0, 1, 4, 1), (0, 1, 3, 2), (1, 0, 0, 2), (1, 1, 2, 1)):
+        assert (cell(page, row, column, n, rows=2)["colours"] > 1) == (colours > 1), (n, row, column)
+    assert not any(sweep_word in url for url in asked.urls for sweep_word in ("sweep.json", "blob:")), "it stays here"
+    page.get_by_role("button", name="Close the sweep").click()
+    expect(page.locator(".head .id")).to_have_text(capture)  # what was open before
+
+
+def test_the_colours_of_a_sweep_have_white_for_nothing_given_back(page: Any, stack: Stack, tmp_path: Path) -> None:
+    sweep = swept([0, 1, 2], 3, ("resid_post",))
+    sweep.values[0] = [[0, 1, -1], [0.5, -0.5, 0]]
+    sweep.to_json(tmp_path / "sweep.json")
+    page.goto(stack.url)
+    open_sweep(page, tmp_path / "sweep.json")
+    page.locator("#map-0 canvas[data-cell]").wait_for()
+    colours = page.evaluate("""() => {
+        const canvas = document.querySelector("#map-0 canvas"), ratio = canvas.width / parseFloat(canvas.style.width);
+        const [width, height] = canvas.dataset.cell.split("x").map(Number);
+        return [0, 1, 2].map((column) => [...canvas.getContext("2d").getImageData(
+            (column + 0.5) * width * ratio, 1.5 * height * ratio, 1, 1).data].slice(0, 3));
+    }""")
+    assert colours == [[247, 247, 246], [178, 24, 43], [33, 102, 172]]
+
+
+def test_the_keyboard_goes_through_a_sweep(page: Any, stack: Stack, tmp_path: Path) -> None:
+    sweep = swept([0, 1, 2, 4], 6)
+    sweep.to_json(tmp_path / "sweep.json")
+    page.goto(stack.url)
+    open_sweep(page, tmp_path / "sweep.json")
+    area = page.locator("#map-0")
+    area.focus()
+    expect(told(page)).to_have_text(f"token #7, position 0, layer 1, gives back {shown(sweep.values[0, 0, 0])}")
+    for key in ("ArrowUp", "End", "Enter"):  # there is no row to open
+        area.press(key)
+    expect(told(page)).to_have_text(f"token #104, position 4, layer 3, gives back {shown(sweep.values[0, 1, 3])}")
+    area.press("ArrowLeft")
+    expect(told(page)).to_have_text("token #103, position 3, layer 3, missing: not asked for")
+    expect(page.locator("#map-0-how")).not_to_contain_text("Enter")
+    page.locator("#map-1").focus()
+    expect(told(page, 1)).to_have_text("token #7, position 0, layer 1, no number")
+    expect(told(page)).to_be_empty()  # one of them speaks
+    page.get_by_text("Values as a table").click()
+    table = page.get_by_role("region", name="values as a table: resid_post")
+    expect(table.locator("tbody tr").first).to_have_text("".join(
+        ["3", *(shown(each) for each in sweep.values[0, 1, :3]), "not_asked", shown(sweep.values[0, 1, 3])]))
+
+
+def test_a_sweep_of_a_long_prompt_is_shown_part_by_part(page: Any, stack: Stack, tmp_path: Path) -> None:
+    sweep = swept([600, 601, 1100], 1200)
+    sweep.to_json(tmp_path / "sweep.json")
+    page.goto(stack.url)
+    open_sweep(page, tmp_path / "sweep.json")
+    expect(page.locator(".pager")).to_contain_text("positions 512–1023 of 1101")
+    page.get_by_role("button", name="later positions").click()
+    expect(page.locator("#map-0 canvas[data-columns='77']")).to_be_visible()
+    area = page.locator("#map-0")
+    area.focus()
+    area.press("End")
+    expect(told(page)).to_have_text(f"token #1200, position 1100, layer 1, gives back {shown(sweep.values[0, 0, 2])}")
+
+
+TRY = "choose the file that sweep.to_json(path) has written"
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda text: text[:-9], f"this is no JSON: {TRY}"),
+    (lambda text: '{"sweep": {"model": "m"}}\n{"cell": ["z", 0, 0], "metric": 1}\n',
+     f"this is the file that a sweep goes on from (results=…): {TRY}"),
+    (lambda text: "[]", f"sites: a list of names is needed there; {TRY}"),
+    (lambda text: text.replace('"layers": [1, 3]', '"layers": [3, 1]'), "layers: a list of rising numbers from 0 is"),
+    (lambda text: text.replace('"positions": [0, 1]', '"positions": [0, 3]'),
+     "positions: a list of rising numbers below the 3 tokens of the prompts is"),
+    (lambda text: text.replace('"values": [[[', '"values": [[[1, '), "values: numbers, or null, of 1 sites × 2 layers"),
+    (lambda text: text.replace('"corrupted_metric": 2.0', '"corrupted_metric": null'), "corrupted_metric: a number is"),
+    (lambda text: text[:-1] + ', "words": ["one"]}', "words: left out, or 2 texts is"),
+    (lambda text: text[:-1] + ', "words": "' + "x" * 2**26 + '"}', "the file has more than 64 MiB"),
+], ids=["cut off", "results", "a list", "layers", "positions", "values", "metric", "words", "too large"])
+def test_a_file_that_is_no_sweep_is_named_with_what_is_wrong(page: Any, stack: Stack, tmp_path: Path, change: Any,
+                                                             says: str) -> None:
+    sweep = swept([0, 1], 3, ("resid_post",))
+    (tmp_path / "some.json").write_text(changed := change(sweep.to_json()))
+    assert changed != sweep.to_json()
+    page.goto(stack.url)
+    open_sweep(page, tmp_path / "some.json")
+    expect(page.get_by_role("alert")).to_contain_text(f"some.json: {says}")
+    expect(page.locator(".map")).to_have_count(0)
+    sweep.to_json(tmp_path / "some.json")  # the same file, mended
+    page.get_by_label("File of a sweep").set_input_files(tmp_path / "some.json")
+    expect(page.locator(".map")).to_have_count(1)
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_sweep_makes_room_for_a_capture(page: Any, stack: Stack, capture: str, tmp_path: Path) -> None:
+    swept([0, 1], 3).to_json(tmp_path / "sweep.json")
+    look(page, stack, capture)
+    open_sweep(page, tmp_path / "sweep.json")
+    expect(page.get_by_role("region", name="patching sweep")).to_be_visible()
+    page.get_by_role("searchbox").fill("animal=fox")
+    page.get_by_role("searchbox").press("Enter")  # the one that was open: its address stays
+    expect(page.locator(".head .id")).to_have_text(capture)
+    page.get_by_label("File of a sweep").set_input_files(tmp_path / "sweep.json")
+    page.locator(".brand").click()
+    expect(page.locator(".welcome")).to_be_visible()
+
+
+# ── keys, ports, everybody ──────────────────────────────────────────────────────────────────────────────────────────
+
+
 def test_a_key_is_asked_for_kept_for_the_tab_and_forgotten(page: Any, stack: Stack, tmp_path: Path) -> None:
     from api.auth.keys import make_key
 
@@ -577,15 +722,16 @@ def test_the_same_page_is_on_the_model_servers_own_port(page: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("what", ["start", "capture", "pair", "probe"])
-def test_accessible(page: Any, stack: Stack, capture: str, holed: str, probed: str, what: str, scheme: str) -> None:
+@pytest.mark.parametrize("what", ["start", "capture", "pair", "probe", "sweep"])
+def test_accessible(page: Any, stack: Stack, capture: str, holed: str, probed: str, what: str, scheme: str,
+                    tmp_path: Path) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="`make page-test` installs it")
     # The checker is put in by the test: the page itself would not let it.
     page.close()
     context = page.context.browser.new_context(bypass_csp=True, color_scheme=scheme, reduced_motion="reduce")
     tab = context.new_page()
     try:
-        tab.goto(f"{stack.url}/#{dict(start='', capture=capture, pair=f'{capture}~{holed}', probe=probed)[what]}")
+        tab.goto(f"{stack.url}/#{dict(capture=capture, pair=f'{capture}~{holed}', probe=probed).get(what, '')}")
         tab.locator(".captures li").first.wait_for()
         if what == "probe":
             tab.get_by_label("Site").select_option("probe.tone")
@@ -593,6 +739,14 @@ def test_accessible(page: Any, stack: Stack, capture: str, holed: str, probed: s
             tab.locator("#map-0").press("Enter")
             tab.locator(".scores").wait_for()
             tab.get_by_text("Values as a table").click()
+        elif what == "sweep":
+            swept([0, 1, 2, 4], 6).to_json(tmp_path / "sweep.json")
+            (tmp_path / "other.json").write_text("")
+            open_sweep(tab, tmp_path / "sweep.json")
+            tab.locator("#map-0").focus()
+            tab.get_by_text("Values as a table").click()
+            tab.get_by_label("File of a sweep").set_input_files(tmp_path / "other.json")
+            tab.get_by_role("alert").wait_for()
         elif what != "start":
             tab.locator("#map-0 canvas").click(position=cell_of(tab, 1, 6))
             tab.locator(".bars").wait_for()

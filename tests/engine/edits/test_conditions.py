@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from engine_side import worker
 from schemas.errors import SpecError
@@ -34,6 +36,33 @@ def engine(reader: StoreReader, tmp_path_factory: pytest.TempPathFactory) -> Ite
         made = started(reader, "qwen3", edit="resid_post.1,mlp_post.0")
     yield made
     made.close()
+
+
+class OwnScheduler(Scheduler):
+    """One that would not see what a probe has ended."""
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        return super().update_from_output(*args, **kwargs)
+
+
+def test_no_condition_with_a_scheduler_that_takes_results_in_a_way_of_its_own(
+        reader: StoreReader, tmp_path: Path) -> None:
+    """Before the module's engine, as it has one of its own."""
+    save_file({"directions": np.stack([vector(HIDDEN, 21)])}, file := tmp_path / "tone.safetensors",
+              {"site": "resid_post", "layer": "2"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_TAP_PROBES", f"tone={file}")
+        made = started(reader, "qwen3", edit="resid_post.1", scheduler_cls=OwnScheduler)
+    try:
+        when = {"probe": "tone", "above": 1.0}
+        for edit in ({"op": "stop", "when": when}, {**EDIT, "when": when}):
+            with pytest.raises(SpecError, match=r"when = 'tone': a condition cannot be had with the scheduler .*"
+                                                r"\.OwnScheduler, .*: leave scheduler_cls out"):
+                run(made, [tokens(9, seed=1)], [[edit]])
+        edited, = run(made, [tokens(9, seed=1)], [[EDIT]])
+        check(made, edited, [EDIT])
+    finally:
+        made.close()
 
 
 def scores(engine: Engine, captured: Captured) -> Any:
@@ -146,6 +175,17 @@ def test_what_a_condition_left_in_the_prefix_cache_is_for_its_equals(engine: Eng
     assert more.output.num_cached_tokens == 0, "what was an answer there is a prompt here"
     plain, = run(engine, [longer], [None], most=5)
     check(engine, plain, None)
+
+
+def test_a_condition_that_has_used_its_switches_says_so(engine: Engine) -> None:
+    when = {"probe": "tone", "score": "glad", "above": 0.0, "below": 0.0}
+    edit = {"site": "resid_post.1", "op": "scale", "by": 1, "when": when}  # which changes no score
+    plain, = run(engine, [tokens(9, seed=88)], [None], sites=[], probe=["tone"], most=120)
+    when["above"] = when["below"] = float(np.median(scores(engine, plain)[plain.prompt_len - 1 :, 0]))
+    captured, = run(engine, [tokens(9, seed=88)], [[edit]], probe=["tone"], most=120)
+    found = turns(scores(engine, captured), captured.prompt_len - 1, when)
+    told, = captured.manifest.edits
+    assert len(found) > 16 and told["switched"] == found[:16] and told["used_up"] is True
 
 
 def stop(**fields: Any) -> list[dict[str, Any]]:

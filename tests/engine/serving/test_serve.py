@@ -742,10 +742,13 @@ def test_a_sweep_of_patches_is_hugging_faces_cell_by_cell(service: Service, tmp_
 
     async def on_asyncio() -> Any:
         async with AsyncClient(service.url) as client:
-            return await client.patch_sweep(clean, corrupted, ["attn_out"], first_chance, layers=[2], positions=[5, 1])
+            return await client.patch_sweep(clean, corrupted, ["attn_out"], first_chance, layers=[2], positions=[5, 1],
+                                            progress=lambda done, total: told.append(done))
 
+    told.clear()
     other = asyncio.run(on_asyncio())
     assert other.values.shape == (1, 1, 2) and other.positions == [1, 5] and other.name_of_metric == "first_chance"
+    assert told == [0, 1, 2]
 
 
 def first_chance(answer: Answer) -> float:

@@ -139,7 +139,10 @@ def test_rows_that_never_fit_are_told_so_and_others_to_wait() -> None:
     rows, one = RowsInUse(256), Request()
     with pytest.raises(EditError, match=r"^edit = '258 rows': the engine keeps 256 .*sample \(n\) of every prompt"):
         rows.check(258)
+    with pytest.raises(EditError, match=r"^edit = '258 rows, 86 for each of n = 3': the engine keeps 256 "):
+        rows.check(86, 3)
     rows.check(256)
+    rows.check(64, 4)
     rows.hold(one, 200)
     with pytest.raises(EditError, match=r"^edit = '57 rows': .* 200 are in use .*again .*, or raise VLLM_TAP_E"):
         rows.check(57)

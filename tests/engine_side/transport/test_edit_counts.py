@@ -47,6 +47,16 @@ def test_every_row_is_applied_cached_or_missing(made: list[list[int]] | None, ca
     assert counted(made, cached) == right
 
 
+@pytest.mark.parametrize(("left", "used_up"), [(1, {}), (0, {"used_up": True})])
+def test_a_condition_that_has_used_its_switches_says_so(left: int, used_up: dict[str, bool]) -> None:
+    switches = [2 * number + 10 for number in range(16 - left)]
+    numbers = np.array([14, 14, *switches, *[-1] * left], np.int32)
+    told = [{"site": "z", "layers": [1], "op": "scale", "when": {"probe": "p", "above": 1}}]
+    event = EditsCounted("c", [("z", 1)], [(0,)], [])
+    edit, = json.loads(ToldEdits(json.dumps(told), 10, event, numbers).with_counts(50))
+    assert {name: edit[name] for name in ("switched", "used_up") if name in edit} == {"switched": switches, **used_up}
+
+
 def test_a_request_that_never_ran_has_no_rows_to_edit() -> None:
     assert counted(None, [], end=0) == [[(0, 0, 0)] * 2, [(0, 0, 0)]]
     assert json.loads(ToldEdits(json.dumps(TOLD), 10).with_counts(0))[1]["rows"][0]["expected"] == 0

@@ -17,7 +17,7 @@ from schemas.errors import CorruptError, LimitError, NotFoundError, SpecError
 from schemas.ids import new_ulid
 from schemas.native import loops as native_loops
 from schemas.read import coverage_cache as covered_module
-from schemas.read import reader as reader_module
+from schemas.read import row_reader as reader_module
 from schemas.read import segment_cache, segment_maps
 from schemas.read.reader import RowsAt, StoreReader, read_store_uuid
 from schemas.read.row_locations import FIRST, LAYERS, PARTS, SEGMENT, STEP, RowLocations, joined

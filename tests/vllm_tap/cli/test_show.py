@@ -1,4 +1,4 @@
-"""Lines of `vllm-tap show` about edits."""
+"""Lines of `vllm-tap show` about edits, and about a capture that failed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ ABLATE = {"site": "resid_post", "layers": [12], "op": "ablate", "vector": "refus
      "ablate resid_post.12 all vector=refusal when deception.0 ≥ 0, until < 0"),
     ({"op": "stop", "when": {"probe": "deception", "above": 0.9}, "switched": [7]},
      "stop when deception ≥ 0.9: ended at position 7"),
+    ({"site": "z", "layers": [1, 2], "op": "set", "positions": [3], "digest": "ab",
+      "from": {"capture": "01HX", "site": "z", "layer": 4, "positions": [5], "decoded": True}},
+     "set z.1–2 [3] digest=ab from 01HX z.4 [5] decoded"),
+    ({"site": "z", "layers": [1], "op": "set", "positions": [3], "from": {"capture": "01HX", "site": "z", "layer": 1}},
+     "set z.1 [3] from 01HX z.1"),
 ])
-def test_a_condition_is_told_in_words(edit: dict[str, Any], line: str) -> None:
+def test_an_edit_is_told_in_words(edit: dict[str, Any], line: str) -> None:
     assert edit_line(edit) == line

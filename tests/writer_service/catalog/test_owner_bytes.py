@@ -18,7 +18,7 @@ from writer_service.control_log import LogEntry
 
 def put(db: sqlite3.Connection, capture: str, seq: int, nbytes: int) -> None:
     """As the writer indexes rows; a journal that is read again does it again."""
-    db.execute("INSERT OR REPLACE INTO extents VALUES (?, 'resid_post', ?, 1, 0, 1, 0, 0, x'', x'', ?)",
+    db.execute("INSERT OR REPLACE INTO extents VALUES (?, 'resid_post', 0, ?, 1, 0, 1, 0, 0, x'', x'', x'', ?)",
                (capture, seq, nbytes))
 
 

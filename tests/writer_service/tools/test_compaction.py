@@ -22,7 +22,7 @@ from schemas import codecs
 from schemas.catalog.records import connect_write
 from schemas.errors import CorruptError, NotFoundError, SpecError, StartError, StoreError
 from schemas.ids import new_ulid
-from schemas.read import reader as reader_module
+from schemas.read import row_reader as reader_module
 from schemas.read.reader import LiveRows, StoreReader, read_store_uuid
 from schemas.store.cold_block import CHUNK_ROWS, ColdBlock
 from tests.support.consistency import assert_consistent, dump

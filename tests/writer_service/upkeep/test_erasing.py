@@ -23,7 +23,7 @@ from schemas import codecs
 from schemas.catalog.records import connect_read, connect_write
 from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
-from schemas.read import reader as reader_module
+from schemas.read import row_reader as reader_module
 from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
 from schemas.store.paths import journal_folder, redo_name
