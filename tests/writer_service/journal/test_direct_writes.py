@@ -17,6 +17,7 @@ import pytest
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from tests.support.store_helpers import PROGRAMS, SITE, Sender, WriterProcess, assert_rows, engine_info, until
+from tests.support.writers.power import Certain
 from tests.writer_service.seal.test_sealing import can_write_direct, pages_in_memory
 from writer_service import fs
 
@@ -96,6 +97,22 @@ def test_an_ordinary_write_that_fails_then_is_the_error(file: int, monkeypatch: 
     monkeypatch.setattr(fs, "write_at", full)
     with pytest.raises(OSError, match="full"):
         fs.write_direct(file, aligned([BLOCK]), 0)
+
+
+def test_a_direct_write_is_lost_with_the_power_until_it_is_synced(tmp_path: Path) -> None:
+    """A disk that took the bytes has neither the file's size nor, perhaps, what it took."""
+    fs.make_dirs(tmp_path / "store")
+    disk = Certain(tmp_path / "store", tmp_path / "certain")
+    first, second = aligned([4 * BLOCK, 3 * BLOCK])
+    with disk.watching():
+        fd = fs.open_new(path := disk.store / "file")
+        fs.sync_dir(disk.store)
+        end = fs.write_direct(fd, [first], 0)
+        fs.datasync(fd)
+        fs.write_direct(fd, [second], end)
+        fs.close(fd)
+    disk.lose()
+    assert path.read_bytes() == bytes(first)
 
 
 def test_the_descriptor_writes_as_usual_afterwards(file: int) -> None:
