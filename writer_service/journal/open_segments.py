@@ -41,6 +41,7 @@ class OpenSegment:
     good: int = 0
     end: int = 0  # beyond ``tail`` while its lane is being written
     last_append: float = 0.0
+    writing: bool = False  # whether a lane has been given something for it, be it only about to write
     poisoned: bool = False
 
     @property
@@ -136,7 +137,7 @@ class SegmentSet:
     def take_sealable(self) -> list[int]:
         """The numbers of retired segments that are wholly on the disk. They are closed; the caller seals them."""
         ready = [segment for segment in self.retired
-                 if segment.good == segment.tail == segment.end and not segment.poisoned]
+                 if segment.good == segment.tail and not segment.writing and not segment.poisoned]
         self.retired = [segment for segment in self.retired if segment not in ready]
         for segment in ready:
             fs.close(segment.fd)
