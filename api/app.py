@@ -15,7 +15,7 @@ from api.config import Config, is_loopback
 from api.description import REFUSED, describe
 from api.generate.upstream import new_client
 from api.metrics import CountRequests, Metrics
-from api.routes import about, captures, generate, holds, live, maps, page, slices, vectors
+from api.routes import about, captures, generate, holds, live, maps, page, slices, vectors, zarr
 from api.service import ApiService
 from schemas.wire.control_channel import ControlChannel
 
@@ -51,7 +51,7 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
     errors.install(app)
     describe(app)
     # What is asked most is found first.
-    for part in (slices, generate, captures, holds, live, maps, vectors, about, page):
+    for part in (slices, zarr, generate, captures, holds, live, maps, vectors, about, page):
         app.include_router(part.router)
     app.add_middleware(AccessGuard, config=config, who=who)
     app.add_middleware(CountRequests, metrics=metrics)

@@ -6,7 +6,7 @@
     ├── NotFoundError         no such capture, site or layer (schemas.errors)
     └── ServiceError          the service answered with an error; carries its message, status, code and parameter
         ├── BadRequest        what was asked cannot be had (400, 406, 413, 416, 422); a ValueError too
-        ├── NotFound          404; a NotFoundError too
+        ├── NotFound          404, 410; a NotFoundError too
         ├── Conflict          409; a ConflictError too
         └── Unavailable       the service, the writer or the model server is away (429, 5xx, no connection)
 """
@@ -72,6 +72,6 @@ def service_error(status: int, code: str | None, message: str, param: str | None
     """The exception that stands for an error answer."""
     if code == "timeout":
         return NotComplete(message)
-    kinds = {404: NotFound, 409: Conflict, 429: Unavailable}
+    kinds = {404: NotFound, 410: NotFound, 409: Conflict, 429: Unavailable}
     kind = kinds.get(status, BadRequest if 400 <= status < 500 else Unavailable)
     return kind(status, code, message, param)

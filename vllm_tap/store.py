@@ -13,6 +13,7 @@ from schemas.manifest import FINAL, Manifest
 from schemas.read.reader import CaptureRow, StoreReader
 from schemas.sites import site_meant
 from schemas.wire.messages import EngineInfo
+from schemas.zarr_view.view import CaptureView
 from vllm_tap.client.captures import F32, Capture, Layers, Rows, check_range, drop_layer_axis, site_and_layers
 from vllm_tap.client.listing import Filters
 from vllm_tap.errors import not_complete
@@ -138,6 +139,15 @@ class Store:
         piece = self.reader.slice(ref, site, layers, start, stop, rejected=rejected)
         return Rows(piece.capture, piece.site, piece.layers, piece.start, piece.stop, piece.positions, piece.token_ids,
                     piece.values(), piece.missing, piece.clipped)
+
+
+    def zarr_value(self, ref: str, key: str, span: slice) -> bytes | None:
+        """Some bytes of what lies under a key of a capture's Zarr view; None where nothing does."""
+        found = CaptureView(self.reader, ref).value(key)
+        return None if found is None else found.read()[span]
+
+    def __reduce__(self) -> tuple[type[Store], tuple[Path, float]]:
+        return Store, (self.path, self.wait_s)  # a worker of dask opens it anew
 
 
 def open_store(path: str | Path) -> Store:

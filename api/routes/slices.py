@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
-from collections.abc import Iterator
 from typing import Annotated, Final
 
 import xxhash
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from api.description import answers, json_content
 from api.errors import ApiError, BadParam
@@ -19,20 +15,16 @@ from api.parameters import ULID, Ref, Route
 from api.service import owner_of, service_of
 from api.slices.entity_tags import same_entity
 from api.slices.formats import MEDIA_TYPES
+from api.slices.parts import asked_part, head_of, sent_part
 from api.slices.query import SliceQuery
-from api.slices.reading import EncodedSlice, SliceMemory, captured, end_of, past_the_end, read_slices, slice_bytes, sole
-from api.slices.sending import tell_stalled
-from api.slow_heads import ENDS_WHAT_IT_CLOSES
+from api.slices.reading import SliceMemory, captured, end_of, past_the_end, read_slices, slice_bytes, sole
 from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
 from schemas.sites import SITES
 
 router = APIRouter(route_class=Route)
 
-_PIECE_BYTES: Final = 1 << 20  # of one write to the socket
-_SHORT_BYTES: Final = 1 << 16
 _ENCODING: Final = 2  # grows when the same rows become other bytes
-_BYTES: Final = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})", re.ASCII)
 
 
 _BINARY: Final = {kinds[0]: {"schema": {"type": "string", "format": "binary"}}
@@ -97,26 +89,20 @@ def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: Sl
     held = SliceMemory(service, owner, slice_bytes(service.config, manifest, chosen, query))
     try:
         answer = read_slices(reader, manifest, chosen, query, owner)
-        size = answer.size
-        part = _part(request, size, tag if request.method == "GET" else "")
-        headers = {**answer.headers(manifest, query), "X-Tap-Xxh3": answer.xxh3(), "Vary": "Accept",
-                   "Content-Length": str(part.stop - part.start)}
+        part = asked_part(request, answer.size, tag)
+        headers = {**answer.headers(manifest, query), "X-Tap-Xxh3": answer.xxh3(), "Vary": "Accept"}
         if "sha-256" in request.headers.get("want-repr-digest", ""):
             headers["Repr-Digest"] = answer.sha256()
     except BaseException:
         held.release()
         raise
-    held.only(size)
+    held.only(answer.size)
     if tag:
         headers |= {"ETag": tag, "Accept-Ranges": "bytes"}
-    whole = part == slice(0, size)
-    if not whole:
-        headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
     if request.method == "HEAD":
         held.release()
-        return Response(status_code=200, headers=headers, media_type=MEDIA_TYPES[query.format][0])
-    service.metrics.slice_bytes.inc(part.stop - part.start)
-    return _Sending(answer, held, headers, MEDIA_TYPES[query.format][0], part, 200 if whole else 206)
+        return head_of(answer.size, headers, MEDIA_TYPES[query.format][0])
+    return sent_part(request, answer.buffers, part, held, headers, MEDIA_TYPES[query.format][0])
 
 
 def _tag(manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery) -> str:
@@ -127,70 +113,3 @@ def _tag(manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery) ->
     what = (manifest.id, manifest.status, manifest.end, rows, sorted(chosen.items()), query.ranges, query.format,
             query.dtype, query.rejected, _ENCODING)
     return f'"{xxhash.xxh3_128_hexdigest(repr(what).encode())}"'
-
-
-def _part(request: Request, size: int, tag: str) -> slice:
-    """The bytes that a Range header asks for, all of them where it asks for something else; ApiError 416."""
-    whole = slice(0, size)
-    match = _BYTES.fullmatch(request.headers.get("range", ""))
-    if not tag or match is None or match[1] == match[2] == "" or request.headers.get("if-range", tag) != tag:
-        return whole
-    first, last = match[1], match[2]
-    start = int(first) if first else max(size - int(last), 0)
-    part = slice(start, min(int(last) + 1, size) if first and last else size)
-    if not part.start < part.stop:
-        if first and last and int(last) < int(first):
-            return whole  # RFC 9110: no range at all
-        raise ApiError(416, "out_of_range", f"Range = {match[0]!r}: the slice has {size} bytes", "Range",
-                       {"Content-Range": f"bytes */{size}"})
-    return part
-
-
-class _Sending(Response):
-    """The answer on its way, piece by piece; its memory counts until the caller has it, has left or takes no more.
-
-    A caller who takes nothing for ``slice_stall_s`` seconds, or up to a tenth more, is cut off.
-    """
-
-    def __init__(self, answer: EncodedSlice, held: SliceMemory, headers: dict[str, str], media_type: str, part: slice,
-                 status: int) -> None:
-        super().__init__(None, status, headers, media_type)
-        self.held, self.pieces = held, list(_pieces(answer, part))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop, stall_s = asyncio.get_running_loop(), self.held.service.config.slice_stall_s
-        moved_s, left = loop.time(), len(self.pieces)
-        # A connection that keeps what it was given for as long as the caller likes gets pieces of its own.
-        lent = scope.get("state", {}).get(ENDS_WHAT_IT_CLOSES, False)
-        try:
-            async with asyncio.timeout(1.1 * stall_s) as limit:
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                for piece in self.pieces:
-                    if loop.time() > moved_s + 0.1 * stall_s:  # seldom: moving the limit takes longer than a piece
-                        moved_s = loop.time()
-                        limit.reschedule(moved_s + 1.1 * stall_s)
-                    left -= 1
-                    await send({"type": "http.response.body", "body": piece if lent else bytes(piece),
-                                "more_body": left > 0})
-        except TimeoutError:
-            tell_stalled(scope, stall_s)
-        finally:
-            self.held.release()
-
-
-def _pieces(answer: EncodedSlice, part: slice) -> Iterator[bytes | memoryview]:
-    """The bytes of a part of an answer: long buffers cut, short ones joined, since each piece takes time to send."""
-    before, short = 0, list[memoryview]()
-    for buffer in answer.buffers:
-        view = memoryview(buffer)
-        view = view[max(part.start - before, 0):max(part.stop - before, 0)]
-        before += len(buffer)
-        if len(view) < _SHORT_BYTES:
-            short.append(view)
-            continue
-        if short:
-            yield b"".join(short)
-            short.clear()
-        for at in range(0, len(view), _PIECE_BYTES):
-            yield view[at:at + _PIECE_BYTES]
-    yield b"".join(short)

@@ -16,12 +16,13 @@ from schemas.catalog import aliases
 from schemas.catalog.filters import CaptureFilter
 from schemas.catalog.records import Capture, Drop, capture_of, engine_json, find_capture, load_drops
 from schemas.catalog.view import CatalogView, Moment
+from schemas.codecs import identified
 from schemas.errors import LimitError, NotFoundError, StoreError
 from schemas.ids import split_capture_id
 from schemas.manifest import Manifest
 from schemas.probes import Probe
-from schemas.read.coverage_cache import CoverageCache
-from schemas.read.manifests import aliases_of, manifest_of
+from schemas.read.coverage_cache import CoverageCache, CoveredCapture
+from schemas.read.manifests import aliases_of, manifest_of, shape_of
 from schemas.sites import names_of
 from schemas.spec import Resolved
 from schemas.wire.messages import EngineInfo
@@ -252,6 +253,15 @@ class CatalogReader:
         captured = sum(len(group.rows.positions) * len(group.layers) for group in groups)
         return Progress(capture.id, capture.status, expected, captured, expected - captured, capture.prompt_len,
                         max(capture.total_len, coverage.end), capture.ended)
+
+    def covered(self, ref: str, owner: str | None = None) -> tuple[CoveredCapture, dict[str, int]]:
+        """What there is of one capture at all its sites, and by site how many numbers a row is decoded to."""
+        with self._catalog.moment() as now:
+            covered = self._coverage_cache.of(now, ref, owner)
+            codecs = {} if covered.resolved is None else covered.resolved.codec
+            widths = {site: identified(codecs[site]).decoded_width(shape_of(now.db, covered, site)[1])
+                      for site in covered.coverage.sites}
+        return covered, widths
 
     def version(self) -> int:
         """A number that changes with the catalog."""

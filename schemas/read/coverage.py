@@ -16,7 +16,7 @@ of rows that are shared out are put together (schemas.catalog.parts).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import attrgetter
 
@@ -84,7 +84,8 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The rows of a capture by site; ``end`` is where expected positions end (exclusive).
+    """The rows of a capture by site; ``end`` is where expected positions end (exclusive), ``ranges`` ``[start, stop)``
+    are those that are expected of every site and layer.
 
     ``waits``: some rank's part of it may still come.
     """
@@ -93,6 +94,7 @@ class Coverage:
     sites: dict[str, list[LayerGroup]]
     extents: dict[str, list[Extent]]
     waits: bool = False
+    ranges: list[tuple[int, int]] = field(default_factory=list)
 
 
 def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop], parts: Parts = ALONE) -> Coverage:
@@ -127,7 +129,7 @@ def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop], pa
                 groups.append(_group(capture, members, kept[site], which, dropped, ranges, served,
                                      parts.rest(capture, one.part)))
             by_site[site].append(groups[0] if len(groups) == 1 else _joined(columns, groups, capture, parts))
-    return Coverage(expected_end, by_site, kept, parts.waits(resolved))
+    return Coverage(expected_end, by_site, kept, parts.waits(resolved), ranges)
 
 
 Told = tuple[int, tuple[int, ...]]  # the part that tells something, and of which layers

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, ParamSpec
 
 import msgspec
 
-__all__ = ["KEYS_FILE", "VECTORS_FOLDER", "WRITER", "array_metadata", "block_name", "group_metadata", "main_chunk",
-           "open_name", "segment_places"]
+__all__ = ["KEYS_FILE", "VECTORS_FOLDER", "WRITER", "array_document", "array_metadata", "block_name", "group_metadata",
+           "main_chunk", "open_name", "segment_places", "zarr_json"]
+
+P = ParamSpec("P")
 
 WRITER: Final = "w0"
 KEYS_FILE: Final = "keys.json"  # the API's, where no other is named; the writer leaves it alone
@@ -63,15 +65,15 @@ def segment_places(store: Path, number: int, main: str) -> tuple[Path, Path, Pat
     return store / block_name(number) / chunk, store / building_name(number) / chunk, store / open_name(number)
 
 
-def array_metadata(
+def array_document(
     shape: Sequence[int], dtype: str, fill: Any, inner: Sequence[int] | None = None,
     attributes: Mapping[str, Any] | None = None, names: Sequence[str] | None = None,
     chunk: Sequence[int] | None = None, compressor: Mapping[str, Any] | None = None,
-) -> bytes:
-    """``zarr.json`` of an array of one chunk; with ``inner``, a shard of such chunks with its index at the end.
+) -> dict[str, Any]:
+    """Metadata of an array of one chunk; with ``inner``, a shard of such chunks with its index at the end.
 
-    ``chunk`` is the chunk's shape where it is larger than the array's: a shard holds whole inner chunks, each through
-    the codec ``compressor`` where one is given.
+    ``chunk`` is the chunk's shape where it is not the array's: a shard holds whole inner chunks, each through the codec
+    ``compressor`` where one is given; without ``inner`` the array has as many chunks as it takes.
     """
     codecs: list[dict[str, Any]] = [BYTES]
     if inner is not None:
@@ -97,10 +99,21 @@ def array_metadata(
     }
     if names is not None:
         document["dimension_names"] = list(names)
-    return msgspec.json.format(msgspec.json.encode(document), indent=1)  # json.dumps would indent in Python
+    return document
 
 
 def group_metadata(attributes: Mapping[str, Any]) -> bytes:
     """``zarr.json`` of a group."""
-    document = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
-    return msgspec.json.format(msgspec.json.encode(document), indent=1)
+    return zarr_json({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
+
+
+def zarr_json(document: Mapping[str, Any]) -> bytes:
+    """Metadata as ``zarr.json`` has it; a number that is none as null."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=1)  # json.dumps would indent in Python
+
+
+def _encoded(document: Callable[P, Mapping[str, Any]]) -> Callable[P, bytes]:
+    return lambda *args, **options: zarr_json(document(*args, **options))
+
+
+array_metadata: Final = _encoded(array_document)

@@ -41,7 +41,7 @@ from vllm_tap.client.listing import Filters, Page
 from vllm_tap.client.sweep_plan import Metric, SweepAsked
 from vllm_tap.client.sweep_result import PatchSweep
 from vllm_tap.client.sweep_run import sweep
-from vllm_tap.errors import not_complete
+from vllm_tap.errors import NotFound, not_complete
 from vllm_tap.progress import ProgressReport, reporting
 
 __all__ = ["AsyncCapture", "AsyncClient", "AsyncGeneration"]
@@ -270,6 +270,18 @@ class AsyncClient:
         return http.read_rows(site, layers, await self._send(
             http.rows_request(ref, site, layers, start, stop, wait_s, rejected)))
 
+    async def zarr_value(self, ref: str, key: str, span: slice) -> bytes | None:
+        """``Client.zarr_value``."""
+        if {"", ".", ".."} & set(key.split("/")):  # would reach another route
+            return None
+        try:
+            found = (await self._send(http.zarr_request(ref, key, span))).content
+        except NotFound as error:
+            if error.code == "no_such_key":
+                return None
+            raise
+        return found if span.stop is None else found[:span.stop - (span.start or 0)]
+
     async def _json(self, request: http.Request) -> dict[str, Any]:
         return http.read_object(await self._send(request))
 
@@ -283,7 +295,7 @@ class AsyncClient:
         while True:
             try:
                 answer: httpx.Response = await self._http.request(request.method, request.path, params=request.params,
-                                                                  json=request.body)
+                                                                  json=request.body, headers=request.headers)
             except httpx.HTTPError as error:
                 wait_s = attempts.failed(error)
             else:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
     import xarray
 
+    from vllm_tap.client.zarr_store import CaptureStore
+
 __all__ = ["Capture", "CaptureSource", "Rows"]
 
 F32 = npt.NDArray[np.float32]
@@ -80,6 +82,8 @@ class CaptureSource(Protocol):
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows: ...
+
+    def zarr_value(self, ref: str, key: str, span: slice) -> bytes | None: ...
 
 
 class Capture:
@@ -174,6 +178,19 @@ class Capture:
         from vllm_tap.client.convert import hugging_face
 
         return hugging_face(self._all(site, layer))
+
+    def zarr(self, wait_s: float | None = None) -> CaptureStore:
+        """The capture as a read-only store of zarr-python, whose chunks are read when they are asked for: open it with
+        ``xarray.open_zarr(capture.zarr(), group="resid_post")``, or with zarr itself (docs/zarr.md). Needs zarr.
+
+        Waits until the capture is final; NotComplete where that takes longer (default: ``wait_s``).
+        """
+        from vllm_tap.client.convert import need
+
+        need("zarr", "zarr()")
+        from vllm_tap.client.zarr_store import CaptureStore
+
+        return CaptureStore(self._source, self.wait(wait_s).id)
 
     def _all(self, site: str | None, layer: Layers) -> list[Rows]:
         if site is not None:

@@ -230,3 +230,7 @@ class Client:
              wait_s: float | None, rejected: bool = False) -> Rows:
         """Decoded rows; NotComplete where the capture is not final after ``wait_s`` seconds (None: as it is)."""
         return _run(self._client.rows(ref, site, layers, start, stop, wait_s, rejected))
+
+    def zarr_value(self, ref: str, key: str, span: slice) -> bytes | None:
+        """Some bytes of what lies under a key of a capture's Zarr view; None where nothing does."""
+        return _run(self._client.zarr_value(ref, key, span))

@@ -62,6 +62,7 @@ class Request:
     params: dict[str, Any] = field(default_factory=dict)
     body: dict[str, Any] | None = None
     again: bool = True
+    headers: dict[str, str] = field(default_factory=dict)
 
 
 def _retry_after_s(text: str | None) -> float | None:
@@ -207,6 +208,13 @@ def rows_request(ref: str, site: str, layers: Sequence[int], start: int, stop: i
     if rejected:
         params["rows"] = "rejected"
     return Request("GET", f"{path(ref)}/activations", params)
+
+
+def zarr_request(ref: str, key: str, span: slice) -> Request:
+    """A value of a capture's Zarr view, or some bytes of it; of none at all the first."""
+    first, last = span.start or 0, "" if span.stop is None else max(span.stop - 1, span.start or 0)
+    ranges = {} if span == slice(None) else {"Range": f"bytes={first}-{last}" if first >= 0 else f"bytes={first}"}
+    return Request("GET", f"{path(ref)}/zarr/{quote(key)}", headers=ranges)
 
 
 def _waiting(wait_s: float | None) -> dict[str, str]:
