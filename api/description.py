@@ -33,7 +33,7 @@ _WHY: Final = {
     400: "The request cannot be honoured as it is.", 401: "No key in use came with the request.",
     403: "A foreign Host header, on a service without keys.", 404: "Nothing under that name.",
     406: "No format of the Accept header can be had.", 408: "The body did not come in time.",
-    409: "The capture's id is taken, the capture is held, or the vector's name has other numbers.",
+    409: "The capture's id is taken, the capture is held or not final, or the vector's name has other numbers.",
     410: "Gone: there is no such capture, or no longer.", 412: "Not what If-Match names.",
     413: "Over a limit, which the message names.",
     416: "Past everything that is there.", 429: "Too much at once: ask again in a moment.",

@@ -7,7 +7,7 @@
     SITE/position, SITE/token_id         int64 [token]: the positions that were asked for, and what stands there
     SITE/layer                           int64 [layer]
 
-Keys are looked up among these and become no path. ``docs/zarr.md`` is the page for users.
+Keys are looked up among these and become no path.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class CaptureView:
             return document_value(zarr_json(self._group(path, self._about(path))))
         return document_value(zarr_json(self.arrays[path].document())) if path in self.arrays else None
 
-    def keys(self) -> Iterator[str]:
+    def every_key(self) -> Iterator[str]:
         """Every key, metadata after what it describes and the root's last."""
         return keys_of(self._root())
 

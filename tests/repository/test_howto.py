@@ -18,7 +18,7 @@ from tests.support.engines.engine_player import LAYERS, WIDTH
 from tests.support.pages.readme import blocks
 from vllm_tap import Client
 
-LACKING = [name for name in ("torch", "xarray", "datasets") if find_spec(name) is None]
+LACKING = [name for name in ("torch", "xarray", "datasets", "zarr", "tensorstore") if find_spec(name) is None]
 needs_more = pytest.mark.skipif(bool(LACKING), reason=f"not installed: {', '.join(LACKING)}")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 NEEDS_VLLM = ("from vllm import", "vllm_xargs")
@@ -63,6 +63,16 @@ def test_the_page_for_researchers(stack: Stack, monkeypatch: pytest.MonkeyPatch)
     assert space["last"].shape == (1, WIDTH) and len(space["table"]) == len(space["rows"])
 
 
+@needs_more
+def test_the_page_about_zarr(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = run("docs/howto_zarr.md", stack, monkeypatch)
+    whole = space["whole"]
+    assert whole.shape[1:] == (LAYERS, WIDTH) and np.array_equal(space["rows"].values, whole[:, 2])
+    assert space["by_position"]["position"].values.tolist() == [2, 3, 4, 5]
+    assert np.array_equal(space["last"], whole[-1]) and np.array_equal(space["by_tensorstore"], whole[:, 2])
+    assert np.allclose(space["lazy_norms"], space["norms"]) and set(space["tree"].children) == {"resid_post"}
+
+
 def test_the_page_for_safety_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The played engine has a probe of that name, of which the page's own file is no part."""
     space = run("docs/howto_probe.md", stack, monkeypatch)
@@ -76,7 +86,7 @@ def test_the_page_for_safety_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_block_is_left_out_by_accident() -> None:
-    pages = ("docs/howto_sae.md", "docs/howto_research.md", "docs/howto_probe.md")
+    pages = ("docs/howto_sae.md", "docs/howto_research.md", "docs/howto_probe.md", "docs/howto_zarr.md")
     left = [block for page in pages for block in blocks("python", page)
             if any(word in block for word in NEEDS_VLLM)]
     assert len(left) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -252,10 +253,10 @@ def export(
     store: Store = Path("captures"),
     format: Annotated[Format, typer.Option(
         help="npz, safetensors: one file; npy: one an array; npz of rp8, full8, topk8: the codes, one file a layer; "
-             "hf: a Hugging Face dataset.",
+             "hf: a Hugging Face dataset; zarr: a folder for xarray, dask, any client of Zarr v3.",
     )] = Format.npz,
-    out: Annotated[Path | None, typer.Option(help="File or folder (default: named after the capture).")]
-        = None,
+    out: Annotated[str | None, typer.Option(
+        help="File or folder (default: named after the capture); zarr: also a URL, s3://BUCKET/PREFIX.")] = None,
     sites: Annotated[str | None, typer.Option(help="Sites, comma-separated (default: all).")] = None,
     layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
     tag: Annotated[list[str] | None, typer.Option(help="hf: only captures with this tag, as of ls; repeatable.")]
@@ -267,16 +268,22 @@ def export(
     from vllm_tap.export.command import choose
     from vllm_tap.export.command import export as run
     from vllm_tap.export.hf_export import export_hf
+    from vllm_tap.export.zarr_export import export_zarr
 
+    chosen = partial(choose, sites=sites, layers=layers)
+    place = None if out is None else Path(out)
+    paths: Sequence[object]
     if format is Format.hf:
-        chosen = partial(choose, sites=sites, layers=layers)
-        paths = export_hf(store, ref, out, chosen, dict(map(parse_tag, tag or ())), context, force, sys.stderr.isatty())
+        tags = dict(map(parse_tag, tag or ()))
+        paths = export_hf(store, ref, place, chosen, tags, context, force, sys.stderr.isatty())
     elif tag or context is not None:
         raise TapError(f"--{'tag' if tag else 'context'}: taken with --format hf alone")
     elif ref is None:
         raise TapError("name a capture; only --format hf takes several")
+    elif format is Format.zarr:
+        paths = export_zarr(store, ref, out, chosen, force)
     else:
-        paths = run(store, ref, format.value, out, sites, layers, force)
+        paths = run(store, ref, format.value, place, sites, layers, force)
     for path in paths:
         typer.echo(path)
 

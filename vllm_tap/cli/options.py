@@ -25,6 +25,7 @@ class Format(StrEnum):
     safetensors = "safetensors"
     npy = "npy"
     hf = "hf"
+    zarr = "zarr"
 
 
 Ref = Annotated[str, typer.Argument(help="A capture id, a response id or an X-Request-Id.")]

@@ -181,7 +181,7 @@ class Capture:
 
     def zarr(self, wait_s: float | None = None) -> CaptureStore:
         """The capture as a read-only store of zarr-python, whose chunks are read when they are asked for: open it with
-        ``xarray.open_zarr(capture.zarr(), group="resid_post")``, or with zarr itself (docs/zarr.md). Needs zarr.
+        ``xarray.open_zarr(capture.zarr(), group="resid_post")``, or with zarr itself. Needs zarr.
 
         Waits until the capture is final; NotComplete where that takes longer (default: ``wait_s``).
         """
