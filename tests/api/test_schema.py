@@ -25,7 +25,7 @@ from tests.support.api_stack import ROOT, Stack, running
 from tests.support.engines.engine_player import WIDTH
 
 # What fits the description may still be refused: a stop before its start, a layer that is not there, JSON too long.
-REFUSED = ["2xx", "304", "400", "404", "406", "409", "413", "416", "429", "503", "504"]
+REFUSED = ["2xx", "304", "400", "404", "406", "409", "410", "413", "416", "429", "503", "504"]
 DESCRIPTION = create_app(Config(ROOT, "ipc:///tmp/none")).openapi()
 NAME = re.compile(DESCRIPTION["paths"]["/v1/captures/{ref}"]["get"]["parameters"][0]["schema"]["pattern"])
 
@@ -54,7 +54,7 @@ def described(coverage: bool) -> schemathesis.BaseSchema:
     return schemathesis.openapi.from_dict(DESCRIPTION, config=SchemathesisConfig.from_dict({
         "phases": {"coverage": {"enabled": coverage}},
         "checks": {"positive_data_acceptance": {"expected-statuses": REFUSED},
-                   "negative_data_rejection": {"expected-statuses": ["400", "404", "405", "406", "409", "413", "416"]}},
+                   "negative_data_rejection": {"expected-statuses": ["400", "404", "405", "406", "409", "410", "413", "416"]}},
     }))
 
 

@@ -161,7 +161,7 @@ def seal(
     inner = (1, 1, *declared[0].shape)
     fs.write_new(building / declared[0].name / "zarr.json",
                  array_metadata(shape, declared[0].dtype, declared[0].fill, inner, stream_attributes(declared[0]),
-                                ("row", "layer", "dim")))
+                                stream_axes(declared[0])))
     fs.write_new(building / "zarr.json", group_metadata(attributes))
     sync_tree(building)
     del frames, data, first
@@ -193,6 +193,14 @@ def finish_cut(store: Path, number: int) -> bool:
     fs.sync_dir((store / open_name(number)).parent)  # else the file may come back there, and be sealed once more
     finish(store, number)
     return True
+
+
+def stream_axes(stream: Stream) -> tuple[str, ...]:
+    """Names of the axes of a stream's array. Those of a row's piece are its own: as xarray has it, an axis of a group has
+    one length.
+    """
+    own = (f"{stream.name}_item", *(f"{stream.name}_item{number}" for number in range(2, len(stream.shape) + 1)))
+    return "row", "layer", *own[:len(stream.shape)]
 
 
 def stream_attributes(stream: Stream) -> dict[str, Any]:
@@ -244,10 +252,9 @@ def _write_layered(folder: Path, array: Array, stream: Stream) -> None:
     index = np.array([[layer * step, step] for layer in range(layers)], "<u8").tobytes()
     fs.write_new(chunk, _little(array), index, crc32c(index).to_bytes(4, "little"), direct=True)
     inner = (rows, 1, *rest)
-    names = ("row", "layer", "dim")
     fs.write_new(folder / "zarr.json",
                  array_metadata((rows, layers, *rest), stream.dtype, stream.fill, inner, stream_attributes(stream),
-                                names))
+                                stream_axes(stream)))
 
 
 def sync_tree(folder: Path) -> None:

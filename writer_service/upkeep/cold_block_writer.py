@@ -35,7 +35,7 @@ from schemas.store.segment import FrameHeader
 from schemas.wire.messages import Frame
 from schemas.wire.row_table import NO_STEP, RowTable, joined_steps, steps_of
 from writer_service import fs
-from writer_service.seal.sealing import fill_of, stream_attributes, write_whole
+from writer_service.seal.sealing import fill_of, stream_attributes, stream_axes, write_whole
 
 KEPT: Final = ("store_version", "segment_version", "writer", "writer_epoch", "site", "width", "model_dtype",
                "fingerprint", "codec", "axes")  # of the attributes, as the newest old block has them
@@ -264,7 +264,7 @@ class ColdBlockWriter:
         shape = (len(self.present), layers, *stream.shape)
         fs.write_new(folder / "zarr.json", array_metadata(
             shape, stream.dtype, stream.fill, (CHUNK_ROWS, 1, *stream.shape), stream_attributes(stream),
-            ("row", "layer", "dim"), (chunks * CHUNK_ROWS, layers, *stream.shape), self.compressor))
+            stream_axes(stream), (chunks * CHUNK_ROWS, layers, *stream.shape), self.compressor))
 
     def _gather(self, index: int, stream: Stream, layer: int, begin: int, end: int) -> memoryview:
         """Chunks ``[begin, end)`` of a layer, those that are needed, as they lie in the file."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xarray
 import xxhash
 
 from schemas import codecs
@@ -40,6 +41,7 @@ from writer_service.journal.checksum_cache import ChecksumCache, FrameChecksums
 from writer_service.recover.blocks import block_frames
 from writer_service.recover.recovery import recover
 from writer_service.seal.sealing import seal
+from writer_service.tools.compaction import compact
 from writer_service.tools.fsck import fsck
 from writer_service.upkeep.erasing import erase
 
@@ -51,7 +53,7 @@ DTYPES = {"int8b64": "bfloat16", "raw": "float32", "raw16": "float16", "topk8:k=
 def filled(tmp_path: Path, codec: str, width: int) -> tuple[Path, str]:
     """A store with one sealed block in which layers 0 and 2 lack some rows."""
     store, capture = tmp_path / "store", new_ulid()
-    dtype = DTYPES[codec]
+    dtype = DTYPES.get(codec, "bfloat16")
     with WriterProcess(store) as writer, Sender(writer.endpoint, engine=engine_info(width, dtype=dtype)) as engine:
         engine.open(capture, codec=codec)
         args: dict[str, Any] = {"codec": codec, "width": width, "dtype": dtype}
@@ -117,6 +119,24 @@ def test_three_readers_agree_bit_for_bit(tmp_path: Path, codec: str) -> None:
         main, *sides = [wanted[s.name][3, 4].tobytes() for s in codecs.streams(codec, width, DTYPES[codec])]
         seed = xxhash.xxh3_64_intdigest(b"".join(sides)) if sides else 0
         assert checksum[4, 3] == xxhash.xxh3_64_intdigest(main, seed)
+
+
+@pytest.mark.parametrize("codec", [*DTYPES, "fp8row", "nf4b64", "full8", "topk:k=5", "sketch:k=32,bits=2,seed=7"])
+def test_xarray_opens_a_block_of_every_codec(tmp_path: Path, codec: str) -> None:
+    """And so does it once the block is cold. Of several streams each has a last axis of its own, of its own length."""
+    block, _ = filled(tmp_path, codec, 128)
+    declared = codecs.streams(codec, 128, DTYPES.get(codec, "bfloat16"))
+    for cold in (False, True):
+        if cold:
+            assert compact(tmp_path / "store").cold == 1
+            block, = (tmp_path / "store" / "blocks").glob("*.zarr")
+        opened = xarray.open_zarr(block, chunks=None, consolidated=False)
+        assert {stream.name for stream in declared} < set(opened.variables)
+        for stream in declared:
+            array = opened[stream.name]
+            assert array.dims == ("row", "layer", f"{stream.name}_item") and array.sizes["row"] == 8
+            assert np.array_equal(array.values, read_zarr(block / stream.name), equal_nan=array.dtype.kind == "f")
+        assert opened["position"].values.tolist() == list(range(8)) and opened["present"].dims == ("row", "layer")
 
 
 def test_the_group_opens_as_a_group(tmp_path: Path) -> None:
