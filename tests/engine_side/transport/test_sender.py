@@ -172,7 +172,7 @@ def test_a_ring_that_cannot_hold_a_row_ends_the_start() -> None:
     config = EngineConfig("ipc:///nowhere", ring_bytes=4 * MIB)
     with pytest.raises(StartError, match="VLLM_TAP_RING_BYTES=4194304: a row of all layers has 8388608 bytes"):
         worker.start(config, engine_info(width=1 << 19), torch.nn.Linear(1, 1), worker.Checks(), staging, None,
-                     None, leads=True)
+                     None, worker.Seat())
 
 
 def test_an_event_that_cannot_be_taken_does_not_block_the_ring(writer: WriterProcess) -> None:
