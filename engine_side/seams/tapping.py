@@ -216,13 +216,8 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
     if parallel.use_ubatching:
         raise StartError("vllm-tap: dual-batch overlap (enable_dbo, ubatch_size) runs a step in parts that would "
                          "overwrite each other's rows: switch it off")
-    # Nobody has the whole rows that a probe, an edit or the search of a model that is not in the table needs.
-    needed = {loaded.about.site for loaded in plan.probes.values()} | set(layers_by_site(plan.config.edit)) | (
-        set() if plan.family else set(plan.asked))
-    if parallel.tensor_parallel_size > 1 and (shared := [site for site in tapped if site in needed & set(SHARED_OUT)]):
-        what = "probe or edit" if plan.family else "arm"
-        raise StartError(f"vllm-tap: tensor_parallel_size={parallel.tensor_parallel_size}: a rank has only its share "
-                         f"of {', '.join(shared)}; {what} other sites, or run on one device")
+    if parallel.tensor_parallel_size > 1:
+        _check_shared(plan, parallel.tensor_parallel_size)
     if parallel.data_parallel_size > 1 and plan.config.edit:
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: an engine takes steps there "
                          "that are nobody's, in which edits have not been shown to be right; leave --edit "
@@ -230,6 +225,18 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
     if parallel.data_parallel_size > 1 and (ids := [site for site in plan.asked if SITES[site].ids]):
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: the rows that a router sees are "
                          f"those of every rank; arm other sites than {', '.join(ids)}, or run without")
+
+
+def _check_shared(plan: ArmingPlan, ranks: int) -> None:
+    """StartError where a probe, an edit or the search of a model that is not in the table needs rows of which a rank
+    has a share.
+    """
+    needed = {loaded.about.site for loaded in plan.probes.values()} | set(layers_by_site(plan.config.edit)) | set(
+        () if plan.family else plan.asked)
+    if shared := [site for site in plan.touched if site in needed and site in SHARED_OUT]:
+        what = "probe or edit" if plan.family else "arm"
+        raise StartError(f"vllm-tap: tensor_parallel_size={ranks}: a rank has only its share of {', '.join(shared)}; "
+                         f"{what} other sites, or run on one device")
 
 
 def _warn(config: EngineConfig, device: torch.device) -> None:
