@@ -81,7 +81,7 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks
     to_host = DeviceToHost(device, ring, scratch, Outbox(ring.shared))
     if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers
         model.register_buffer("vllm_tap_numbers", to_host.numbers, persistent=False)
-    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host, part)
+    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host, part=part)
     sender = SenderProcess(config.endpoint, ring.shared, config.curve, seat.rank)
     CURRENT = Worker(info, model, checks, staging, recorder, sender, editor, os.getpid())
     atexit.register(stop)

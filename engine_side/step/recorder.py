@@ -46,7 +46,6 @@ class Recorder:
     dtype: InitVar[str]  # of the model
     on_full: InitVar[str]  # "drop" or "wait": see ``bursts``
     to_host: DeviceToHost
-    part: InitVar[Part | None] = None  # what this rank sends; None on an engine of one rank
     # Nothing overwrites staging, positions and token ids between a step and the next call of any kind: rows of a step
     # with a prompt are taken in that call, when the tokens of the step before theirs are out.
     defer_to_next_call: bool = False
@@ -64,6 +63,7 @@ class Recorder:
     deferred_step: Step | None = None  # its rows are still to be taken
     drafts_max: int = 0  # rows of a request in a step whose positions may be taken again by the next
     computed_before_step: I64 | None = None  # of the step that is being looked at, where it has drafts
+    part: InitVar[Part | None] = None  # what this rank sends; None on an engine of one rank
 
     def __post_init__(self, dtype: str, on_full: str, part: Part | None) -> None:
         scratch, capacity = self.to_host.scratch, self.to_host.ring.capacity
