@@ -104,10 +104,14 @@ class Writer:
                 now = time.monotonic()
                 if now - last > 1.0:  # this process stood still: the senders are not to blame for their silence
                     self._senders.forgive(now - last)
+                    self._absent_parts.forgive(now - last)
                 last = now
+                if behind:
+                    self._receiver.collect()
                 self._step(now, quiet=not behind and self._receiver.receive())
             self._finish()
         finally:
+            self._journal.give_up_append()
             self._sockets.close()
             context.term()
             self._sockets.leave()
@@ -208,6 +212,7 @@ class Writer:
         deadline = time.monotonic() + drain_s
         while not self._receiver.receive() and time.monotonic() < deadline:
             self._step(time.monotonic(), quiet=False)
+            time.sleep(0.001)
         self._receiver.settle()
         self._upkeep.close()
         self._take_upkeep(time.monotonic())

@@ -77,6 +77,7 @@ WRITER: Final = (
           lambda args, result: sum(part.nbytes for part in args[0].streams), reads=1, hashes=2),
     Stage("ring to file", _JOURNAL + ".open_segments", "OpenSegment.append"),
     Stage(": write", "writer_service.fs", "write_at", lambda args, result: _sizes(args[1]), reads=1, writes=1),
+    Stage(": write", "writer_service.fs", "write_blocks", lambda args, result: result, reads=1, writes=1),
     Stage("commit", _JOURNAL + ".journal", "Journal.start_commit"),
     Stage("commit", _JOURNAL + ".journal", "Journal.end_commit"),
     Stage("commit: sync", _JOURNAL + ".group_commit", "_sync"),

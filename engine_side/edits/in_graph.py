@@ -26,6 +26,8 @@ def _edit(rows: torch.Tensor, others: torch.Tensor | None, tables: list[torch.Te
     """Edit rows [n, width], or with ``others`` their sum, which ``rows`` takes."""
     from engine_side.kernels.edits import change_rows
 
+    if rows.shape[0] > tables[0].shape[0]:
+        raise ValueError(f"a step of {rows.shape[0]} rows, and tables of edits for {tables[0].shape[0]}")
     if rows.shape[0]:
         change_rows(rows, others, (*tables, counts), heads)
 

@@ -32,9 +32,9 @@ class EditedCall:
     """An edit of a call: of the arguments that are ``given``, or else of ``parts`` of its result. Rows are the sum of
     those, or ``columns`` of it.
 
-    ``in_place``: the argument itself is changed, since who called goes on with it besides. ``lent``: arguments that
-    somebody else may go on with, who must not see them changed. The stream that a norm adds to may be staging, which
-    has the row that went before.
+    ``in_place``: the argument itself is changed, since who called goes on with it besides. ``lent``: arguments or
+    results that somebody else may go on with, who must not see them changed. The stream that a norm adds to may be
+    staging, which has the row that went before.
     """
 
     name: str  # of its buffers, on the module
@@ -56,7 +56,7 @@ def call_of(point: TapPoint) -> EditedCall:
         return EditedCall(name, parts=(0, 1) if rule == "stream_out" else (0,))
     if rule in _ARGUMENTS and (not middle or (known and rule in ("second", "argument"))):
         return EditedCall(name, _ARGUMENTS[rule], in_place=middle and rule == "argument",
-                          lent=rule == "second" or (rule == "argument" and not middle))
+                          lent=rule in ("second", "stream_in") or (rule == "argument" and not middle))
     if " × " not in rule and not middle:
         if side in ("argument", "arguments"):
             return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else _NOWHERE)
@@ -138,7 +138,8 @@ def _wrap(module: nn.Module, call: EditedCall) -> None:
     def editing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not call.given:
             result = forward(self, *args, **kwargs)
-            return result if _changed(self, call, result, (*args, *kwargs.values())) else _put_back(self, call, result)
+            changed = _changed(self, call, result, (*args, *kwargs.values()))
+            return _put_back(self, call, result) if changed is None else changed
         now, named = _replaced(self, call, taps.Call(places, args, kwargs))
         return forward(self, *now, **named)
 
@@ -178,15 +179,22 @@ def _key(given: taps.Call, name: str, place: int) -> str | int | None:
     return name if name in given.kwargs else given.places.get(name, place)
 
 
-def _changed(module: Any, call: EditedCall, result: Any, given: Iterable[Any]) -> bool:
-    """Whether a call's result was edited where it lies; not where it is one of what the call was given."""
-    whole = result if isinstance(result, tuple | list) else [result]
+def _changed(module: Any, call: EditedCall, result: Any, given: Iterable[Any]) -> Any:
+    """A call's result, edited where it lies, or where somebody else may have it, copied and edited; None where neither
+    can be done.
+    """
+    whole = list(result) if isinstance(result, tuple | list) else [result]
+    if call.lent or any(whole[part] is other for part in call.parts for other in given):
+        if not acts_on(whole[call.parts[0]]):
+            return None
+        for part in call.parts:
+            whole[part] = whole[part].clone()
     rows = [whole[part] for part in call.parts]
-    if any(one is other for one in rows for other in given):
-        return False
     if call.columns:
         rows = [rows[0][..., slice(*call.columns)]]
-    return change(*rows, tables=_tables(module, call), heads=_heads(module, call))
+    if not change(*rows, tables=_tables(module, call), heads=_heads(module, call)):
+        return None
+    return type(result)(whole) if isinstance(result, tuple | list) else whole[0]
 
 
 def _put_back(module: Any, call: EditedCall, result: Any) -> Any:

@@ -65,7 +65,8 @@ def copied_where_quantized(points: Iterable[TapPoint]) -> list[TapPoint]:
 
 def _normed(module: nn.Module) -> bool:
     """Whether an attention makes new tensors of q and k before anything else is done to them."""
-    return all(isinstance(getattr(module, name, None), nn.Module) for name in ("qkv_proj", "q_norm", "k_norm"))
+    parts = [getattr(module, name, None) for name in ("qkv_proj", "q_norm", "k_norm")]
+    return all(isinstance(part, nn.Module) and not isinstance(part, nn.Identity) for part in parts)
 
 
 def _plain(projection: Any) -> bool:

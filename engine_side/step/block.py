@@ -1,7 +1,8 @@
 """Blocks: the rows of an entry in a step as they lie in the ring, and bursts of them.
 
 A block is the codec's streams one after the other, each ``[layers, rows, *shape]``, then the rows' token ids (int32)
-and positions (int64); every part begins at a multiple of ``ALIGN``.
+and positions (int64); every part begins at a multiple of ``ALIGN``. A large block begins at one of ``DISK_ALIGN``: a
+writer may have the disk take its main stream, the first, from the ring itself.
 
 A burst is one region of the ring for several steps of decode: while the same requests advance by a token a step, no
 rows are selected anew, and one kernel a step and entry (two of a projection) is all that is enqueued. The bytes of a
@@ -23,10 +24,11 @@ from engine_side import kernels
 from engine_side.step.selection import I64
 from engine_side.tap.staging import Staging
 from engine_side.transport.events import Entry, Run
-from engine_side.transport.ring import ALIGN, view
+from engine_side.transport.ring import ALIGN, DISK_ALIGN, view
 from schemas import codecs, limits
 
 _KERNEL_BLOCK_BYTES: Final = 32 << 20
+_LARGE_BYTES: Final = 64 * DISK_ALIGN  # of a main stream: a place for a disk takes a 64th more of the ring at most
 _STEPS_AHEAD: Final = 16  # steps whose positions are worked out at once
 
 
@@ -38,6 +40,11 @@ class BlockOffsets:
     offsets: list[int]  # of each stream, then of token ids and positions
     sizes: list[int]  # of each stream
     nbytes: int
+
+    @property
+    def alignment(self) -> int:
+        """What the block's offset in the ring must be a multiple of."""
+        return DISK_ALIGN if self.sizes[0] >= _LARGE_BYTES else ALIGN
 
 
 @dataclass(slots=True)
@@ -172,9 +179,16 @@ class Burst:
 
     def __post_init__(self) -> None:
         for rows in self.entries:
-            rows.offset = self.step_bytes
-            self.step_bytes += rows.block.nbytes
+            rows.offset = _aligned(self.step_bytes, rows.block.alignment)
+            self.step_bytes = rows.offset + rows.block.nbytes
             self.index_bytes += rows.index_bytes
+        self.step_bytes = _aligned(self.step_bytes, self.alignment)
+        self.index_bytes = _aligned(self.index_bytes, self.alignment)
+
+    @property
+    def alignment(self) -> int:
+        """What the region's offset in the ring must be a multiple of."""
+        return max((rows.block.alignment for rows in self.entries), default=ALIGN)
 
     @property
     def nbytes(self) -> int:
@@ -254,8 +268,8 @@ class Burst:
         return found
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+def _aligned(nbytes: int, to: int = ALIGN) -> int:
+    return -(-nbytes // to) * to
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]

@@ -161,7 +161,7 @@ class Bursts:
 
     def _reserve(self, burst: Burst, wait: bool) -> bool:
         """Reserve the burst's region; False where there is no room for it."""
-        region = self._allocate(burst.nbytes, wait)
+        region = self._allocate(burst.nbytes, burst.alignment, wait)
         if region is None:
             return False
         try:
@@ -173,16 +173,16 @@ class Bursts:
             self.to_host.free()
             return False
 
-    def _allocate(self, nbytes: int, wait: bool) -> tuple[int, int] | None:
+    def _allocate(self, nbytes: int, alignment: int, wait: bool) -> tuple[int, int] | None:
         ring = self.to_host.ring
-        region = ring.allocate(nbytes)
+        region = ring.allocate(nbytes, alignment)
         if region is None and wait and self.on_full == "wait" and nbytes <= ring.capacity // 2:
             self.counters.waits += 1
             self.to_host.before_step(0, 0.0)  # what has not gone yet cannot be released
             while region is None and not ring.shared.abandoned:
                 time.sleep(WAIT_S)
                 self.to_host.push()
-                region = ring.allocate(nbytes)
+                region = ring.allocate(nbytes, alignment)
         return region
 
     def _lose(self, entry: Entry, selected: Selected, rows: slice) -> None:

@@ -18,8 +18,10 @@ import torch
 
 from engine_side.transport.ring_files import PREFIX, directory, remove_orphans
 from engine_side.transport.shared_memory import EXTRA, Shared
+from schemas import limits
 
 ALIGN: Final = 64
+DISK_ALIGN: Final = limits.section_align_bytes  # of what a disk may take from the ring itself
 
 
 class Ring:
@@ -39,6 +41,7 @@ class Ring:
         self.memory = whole[: self.capacity]
         self.copied = view(whole, self.shared.copied_at, (), torch.int64)  # for the device: see Shared.copied
         self.head = 0  # bytes ever allocated
+        self._skipped = 0, 0  # from where to where, before the last region
 
     def _create(self) -> Shared:
         remove_orphans()
@@ -59,20 +62,29 @@ class Ring:
             raise
         return shared
 
-    def allocate(self, nbytes: int) -> tuple[int, int] | None:
-        """``(offset, mark)`` of contiguous bytes, None when full; releasing up to ``mark`` frees them."""
+    def allocate(self, nbytes: int, alignment: int = ALIGN) -> tuple[int, int] | None:
+        """``(offset, mark)`` of contiguous bytes, None when full; releasing up to ``mark`` frees them.
+
+        ``alignment``: what ``offset`` is a multiple of, ``ALIGN`` or ``DISK_ALIGN``.
+        """
         nbytes = -(-nbytes // ALIGN) * ALIGN
         start = self.head % self.capacity
-        skip = self.capacity - start if start + nbytes > self.capacity else 0
+        skip = -start % alignment
+        if start + skip + nbytes > self.capacity:
+            skip = self.capacity - start
         if self.head + skip + nbytes - self.shared.tail > self.capacity:
             return None
         offset = (start + skip) % self.capacity
+        self._skipped = self.head, self.head + skip
         self.head += skip + nbytes
         return offset, self.head
 
     def give_back(self, nbytes: int) -> None:
-        """Give back the end of the last region."""
+        """Give back the end of the last region; with all of it, what was skipped before it."""
         self.head -= nbytes
+        before, begin = self._skipped
+        if self.head == begin:
+            self.head = before
 
     def close(self) -> None:
         """Remove the file; the mapping goes with the process."""

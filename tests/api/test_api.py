@@ -568,7 +568,7 @@ def test_capabilities(stack: Stack) -> None:
                                            "source": None}  # the played engine does not say, as older ones
     assert body["codecs"]["int8b64"]["default"] and "0.51" in body["codecs"]["int8b64"]["error"]
     assert "arrow" in body["formats"] and body["limits"]["slice_bytes_max"] == 1 << 30
-    assert body["engine"]["model"] == "played" and body["versions"]["store"] == 1
+    assert body["engine"]["model"] == "played" and body["versions"]["store"] == 2
 
 
 def test_health_and_metrics(stack: Stack) -> None:

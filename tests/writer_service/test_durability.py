@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from writer_service.catalog import catalog
 from writer_service.catalog.changes import Indexed, SegmentMade, SegmentSealed
 from writer_service.catalog.entries import note_streams
 from writer_service.control_log import ControlLog, LogEntry, log_numbers, log_path, read_log
-from writer_service.journal import group_commit
+from writer_service.journal import group_commit, parallel_append
 from writer_service.journal.group_commit import Batch
 from writer_service.journal.open_segments import OpenSegment, SegmentSet
 from writer_service.journal.parallel_append import ParallelAppend, PendingAppend, ReceivedFrame
@@ -212,11 +213,31 @@ def test_a_segment_that_is_not_on_the_disk_is_not_sealed(tmp_path: Path) -> None
     segment, _ = segments.for_frame(frame, {})
     segment.append(UUID, FrameHeader(STREAM, 5, 0, frame), table, buffers)
     segments.retire(float("inf"), 0.0)
-    assert segments.take_sealable() == []  # its lane may not be done
     segment.tail = segment.end
     assert segments.take_sealable() == []
     segment.good = segment.tail
     assert segments.take_sealable() == [1]
+
+
+def test_a_segment_is_not_sealed_while_its_lane_is_about_to_write(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is on the disk, it is full and idle; but a lane has a frame for it, which it still hashes."""
+    fs.make_dirs(tmp_path / journal_folder())
+    frame, table, buffers, _ = build(1, [3], [0, 1])
+    segments, held, right = SegmentSet(tmp_path, 1, 1, 1), threading.Event(), parallel_append.check_payload
+    monkeypatch.setattr(parallel_append, "check_payload", lambda *args: (held.wait(10), right(*args))[1])
+    segment, _ = segments.for_frame(frame, {})
+    arrival = ReceivedFrame(SenderState(STREAM, 5, "engine"), frame, table, RowTable.from_bytes(table, 3), buffers)
+    appender = ParallelAppend(UUID, 2)
+    appender.start([PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False)])
+    segments.retire(float("inf"), 0.0)
+    assert segments.take_sealable() == []
+    held.set()
+    appender.finish()
+    assert segments.take_sealable() == []  # not on the disk
+    segment.good = segment.tail
+    assert segments.take_sealable() == [1]
+    appender.close()
 
 
 def test_a_damaged_frame_at_the_end_is_not_cut_off(tmp_path: Path) -> None:

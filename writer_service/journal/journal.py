@@ -105,6 +105,11 @@ class Journal:
             self._appender.write(appends)
         self._appends = appends
 
+    def give_up_append(self) -> None:
+        """Wait for what was started, and take it back: nobody is to write once the store is somebody else's."""
+        self._appender.give_up()
+        self._appends = []
+
     def finish_append(self) -> list[ProtocolError | None]:
         """Wait until what was started is appended: of each frame why it was not stored, None where it was.
 
@@ -241,8 +246,7 @@ class Journal:
         All files are cut back to that commit, so that there is one line between what is there and what is not. All
         senders are told to send again; what they send goes into new files.
         """
-        self._appender.give_up()
-        self._appends = []
+        self.give_up_append()
         for result in results:
             if result.error is not None:
                 self.disk_error("sync", result.file.path, result.error)

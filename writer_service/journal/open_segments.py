@@ -22,6 +22,9 @@ from writer_service.catalog.changes import SegmentMade
 
 open_max: Final = 64
 lane_bytes: Final = 4 * 1024 * 1024  # what is written at once goes to another lane when this one has so much of it
+# Main streams from this size on go from the ring to the disk where both allow it; a smaller write waits for the disk
+# longer than the processor takes to copy it.
+direct_bytes_min: Final = 1024 * 1024
 Key = tuple[str, str, int, str, str]
 
 
@@ -38,6 +41,7 @@ class OpenSegment:
     good: int = 0
     end: int = 0  # beyond ``tail`` while its lane is being written
     last_append: float = 0.0
+    writing: bool = False  # whether a lane has been given something for it, be it only about to write
     poisoned: bool = False
 
     @property
@@ -58,10 +62,12 @@ class OpenSegment:
         for side in streams[1:]:
             buffers += side
         buffers.append(bytes(align(layout.side_end) - layout.side_end))
-        buffers += streams[0]
-        buffers.append(bytes(layout.total - layout.parts[0] - header.frame.streams[0].nbytes))
-        offset = self.end
-        self.end = fs.write_at(self.fd, buffers, offset)
+        nbytes, offset = header.frame.streams[0].nbytes, self.end
+        main: list[bytes | memoryview] = [*streams[0], bytes(layout.total - layout.parts[0] - nbytes)]
+        if nbytes < direct_bytes_min:
+            self.end = fs.write_at(self.fd, [*buffers, *main], offset)
+        else:
+            self.end = fs.write_direct(self.fd, main, fs.write_at(self.fd, buffers, offset))
         return offset
 
     def cut(self) -> None:
@@ -131,7 +137,7 @@ class SegmentSet:
     def take_sealable(self) -> list[int]:
         """The numbers of retired segments that are wholly on the disk. They are closed; the caller seals them."""
         ready = [segment for segment in self.retired
-                 if segment.good == segment.tail == segment.end and not segment.poisoned]
+                 if segment.good == segment.tail and not segment.writing and not segment.poisoned]
         self.retired = [segment for segment in self.retired if segment not in ready]
         for segment in ready:
             fs.close(segment.fd)

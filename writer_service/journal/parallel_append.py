@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -57,7 +57,6 @@ class PendingAppend:
             return
         self.offset = self.segment.append(store, self.header, self.received.table_bytes, self.received.payload)
         self.nbytes = self.segment.end - self.offset
-        self.segment.last_append = time.monotonic()
 
 
 class ParallelAppend:
@@ -81,17 +80,15 @@ class ParallelAppend:
         lanes: dict[int, list[PendingAppend]] = {}
         for item in appends:
             lanes.setdefault(item.segment.number, []).append(item)
-        self._segments = [lane[0].segment for lane in lanes.values()]
+        self._begin(lane[0].segment for lane in lanes.values())
         self._running = [self._pool.submit(self._lane, lane) for lane in lanes.values()]
         for future in self._running:
             future.add_done_callback(lambda _: self._wake())
 
     def write(self, appends: Sequence[PendingAppend]) -> None:
         """``start`` and ``finish`` of what is not worth a thread."""
-        self._segments = list({id(item.segment): item.segment for item in appends}.values())
-        error = self._lane(appends)
-        self._running = []
-        self._settle(error)
+        self._begin({id(item.segment): item.segment for item in appends}.values())
+        self._settle(self._lane(appends))
 
     def finish(self) -> None:
         """Wait for what was started. OSError: nothing was appended to any segment."""
@@ -106,17 +103,24 @@ class ParallelAppend:
             future.exception()
         self._take_back()
 
+    def _begin(self, segments: Iterable[OpenSegment]) -> None:
+        """From here on nobody else closes these: their descriptors may be another file's by the time they are used."""
+        self._segments = list(segments)
+        for segment in self._segments:
+            segment.writing, segment.last_append = True, time.monotonic()
+
     def _settle(self, error: OSError | None) -> None:
         if error is not None:
             self._take_back()
             raise error
         for segment in self._segments:
-            segment.tail = segment.end
+            segment.tail, segment.writing = segment.end, False
         self._segments = []
 
     def _take_back(self) -> None:
         for segment in self._segments:
             segment.cut()
+            segment.writing = False
         self._segments = []
 
     def _lane(self, lane: Sequence[PendingAppend]) -> OSError | None:

@@ -30,6 +30,10 @@ class AbsentParts:
         self._since: dict[str, float] = {}
         self._look_s = float("-inf")
 
+    def forgive(self, seconds: float) -> None:
+        """Add a standstill of this process to all deadlines: who joins may not have been heard."""
+        self._since = {capture: since + seconds for capture, since in self._since.items()}
+
     def find(self, now: float) -> None:
         """Journal which ranks are given up."""
         if now < self._look_s + _LOOK_S:

@@ -112,6 +112,11 @@ class Receiver:
         """Wait until everything that was received is appended."""
         self._write_waiting()
 
+    def collect(self) -> None:
+        """Take note of what lanes have written, without receiving more."""
+        if self._journal.appended:
+            self._finish_running()
+
     def forget(self) -> None:
         """A commit failed: what was received and not appended comes again."""
         self._waiting, self._waiting_bytes, self._running = [], 0, []

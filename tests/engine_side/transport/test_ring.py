@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_side.transport.ring import Ring, view
+from engine_side.transport.ring import ALIGN, DISK_ALIGN, Ring, view
 
 CAPACITY = 1 << 16
 
@@ -29,17 +29,24 @@ def test_regions_held_at_once_never_overlap(shared_ring: Ring, actions: list[int
     ring = shared_ring
     ring.shared.tail = ring.head  # as if everything earlier had been released
     held: deque[tuple[int, int, int]] = deque()
-    for size in actions:
+    for number, size in enumerate(actions):
         if size == 0:
             if held:
                 ring.shared.tail = held.popleft()[2]
             continue
-        region = ring.allocate(size)
+        alignment = (ALIGN, DISK_ALIGN)[(number + size) % 2]
+        size = -(-size // alignment) * alignment
+        before = ring.head
+        region = ring.allocate(size, alignment)
         if region is None:
             assert held, "an empty ring must take half its capacity"
             continue
         offset, mark = region
-        assert offset >= 0 and offset + size <= ring.capacity
+        if size % 3 == 0:
+            ring.give_back(size)
+            assert ring.head == before, "what was skipped would be held for ever"
+            assert ring.allocate(size, alignment) == region
+        assert offset % alignment == 0 and offset >= 0 and offset + size <= ring.capacity
         assert all(offset + size <= o or o + s <= offset for o, s, _ in held)
         held.append((offset, size, mark))
 

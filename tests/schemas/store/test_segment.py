@@ -70,7 +70,7 @@ def segment_of(
     ends = []
     for frame, table, buffers, _ in frames:
         segment.append(UUID, FrameHeader(STREAM, 5, 0, frame), table, buffers)
-        ends.append(segment.tail)
+        ends.append(segment.end)
     fs.close(fd)
     return ends
 

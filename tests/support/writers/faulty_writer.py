@@ -37,6 +37,8 @@ def break_disk(op: str, pattern: str, first: int, count: int, code: int) -> None
                     Path(fired).touch()
                 if op == "write_at" and args:  # a full disk takes some of it, and so does a crash
                     real(target, [bytes(args[0][0])[:100]], *args[1:])
+                if op == "write_blocks":
+                    real(target, [args[0][0][: fs.direct_align]], *args[1:])
                 if code == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise OSError(code, os.strerror(code), path_of(target))
