@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from schemas.errors import StartError
 from schemas.wire.layout import Part, Share
 
-__all__ = ["layers_sent", "layout_of", "share_widths"]
+__all__ = ["layers_sent", "layout_of"]
 
 
 def layout_of(layers: Mapping[str, Sequence[int]], widths: Mapping[str, int], whole: Mapping[str, int], ranks: int
@@ -44,10 +44,3 @@ def layers_sent(part: Part | None, site: str, layers: Sequence[int]) -> list[int
         return list(layers)
     mine = {layer for share in part.shares.get(site, ()) for layer in share.layers}
     return [layer for layer in layers if layer in mine]
-
-
-def share_widths(part: Part | None, widths: Mapping[str, int]) -> dict[str, int]:
-    """Numbers in the rows that a rank sends, by site; ``widths``: in whole rows."""
-    if part is None:
-        return dict(widths)
-    return {site: share.stop - share.start for site, shares in part.shares.items() for share in shares[:1]}

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from engine_side.tap.shares import share_widths
 from engine_side.transport.events import Entry, Mark, Run
 from engine_side.transport.shared_memory import Regions, Shared
 from schemas import codecs, limits
+from schemas.wire.layout import share_widths
 from schemas.wire.messages import EngineInfo, Frame, StreamPart, TapCounters
 from schemas.wire.row_table import RowTable
 

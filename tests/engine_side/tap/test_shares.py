@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine_side.tap.shares import layers_sent, layout_of, share_widths
+from engine_side.tap.shares import layers_sent, layout_of
 from schemas.errors import StartError
-from schemas.wire.layout import Share, check_layout, places_of
+from schemas.wire.layout import Share, check_layout, places_of, share_widths
 
 LAYERS = [0, 1, 2, 3, 4, 5, 6, 7]
 HEAD = 16
