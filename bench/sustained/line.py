@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import psutil
 
 from schemas.wire.curve import make_sender
 
@@ -29,28 +30,19 @@ _HERE, _THERE = "10.203.71.1", "10.203.71.2"
 def cpu_seconds(pid: int) -> float:
     """User and system seconds of a process so far, all its threads; 0 where it has gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
+        taken = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return float(taken.user + taken.system)
 
 
 def anonymous_mb(pid: int) -> float:
     """Memory of a process that is no file's, MB; 0 where it has gone."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
+        memory = psutil.Process(pid).memory_info()
+    except psutil.NoSuchProcess:
         return 0.0
-    return int(status.partition("RssAnon:")[2].split()[0]) / 1000 if "RssAnon:" in status else 0.0
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process has started."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+    return float(memory.rss - memory.shared) / 1e6
 
 
 @contextlib.contextmanager
@@ -126,8 +118,8 @@ class Line:
     @property
     def pids(self) -> dict[str, int]:
         """Processes by what they are."""
-        porters = [pid for pid in children(self.process.pid)
-                   if b"porter" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        porters = [child.pid for child in psutil.Process(self.process.pid).children()
+                   if any("porter" in word for word in child.cmdline())]
         return {"writer": self.process.pid, **({"porter": porters[0]} if porters else {})}
 
     def unsealed(self) -> int:

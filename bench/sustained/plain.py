@@ -38,14 +38,13 @@ def plain_rate(ring: memoryview, folder: Path, how: Plain) -> tuple[float, float
 
     def work(number: int) -> None:
         files: deque[Path] = deque()
-        at, made = number * _PIECE, 0
+        made = 0
         try:
             while time.perf_counter() < until:
                 path = folder / f"plain-{number}-{made}"
                 made += 1
                 files.append(path)
-                counts[number] += _write(path, ring, at, until, how)
-                at += counts[number]
+                counts[number] += _write(path, ring, number * _PIECE + counts[number], until, how)
                 while len(files) * _FILE > max(how.room // how.threads, _FILE):
                     files.popleft().unlink()
         except OSError as error:

@@ -138,7 +138,7 @@ class Editor:
         return laid
 
     def _fill(self, laid: Layout, positions: torch.Tensor) -> None:
-        """Fill the tables with torch alone: what ``fill_tables`` does in one launch."""
+        """Fill the tables with torch alone: what ``engine_side.kernels.edits.fill`` does in one launch."""
         tables, rows = self.tables, laid.rows
         keys, (begins, program, other, line, ordinal) = (laid.there[:rows] + positions[:rows],
                                                          laid.there[rows:].view(5, -1))
@@ -176,7 +176,7 @@ class Editor:
         new, needed = [each for each in here if not each.there], set(map(id, here))
         if not new:
             return
-        for each in list(self.requests.values()):
+        for each in self.requests.values():
             if len(self._free_programs) >= len(new) * programs_of_request:
                 break
             if id(each) not in needed:

@@ -192,6 +192,6 @@ def warm(tables: Any, switches: torch.Tensor | None) -> None:
     """Compile what a ``Filler`` may need, so that no step waits for a compiler; nothing is edited afterwards."""
     device = tables.programs.device
     there = torch.tensor([0, -1, 0, 0, 0, 0], device=device)
-    for some in (None, switches)[: 1 if switches is None else 2]:
+    for some in (None,) if switches is None else (None, switches):
         for _ in range(2):  # Triton's launch compiles it; the next is as steps do it
             Filler(there, tables, some, 1)(torch.zeros(1, dtype=torch.int64, device=device), 0)

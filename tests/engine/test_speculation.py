@@ -126,7 +126,7 @@ def test_no_guess_stands_for_a_row_that_was_dropped(engine: Engine, monkeypatch:
     """The hard case: after a wrong guess one that happens to be right, and the row computed in its place is dropped."""
     assert worker.CURRENT is not None and worker.CURRENT.recorder is not None
     allocate, chance = Ring.allocate, np.random.default_rng(3)
-    monkeypatch.setattr(Ring, "allocate", lambda ring, n: allocate(ring, n) if chance.random() < 0.6 else None)
+    monkeypatch.setattr(Ring, "allocate", lambda ring, *of: allocate(ring, *of) if chance.random() < 0.6 else None)
     monkeypatch.setattr(worker.CURRENT.recorder.bursts, "on_full", "drop")
     lucky = 0
     for one in engine.run(PROMPTS, [PARAMS] * len(PROMPTS), [{"codec": "raw"}] * len(PROMPTS)):

@@ -110,7 +110,9 @@ class Receiver:
 
     def settle(self) -> None:
         """Wait until everything that was received is appended."""
-        self._write_waiting()
+        self._finish_running()
+        self._start_waiting()
+        self._finish_running()
 
     def collect(self) -> None:
         """Take note of what lanes have written, without receiving more."""
@@ -125,11 +127,11 @@ class Receiver:
         try:
             message = decode_from_sender(parts[0].buffer)
         except msgspec.MsgspecError as error:
-            self._write_waiting()
+            self.settle()
             self._take_malformed(address, parts[0], str(error))
             return
         if not isinstance(message, Frame):
-            self._write_waiting()
+            self.settle()
         if isinstance(message, Connect):
             self._greet(address, message)
             return
@@ -182,7 +184,7 @@ class Receiver:
         """Whether this is the next message; anything else is answered with what is covered."""
         if seq == state.received + state.waiting + 1 and seq not in state.ahead:
             return True
-        self._write_waiting()
+        self.settle()
         self._acks.ack(state)
         if seq > state.received + 1:
             self._counters.gaps += 1
@@ -219,12 +221,12 @@ class Receiver:
                 raise ProtocolError(f"frame {frame.seq}: the row table does not match its checksum")
             payload = find_payload(frame, state.ring, [part.buffer for part in parts[2:]])
         except ProtocolError as error:
-            self._write_waiting()
+            self.settle()
             if frame.seq == state.received + 1:
                 self._refuse_frame(state, frame.seq, error)
             return  # else those before it could not be written: all come again
         if self._quota.limit is not None and self._rules.over_quota(frame.captures):
-            self._write_waiting()
+            self.settle()
             if frame.seq == state.received + 1 and self._append(state, Refused(frame.seq, "quota")):
                 self._advance(state, frame.seq)
                 self._counters.rows_over_quota += rows
@@ -241,12 +243,6 @@ class Receiver:
         if self._journal.appended:
             self._finish_running()
             self._start_waiting()
-
-    def _write_waiting(self) -> None:
-        """Write all frames that were received."""
-        self._finish_running()
-        self._start_waiting()
-        self._finish_running()
 
     def _start_waiting(self) -> None:
         """Write the frames that were received one after the other, several at once, beside the next reception.
