@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import product
 from typing import Any
+
+import numpy as np
 
 __all__ = ["children_of", "keys_of"]
 
@@ -16,7 +17,7 @@ def keys_of(root: Document) -> Iterator[str]:
     nodes = _nodes(root)
     for path, node in nodes.items():
         if node["node_type"] == "array":
-            for at in product(*map(range, _chunks(node))):
+            for at in np.ndindex(*_chunks(node)):  # counts lazily: there may be billions
                 yield f"{path}/c/{'/'.join(map(str, at))}"
             yield f"{path}/zarr.json"
     yield from (f"{path}/zarr.json" for path, node in nodes.items() if node["node_type"] == "group")
