@@ -84,7 +84,7 @@ def _to_bucket(url: str, view: CaptureView, force: bool) -> None:
         for key in view.every_key():
             obstore.put(bucket, key, _bytes(view, key))
     except (OSError, ValueError, exceptions.BaseError) as error:
-        raise TapError(f"--out = {url!r}: {error}") from None
+        raise TapError(f"--out = {url!r}: {str(error).partition('Debug source:')[0].strip()}") from None
 
 
 def _bytes(view: CaptureView, key: str) -> bytes:
