@@ -132,6 +132,7 @@ class CaptureView:
         layers, width, tokens = self.layers[site], self._widths[site], len(self._axis)
         rows = max(1, limits.zarr_chunk_bytes_target // (4 * max(1, width)))
         steps = max(1, min(tokens, rows)), max(1, min(tokens, limits.zarr_chunk_tokens_max))
+        flags = min(steps[1], max(1, limits.zarr_chunk_bytes_target // max(1, len(layers))))
         info = site_named(site)
         return {
             "rows": ViewArray(
@@ -140,7 +141,7 @@ class CaptureView:
                     **_COORDINATES, "long_name": info.meaning, "ids": info.ids},
                 lambda spans: self._state(site, layers[spans[1].start])),
             "present": ViewArray(
-                "bool", (tokens, len(layers)), (steps[1], max(1, len(layers))), ("token", "layer"),
+                "bool", (tokens, len(layers)), (flags, max(1, len(layers))), ("token", "layer"),
                 lambda token, _: self._present(site, token), _COORDINATES),
             "position": ViewArray("int64", (tokens,), steps[1:], ("token",), self._positions),
             "token_id": ViewArray("int64", (tokens,), steps[1:], ("token",), self._token_ids,

@@ -156,6 +156,20 @@ def test_a_capture_that_claims_billions_of_tokens_takes_no_more_than_a_chunk(lin
     tracemalloc.stop()
 
 
+def test_no_chunk_is_larger_than_its_bound(line: tuple[Sender, Store]) -> None:
+    """Of a capture of as many layers as there may be, too."""
+    engine, store = line
+    capture, layers = new_ulid(), list(range(limits.layers_max))
+    engine.open(capture, prompt_len=8, layers={SITE: layers})
+    engine.finish(capture, end=10**6)
+    engine.wait()
+    group = zarr.open_group(store[final(store, capture)].zarr(), mode="r")
+    for name, array in group[SITE].arrays():
+        assert np.prod(array.chunks) * array.dtype.itemsize <= limits.zarr_chunk_bytes_target, name
+    present = group[f"{SITE}/present"]
+    assert present.shape == (10**6, limits.layers_max) and not present[5000:5002].any()
+
+
 def test_what_is_not_final_has_no_view(line: tuple[Sender, Store]) -> None:
     engine, store = line
     capture = new_ulid()
