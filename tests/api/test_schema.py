@@ -54,7 +54,8 @@ def described(coverage: bool) -> schemathesis.BaseSchema:
     return schemathesis.openapi.from_dict(DESCRIPTION, config=SchemathesisConfig.from_dict({
         "phases": {"coverage": {"enabled": coverage}},
         "checks": {"positive_data_acceptance": {"expected-statuses": REFUSED},
-                   "negative_data_rejection": {"expected-statuses": ["400", "404", "405", "406", "409", "410", "413", "416"]}},
+                   "negative_data_rejection": {"expected-statuses": [
+                       "400", "404", "405", "406", "409", "410", "413", "416"]}},
     }))
 
 

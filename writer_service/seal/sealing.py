@@ -196,8 +196,8 @@ def finish_cut(store: Path, number: int) -> bool:
 
 
 def stream_axes(stream: Stream) -> tuple[str, ...]:
-    """Names of the axes of a stream's array. Those of a row's piece are its own: as xarray has it, an axis of a group has
-    one length.
+    """Names of the axes of a stream's array. Those of a row's piece are its own: to xarray an axis has one length in a
+    group.
     """
     own = (f"{stream.name}_item", *(f"{stream.name}_item{number}" for number in range(2, len(stream.shape) + 1)))
     return "row", "layer", *own[:len(stream.shape)]
