@@ -58,23 +58,23 @@ compose-test: $(STAMP)  ## docker/compose.yml for real: Docker, or root with pod
 soak: $(STAMP)  ## the long tests: random requests on random engines (SEEDS=17 or SEEDS=20:40 chooses) and the rest (K="schema" chooses)
 	$(if $(SEEDS),TAP_SOAK_SEEDS=$(SEEDS)) $(PY) -m pytest -m soak -s $(if $(K),-k "$(K)") $(ARGS)
 
-faults: $(STAMP)  ## the writer and its store under every fault of docs/faults.md, which it writes (ROWS="1 11", SEED=7)
+faults: $(STAMP)  ## the writer and its store under every fault of docs/evidence/faults.md, which it writes (ROWS="1 11", SEED=7)
 	$(if $(SEED),TAP_FAULTS_SEED=$(SEED)) $(PY) -m tests.faults $(ROWS)
 
-mutants: $(STAMP)  ## one sync, order, check or lock taken out at a time: a test must see each (K="fs:" chooses); its part of docs/faults.md
+mutants: $(STAMP)  ## one sync, order, check or lock taken out at a time: a test must see each (K="fs:" chooses); its part of docs/evidence/faults.md
 	$(PY) -m tests.mutants -n $(WORKERS) $(K)
 
 demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, compare (KEEP=1 leaves it running)
 	$(PY) -m vllm_tap.demo $(if $(KEEP),--keep)
 
-parity: $(STAMP)  ## every site, architecture and scheduler feature against Hugging Face; writes docs/parity.md
-	TAP_FAMILIES=all TAP_PARITY=docs/parity.json $(PY) -m pytest tests/engine/test_architectures.py
+parity: $(STAMP)  ## every site, architecture and scheduler feature against Hugging Face; writes docs/evidence/parity.md
+	TAP_FAMILIES=all TAP_PARITY=docs/evidence/parity.json $(PY) -m pytest tests/engine/test_architectures.py
 
-survey: $(STAMP)  ## a small model of every architecture that vLLM knows: are its sites found? writes docs/models.md (A="Qwen3ForCausalLM …" chooses)
+survey: $(STAMP)  ## a small model of every architecture that vLLM knows: are its sites found? writes docs/evidence/models.md (A="Qwen3ForCausalLM …" chooses)
 	$(PY) -m tests.survey $(A)
 
-lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by its names; writes docs/parity.md
-	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/parity.json $(PY) -m pytest -m "not faults" tests/engine/test_lens.py \
+lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by its names; writes docs/evidence/parity.md
+	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/evidence/parity.json $(PY) -m pytest -m "not faults" tests/engine/test_lens.py \
 	    tests/engine/serving/test_patching.py
 
 versions: $(V:%=.versions/%/.installed)  ## a fast part of the engine tests on other vLLM versions (V="0.28.0 0.31.0" chooses)

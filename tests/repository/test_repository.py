@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "vllm_tap": {"vllm_tap", "schemas", "api", "writer_service", "engine_side"},
 }
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(
-    str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+    str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
 def tracked() -> list[Path]:
@@ -301,7 +301,7 @@ def test_every_command_and_flag_that_is_named_exists() -> None:
 
 
 def test_every_serve_flag_of_the_operations_page_exists_and_the_other_way_round() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "reference" / "operations.md").read_text()
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     flags = {flag for param in serve.params for flag in param.opts if flag.startswith("--")} - {"--help", "--tiny"}
     for flag in flags:

@@ -1,4 +1,4 @@
-"""docs/commands.md and the table of docs/limits.md, written from the code.
+"""docs/reference/commands.md and the table of docs/reference/limits.md, written from the code.
 
 ``python -m tests.support.pages.reference_pages`` writes them.
 """
@@ -92,8 +92,8 @@ def with_limits(page: str) -> str:
 
 
 def main() -> None:
-    (DOCS / "commands.md").write_text(commands_page())
-    page = DOCS / "limits.md"
+    (DOCS / "reference/commands.md").write_text(commands_page())
+    page = DOCS / "reference/limits.md"
     page.write_text(with_limits(page.read_text()))
 
 

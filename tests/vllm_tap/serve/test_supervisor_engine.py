@@ -103,13 +103,13 @@ def run_the_readme(run: Serve) -> None:
     arrays = load_file(folder / "slice.safetensors")
     assert arrays["resid_post.3"].shape[0] == 8
     assert list(folder.glob("*.npz"))
-    # What trains on a file of prompts needs the store of one: docs/howto_sae.md has the same lines, which are run.
+    # What trains on a file of prompts needs the store of one: docs/howto/sae-training.md has the same lines, which run.
     for block in (block for block in blocks("python") if "activations(" not in block):
         done = subprocess.run([sys.executable, "-c", here(block)], cwd=folder, env=environment, capture_output=True,
                               text=True, timeout=60)
         assert done.returncode == 0, f"{block}\n{done.stderr}"
     # The tutorial is one session of Python.
-    session = here("\n".join(blocks("python", "docs/tutorial.md")))
+    session = here("\n".join(blocks("python", "docs/tutorials/logit-lens.md")))
     done = subprocess.run([sys.executable, "-c", session], cwd=folder, env=environment, capture_output=True, text=True,
                           timeout=120)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
