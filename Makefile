@@ -25,7 +25,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test page-test compose-test soak faults mutants demo parity survey lens versions bench bench-gpu lock lock-gpu clean
+.PHONY: help setup fix check test page-test compose-test soak faults mutants demo docs parity survey lens versions bench bench-gpu lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -66,6 +66,11 @@ mutants: $(STAMP)  ## one sync, order, check or lock taken out at a time: a test
 
 demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, compare (KEEP=1 leaves it running)
 	$(PY) -m vllm_tap.demo $(if $(KEEP),--keep)
+
+docs: $(STAMP)  ## the site of docs/ into build/site, without a network; ends at a dead link or an unknown name (SERVE=1 serves it)
+	$(PY) -m tests.support.pages.reference_pages
+	$(PY) -m tests.support.pages.site
+	$(if $(SERVE),$(PY) -m http.server --bind 127.0.0.1 --directory build/site 8200)
 
 parity: $(STAMP)  ## every site, architecture and scheduler feature against Hugging Face; writes docs/evidence/parity.md
 	TAP_FAMILIES=all TAP_PARITY=docs/evidence/parity.json $(PY) -m pytest tests/engine/test_architectures.py
@@ -148,7 +153,7 @@ $(VENV)/.installed-page: requirements/page.lock $(STAMP)
 	@touch $@
 
 compile = pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
-    --custom-compile-command "make lock" --extra demo --extra test --extra dev pyproject.toml
+    --custom-compile-command "make lock" --extra demo --extra test --extra docs --extra dev pyproject.toml
 
 lock: | $(UV)  ## resolve requirements/*.lock again
 	@$(uv) $(compile) $(torch_index) --extra cpu -o requirements/cpu.lock
