@@ -25,7 +25,7 @@ from schemas.manifest import REASONS, STATUSES
 from schemas.sites import SITES
 from schemas.spec import CaptureSpec
 from tests.support.pages import walk
-from tests.support.pages.reference_pages import DOCS, commands, commands_page, with_limits
+from tests.support.pages.reference_pages import DOCS, PARTS, commands, commands_page, with_parts
 from tests.support.processes import free_port
 from tests.support.store_helpers import WriterProcess
 
@@ -166,9 +166,9 @@ def test_every_command_and_flag_is_on_its_page_as_the_code_has_it() -> None:
     assert all(f"`{name.rpartition(' ')[2]}`" in page for name in flags())
 
 
-def test_every_limit_is_on_its_page_as_the_code_has_it() -> None:
-    page = (DOCS / "reference/limits.md").read_text()
-    assert page == with_limits(page), "python -m tests.support.pages.reference_pages"
+@pytest.mark.parametrize("name", PARTS)
+def test_tables_are_on_their_page_as_the_code_has_them(name: str) -> None:
+    assert (DOCS / name).read_text() == with_parts(name), "python -m tests.support.pages.reference_pages"
 
 
 def test_the_index_leads_to_every_page() -> None:

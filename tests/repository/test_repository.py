@@ -157,10 +157,11 @@ def test_no_circle_of_imports(package: str) -> None:
 
 
 LINES_MAX, PARAMETERS_MAX = 60, 8  # of a function; parameters without self
-# Signatures that are lists of options for who calls them from Python, each by its name.
+# Signatures that are lists of options, each given by its name.
 OPTION_LISTS = {
     "vllm_tap/client/client.py:Client.captures", "vllm_tap/client/async_client.py:AsyncClient.captures",
     "vllm_tap/store.py:Store.captures", "vllm_tap/loader/dataset.py:rows", "vllm_tap/offline/recording.py:recording",
+    "vllm_tap/cli/sizes.py:sizes",
 }
 
 

@@ -44,7 +44,7 @@ def test_the_site_fetches_nothing_from_elsewhere(built: Path) -> None:
 DEFECTS = {
     "[away](reference/gone.md)": "page does not exist",
     "[nowhere](reference/limits.md#gone)": "anchor",
-    "[`Cliente`][vllm_tap.Cliente]": "unresolved",
+    "[`Nobody`][vllm_tap.Nobody]": "unresolved",
 }
 
 
