@@ -126,8 +126,8 @@ KINDS: Final[dict[str, tuple[Callable[[], Iterable[str]], tuple[str, ...]]]] = {
     "error codes": (codes, ("docs/reference/http.md",)),
     "reasons of missing rows": (lambda: REASONS, ("docs/reference/store.md",)),
     "statuses": (lambda: STATUSES, ("docs/reference/http.md",)),
-    "fields of a spec": (spec_fields, ("README.md",)),
-    "sites": (lambda: SITES, ("README.md",)),
+    "fields of a spec": (spec_fields, ("docs/reference/spec.md",)),
+    "sites": (lambda: SITES, ("docs/reference/spec.md",)),
     "codecs": (lambda: CODECS, ("docs/reference/codecs.md",)),
     "formats and dtypes": (lambda: [*FORMATS, *DTYPES], ("docs/reference/http.md",)),
     "settings of the compose file": (compose_settings, ("docs/howto/containers.md",)),
@@ -188,6 +188,16 @@ def test_links_to_parts_of_pages_lead_there() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]:
         for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
             assert anchor in anchors(page.parent / file if file else page), f"{page.name}: {file}#{anchor}"
+
+
+def test_messages_are_quoted_as_the_code_says_them() -> None:
+    said = set(strings(*SHIPPED))
+    page = (DOCS / "howto" / "troubleshooting.md").read_text()
+    symptoms = re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
+    quoted = [text for symptom in symptoms for text in re.findall(r"`([^`]+)`", symptom)]
+    assert len(quoted) > 15
+    names = {"MissingRows", "NotComplete", "int8b64", "q", "k"}
+    assert [text for text in quoted if text not in names and not any(text in one for one in said)] == []
 
 
 # ── recipes ─────────────────────────────────────────────────────────────────────────────────────────────────────

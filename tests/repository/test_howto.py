@@ -63,6 +63,12 @@ def test_the_page_for_researchers(stack: Stack, monkeypatch: pytest.MonkeyPatch)
     assert space["last"].shape == (1, WIDTH) and len(space["table"]) == len(space["rows"])
 
 
+@needs_more
+def test_the_page_for_those_who_come_from_elsewhere(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = run("docs/howto/coming-from.md", stack, monkeypatch)
+    assert space["last"].shape == (WIDTH,) and f"blocks.{LAYERS - 1}.hook_resid_post" in space["cache"]
+
+
 def test_the_page_for_safety_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The played engine has a probe of that name, of which the page's own file is no part."""
     space = run("docs/howto/probes.md", stack, monkeypatch)

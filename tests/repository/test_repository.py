@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "api": {"api", "schemas"},
     "vllm_tap": {"vllm_tap", "schemas", "api", "writer_service", "engine_side"},
 }
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", *sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
@@ -325,9 +325,11 @@ def test_the_folder_map_names_every_folder() -> None:
 
 
 def test_the_readme_can_be_run_as_it_stands() -> None:
-    assert len(blocks("python")) >= 3 and any("make demo" in command for command in commands())
-    for block in blocks("python"):
-        compile(block, "README.md", "exec")
+    page = "docs/tutorials/first-capture.md"
+    assert len(blocks("pycon")) == 1 and commands()[0] == "make setup" and len(blocks("python", page)) >= 4
+    for block in blocks("python", page):
+        compile(block, page, "exec")
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
 # ── nothing of any machine ──────────────────────────────────────────────────────────────────────────────────────
