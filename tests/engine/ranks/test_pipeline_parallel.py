@@ -7,7 +7,7 @@ import pytest
 from schemas.read.reader import StoreReader
 from tests.engine.conftest import Store
 from tests.engine.test_architectures import SITES as SITES_OF
-from tests.engine.test_tensor_parallel import held_against
+from tests.engine.ranks.test_tensor_parallel import held_against
 from tests.support.engines.engines import DTYPE, ON_GPU, Engine, in_this_process
 from tests.support.models.families import family_model
 from tests.support.models.features import GREEDY, tokens
