@@ -8,13 +8,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engine_side.transport.ring_files import PREFIX, directory
 from engine_side.transport.shared_memory import EXTRA
 from schemas.read.reader import StoreReader
 from tests.engine.conftest import Store
 from tests.engine.test_architectures import SITES as SITES_OF
-from tests.support.engines.engines import ALL_ROWS, DTYPE, ON_GPU, SITES, Captured, Engine, in_this_process, start
+from tests.support.engines.engines import (
+    ALL_ROWS,
+    DTYPE,
+    ON_GPU,
+    SHARED,
+    SITES,
+    Captured,
+    Engine,
+    in_this_process,
+    row_errors,
+    start,
+)
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.families import family_model
 from tests.support.models.features import GREEDY, tokens
@@ -22,7 +34,7 @@ from tests.support.models.reference import Reference
 from tests.support.models.unlisted import UNLISTED
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.soak,
-              pytest.mark.skipif(ON_GPU, reason="one GPU cannot hold two ranks")]
+              pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="one GPU cannot hold two ranks")]
 
 
 def two_ranks(family: str, reader: StoreReader, reference_of: Callable[[str], Reference]) -> Engine:
@@ -34,7 +46,7 @@ def two_ranks(family: str, reader: StoreReader, reference_of: Callable[[str], Re
     folder = family_model(family, DTYPE)
     with in_this_process(False):
         llm = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, seed=0,
-                  block_size=32, tensor_parallel_size=2)
+                  block_size=32, tensor_parallel_size=2, **SHARED)
     return Engine(llm, reader, BlocksReference(folder, UNLISTED[family]))
 
 
@@ -70,9 +82,9 @@ def of_ranks(family: str, ranks: int, reader: StoreReader) -> Engine:
     from vllm import LLM
 
     folder = family_model(family, DTYPE)
-    with in_this_process(ranks == 1):
+    with in_this_process(ranks == 1 and not ON_GPU):
         llm = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, seed=0,
-                  block_size=32, max_num_batched_tokens=48, tensor_parallel_size=ranks)
+                  block_size=32, max_num_batched_tokens=48, tensor_parallel_size=ranks, **SHARED)
     return Engine(llm, reader, Reference(folder))
 
 
@@ -109,16 +121,17 @@ def test_every_site_of_two_ranks_is_that_of_one(
                 engine.run([tokens(5, seed=1)], [{"max_tokens": 1, **GREEDY}], [{"codec": codec, "sites": [site]}])
     finally:
         engine.close()
-    assert len(own) == 2 and sum(own) == ring
+    assert len(own) == 2 and (ON_GPU or sum(own) == ring)  # on a GPU a ring has room for two steps of what is armed
     for one, two in zip(alone, found, strict=True):
-        assert one.tokens == two.tokens and two.manifest.status == "complete"
+        assert two.manifest.status == "complete" and (ON_GPU or one.tokens == two.tokens)
         assert [(row.site, row.layer, row.captured) for row in one.manifest.rows] == [
             (row.site, row.layer, row.captured) for row in two.manifest.rows]
         assert all(not row.missing for row in two.manifest.rows)
         assert one.manifest.engine["fingerprint"] == two.manifest.engine["fingerprint"]
     for two in found[:-1]:
         held_against(engine, two)
-    same_bits(reader, alone[1], found[1])
+    if not ON_GPU:  # whose products of matrices of another size are others
+        same_bits(reader, alone[1], found[1])
     held_in_halves(store, found[0], alone[0])
 
 
@@ -127,6 +140,9 @@ def held_against(engine: Engine, captured: Captured) -> None:
     wanted = engine.reference.rows(captured.tokens)
     for row in captured.manifest.rows:
         rows = engine.reader.slice(captured.id, row.site, [row.layer], 0, len(captured.tokens))
+        if ON_GPU:
+            assert row_errors(rows.values()[0], wanted[row.site, row.layer][rows.positions]).max() <= 1
+            continue
         off = np.abs(rows.values()[0] - wanted[row.site, row.layer][rows.positions])
         scale = np.abs(wanted[row.site, row.layer]).max()
         assert off.max() <= 3e-5 * max(1, scale), f"{row.site}.{row.layer}: {off.max():.1e}"
