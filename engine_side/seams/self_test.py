@@ -53,9 +53,9 @@ def _test(runner: Any, current: Worker) -> None:
     where = f"{type(runner).__module__}.{type(runner).__name__}"
     check_model(current.model, runner.get_model(), where)
     check_homes(current.checks.homes, current.model)
-    _hand_on_noise(runner)
     for _ in range(2):
         current.staging.poison()
+        _hand_on_noise(runner)
         with torch.inference_mode(), _noisy_attention(current.model):
             runner._dummy_run(_ROWS)
             if torch.cuda.is_initialized():
@@ -67,7 +67,9 @@ def _test(runner: Any, current: Worker) -> None:
 
 
 def _hand_on_noise(runner: Any) -> None:
-    """Noise in the place of what the stage before hands on, of which dummy steps have none: all would be nothing."""
+    """Noise in the place of what the stage before hands on, of which dummy steps have none: all would be nothing. Some
+    runners make room for that in their first step.
+    """
     if (tensors := getattr(runner, "intermediate_tensors", None)) is not None:
         with torch.inference_mode():
             fill(tensors, torch.Generator().manual_seed(1), _NOISE_ROWS)

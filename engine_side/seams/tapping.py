@@ -280,6 +280,9 @@ def _check_stages(plan: ArmingPlan, vllm_config: Any) -> None:
     if vllm_config.speculative_config is not None:
         raise StartError(f"{start}: rows of drafts have not been shown to be right on the stages of a pipeline; leave "
                          "speculative_config out, or run on one device")
+    if vllm_config.lora_config is not None:
+        raise StartError(f"{start}: adapters have not been shown to be right on the stages of a pipeline; leave "
+                         "enable_lora out, or run on one device")
     if parallel.data_parallel_size > 1:
         raise StartError(f"{start} with data_parallel_size={parallel.data_parallel_size}: they have not been shown to "
                          "be right together; run without one of them")

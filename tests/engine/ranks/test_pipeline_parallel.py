@@ -163,6 +163,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "all_gather_into
 def count(wrapper: Any) -> None:
     """Count in a rank's worker what it says to others, and its steps with tokens."""
     worker = getattr(wrapper, "worker", wrapper)
+    worker.model_runner._dummy_run(2)  # without a warm-up vLLM's CPU runner has no room for what a stage is handed on
 
     def counting(name: str, call: Any, counts: Any = lambda *_: True) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
