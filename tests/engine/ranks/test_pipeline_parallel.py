@@ -157,7 +157,9 @@ SAID: Counter[str] = Counter()  # of a worker
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "reduce",
                "broadcast_object_list", "gather", "gather_object", "scatter", "reduce_scatter", "reduce_scatter_tensor",
                "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv", "barrier",
-               "monitored_barrier", "send_object_list", "recv_object_list")
+               "monitored_barrier", "send_object_list", "recv_object_list", "broadcast_object", "send_object",
+               "recv_object", "broadcast_tensor_dict", "send_tensor_dict", "recv_tensor_dict", "isend_tensor_dict",
+               "irecv_tensor_dict")
 
 
 def count(wrapper: Any) -> None:
@@ -171,8 +173,12 @@ def count(wrapper: Any) -> None:
             return call(*args, **kwargs)
         return called
 
-    for name in COLLECTIVES:
-        setattr(torch.distributed, name, counting(name, getattr(torch.distributed, name)))
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    for where in (torch.distributed, GroupCoordinator):  # whose device may have ways of its own
+        for name in COLLECTIVES:
+            if (call := getattr(where, name, None)) is not None:
+                setattr(where, name, counting(f"{where.__name__}.{name}", call))
     worker.execute_model = counting("steps", worker.execute_model,
                                     lambda output, *_: output.total_num_scheduled_tokens)
 
