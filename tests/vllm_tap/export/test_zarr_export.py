@@ -40,7 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
                 engine.dropped(capture, 2, 4)
                 engine.finish(capture, end=9)
             engine.wait()
-            assert until(lambda: all(row.status in FINAL for row in store.captures()))
+            assert until(lambda: [row.status in FINAL for row in store.captures()] == [True, True])
             yield store
         writer.stop()
 
