@@ -96,7 +96,7 @@ class Capture:
         return self._source.manifest(self.id, self.wait_s)
 
     def wait(self, timeout_s: float | None = None) -> Manifest:
-        """Return the manifest once the capture is final; raises NotComplete after ``timeout_s`` (default ``wait_s``)."""
+        """Wait for the final manifest; raises NotComplete after ``timeout_s`` (default ``wait_s``)."""
         return self._source.final(self.id, self.wait_s if timeout_s is None else timeout_s)
 
     @property

@@ -239,5 +239,5 @@ class Client:
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows:
-        """Return decoded rows; raises NotComplete after ``wait_s`` seconds if the capture is not final (None: as it is)."""
+        """Return decoded rows; raises NotComplete if the capture is not final after ``wait_s`` s (None: as it is)."""
         return _run(self._client.rows(ref, site, layers, start, stop, wait_s, rejected))
