@@ -120,7 +120,7 @@ bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, 
 
 bench-two-gpus: $(STAMP)  ## on two NVIDIA GPUs: rows of two ranks against Hugging Face, and what capturing costs them
 	$(PY) -m pytest -m soak tests/engine/ranks
-	TAP_FAMILIES=qwen3,mixtral TAP_LAYOUT='tensor parallel' TAP_PARITY=docs/parity.json \
+	TAP_FAMILIES=qwen3,mixtral TAP_LAYOUT='tensor parallel' TAP_PARITY=docs/evidence/parity.json \
 	    $(PY) -m pytest tests/engine/test_architectures.py
 	$(PY) -m bench.interference --configurations 'tensor parallel+tensor parallel, NCCL'
 	for shape in 3b 8b; do $(PY) -m bench --shape $$shape --configuration 'tensor parallel' --loads hook-gathered \
