@@ -27,6 +27,7 @@ from engine_side.transport.ring_files import free_bytes
 from engine_side.transport.sender_process import SenderProcess
 from engine_side.transport.shared_memory import Outbox
 from schemas.errors import StartError
+from schemas.sites import PROBE
 from schemas.wire.layout import Part
 from schemas.wire.messages import EngineInfo
 
@@ -44,10 +45,23 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Place of a worker among the ranks of its engine, of which ``on_host`` are on this host."""
+    """Place of a worker among the ranks of its engine, of which ``on_host`` are on this host, in ``stages`` of a
+    pipeline.
+    """
 
     rank: int = 0
     on_host: int = 1
+    stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tapped:
+    """What a worker's taps write into, and what is known of a model that has them."""
+
+    staging: Staging
+    scratch: Scratch | None = None
+    editor: Editor | None = None  # None where nothing is armed for edits
+    checks: Checks = field(default_factory=Checks)
 
 
 @dataclass(slots=True)
@@ -67,24 +81,26 @@ class Worker:
 CURRENT: Worker | None = None
 
 
-def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks: Checks, staging: Staging,
-          scratch: Scratch | None, editor: Editor | None, seat: Seat) -> None:
+def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, tapped: Tapped, seat: Seat) -> None:
     """Make the recorder and the sender of a rank."""
     global CURRENT
     stop()
+    staging, scratch, editor = tapped.staging, tapped.scratch, tapped.editor
     if editor is not None and staging.probes:
         editor.conditions = made = Conditions(staging, editor.tables.size.requests)
         for name, kept in (("switches", made.switches), ("unseen", made.unseen)):  # see below
             model.register_buffer(f"vllm_tap_{name}", kept, persistent=False)
     part = info.layout[seat.rank] if info.layout else None
     ring = _ring(config, staging, scratch, part, seat.on_host)
-    device = next(iter(staging.buffers.values())).device
+    device = next(model.parameters()).device
     to_host = DeviceToHost(device, ring, scratch, Outbox(ring.shared))
     if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers
         model.register_buffer("vllm_tap_numbers", to_host.numbers, persistent=False)
-    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host, part=part)
+    layers = {**info.armed.sites, **{f"{PROBE}{name}": [about.layer] for name, about in info.armed.probes.items()}}
+    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host, part=part, layers=layers,
+                        batches=seat.stages)
     sender = SenderProcess(config.endpoint, ring.shared, config.curve, seat.rank)
-    CURRENT = Worker(info, model, checks, staging, recorder, sender, editor, os.getpid())
+    CURRENT = Worker(info, model, tapped.checks, staging, recorder, sender, editor, os.getpid())
     atexit.register(stop)
 
 
@@ -93,7 +109,7 @@ def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part:
     machine leave no room for it.
     """
     row = max(len(layers_sent(part, site, staging.layers[site])) * buffer.shape[2] * buffer.element_size()
-              for site, buffer in staging.buffers.items())
+              for site, buffer in staging.buffers.items()) if staging.buffers else 0
     for name, value, among in (("RING", config.ring_bytes, ranks), ("SCRATCH", config.scratch_bytes, 1)):
         if 0 < value < 4 * row * among:
             raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row * among} bytes; at least "

@@ -89,7 +89,7 @@ def allocate(widths: dict[str, int], layers: dict[str, list[int]], tokens: int, 
     if device.type != "cuda":
         scratch = 0
     elif scratch == 0:
-        scratch = scratch_bytes(max(sizes.values()))
+        scratch = scratch_bytes(max(sizes.values(), default=0))
     shown = " + ".join(f"{site} {len(layers[site])}×{tokens}×{width}" for site, width in widths.items())
     shown = f"{staging / 2**20:,.1f} MiB ({shown}, {dtype}), scratch {scratch / 2**20:,.1f} MiB"
     if staging + scratch > bytes_max:
