@@ -30,12 +30,13 @@ counted by vLLM's own metrics, cached tokens by its outputs.
 
 | what | compared with | where |
 |---|---|---|
-| eleven architectures, every site, ten features of the scheduler | Hugging Face, float32 | [CPU](#by-feature-the-worst-site) |
+| eleven architectures, every site, ten features of the scheduler | Hugging Face, float32 | [CPU][features] |
 | their other configurations | Hugging Face, float32 | [CPU](#other-configurations-the-worst-site-of-a-ragged-batch) |
 | families in no table | Hugging Face, float32 | [CPU][unlisted] |
 | Qwen3 and Mixtral, three layers, random weights, bfloat16 | Hugging Face, float32 | GPU, below |
 | names, on eleven architectures | [TransformerLens](#transformerlens) | CPU |
 
+[features]: #by-feature-the-worst-site
 [unlisted]: #families-that-are-in-no-table-the-worst-site-by-feature
 """
 
