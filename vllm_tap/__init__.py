@@ -2,9 +2,9 @@
 
 >>> from vllm_tap import Client, open_store                                       # doctest: +SKIP
 >>> Client().generate("Hello", capture={"sites": ["resid_post"]})["resid_post", 12].shape    # doctest: +SKIP
-(20, 4096)
+(20, 1024)
 >>> open_store("captures")["01J…"]["resid_post", 12].shape                        # doctest: +SKIP
-(20, 4096)
+(20, 1024)
 """
 
 from __future__ import annotations

@@ -200,6 +200,32 @@ def test_messages_are_quoted_as_the_code_says_them() -> None:
     assert [text for text in quoted if text not in names and not any(text in one for one in said)] == []
 
 
+# Pages of plain sentences: others join as they are rewritten.
+PLAIN: Final = ("README.md", "SECURITY.md", *(f"docs/{page}" for page in (
+    "index.md", "concepts.md", "tutorials/first-capture.md", "howto/coming-from.md", "howto/troubleshooting.md",
+    "reference/sizes.md", "reference/spec.md", "explain/what-it-does-not-do.md", "evidence/production-checklist.md")))
+WORDS_MAX: Final = 30  # of a sentence; 25 is the aim
+
+
+def long_sentences(page: str) -> list[str]:
+    """Sentences with more than WORDS_MAX words, outside blocks of code and tables."""
+    text = re.sub(r"^```.*?^```$|^\|.*?$|^#.*?$", "\n\n", page, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    blocks = re.split(r"\n\s*\n|\n(?=[-*] |\d+\. )", text)
+    sentences = [part for block in blocks for part in re.split(r"[.;:?!]\s", block)]
+    return [" ".join(part.split()) for part in sentences if len(part.split()) > WORDS_MAX]
+
+
+@pytest.mark.parametrize("page", PLAIN)
+def test_sentences_are_short(page: str) -> None:
+    assert long_sentences((ROOT / page).read_text()) == []
+
+
+def test_a_long_sentence_is_seen() -> None:
+    assert long_sentences("# T\n\nShort. " + "word " * 31 + "end.\n\n```\n" + "code " * 40 + "\n```\n") != []
+    assert long_sentences("Short one. " * 20 + "\n| " + "cell " * 40 + "|\n") == []
+
+
 # ── recipes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -87,7 +87,7 @@ class CaptureSource(Protocol):
 
 
 class Capture:
-    """A capture by any of its names; nothing is read before it is asked for."""
+    """A capture by any of its names. Reads lazily: each method reads what it returns."""
 
     def __init__(self, source: CaptureSource, ref: str, wait_s: float = 30.0) -> None:
         self.id, self.wait_s, self._source = ref, wait_s, source
@@ -96,11 +96,11 @@ class Capture:
         return f"Capture({self.id!r})"
 
     def manifest(self) -> Manifest:
-        """Rows asked for, stored and missed; waits until the capture is final, at most ``wait_s`` seconds."""
+        """Return the account of rows; waits until the capture is final, at most ``wait_s`` seconds."""
         return self._source.manifest(self.id, self.wait_s)
 
     def wait(self, timeout_s: float | None = None) -> Manifest:
-        """The manifest once the capture is final; NotComplete where that takes longer (default: ``wait_s``)."""
+        """Wait for the final manifest; raises NotComplete after ``timeout_s`` (default ``wait_s``)."""
         return self._source.final(self.id, self.wait_s if timeout_s is None else timeout_s)
 
     @property
@@ -116,8 +116,12 @@ class Capture:
     def __getitem__(self, key: Key) -> F32:
         """All rows of a site and layer, float32 ``[rows, width]`` (with a list of layers ``[layers, rows, width]``).
 
-        Waits until the capture is final. Raises MissingRows where rows are missing, NotComplete where it takes longer
-        than ``wait_s`` seconds, NotFoundError for a site or layer that was not captured.
+        Waits until the capture is final.
+
+        Raises:
+            MissingRows: some of these rows are missing; it names their ranges and reasons.
+            NotComplete: the capture is not final after ``wait_s`` seconds.
+            NotFoundError: the site or layer was not captured.
         """
         name, layer = key if isinstance(key, tuple) else (key, None)
         return drop_layer_axis(self.slice(name, layer).values, layer)

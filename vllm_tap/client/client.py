@@ -95,17 +95,25 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         _run(self._client.close())
 
     def generate(self, prompt: http.AnyPrompt, max_tokens: int = 16, capture: http.Spec | None = None, *,
                  edit: http.Edits | None = None, **fields: Any) -> Generation:
-        """Text for a prompt (text, token ids, or a list of either), or an answer to chat messages.
+        """Generate text for a prompt (text, token ids, or a list of either), or an answer to chat messages.
 
-        ``capture`` is the spec (``{}``: everything armed); ``edit`` is the list of edits, whose vectors may be arrays;
-        with either it has captures. ``fields`` are OpenAI's and vLLM's, such as ``temperature``, ``n``, ``seed``;
-        ``model`` is the served one where not named. Raises BadRequest, Conflict or Unavailable with
-        the service's message.
+        Args:
+            prompt: text, token ids, a list of either, or chat messages.
+            max_tokens: tokens to generate at most.
+            capture: the spec; ``{}`` captures everything that is armed, None nothing.
+            edit: the edits, whose vectors may be arrays.
+            fields: fields of OpenAI and vLLM, such as ``temperature``, ``n``, ``seed``; ``model`` is the served one by
+                default.
+
+        Raises:
+            BadRequest: the spec or a field cannot be had.
+            Conflict: the capture id is taken.
+            Unavailable: a part of the service is away.
         """
         answer = _run(self._client.generate(prompt, max_tokens, capture, edit=edit, **fields))
         return Generation(answer.response, [self.capture(capture_id) for capture_id in answer.capture_ids])
@@ -162,11 +170,11 @@ class Client:
         return sweep_in_threads(self._client, _run, asked, results, progress)
 
     def model(self) -> str:
-        """The name of the served model."""
+        """Return the name of the served model."""
         return _run(self._client.model())
 
     def capture(self, ref: str) -> Capture:
-        """A capture by its id, the response id or the X-Request-Id; looked up when it is read."""
+        """Name a capture by its id, the response id or the X-Request-Id; it is looked up when it is read."""
         return Capture(self, ref, self.wait_s)
 
     def captures(self, status: str | None = None, *, tags: Mapping[str, str | None] | None = None,
@@ -183,7 +191,7 @@ class Client:
         return filters.pages(lambda count, after: _run(self._client.page(filters, count, after)), limit, before)
 
     def wait(self, refs: Iterable[str], timeout_s: float = 60.0, *, progress: ProgressReport = False) -> list[Manifest]:
-        """The manifests of captures once all are final; NotComplete where that takes longer than ``timeout_s``."""
+        """Return the manifests of captures once all are final; raises NotComplete after ``timeout_s`` seconds."""
         return _run(self._client.wait(refs, timeout_s, progress=progress))
 
     def delete(self, ref: str) -> None:
@@ -194,11 +202,11 @@ class Client:
         _run(self._client.delete(ref))
 
     def hold(self, ref: str) -> None:
-        """Keeps a capture from being deleted or expired until it is released."""
+        """Keep a capture from being deleted or expired until it is released."""
         _run(self._client.hold(ref))
 
     def release(self, ref: str) -> None:
-        """Ends a hold."""
+        """End a hold."""
         _run(self._client.release(ref))
 
     def put_vector(self, name: str, vector: Any) -> str:
@@ -212,26 +220,26 @@ class Client:
         return _run(self._client.vectors())
 
     def delete_vector(self, name: str) -> None:
-        """Deletes a stored vector; NotFound where there is none."""
+        """Delete a stored vector; raises NotFound if there is none."""
         _run(self._client.delete_vector(name))
 
     def capabilities(self) -> dict[str, Any]:
-        """Sites that can be captured, the codecs, the formats, the limits."""
+        """Return the sites that can be captured, the codecs, the formats and the limits."""
         return _run(self._client.capabilities())
 
     # ── what a Capture reads from ───────────────────────────────────────────────────────────────────────────────
 
     def manifest(self, ref: str, wait_s: float | None = None) -> Manifest:
-        """The manifest; with ``wait_s``, once the capture is final or that many seconds have passed."""
+        """Return the manifest; with ``wait_s``, once the capture is final or after so many seconds."""
         return _run(self._client.manifest(ref, wait_s))
 
     def final(self, ref: str, wait_s: float) -> Manifest:
-        """The manifest once the capture is final; NotComplete where that takes longer than ``wait_s`` seconds."""
+        """Return the manifest once the capture is final; raises NotComplete after ``wait_s`` seconds."""
         return _run(self._client.final(ref, wait_s))
 
     def rows(self, ref: str, site: str, layers: Sequence[int], start: int, stop: int | None,
              wait_s: float | None, rejected: bool = False) -> Rows:
-        """Decoded rows; NotComplete where the capture is not final after ``wait_s`` seconds (None: as it is)."""
+        """Return decoded rows; raises NotComplete if the capture is not final after ``wait_s`` s (None: as it is)."""
         return _run(self._client.rows(ref, site, layers, start, stop, wait_s, rejected))
 
     def zarr_value(self, ref: str, key: str, span: slice) -> bytes | None:

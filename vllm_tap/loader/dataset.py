@@ -274,11 +274,11 @@ class Activations(Iterator[torch.Tensor]):
 
 
 def activations(store: str | Path | Store, hook_name: str, batch: int = 4096, **options: Any) -> Activations:
-    """Rows of one hook as an endless iterator of ``[batch, d_in]``: what SAE trainers call a data provider.
+    """Iterate over the rows of one hook without end, float32 ``[batch, d_in]``: a data provider for SAE trainers.
 
-    ``hook_name`` is TransformerLens's (``blocks.12.hook_resid_post``) or ``resid_post.12``; ``options`` are those of
-    ``rows``; SpecError where that rank has no rows. Every batch has ``batch`` rows. ``state_dict`` and
-    ``load_state_dict`` let another process go on.
+    ``hook_name`` is TransformerLens's (``blocks.12.hook_resid_post``) or ``resid_post.12``. ``options`` are those of
+    ``rows``. Every batch has ``batch`` rows. ``state_dict`` and ``load_state_dict`` let another process continue.
+    Raises SpecError if this rank has no rows.
 
     Examples:
         >>> for x in itertools.islice(activations("captures", "blocks.12.hook_resid_post"), 10_000):  # doctest: +SKIP

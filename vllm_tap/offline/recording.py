@@ -63,15 +63,23 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
               durability: str = "fsync", ring_bytes: int | None = None, wait_s: float = 60.0,
               probes: Mapping[str, str | Path] | None = None, edit: str | Sequence[str] = (),
               vectors: Mapping[str, str | Path] | None = None) -> Iterator[Recording]:
-    """Runs a writer beside this process; an ``LLM`` that is made inside has taps at the sites of ``arm``, each in every
-    layer (``resid_post``) or in one (``resid_post.12``).
+    """Start a writer beside this process and arm every ``LLM`` that is created in the block.
 
-    ``on_full``: whether generation waits for the disk ("wait") or rows are dropped and named ("drop"). ``probes``: by
-    name the files of probes that can be asked for (schemas.probes). ``edit``: the sites, as of ``arm``, whose rows
-    requests may have changed, with ``SamplingParams(extra_args={"edit": […]})``; ``vectors``: by name the files of
-    vectors that their edits may name (schemas.edits.vectors). At its end it waits, ``wait_s`` seconds at most,
-    until every capture has ended. Requests with a capture that come to such an engine later are refused; others are not
-    affected. StartError, before anything is started, where it cannot be had.
+    On exit, wait for open captures. Afterwards such an engine refuses captures and serves other requests.
+
+    Args:
+        store: the folder of captures.
+        arm: sites to tap, each in every layer (``resid_post``) or in one (``resid_post.12``).
+        on_full: "wait": generation waits for the disk; "drop": rows are dropped, and named in the manifest.
+        durability: "fsync": a row is acknowledged once it is on the disk; "os": once the operating system has it.
+        ring_bytes: bytes of encoded rows that may wait for the writer.
+        wait_s: seconds to wait for open captures on exit.
+        probes: files of probes by name.
+        edit: sites whose rows requests may have edited, with ``SamplingParams(extra_args={"edit": […]})``.
+        vectors: files of vectors that edits may name.
+
+    Raises:
+        StartError: the setup is invalid; nothing was started.
     """
     global _newest
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself tells it

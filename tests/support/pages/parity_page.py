@@ -25,8 +25,19 @@ figure is the worst row's error over its length, ‖x − x̂‖ / ‖x̂‖, of
 layers), with random weights, made by Hugging Face's own classes. `make parity` regenerates this page from what it
 measures on the machine it runs on, and keeps in docs/evidence/parity.json what other machines measured.
 
-Each feature is made to happen, and the test fails where it did not: preemptions and accepted and rejected drafts are
+Each feature is made to happen, and the test fails if it did not: preemptions and accepted and rejected drafts are
 counted by vLLM's own metrics, cached tokens by its outputs.
+
+| what | compared with | where |
+|---|---|---|
+| eleven architectures, every site, ten features of the scheduler | Hugging Face, float32 | [CPU][features] |
+| their other configurations | Hugging Face, float32 | [CPU](#other-configurations-the-worst-site-of-a-ragged-batch) |
+| families in no table | Hugging Face, float32 | [CPU][unlisted] |
+| Qwen3 and Mixtral, three layers, random weights, bfloat16 | Hugging Face, float32 | GPU, below |
+| names, on eleven architectures | [TransformerLens](#transformerlens) | CPU |
+
+[features]: #by-feature-the-worst-site
+[unlisted]: #families-that-are-in-no-table-the-worst-site-by-feature
 """
 
 
