@@ -18,6 +18,7 @@ from engine_side.edits.conditions import Conditions
 from engine_side.edits.editor import Editor
 from engine_side.step.recorder import Recorder
 from engine_side.tap.architectures import Embedding, Sum
+from engine_side.tap.budget import ring_bytes
 from engine_side.tap.shares import layers_sent
 from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost, Scratch
@@ -113,19 +114,12 @@ def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part:
         if 0 < value < 4 * row * among:
             raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row * among} bytes; at least "
                              f"{4 * row * among}")
-    size = (config.ring_bytes or ring_bytes(scratch)) // ranks
+    size = (config.ring_bytes or ring_bytes(0 if scratch is None else scratch.capacity, free_bytes())) // ranks
     try:
         return Ring(size, pinned=scratch is not None)
     except OSError as error:
         raise StartError(f"vllm-tap: no ring of {size / 2**20:,.0f} MiB in shared memory ({error}): lower "
                          "VLLM_TAP_RING_BYTES, or give /dev/shm more (containers: --shm-size)") from None
-
-
-def ring_bytes(scratch: Scratch | None) -> int:
-    """Host memory for two full steps on their way, at most a quarter of what shared memory has left."""
-    if scratch is None:
-        return 256 << 20
-    return max(256 << 20, min(2 * scratch.capacity, free_bytes() // 4))
 
 
 def announce(runner: str) -> None:
