@@ -122,7 +122,7 @@ bench-two-gpus: $(STAMP)  ## on two NVIDIA GPUs: rows of two ranks against Huggi
 	$(PY) -m pytest -m soak tests/engine/ranks
 	TAP_FAMILIES=qwen3,mixtral TAP_LAYOUT='tensor parallel' TAP_PARITY=docs/evidence/parity.json \
 	    $(PY) -m pytest tests/engine/test_architectures.py
-	$(PY) -m bench.interference --configurations 'tensor parallel+tensor parallel, NCCL'
+	$(PY) -m bench.interference --configurations 'tensor parallel+tensor parallel, NCCL+pipeline parallel'
 	for shape in 3b 8b; do $(PY) -m bench --shape $$shape --configuration 'tensor parallel' --loads hook-gathered \
 	    --engines base,again,tap,sites --pairs 2 --rounds 1 --iterations 40 --scenarios \
 	    'base, another process+idle+int8b64+raw16+every site armed, idle' || exit; done
