@@ -320,7 +320,7 @@ def _make_scorers(probes: Mapping[Registered, LoadedProbe], staging: Staging, mo
 
 
 def _info(model: nn.Module, vllm_config: Any, armed: Armed, plan: ArmingPlan, survey: Survey) -> EngineInfo:
-    """The engine's description for the writer: on every rank the same, but for the fingerprint's sake asked of all."""
+    """The engine's description for the writer, the same on every rank."""
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     probes = {f"{PROBE}{probe.name}": loaded for probe, loaded in plan.probes.items()}
     scores = {site: len(loaded.bias) for site, loaded in probes.items()}

@@ -131,6 +131,24 @@ def bytes_of_its_layers(store: Store, one: Captured, two: Captured) -> None:
         assert [sums[1].get((part, site), 0) for part in (0, 1)] == [round(nbytes * share) for share in shares], site
 
 
+@pytest.mark.parametrize("layer", [1, 3])
+def test_one_stage_alone_has_what_is_armed(reader: StoreReader, store: Store, monkeypatch: pytest.MonkeyPatch,
+                                           layer: int) -> None:
+    """The other has no tap, whether it leads or not."""
+    monkeypatch.setenv("VLLM_TAP_ARM", f"resid_post.{layer}")
+    monkeypatch.delenv("VLLM_TAP_PROBES")
+    engine = staged(reader, 2)
+    try:
+        captured = engine.run([tokens(60, seed=1), tokens(9, seed=2)], [{"max_tokens": 7, **GREEDY}] * 2,
+                              [{"codec": "raw"}] * 2)
+    finally:
+        engine.close()
+    for one in captured:
+        assert one.manifest.status == "complete" and [(row.layer, row.captured) for row in one.manifest.rows] == [
+            (layer, one.prompt_len + 6)]
+        held_against(engine, one)
+
+
 def test_no_collective_is_added_to_a_step(reader: StoreReader, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks tell each other in a step is counted with every row captured, and without a tap."""
     said = []

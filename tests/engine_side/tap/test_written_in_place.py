@@ -342,7 +342,7 @@ def test_a_layer_is_one_tensor_and_no_view() -> None:
     (configured(fuse_norm_quant=False, fuse_act_quant=True), True),
     (configured(fuse_norm_quant=True), False),
     (configured(fuse_allreduce_rms=True), False),
-    (configured(ranks=2), False),
+    (configured(ranks=2), True),
     (configured("vllm_c"), False),  # updates the residual in place
     (configured(splitting=()), False),  # one graph, which may keep more bits than a row
     (configured(splitting=("vllm::moe_forward",)), False),  # as good as none
