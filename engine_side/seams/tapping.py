@@ -261,11 +261,15 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
         _check_shared(plan, parallel.tensor_parallel_size)
     if parallel.pipeline_parallel_size > 1:
         _check_stages(plan, vllm_config)
+    ranks, ids = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, [s for s in tapped if SITES[s].ids]
+    if ranks > 1 and ids and vllm_config.device_config.device_type != "cpu":
+        raise StartError(f"vllm-tap: {', '.join(ids)}: on {ranks} GPUs ids did not always follow the captured "
+                         "router_logits, and it is not known why; arm other sites, or run on one device")
     if parallel.data_parallel_size > 1 and plan.config.edit:
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: an engine takes steps there "
                          "that are nobody's, in which edits have not been shown to be right; leave --edit "
                          "(VLLM_TAP_EDIT) out, or run without")
-    if parallel.data_parallel_size > 1 and (ids := [site for site in plan.asked if SITES[site].ids]):
+    if parallel.data_parallel_size > 1 and ids:
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: the rows that a router sees are "
                          f"those of every rank; arm other sites than {', '.join(ids)}, or run without")
 

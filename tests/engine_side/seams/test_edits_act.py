@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -214,6 +215,17 @@ def test_a_step_whose_rows_are_not_those_of_its_tokens_is_refused(cache: dict[st
     start({}, {})
     with pytest.raises(StartError, match=said):
         start(cache, parallel)
+
+
+@pytest.mark.parametrize(("device", "ranks", "refused"), [("cuda", 2, True), ("cuda", 1, False), ("cpu", 2, False)])
+def test_chosen_experts_are_refused_on_several_gpus(device: str, ranks: int, refused: bool) -> None:
+    plan: Any = SimpleNamespace(touched=["experts", "attn_out_raw"], asked={}, probes={}, family=object(),
+                                config=SimpleNamespace(edit=()))
+    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=ranks, use_ubatching=False,
+                               data_parallel_size=1)
+    with pytest.raises(StartError, match="experts: on 2 GPUs") if refused else nullcontext():
+        _check_parallel(plan, SimpleNamespace(cache_config=None, parallel_config=parallel, speculative_config=None,
+                                              device_config=SimpleNamespace(device_type=device)))
 
 
 @pytest.mark.parametrize(("more", "said"), [
