@@ -100,14 +100,16 @@ def _machine(machine: str, run: dict[str, Any]) -> list[str]:
     families = [family for family in FAMILIES if family in errors]
     kind, *layout = machine.split(", ")
     named = ", ".join([kind.upper(), *(f"two ranks, {each}" for each in layout)])
+    heading = f"## {named}: {run['versions']}, {run['dtype']}, tolerance {run['tolerance']:g}\n"
+    table = _table("feature", families, [
+        (feature.name, [max(errors[family].get(feature.name, {}).values(), default=None) for family in families],
+         run["not_run"].get(feature.name) or _worst(errors, feature.name)) for feature in FEATURES], absent="not run")
+    if layout:
+        return [heading, *table, ""]
     return [
-        f"## {named}: {run['versions']}, {run['dtype']}, tolerance {run['tolerance']:g}\n",
+        heading,
         "### By feature: the worst site\n",
-        *_table("feature", families, [
-            (feature.name, [max(errors[family].get(feature.name, {}).values(), default=None) for family in families],
-             run["not_run"].get(feature.name) or _worst(errors, feature.name))
-            for feature in FEATURES
-        ], absent="not run"),
+        *table,
         "", *(f"- *{feature.name}*: {feature.meaning}." for feature in FEATURES), "",
         "### By site: the worst feature\n",
         *_table("site", families, [
