@@ -148,7 +148,7 @@ $(VENV)/.installed-page: requirements/page.lock $(STAMP)
 	@touch $@
 
 compile = pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
-    --custom-compile-command "make lock" --extra demo --extra test --extra dev pyproject.toml
+    --custom-compile-command "make lock" --extra demo --extra lab --extra test --extra dev pyproject.toml
 
 lock: | $(UV)  ## resolve requirements/*.lock again
 	@$(uv) $(compile) $(torch_index) --extra cpu -o requirements/cpu.lock
