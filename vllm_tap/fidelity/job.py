@@ -164,11 +164,16 @@ def study(job: FidelityJob, made: Any, bench: Bench, info: Any, progress: Progre
               if not job.layers or layer in job.layers]
     if not places:
         raise ArgumentError("--layers", list(job.layers), f"none of them has {', '.join(made.sites)}")
+    if lost := sorted(job.sae.keys() - {f"{site}.{layer}" for site, layer in places}):
+        raise ArgumentError("--sae", lost[0], "is no place that is measured; these are: "
+                            + ", ".join(f"{site}.{layer}" for site, layer in places))
     thorough = {(site, layers[len(layers) // 2]) for site in made.sites
                 if (layers := [layer for name, layer in places if name == site])}
     batch = max(1, min(len(made.judged.tokens), _BATCH_ROWS // made.tokens))
-    codecs = {site: coding.codecs_for(site, job.codecs or (*coding.DEFAULT_CODECS, *_for_heads(site)), info.armed.head)
-              for site in made.sites}
+    codecs = {site: coding.codecs_for(site, job.codecs or (*coding.DEFAULT_CODECS, *_for_heads(site)),
+                                      info.armed.heads.get(site, 0)) for site in made.sites}
+    if lost := [site for site in made.sites if not codecs[site]]:
+        raise ArgumentError("--codecs", ",".join(job.codecs), f"none of them is for rows of {lost[0]}")
     batches = -(-len(made.judged.tokens) // batch)
     steps = sum(batches * (1 + len(codecs[site]) * (2 if (site, layer) in thorough else 1)
                            + (2 if (site, layer) in thorough else 0)) for site, layer in places)
@@ -226,7 +231,7 @@ def _check_controls(report: Report) -> None:
         if controls["one late"] <= report.bar:
             raise Unpublished(f"rows one position late at {place.site}.{place.layer} cost {controls['one late']:.3g} nats, "
                               f"within the bar of {report.bar:.3g}: it is too wide to tell anything")
-        place.told["shuffled"] = f"{controls['shuffled']:.3g} nats, the worst line"
+        place.told["shuffled"] = f"{controls['shuffled']:.3g} nats, worse than every codec"
         place.told["one late"] = f"{controls['one late']:.3g} nats"
 
 

@@ -127,7 +127,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return list(map(_plain, value))
+        return list(map(plain, value))
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not np.isfinite(value) else value

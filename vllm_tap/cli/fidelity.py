@@ -1,0 +1,176 @@
+"""The commands of the laboratory: what codecs cost, two reports against each other, which codec to take."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from schemas.errors import ArgumentError, TapError
+
+if TYPE_CHECKING:
+    from vllm_tap.fidelity.reports.report import Report
+
+__all__ = ["add"]
+
+_LAB = ("jinja2", "matplotlib", "scipy", "sklearn")
+
+
+def add(app: typer.Typer) -> None:
+    """Put the commands into ``app``."""
+    app.command("fidelity")(fidelity)
+    app.command("recommend")(recommend)
+
+
+def fidelity(
+    context: typer.Context,
+    what: Annotated[list[str] | None, typer.Argument(
+        metavar="MODEL | compare OLD NEW", help="A folder or a name on the Hugging Face hub; or compare and two "
+                                                "reports.")] = None,
+    pilot: Annotated[bool, typer.Option("--pilot", help="Two small models that are trained here first: plain, and with "
+                                                        "massive columns planted.")] = False,
+    out: Annotated[Path, typer.Option(help="The folder of the report; a run that was ended goes on from there.")]
+        = Path("fidelity"),
+    codecs: Annotated[str, typer.Option(help="Codecs, comma-separated.")] = "",
+    sites: Annotated[str, typer.Option(help="Sites, comma-separated (default: resid_post and mlp_post).")] = "",
+    layers: Annotated[str, typer.Option(help="Layers, comma-separated (default: all).")] = "",
+    text: Annotated[Path | None, typer.Option(help="A file of text, or JSON lines with a field text (default: the "
+                                                   "standard library of the running Python).")] = None,
+    size: Annotated[str, typer.Option(help="quick: 16 prompts of 128 tokens; standard: 200 of 512; full: 400 of 2,048.")]
+        = "quick",
+    prompts: Annotated[int | None, typer.Option(help="So many prompts.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None,
+    bar: Annotated[float | None, typer.Option(help="KL in nats that a codec may cost (default: what bfloat16 costs).")]
+        = None,
+    sae: Annotated[list[str] | None, typer.Option(
+        help="An autoencoder in SAELens's format: FOLDER@resid_post.12; repeatable.")] = None,
+) -> None:
+    """Measure what codecs cost MODEL: decoded rows are put back into it, and looked at as scientists do.
+
+    Writes report.json and report.html, once every control has behaved: rows put back as they were change nothing,
+    shuffled ones are the worst of all, one wrong row is found at its position. With compare the exit code is 1 where a
+    codec has become worse. Arguments after -- go to vLLM.
+    """
+    _need_lab()
+    words = list(what or ())
+    if words[:1] == ["compare"]:
+        return _compare(words[1:])
+    if pilot == bool(words) or len(words) > 1:
+        raise TapError("name one model (MODEL), or --pilot, or compare and two reports")
+    from vllm_tap.fidelity.job import FidelityJob
+
+    asked = {"codecs": _words(codecs), "text": text, "size": size, "prompts": prompts, "tokens": tokens, "bar": bar,
+             "layers": _numbers(layers), "sae": _coders(sae or [])}
+    if not pilot:
+        _run(FidelityJob(words[0], out, sites=_words(sites), engine_args=context.obj, **asked))  # type: ignore[arg-type]
+        return None
+    from vllm_tap.fidelity.pilot import pilot_model
+
+    arguments = ("--dtype", "float32", *context.obj)
+    for name, planted, chosen in (("plain", False, _words(sites)), ("planted", True, _words(sites) or ("mlp_post",))):
+        model = pilot_model(planted, progress=sys.stderr.isatty())
+        _run(FidelityJob(str(model), out / name, sites=chosen, engine_args=arguments, **asked))  # type: ignore[arg-type]
+    return None
+
+
+def _run(job: object) -> None:
+    from vllm_tap.fidelity.job import FidelityJob, run
+    from vllm_tap.fidelity.reports.page import page_of
+
+    assert isinstance(job, FidelityJob)
+    report = run(job, progress=sys.stderr.isatty())
+    page = job.out / "report.html"
+    page.write_text(page_of(report), "utf-8")
+    _print(report)
+    typer.echo(job.out / "report.json")
+    typer.echo(page)
+
+
+def _print(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from vllm_tap.fidelity.reports.report import lines_of
+
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    out.print(Text(f"{report.model['name']}, {report.model['dtype']}: {report.settings['prompts']} prompts of "
+                   f"{report.settings['tokens']} tokens; bar {report.bar:.3g} nats, engine's floor {report.free:.3g}"), "")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("place", "codec", "bytes", "KL, nats", "95 %", "top-1", "Δ perplexity", "verdict"):
+        table.add_column(name, justify="left" if name in ("place", "codec", "verdict") else "right")
+    for one in lines_of(report):
+        if one.kind == "noise":
+            continue
+        word = f"{one.verdict.word} ({one.verdict.more} prompts more)" if one.verdict.more else one.verdict.word
+        table.add_row(f"{one.site}.{one.layer}", one.name, str(one.row_bytes or ""), f"{one.kl.value:.3g}",
+                      f"{one.kl.low:.2g} to {one.kl.high:.2g}", f"{100 * one.top1.value:.2f} %",
+                      f"{100 * one.perplexity.value:+.3f} %", word if one.kind == "codec" else "control")
+    out.print(table, "")
+
+
+def _compare(words: list[str]) -> None:
+    from vllm_tap.fidelity.reports.compare import compared
+    from vllm_tap.fidelity.reports.report import load_report
+
+    if len(words) != 2:
+        raise TapError("compare takes two reports: vllm-tap fidelity compare OLD NEW")
+    changes = compared(load_report(Path(words[0]), "OLD"), load_report(Path(words[1]), "NEW"))
+    for one in changes:
+        typer.echo(f"{one.word:<7} {one.site}.{one.layer} {one.codec}: KL {one.before:.3g} → {one.before + one.more.value:.3g} "
+                   f"nats ({one.more.low:+.2g} to {one.more.high:+.2g})")
+    if any(one.word == "worse" for one in changes):
+        raise typer.Exit(1)
+
+
+def recommend(
+    reports: Annotated[list[Path], typer.Argument(metavar="REPORT", help="report.json of one run or several: what is "
+                                                                        "taken holds in all of them.")],
+    use: Annotated[str, typer.Option(help="audit, lens, probe, sae, neurons or geometry.")] = "lens",
+    bytes_per_token: Annotated[int | None, typer.Option(help="Bytes that a token may take, all places together.")] = None,
+    sites: Annotated[str, typer.Option(help="Sites that are stored, comma-separated (default: all of the reports).")] = "",
+    layers: Annotated[str, typer.Option(help="Layers that are stored (default: all of the reports).")] = "",
+) -> None:
+    """Recommend the cheapest codec whose bound holds for a use, from reports of fidelity: no model runs.
+
+    The exit code is 1 where nothing that fits holds.
+    """
+    _need_lab()
+    from vllm_tap.fidelity.reports.recommend import recommend as of
+    from vllm_tap.fidelity.reports.recommend import shown
+    from vllm_tap.fidelity.reports.report import load_report
+
+    found = of([load_report(path) for path in reports], use, bytes_per_token, _words(sites), _numbers(layers))
+    typer.echo(shown(found))
+    if found.chosen is None:
+        raise typer.Exit(1)
+
+
+def _need_lab() -> None:
+    from importlib.util import find_spec
+
+    if lacking := [name for name in _LAB if find_spec(name) is None]:
+        raise TapError(f"{', '.join(lacking)}: not installed; pip install 'vllm-tap[lab]'")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = _words(text)
+    if wrong := [word for word in words if not word.isascii() or not word.isdigit()]:
+        raise ArgumentError("--layers", wrong[0], "valid: numbers from 0, with commas between")
+    return tuple(map(int, words))
+
+
+def _coders(given: list[str]) -> dict[str, Path]:
+    found = {}
+    for text in given:
+        folder, at, place = text.rpartition("@")
+        if not at or not folder or not place:
+            raise ArgumentError("--sae", text, "valid: FOLDER@SITE.LAYER, such as sae@resid_post.12")
+        found[place] = Path(folder)
+    return found
