@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,8 +39,8 @@ def fidelity(
     layers: Annotated[str, typer.Option(help="Layers, comma-separated (default: all).")] = "",
     text: Annotated[Path | None, typer.Option(help="A file of text, or JSON lines with a field text (default: the "
                                                    "standard library of the running Python).")] = None,
-    size: Annotated[str, typer.Option(help="quick: 16 prompts of 128 tokens; standard: 200 of 512; full: 400 of 2,048.")]
-        = "quick",
+    size: Annotated[str, typer.Option(help="quick: 16 prompts of 128 tokens; standard: 200 of 512; full: 400 of "
+                                           "2,048.")] = "quick",
     prompts: Annotated[int | None, typer.Option(help="So many prompts.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None,
     bar: Annotated[float | None, typer.Option(help="KL in nats that a codec may cost (default: what bfloat16 costs).")]
@@ -59,20 +60,29 @@ def fidelity(
         return _compare(words[1:])
     if pilot == bool(words) or len(words) > 1:
         raise TapError("name one model (MODEL), or --pilot, or compare and two reports")
+    if pilot:
+        if sae:
+            raise ArgumentError("--sae", sae[0], "is for one model; the pilots take none")
+        return _pilots(out, sites, {"layers": layers, "codecs": codecs, "text": text, "size": size, "prompts": prompts,
+                                    "tokens": tokens, "bar": bar}, context.obj)
     from vllm_tap.fidelity.job import FidelityJob
 
-    asked = {"codecs": _words(codecs), "text": text, "size": size, "prompts": prompts, "tokens": tokens, "bar": bar,
-             "layers": _numbers(layers), "sae": _coders(sae or [])}
-    if not pilot:
-        _run(FidelityJob(words[0], out, sites=_words(sites), engine_args=context.obj, **asked))  # type: ignore[arg-type]
-        return None
+    _run(FidelityJob(words[0], out, _words(sites), _numbers(layers), _words(codecs), text, size, prompts, tokens, bar,
+                     _coders(sae or []), context.obj))
+    return None
+
+
+def _pilots(out: Path, sites: str, more: dict[str, object], for_vllm: tuple[str, ...]) -> None:
+    """Both pilots, each in a process of its own: vLLM does not start well where another engine has been."""
     from vllm_tap.fidelity.pilot import pilot_model
 
-    arguments = ("--dtype", "float32", *context.obj)
-    for name, planted, chosen in (("plain", False, _words(sites)), ("planted", True, _words(sites) or ("mlp_post",))):
+    flags = [word for name, value in more.items() if value not in (None, "") for word in (f"--{name}", str(value))]
+    for name, planted, chosen in (("plain", False, sites), ("planted", True, sites or "mlp_post")):
         model = pilot_model(planted, progress=sys.stderr.isatty())
-        _run(FidelityJob(str(model), out / name, sites=chosen, engine_args=arguments, **asked))  # type: ignore[arg-type]
-    return None
+        done = subprocess.run([sys.executable, "-m", "vllm_tap", "fidelity", str(model), "--out", str(out / name),
+                               "--sites", chosen, *flags, "--", "--dtype", "float32", *for_vllm])
+        if done.returncode:
+            raise typer.Exit(done.returncode)
 
 
 def _run(job: object) -> None:
@@ -97,7 +107,8 @@ def _print(report: Report) -> None:
 
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     out.print(Text(f"{report.model['name']}, {report.model['dtype']}: {report.settings['prompts']} prompts of "
-                   f"{report.settings['tokens']} tokens; bar {report.bar:.3g} nats, engine's floor {report.free:.3g}"), "")
+                   f"{report.settings['tokens']} tokens; bar {report.bar:.3g} nats, "
+                   f"engine's floor {report.free:.3g}"), "")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("place", "codec", "bytes", "KL, nats", "95 %", "top-1", "Δ perplexity", "verdict"):
         table.add_column(name, justify="left" if name in ("place", "codec", "verdict") else "right")
@@ -119,8 +130,9 @@ def _compare(words: list[str]) -> None:
         raise TapError("compare takes two reports: vllm-tap fidelity compare OLD NEW")
     changes = compared(load_report(Path(words[0]), "OLD"), load_report(Path(words[1]), "NEW"))
     for one in changes:
-        typer.echo(f"{one.word:<7} {one.site}.{one.layer} {one.codec}: KL {one.before:.3g} → {one.before + one.more.value:.3g} "
-                   f"nats ({one.more.low:+.2g} to {one.more.high:+.2g})")
+        after = one.before + one.more.value
+        typer.echo(f"{one.word:<7} {one.site}.{one.layer} {one.codec}: KL {one.before:.3g} → {after:.3g} nats "
+                   f"({one.more.low:+.2g} to {one.more.high:+.2g})")
     if any(one.word == "worse" for one in changes):
         raise typer.Exit(1)
 
@@ -129,9 +141,10 @@ def recommend(
     reports: Annotated[list[Path], typer.Argument(metavar="REPORT", help="report.json of one run or several: what is "
                                                                         "taken holds in all of them.")],
     use: Annotated[str, typer.Option(help="audit, lens, probe, sae, neurons or geometry.")] = "lens",
-    bytes_per_token: Annotated[int | None, typer.Option(help="Bytes that a token may take, all places together.")] = None,
-    sites: Annotated[str, typer.Option(help="Sites that are stored, comma-separated (default: all of the reports).")] = "",
-    layers: Annotated[str, typer.Option(help="Layers that are stored (default: all of the reports).")] = "",
+    bytes_per_token: Annotated[int | None, typer.Option(help="Bytes that a token may take, all places together.")]
+        = None,
+    sites: Annotated[str, typer.Option(help="Sites that are stored, comma-separated (default: all).")] = "",
+    layers: Annotated[str, typer.Option(help="Layers that are stored (default: all).")] = "",
 ) -> None:
     """Recommend the cheapest codec whose bound holds for a use, from reports of fidelity: no model runs.
 

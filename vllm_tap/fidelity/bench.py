@@ -72,7 +72,7 @@ class Bench:
         return self._run(prompts, [control(place, prompts.shape[1])] * len(prompts), place, codec)
 
     def patched(self, prompts: I64, place: Place, rows: Sequence[F32]) -> list[Answer]:
-        """The prompts with every row of the place set, those of each prompt [positions, width] to its own of ``rows``."""
+        """The prompts with every row of the place set: to ``rows``, for each prompt [positions, width]."""
         return self._run(prompts, [patched(place, each) for each in rows], None, "raw")
 
     def logits(self, norm: F32) -> F32:

@@ -56,7 +56,7 @@ def row_bytes(identity: str, width: int, dtype: str) -> int:
 def bits_counted(identity: str, rows: F32, dtype: str) -> int:
     """Bytes of a stored row, counted on what the encoder made of ``rows``."""
     pieces = encode(identity, torch.from_numpy(rows).to(_DTYPES[dtype]))
-    return sum(piece.numpy().nbytes for piece in pieces.values()) // len(rows)
+    return int(sum(piece.numpy().nbytes for piece in pieces.values())) // len(rows)
 
 
 def check_honest(identity: str, rows: F32, dtype: str) -> None:
@@ -64,7 +64,7 @@ def check_honest(identity: str, rows: F32, dtype: str) -> None:
     declared, made = row_bytes(identity, rows.shape[-1], dtype), bits_counted(identity, rows, dtype)
     if declared != made:
         raise ArgumentError("--codecs", identity, f"declares {declared} bytes a row of {rows.shape[-1]} numbers and "
-                                                  f"its encoder makes {made}: its numbers would stand at the wrong size")
+                                                  f"its encoder makes {made}: it would be judged at the wrong size")
 
 
 def shuffled(rows: F32, seed: int = 0) -> F32:

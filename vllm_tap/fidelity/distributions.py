@@ -1,4 +1,4 @@
-"""Next-token distributions held against each other: what the model does otherwise when rows were put through a codec."""
+"""Next-token distributions held against each other: what a model does otherwise with rows out of a codec."""
 
 from __future__ import annotations
 

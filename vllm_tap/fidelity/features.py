@@ -28,8 +28,8 @@ _RULES: Final = ("standard", "jumprelu", "topk")
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Of a probe on decoded rows: AUROC of one fitted on exact rows (``frozen``) and on decoded ones (``refitted``); what
-    is lost against exact, with an interval over prompts; Spearman of the scores; true positives at 1 % false ones.
+    """Of a probe on decoded rows: AUROC of one fitted on exact rows (``frozen``) and on decoded ones (``refitted``);
+    what is lost against exact, with an interval over prompts; Spearman of the scores; true positives at 1 % false ones.
     """
 
     exact: float
@@ -43,7 +43,7 @@ class Probed:
 
 
 class Probing:
-    """A probe fitted on exact rows of other documents; rows are [prompts, positions, width], labels without the last."""
+    """A probe fitted on exact rows of other documents; rows are [prompts, positions, width], labels a bool each."""
 
     def __init__(self, fitted: F32, fitted_labels: Bools, judged: F32, labels: Bools) -> None:
         self._fitted_labels, self._labels = fitted_labels[:, 1:], labels[:, 1:]  # position 0 is like no other
@@ -145,8 +145,8 @@ class Autoencoder:
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """Features that are active on 20 tokens or more: the share whose activations correlate with those on exact rows by at
-    least 0.5, 0.9 and 0.99; how much of the active sets is common; what is explained less.
+    """Features that are active on 20 tokens or more: the share whose activations correlate with those on exact rows by
+    at least 0.5, 0.9 and 0.99; how much of the active sets is common; what is explained less.
     """
 
     alive: int
@@ -165,7 +165,8 @@ def load_autoencoder(folder: Path, width: int) -> Autoencoder:
 
     try:
         settings = json.loads((folder / "cfg.json").read_text())
-        weights = {name: value.astype(np.float32) for name, value in load_file(folder / "sae_weights.safetensors").items()}
+        tensors = load_file(folder / "sae_weights.safetensors")
+        weights = {name: value.astype(np.float32) for name, value in tensors.items()}
         rule = str(settings.get("architecture", "standard"))
     except (OSError, ValueError, AttributeError, SafetensorError) as error:
         raise ArgumentError("--sae", str(folder), "is no autoencoder in SAELens's format (a folder with cfg.json and "

@@ -33,7 +33,7 @@ from vllm_tap.progress import ProgressReport, reporting
 from vllm_tap.serve.model_config import check_arguments
 from vllm_tap.sites.description import describe, load_config
 
-__all__ = ["SIZES", "FidelityJob", "run", "study"]
+__all__ = ["SIZES", "FidelityJob", "Made", "run", "study"]
 
 SIZES: Final = {"quick": (16, 128, 16), "standard": (200, 512, 64), "full": (400, 2048, 64)}  # prompts, tokens, answer
 _SITES: Final = ("resid_post", "mlp_post")
@@ -44,8 +44,8 @@ _REFUSED: Final = ("--speculative-config", "-sc", "--data-parallel-size", "-dp",
 
 @dataclass(frozen=True, slots=True)
 class FidelityJob:
-    """The arguments; ArgumentError where they cannot be met. ``sites`` and ``codecs`` empty: the usual ones; ``bar``: KL
-    in nats that a codec may cost (default: what bfloat16 costs); ``layers`` empty: all.
+    """The arguments; ArgumentError where they cannot be met. ``sites`` and ``codecs`` empty: the usual ones; ``bar``:
+    KL in nats that a codec may cost (default: what bfloat16 costs); ``layers`` empty: all.
     """
 
     model: str
@@ -81,7 +81,7 @@ class FidelityJob:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class Made:
     """What a job comes to on its model."""
 
     sites: tuple[str, ...]
@@ -106,7 +106,7 @@ def run(job: FidelityJob, progress: ProgressReport = False) -> Report:
     return report
 
 
-def _prepared(job: FidelityJob) -> _Made:
+def _prepared(job: FidelityJob) -> Made:
     from transformers import AutoTokenizer
 
     listed = describe(job.model, load_config(job.model))
@@ -123,12 +123,12 @@ def _prepared(job: FidelityJob) -> _Made:
         tokenizer = AutoTokenizer.from_pretrained(job.model)
     except Exception as error:
         raise ArgumentError("MODEL", job.model, f"its tokenizer: {type(error).__name__}: {error}") from None
-    return _Made(sites, length, prompts_of(corpus, tokenizer, count, length),
+    return Made(sites, length, prompts_of(corpus, tokenizer, count, length),
                  prompts_of(corpus, tokenizer, count, length, held=False), corpus)
 
 
 @contextmanager
-def _engine(job: FidelityJob, made: _Made, batch: int) -> Iterator[tuple[Bench, Any]]:
+def _engine(job: FidelityJob, made: Made, batch: int) -> Iterator[tuple[Bench, Any]]:
     continued = SIZES[job.size][2]
     rows = min(limits.edit_rows_max, 4 * batch * made.tokens)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
@@ -153,13 +153,13 @@ def _engine(job: FidelityJob, made: _Made, batch: int) -> Iterator[tuple[Bench, 
             engine.engine_core.shutdown(timeout=_SHUTDOWN_S)
 
 
-def study(job: FidelityJob, made: Any, bench: Bench, info: Any, progress: ProgressReport = False) -> Report:
+def study(job: FidelityJob, made: Made, bench: Bench, info: Any, progress: ProgressReport = False) -> Report:
     """All places of a job on an engine that is there; StartError where a request cannot hold the rows."""
     for site in made.sites:
         width = bench.arms.widths[site]
         if made.tokens * width > numbers_max():
-            raise ArgumentError("--tokens", made.tokens, f"rows of {site} have {width} numbers, and a request may hand in "
-                                                         f"{numbers_max():,}: at most {numbers_max() // width}")
+            raise ArgumentError("--tokens", made.tokens, f"rows of {site} have {width} numbers, and a request may hand "
+                                                         f"in {numbers_max():,}: at most {numbers_max() // width}")
     places = [(site, layer) for site in made.sites for layer in bench.arms.layers[site]
               if not job.layers or layer in job.layers]
     if not places:
@@ -202,14 +202,14 @@ def _for_heads(site: str) -> tuple[str, ...]:
     return ("kv8",) if has_heads(site) and site in ("k", "k_rot", "v") else ()
 
 
-def _place(bench: Bench, science: Science, made: Any, place: tuple[str, int], codecs: list[str], batch: int,
+def _place(bench: Bench, science: Science, made: Made, place: tuple[str, int], codecs: list[str], batch: int,
            thorough: bool, step: Callable[[], None]) -> PlaceStudy:
     found, rows = study_place(bench, made.judged.tokens, place, codecs, batch, thorough, step)
     found.rows = science.tables(place, rows, codecs, thorough)
     return found
 
 
-def _floors(job: FidelityJob, made: Any, bench: Bench, batch: int, settings: dict[str, Any]) -> dict[str, list[float]]:
+def _floors(job: FidelityJob, made: Made, bench: Bench, batch: int, settings: dict[str, Any]) -> dict[str, list[float]]:
     found = {"engine": engine_floor(bench, made.judged.tokens, batch)}
     arithmetic, why = arithmetic_floor(job.model, made.judged.tokens)
     settings["arithmetic"] = why
@@ -226,11 +226,11 @@ def _check_controls(report: Report) -> None:
             continue
         worst = max((one for one in place.patched if one.kind == "codec"), key=lambda one: np.mean(one.prompts["kl"]))
         if (most := float(np.mean(worst.prompts["kl"]))) >= controls["shuffled"]:
-            raise Unpublished(f"shuffled rows at {place.site}.{place.layer} cost {controls['shuffled']:.3g} nats, no more "
-                              f"than {worst.name} with {most:.3g}: nothing here tells whose rows are whose")
+            raise Unpublished(f"shuffled rows at {place.site}.{place.layer} cost {controls['shuffled']:.3g} nats, no "
+                              f"more than {worst.name} with {most:.3g}: nothing here tells whose rows are whose")
         if controls["one late"] <= report.bar:
-            raise Unpublished(f"rows one position late at {place.site}.{place.layer} cost {controls['one late']:.3g} nats, "
-                              f"within the bar of {report.bar:.3g}: it is too wide to tell anything")
+            raise Unpublished(f"rows one position late at {place.site}.{place.layer} cost {controls['one late']:.3g} "
+                              f"nats, within the bar of {report.bar:.3g}: it is too wide to tell anything")
         place.told["shuffled"] = f"{controls['shuffled']:.3g} nats, worse than every codec"
         place.told["one late"] = f"{controls['one late']:.3g} nats"
 
@@ -245,14 +245,14 @@ def _model(bench: Bench, job: FidelityJob) -> dict[str, Any]:
             "config": xxhash.xxh3_128_hexdigest(config.encode())}
 
 
-def _settings(job: FidelityJob, made: Any, batch: int) -> dict[str, Any]:
+def _settings(job: FidelityJob, made: Made, batch: int) -> dict[str, Any]:
     asked = {name: value for name, value in asdict(job).items() if name in ("size", "bar", "codecs", "engine_args")}
     return {**asked, "prompts": len(made.judged.tokens), "tokens": made.tokens, "batch": batch,
             "sae": {place: path.name for place, path in job.sae.items()}, "continued": SIZES[job.size][2]}
 
 
 class _Kept:
-    """Results as they come, a JSON line each, so that a long run goes on where it was; those of another job are refused."""
+    """Results as they come, a JSON line each: a long run goes on where it was; those of another job are refused."""
 
     def __init__(self, path: Path, report: Report) -> None:
         self._path = path
@@ -261,8 +261,8 @@ class _Kept:
         self._lines = [json.loads(line) for line in path.read_text("utf-8").splitlines(keepends=True)
                        if line.endswith("\n")] if path.exists() else []
         if any(line["job"] != self._digest for line in self._lines):
-            raise ArgumentError("--out", str(path.parent), "has progress.jsonl of another run: finish that one with its "
-                                                           "own arguments, or remove the file")
+            raise ArgumentError("--out", str(path.parent), "has progress.jsonl of another run: finish that one with "
+                                                           "its own arguments, or remove the file")
         self._report = report
 
     def floors(self, make: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:

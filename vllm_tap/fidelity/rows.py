@@ -1,4 +1,4 @@
-"""What a codec does to rows, seen without any model: noise by group of columns, geometry, and what neurons stand out."""
+"""What a codec does to rows, seen without a model: noise by group of columns, geometry, which neurons stand out."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def neurons(exact: F32, decoded: F32, labels: Bools | None) -> Neurons:
     bounds = stats.bootstrap(scores, lambda a, b: stats.spearmanr(a, b).statistic, paired=True, vectorized=False,
                              n_resamples=_DRAWS // 10, method="percentile",
                              rng=np.random.default_rng(0)).confidence_interval if len(scores[0]) > 1 else None
-    return Neurons(first, second, Interval(found, *((float(bounds.low), float(bounds.high)) if bounds else (found,) * 2)))
+    low, high = (float(bounds.low), float(bounds.high)) if bounds else (found, found)
+    return Neurons(first, second, Interval(found, low, high))
 
 
 def _magnitude(rows: F32) -> F64:

@@ -56,7 +56,7 @@ def interval(values: F64, statistic: Callable[..., Any] | None = None, *, confid
     data = np.atleast_2d(np.asarray(values, np.float64))
     if data.shape[1] < 2:
         raise ValueError(f"an interval over prompts takes two prompts at least, not {data.shape[1]}")
-    chosen = np.mean if statistic is None else statistic
+    chosen: Callable[..., Any] = np.mean if statistic is None else statistic
     estimate = float(chosen(*data, axis=-1))
     if not np.isfinite(data).all() or (data == data[:, :1]).all():
         return Interval(estimate, estimate, estimate)

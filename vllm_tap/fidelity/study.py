@@ -40,8 +40,8 @@ class Patched:
 
 @dataclass(slots=True)
 class PlaceStudy:
-    """A place with all that was done there; ``harness``: KL of the control, which edits nothing, to the unedited run, by
-    prompt; ``told``: what each control was seen by.
+    """A place with all that was done there; ``harness``: KL of the control, which edits nothing, to the unedited run,
+    by prompt; ``told``: what each control was seen by.
     """
 
     site: str
@@ -77,8 +77,8 @@ class _Reference:
 
 def study_place(bench: Bench, tokens: I64, place: Place, codecs: Sequence[str], batch: int, thorough: bool,
                 tell: Callable[[], None]) -> tuple[PlaceStudy, F32]:
-    """Patch every codec back at a place, with the prompts ``tokens`` [prompts, positions] in batches; ``thorough``: with
-    all controls, and noise of each codec's power. Returns the rows too, [prompts, positions, width].
+    """Patch every codec back at a place, with the prompts ``tokens`` [prompts, positions] in batches; ``thorough``:
+    with all controls, and noise of each codec's power. Returns the rows too, [prompts, positions, width].
 
     Unpublished where a control does not behave.
     """
@@ -203,6 +203,6 @@ def _engines_codes(bench: Bench, chunk: I64, place: Place, codecs: Sequence[str]
                                for one, each in zip(made, rows, strict=True)]).mean()
         least = min(least, float(same))
         if same < _ENGINE_EQUAL:
-            raise Unpublished(f"{name} at {place[0]}.{place[1]}: the engine's own encoder makes the same rows as here in "
-                              f"{100 * same:.1f} % of them only")
+            raise Unpublished(f"{name} at {place[0]}.{place[1]}: the engine's own encoder makes the same rows as here "
+                              f"in {100 * same:.1f} % of them only")
     return f"{100 * least:g} % of rows, at least, as the engine's own encoders store them"

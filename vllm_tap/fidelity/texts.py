@@ -123,7 +123,7 @@ def prompts_of(corpus: Corpus, tokenizer: Any, count: int, length: int, held: bo
 
 
 def _windows(text: str, tokenizer: Any, length: int, python: bool, most: int = 64) -> list[tuple[I64, Bools | None]]:
-    """Consecutive prompts of a document, each led by the tokenizer's first token (BOS, else the end's) if it has one."""
+    """Consecutive prompts of a document, each led by the tokenizer's BOS (else EOS), if it has one."""
     lead = next((one for one in (tokenizer.bos_token_id, tokenizer.eos_token_id) if one is not None), None)
     step = length - (lead is not None)
     # A token has at least a byte; texts with more bytes a token than these are cut a little short.

@@ -1,4 +1,4 @@
-"""The logits that a model makes of rows of its last norm, by its own head: for rows that were captured, between two steps."""
+"""The logits that a model makes of rows of its last norm, by its own head: for captured rows, between two steps."""
 
 from __future__ import annotations
 

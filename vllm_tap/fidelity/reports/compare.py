@@ -31,8 +31,8 @@ class Change:
 
 
 def compared(old: Report, new: Report) -> list[Change]:
-    """Each codec at each place that both have, prompt by prompt; ArgumentError where they are not of the same prompts or
-    have nothing in common.
+    """Each codec at each place that both have, prompt by prompt; ArgumentError where they are not of the same prompts
+    or have nothing in common.
     """
     for what, one, other in (("text", old.text["digest"], new.text["digest"]),
                              *((name, old.settings[name], new.settings[name]) for name in _MUST_EQUAL),

@@ -23,7 +23,8 @@ def page_of(report: Report) -> str:
     plots += [(f"{site}: KL by layer and codec", _by_layer([one for one in codecs if one.site == site]))
               for site in dict.fromkeys(one.site for one in codecs)]
     template = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
-    return template.render(report=report, lines=lines, plots=plots)
+    text: str = template.render(report=report, lines=lines, plots=plots)
+    return text
 
 
 def _bytes_and_cost(report: Report, lines: list[Line]) -> str:
@@ -31,7 +32,8 @@ def _bytes_and_cost(report: Report, lines: list[Line]) -> str:
     figure, axes = _figure(8, 4.5)
     for site in dict.fromkeys(one.site for one in lines):
         width = next(place.width for place in report.places if place.site == site)
-        worst = {one.name: one for one in sorted((one for one in lines if one.site == site), key=lambda one: one.kl.value)}
+        of_site = sorted((one for one in lines if one.site == site), key=lambda one: one.kl.value)
+        worst = {one.name: one for one in of_site}  # the last of a name counts
         shown = [one for one in worst.values() if one.kl.value > 0]
         axes.scatter([one.row_bytes / width for one in shown], [one.kl.value for one in shown], label=site)
         for one in shown:
@@ -46,7 +48,7 @@ def _bytes_and_cost(report: Report, lines: list[Line]) -> str:
 
 def _by_layer(lines: list[Line]) -> str:
     """log10 of KL, codec × layer; white where it is 0."""
-    layers, names = (list(dict.fromkeys(values)) for values in ([one.layer for one in lines], [one.name for one in lines]))
+    layers, names = list(dict.fromkeys(one.layer for one in lines)), list(dict.fromkeys(one.name for one in lines))
     grid = np.full((len(names), len(layers)), np.nan)
     for one in lines:
         if one.kl.value > 0:

@@ -47,8 +47,8 @@ class Recommendation:
     spec: dict[str, Any]
 
 
-# A use's criterion of one codec at one place: how far it is from its bound, as a ratio (1 or less: it holds); None where
-# the place was not judged by it.
+# A use's criterion of one codec at one place: how far it is from its bound, as a ratio (1 or less: it holds); None
+# where the place was not judged by it.
 Criterion = Callable[[Report, PlaceStudy, Patched], float | None]
 
 
@@ -68,7 +68,7 @@ def _probe(_report: Report, place: PlaceStudy, one: Patched) -> float | None:
         return None
     recalled = found["recall"] / found["recall_exact"] if found["recall_exact"] else 1.0
     lost = max(found["lost"]["high"], found["lost_refitted"]["high"])
-    return max(lost / _LOST_MAX, _RECALL_MIN / max(recalled, 1e-9))
+    return float(max(lost / _LOST_MAX, _RECALL_MIN / max(recalled, 1e-9)))
 
 
 def _features(_report: Report, place: PlaceStudy, one: Patched) -> float | None:
@@ -80,7 +80,8 @@ def _neurons(_report: Report, place: PlaceStudy, one: Patched) -> float | None:
     found = place.rows.get(one.name, {}).get("neurons")
     if found is None or found["concept"] is None:  # the other two see no wrong row at all
         return None
-    return _LEAST / max(min(found["magnitude"], found["kurtosis"], found["concept"]["low"]), 1e-9)
+    least = min(found["magnitude"] or 0.0, found["kurtosis"] or 0.0, found["concept"]["low"] or 0.0)
+    return float(_LEAST / max(least, 1e-9))
 
 
 def _geometry(_report: Report, place: PlaceStudy, one: Patched) -> float | None:
@@ -119,8 +120,8 @@ def recommend(reports: Sequence[Report], use: str, budget: int | None = None, si
     fewer = ""
     if chosen is None and holding is not None and budget is not None:
         every = -(-holding.bytes_per_token // budget)
-        fewer = (f"{holding.codec} holds and takes {holding.bytes_per_token} bytes a token: store one layer in {every}, "
-                 f"or capture one request in {every}")
+        fewer = (f"{holding.codec} holds and takes {holding.bytes_per_token} bytes a token: store one layer in "
+                 f"{every}, or capture one request in {every}")
     best = chosen or nearest
     return Recommendation(use, USES[use][0], chosen, nearest, fewer, offers,
                           {} if best is None else {**spec, "codec": best.codec})
@@ -149,7 +150,7 @@ def _offers(places: Sequence[tuple[Report, PlaceStudy]], use: str) -> list[Offer
             if (far := criterion(report, place, one)) is not None:
                 judged.append((far, f"{place.site}.{place.layer} of {report.model['name']}"))
         if not judged:
-            raise ArgumentError("--use", use, "none of the places was judged by it: --use neurons takes mlp_post, sae a "
+            raise ArgumentError("--use", use, "none of the places was judged by it: neurons takes mlp_post, sae a "
                                               "report made with --sae, probe text that has labels")
         far, where = max(judged)
         found.append(Offer(name, sum(size.values()), far <= 1, "" if far <= 1 else where, 0.0 if far <= 1 else far))
@@ -164,8 +165,8 @@ def shown(found: Recommendation) -> str:
     if found.chosen is not None:
         said.append(f"take {found.chosen.codec}, the cheapest that holds:")
     elif found.nearest is not None:
-        said.append(f"nothing that fits holds; nearest is {found.nearest.codec}, which misses by {found.nearest.miss:.3g} "
-                    "times:")
+        said.append(f"nothing that fits holds; nearest is {found.nearest.codec}, which misses by "
+                    f"{found.nearest.miss:.3g} times:")
     else:
         said.append("nothing fits")
     if found.spec:

@@ -14,7 +14,7 @@ from schemas.errors import ArgumentError, json_fault
 from vllm_tap.fidelity.statistics import CONFIDENCE, Interval, Verdict, interval, verdict
 from vllm_tap.fidelity.study import Patched, PlaceStudy
 
-__all__ = ["VERSION", "Line", "Report", "load_report", "lines_of"]
+__all__ = ["VERSION", "Line", "Report", "lines_of", "load_report"]
 
 VERSION: Final = 1
 _FIELDS: Final = ("version", "model", "settings", "text", "floors", "places")
@@ -40,7 +40,9 @@ class Report:
 
     @property
     def bar(self) -> float:
-        """KL in nats that a codec may cost: what bfloat16 costs, or what was asked for; never under the engine's own."""
+        """KL in nats that a codec may cost: what bfloat16 costs, or what was asked for; never under the engine's
+        own.
+        """
         asked = self.settings.get("bar")
         found = float(asked) if asked is not None else float(np.mean(self.floors.get("arithmetic") or [0.0]))
         return max(found, self.free)
@@ -53,7 +55,8 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Line:
     """A codec or control at one place, with intervals at 95 %; ``verdict`` is by bounds that hold for all codecs of the
-    place together (Bonferroni). ``structure``: its KL over that of Gaussian noise of the same power; None: not measured.
+    place together (Bonferroni). ``structure``: its KL over that of Gaussian noise of the same power; None: not
+    measured.
     """
 
     site: str
