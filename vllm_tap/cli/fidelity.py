@@ -19,12 +19,15 @@ __all__ = ["add"]
 _LAB = ("jinja2", "matplotlib", "scipy", "sklearn")
 
 
+_commands = typer.Typer()
+
+
 def add(app: typer.Typer) -> None:
     """Put the commands into ``app``."""
-    app.command("fidelity")(fidelity)
-    app.command("recommend")(recommend)
+    app.registered_commands += _commands.registered_commands
 
 
+@_commands.command()
 def fidelity(
     context: typer.Context,
     what: Annotated[list[str] | None, typer.Argument(
@@ -137,6 +140,7 @@ def _compare(words: list[str]) -> None:
         raise typer.Exit(1)
 
 
+@_commands.command()
 def recommend(
     reports: Annotated[list[Path], typer.Argument(metavar="REPORT", help="report.json of one run or several: what is "
                                                                         "taken holds in all of them.")],

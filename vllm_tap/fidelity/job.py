@@ -258,9 +258,14 @@ class _Kept:
         self._path = path
         head = {"model": report.model, "settings": {**report.settings, "arithmetic": None}, "text": report.text}
         self._digest = xxhash.xxh3_128_hexdigest(json.dumps(plain(head), sort_keys=True).encode())
-        self._lines = [json.loads(line) for line in path.read_text("utf-8").splitlines(keepends=True)
-                       if line.endswith("\n")] if path.exists() else []
-        if any(line["job"] != self._digest for line in self._lines):
+        try:
+            self._lines = [json.loads(line) for line in path.read_text("utf-8").splitlines(keepends=True)
+                           if line.endswith("\n")] if path.exists() else []
+            others = any(line["job"] != self._digest for line in self._lines)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArgumentError("--out", str(path.parent), f"progress.jsonl is damaged ({error}): remove the file"
+                                ) from None
+        if others:
             raise ArgumentError("--out", str(path.parent), "has progress.jsonl of another run: finish that one with "
                                                            "its own arguments, or remove the file")
         self._report = report
@@ -283,5 +288,6 @@ class _Kept:
         return found
 
     def _write(self, value: dict[str, Any]) -> None:
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(plain({"job": self._digest, **value}), allow_nan=False) + "\n")
+        self._lines.append(json.loads(json.dumps(plain({"job": self._digest, **value}))))
+        with open(self._path, "w", encoding="utf-8") as file:  # whole: the last line of a run that was killed is half
+            file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in self._lines)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.fidelity_page import tables, written
 from schemas.errors import ArgumentError
 from vllm_tap.fidelity import coding
 from vllm_tap.fidelity.reports.compare import compared
@@ -19,6 +20,7 @@ from vllm_tap.fidelity.reports.report import Report, lines_of, load_report
 from vllm_tap.fidelity.rows import geometry, noise
 from vllm_tap.fidelity.study import Patched, PlaceStudy
 
+DOCS = Path(__file__).parents[3] / "docs"
 PROMPTS = 16
 RNG = np.random.default_rng(0)
 
@@ -137,6 +139,11 @@ def test_what_got_worse_is_found_and_the_rest_is_the_same() -> None:
 def test_reports_that_cannot_be_compared_are_refused(changed: dict[str, Any], match: str) -> None:
     with pytest.raises(ArgumentError, match=match):
         compared(PLAIN, replace(PLAIN, **changed))
+
+
+def test_the_tables_of_the_page_are_made_of_what_stands_beside_it() -> None:
+    page = (DOCS / "fidelity.md").read_text()
+    assert written(page, tables(json.loads((DOCS / "fidelity.json").read_text()))) == page
 
 
 def load_copy(one: Report) -> Report:
