@@ -21,6 +21,12 @@ class Configuration:
     options: dict[str, Any] = field(default_factory=dict)
     adapter: bool = False
 
+    @property
+    def ranks(self) -> int:
+        """Devices that one engine takes."""
+        return int(self.options.get("tensor_parallel_size", 1) * self.options.get("pipeline_parallel_size", 1)
+                   * self.options.get("data_parallel_size", 1))
+
 
 CONFIGURATIONS: dict[str, Configuration] = {
     "base": Configuration(),
@@ -39,6 +45,8 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "steps of 16384": Configuration(options={"max_num_batched_tokens": 16384}),
     "400 sequences": Configuration(options={"max_num_seqs": 400}),
     "mixture": Configuration("mixture"),
+    "tensor parallel": Configuration(options={"tensor_parallel_size": 2}),
+    "tensor parallel, NCCL": Configuration(options={"tensor_parallel_size": 2, "disable_custom_all_reduce": True}),
     "fp8 mixture": Configuration("mixture", {"quantization": "fp8"}),
 }
 

@@ -61,13 +61,16 @@ class Row:
 def main() -> None:
     """Run all engines, several side by side; print a table, write bench/results/interference.{json,md}."""
     parser = argparse.ArgumentParser(prog="python -m bench.interference", description=__doc__)
-    parser.add_argument("--configurations", default=",".join(CONFIGURATIONS), help="comma-separated (default: all)")
+    parser.add_argument("--configurations", default="",
+                        help="names with + between them (default: all that the devices hold)")
     parser.add_argument("--side", type=int, default=8, help="engines side by side (default: 8)")
     parser.add_argument("--plain", type=int, default=3, help="plain compilations of each configuration (default: 3)")
     parser.add_argument("--deterministic", type=int, default=2, help="those in deterministic mode (default: 2)")
     parser.add_argument("--go-on", action="store_true", help="keep what bench/results/interference.json has")
     args = parser.parse_args()
-    chosen = args.configurations.split(",")
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*"))) or 1
+    chosen = args.configurations.split("+") if args.configurations else [
+        name for name, one in CONFIGURATIONS.items() if one.ranks <= devices]
     path = Path(__file__).parent / "results" / "interference.json"
     path.parent.mkdir(exist_ok=True)
     found: dict[Engine, dict[str, Any]] = {}

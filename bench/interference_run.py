@@ -36,7 +36,7 @@ def main() -> None:
         found: dict[str, Any] = {way: _said(_outputs(llm, asked, None)) for way in ("idle", "again")}
         if tape is not None:
             found["captured"], found["rows"] = _captured(llm, asked, tape)
-        if asked["on_gpu"]:
+        if asked["on_gpu"] and chosen.ranks == 1:  # others run in processes of their own
             found["kernels"] = _kernels(llm)
         print("\nFOUND " + json.dumps(found), flush=True)
         os._exit(0)  # an engine in this process has nothing to say at its end

@@ -19,10 +19,12 @@ from schemas.wire.curve import check_sender
 
 TAP_VERSION: Final = "7"  # part of the compile-cache salt: change it when traced code changes
 
+GROUP: Final = "VLLM_TAP_GROUP"  # the same in all processes of an engine: who starts it draws it
+
 VARIABLES: Final = (
     "VLLM_TAP_ENDPOINT", "VLLM_TAP_CURVE", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES",
     "VLLM_TAP_ON_FULL", "VLLM_TAP_STAGING_BYTES_MAX", "VLLM_TAP_PROBES", "VLLM_TAP_OWN_GROUP",
-    "VLLM_TAP_EDIT", "VLLM_TAP_EDIT_DEPTH", "VLLM_TAP_EDIT_ROWS", "VLLM_TAP_VECTORS",
+    "VLLM_TAP_EDIT", "VLLM_TAP_EDIT_DEPTH", "VLLM_TAP_EDIT_ROWS", "VLLM_TAP_VECTORS", GROUP,
 )
 
 TESTED_VERSIONS: Final = ((0, 26), (0, 32))  # of vLLM, first and last

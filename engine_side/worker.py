@@ -18,6 +18,7 @@ from engine_side.edits.conditions import Conditions
 from engine_side.edits.editor import Editor
 from engine_side.step.recorder import Recorder
 from engine_side.tap.architectures import Embedding, Sum
+from engine_side.tap.shares import layers_sent
 from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost, Scratch
 from engine_side.transport.ring import Ring
@@ -25,6 +26,7 @@ from engine_side.transport.ring_files import free_bytes
 from engine_side.transport.sender_process import SenderProcess
 from engine_side.transport.shared_memory import Outbox
 from schemas.errors import StartError
+from schemas.wire.layout import Part
 from schemas.wire.messages import EngineInfo
 
 logger = logging.getLogger("vllm.tap")
@@ -39,6 +41,14 @@ class Checks:
     sums: Sequence[Sum] = ()  # rows of one site are made of those of others
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Place of a worker among the ranks of its engine, of which ``on_host`` are on this host."""
+
+    rank: int = 0
+    on_host: int = 1
+
+
 @dataclass(slots=True)
 class Worker:
     """The parts of a tapped worker."""
@@ -47,8 +57,8 @@ class Worker:
     model: torch.nn.Module  # the one with the taps
     checks: Checks
     staging: Staging
-    recorder: Recorder | None  # None on a rank whose rows another rank hands over
-    sender: SenderProcess | None
+    recorder: Recorder
+    sender: SenderProcess
     editor: Editor | None  # None where nothing is armed for edits
     pid: int  # of the process whose it is: one that was forked from it has no part in it
 
@@ -57,35 +67,37 @@ CURRENT: Worker | None = None
 
 
 def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks: Checks, staging: Staging,
-          scratch: Scratch | None, editor: Editor | None, leads: bool) -> None:
-    """Make the worker's recorder and its sender, on the rank that ``leads`` its tensor-parallel group."""
+          scratch: Scratch | None, editor: Editor | None, seat: Seat) -> None:
+    """Make the recorder and the sender of a rank."""
     global CURRENT
     stop()
     if editor is not None and staging.probes:
         editor.conditions = made = Conditions(staging, editor.tables.size.requests)
         for name, kept in (("switches", made.switches), ("unseen", made.unseen)):  # see below
             model.register_buffer(f"vllm_tap_{name}", kept, persistent=False)
-    if not leads:  # the sites are whole on every rank: once is enough
-        CURRENT = Worker(info, model, checks, staging, None, None, editor, os.getpid())
-        return
-    ring = _ring(config, staging, scratch)
+    part = info.layout[seat.rank] if info.layout else None
+    ring = _ring(config, staging, scratch, part, seat.on_host)
     device = next(iter(staging.buffers.values())).device
     to_host = DeviceToHost(device, ring, scratch, Outbox(ring.shared))
     if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers
         model.register_buffer("vllm_tap_numbers", to_host.numbers, persistent=False)
-    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host)
-    sender = SenderProcess(config.endpoint, ring.shared, config.curve)
+    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host, part=part)
+    sender = SenderProcess(config.endpoint, ring.shared, config.curve, seat.rank)
     CURRENT = Worker(info, model, checks, staging, recorder, sender, editor, os.getpid())
     atexit.register(stop)
 
 
-def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None) -> Ring:
-    """The worker's ring; StartError where the settings or the machine leave no room for it."""
-    row = max(buffer.shape[0] * buffer.shape[2] * buffer.element_size() for buffer in staging.buffers.values())
-    for name, value in (("RING", config.ring_bytes), ("SCRATCH", config.scratch_bytes)):
-        if 0 < value < 4 * row:
-            raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row} bytes; at least {4 * row}")
-    size = config.ring_bytes or ring_bytes(scratch)
+def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part: Part | None, ranks: int) -> Ring:
+    """The worker's ring, its share of what the ``ranks`` of this host have; StartError where the settings or the
+    machine leave no room for it.
+    """
+    row = max(len(layers_sent(part, site, staging.layers[site])) * buffer.shape[2] * buffer.element_size()
+              for site, buffer in staging.buffers.items())
+    for name, value, among in (("RING", config.ring_bytes, ranks), ("SCRATCH", config.scratch_bytes, 1)):
+        if 0 < value < 4 * row * among:
+            raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row * among} bytes; at least "
+                             f"{4 * row * among}")
+    size = (config.ring_bytes or ring_bytes(scratch)) // ranks
     try:
         return Ring(size, pinned=scratch is not None)
     except OSError as error:
@@ -104,10 +116,8 @@ def announce(runner: str) -> None:
     """Announce the engine, whose steps are run by ``runner`` (module.class), to the writer."""
     assert CURRENT is not None
     CURRENT.info = msgspec.structs.replace(CURRENT.info, runner=runner)
-    if CURRENT.recorder is not None:
-        CURRENT.recorder.layouts.kernel_cache.precompile(CURRENT.info.armed)
-    if CURRENT.sender is not None:
-        CURRENT.sender.begin(CURRENT.info)
+    CURRENT.recorder.layouts.kernel_cache.precompile(CURRENT.info.armed)
+    CURRENT.sender.begin(CURRENT.info)
 
 
 def stop() -> None:
@@ -116,13 +126,12 @@ def stop() -> None:
     current, CURRENT = CURRENT, None
     if current is None or current.pid != os.getpid():
         return
-    if current.sender is not None and current.recorder is not None:
-        try:
-            current.recorder.flush()
-        except Exception:  # of the device: what lies in the ring can still go, and vLLM has to end too
-            logger.exception("vllm-tap: rows on the device were not brought to the host at the end")
-        current.sender.close()
-        kernels.forget()  # all that was launched is over: its rows have crossed
-        matrices.forget()
-        current.recorder.to_host.ring.close()
-        logger.info("vllm-tap: stopped; %s", current.recorder.counters)
+    try:
+        current.recorder.flush()
+    except Exception:  # of the device: what lies in the ring can still go, and vLLM has to end too
+        logger.exception("vllm-tap: rows on the device were not brought to the host at the end")
+    current.sender.close()
+    kernels.forget()  # all that was launched is over: its rows have crossed
+    matrices.forget()
+    current.recorder.to_host.ring.close()
+    logger.info("vllm-tap: stopped; %s", current.recorder.counters)

@@ -16,12 +16,13 @@ import msgspec
 
 from engine_side.front.ticket import EDIT_KEY, KEY, Ticket, decode, encode
 from schemas.bodies import is_meant, is_meant_as_edits
-from schemas.errors import EditError, LimitError, SpecError, TapError
+from schemas.errors import EditError, LimitError, ProtocolError, SpecError, TapError
 from schemas.ids import check_ulid, new_ulid
 from schemas.limits import capture_samples_max
 from schemas.lru import Lru
 from schemas.spec import Armed, CaptureSpec, Resolved, parse_spec, resolve
 from schemas.wire.control_channel import ControlChannel
+from schemas.wire.layout import Part, check_codecs
 from schemas.wire.messages import ClientFinish
 
 logger = logging.getLogger("vllm.tap")
@@ -91,10 +92,13 @@ class _Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Armed sites of a front end's model; ``widths``: numbers in a row, of the sites where that is sure."""
+    """Armed sites of a front end's model; ``widths``: numbers in a row, of the sites where that is sure; ``layout``: of
+    an engine on several ranks.
+    """
 
     armed: Armed
     widths: dict[str, int]
+    layout: list[Part] = field(default_factory=list)
     known: Lru[bytes, _Known] = field(init=False, default_factory=lambda: Lru(_KNOWN_MAX))
 
 
@@ -117,6 +121,10 @@ def resolve_spec(value: object, shape: Shape) -> Wanted:
     except LimitError as error:  # vLLM answers a ValueError with 400, anything else with 500
         raise SpecError("", "…", str(error)) from None
     layers = resolve(spec, shape.armed, shape.widths)
+    try:
+        check_codecs(shape.layout, layers)
+    except ProtocolError as error:
+        raise SpecError("codec", spec.codec, str(error)) from None
     if key:
         _keep(key, spec, layers, shape)
     return Wanted(spec.id, spec.to_json(), layers)

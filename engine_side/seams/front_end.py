@@ -25,7 +25,8 @@ from engine_side.front import admission
 from engine_side.front.rows_in_use import OF_ENGINE
 from engine_side.front.ticket import COUNT_KEY, EDIT_KEY, KEY, LISTED_KEY, find
 from engine_side.seams.patching import wrap_when_imported
-from engine_side.tap.architectures import lens_names
+from engine_side.tap.architectures import SHARED_OUT, lens_names
+from engine_side.tap.shares import layout_of
 from schemas.edits.arms import Arms
 from schemas.edits.resolve import resolve_edits
 from schemas.edits.resolved import Edits, encode
@@ -70,7 +71,8 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         self.vllm_tap = from_environment()
         if self.vllm_tap is not None:
-            self.vllm_tap_shape = _shape(self.vllm_config.model_config, self.vllm_tap)
+            self.vllm_tap_shape = _shape(self.vllm_config.model_config, self.vllm_tap,
+                                         self.vllm_config.parallel_config.tensor_parallel_size)
             OF_ENGINE.limit = self.vllm_tap.edit_rows
             self.vllm_tap_arms = _arms(self.vllm_config, self.vllm_tap, self.vllm_tap_shape)
             if self.vllm_tap.capture_all:
@@ -80,14 +82,20 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _shape(model: Any, config: EngineConfig) -> admission.Shape:
-    """The armed sites of a model, with their widths as far as its configuration states them."""
+def _shape(model: Any, config: EngineConfig, ranks: int = 1) -> admission.Shape:
+    """The armed sites of a model, with their widths as far as its configuration states them, and what each of ``ranks``
+    sends of them.
+    """
     head, known = model.get_head_size(), widths_of(model)
     widths = {site: known.get(site) for site in layers_by_site(config.arm)}
     probes = {probe.name: load_probe(probe).about for probe in config.probes}
-    return admission.Shape(armed_at(config.arm, model.get_total_num_hidden_layers(), head, probes,
-                                lens_names(model.architectures)),
-                       {site: width for site, width in widths.items() if isinstance(width, int) and width > 0})
+    armed = armed_at(config.arm, model.get_total_num_hidden_layers(), head, probes, lens_names(model.architectures))
+    sure = {site: width for site, width in widths.items() if isinstance(width, int) and width > 0}
+    # As if a head, or a rank's share of the MLP, were one number: for what is asked here widths do not matter.
+    whole = {site: 1 if site not in SHARED_OUT else model.get_total_num_kv_heads()
+             if SITES[site].width == "kv_heads" else ranks for site in armed.sites}
+    shares = {site: max(1, width // ranks) for site, width in whole.items()}
+    return admission.Shape(armed, sure, layout_of(armed.sites, shares, whole, ranks))
 
 
 def widths_of(model: Any) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def _wrap_worker(module: types.ModuleType, name: str) -> None:
 
 def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if worker.CURRENT is not None and worker.CURRENT.recorder is not None:
+        if worker.CURRENT is not None:
             worker.CURRENT.recorder.flush()  # scratch is memory that a deep sleep gives away
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()

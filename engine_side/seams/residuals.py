@@ -41,8 +41,7 @@ def functional(vllm_config: Any) -> bool:
         compilation = vllm_config.compilation_config
         fused = fuses(compilation.pass_config, "norm", "rms", "padding")
         adding = vllm_config.kernel_config.ir_op_priority.fused_add_rms_norm
-        return (adding[0] == "native" and not fused and not envs.VLLM_BATCH_INVARIANT and _cut(compilation)
-                and vllm_config.parallel_config.tensor_parallel_size == 1)
+        return (adding[0] == "native" and not fused and not envs.VLLM_BATCH_INVARIANT and _cut(compilation))
     except (ImportError, AttributeError, IndexError):
         return False
 

@@ -89,12 +89,15 @@ def _execute_model(original: Callable[..., Any], layout: ReadBatch) -> Callable[
         ended: dict[str, Edited] = {}
         if current is not None and current.editor is not None:
             ended = _see_edited(current.editor, scheduler_output)
-        recorder = None if current is None else current.recorder
-        if recorder is None or (recorder.idle and not scheduler_output.scheduled_new_reqs
-                                and not hasattr(scheduler_output, FINISHED)):
+        if current is None:
+            return original(self, scheduler_output, *args, **kwargs)
+        recorder = current.recorder
+        recorder.number += 1  # on every rank alike, whatever one of them takes
+        if (recorder.idle and not scheduler_output.scheduled_new_reqs
+                and not hasattr(scheduler_output, FINISHED)):
             return original(self, scheduler_output, *args, **kwargs)
         if kwargs.get("dummy_run"):
-            _guarded(recorder, recorder.take_deferred)
+            _guarded(recorder, recorder.end_burst)  # whose steps are counted one after the other
             return original(self, scheduler_output, *args, **kwargs)
         for end in getattr(scheduler_output, FINISHED, ()):
             _guarded(recorder, recorder.finish, end, ended.get(end.request))
@@ -229,7 +232,8 @@ def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: ReadBatch)
     drafts = _drafts(guesses, requests, starts) if guesses else None
     asking = [request for request in new if find(request.sampling_params) is not None]
     begin = partial(_open_all, recorder, asking) if asking else None
-    recorder.after_step(Step(requests, starts, first[:n], positions, token_ids, drafts, slack, begin))
+    recorder.after_step(Step(requests, starts, first[:n], positions, token_ids, drafts, slack, begin,
+                             recorder.number))
 
 
 def _drafts(guesses: dict[str, Any], requests: list[str], starts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -53,7 +53,7 @@ def _preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             ticket, current = find(request.sampling_params), worker.CURRENT
-            if ticket is not None and current is not None and current.recorder is not None:
+            if ticket is not None and current is not None:
                 current.recorder.layouts.matrices.prepare(ticket.resolved)
         except Exception:
             logger.exception("vllm-tap: what a capture needs was not made beside the steps; its first step will wait")
@@ -144,7 +144,7 @@ def _has_work(original: Callable[..., bool]) -> Callable[..., bool]:
     def has_work(self: Any, *args: Any, **kwargs: Any) -> bool:
         found = original(self, *args, **kwargs)
         current = worker.CURRENT
-        if not found and current is not None and current.recorder is not None:
+        if not found and current is not None:
             try:
                 current.recorder.flush()
             except Exception:

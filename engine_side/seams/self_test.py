@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from engine_side.seams.ranks.tensor import together
 from engine_side.seams.runner import check_fills, check_wrapped, input_ids
 from engine_side.seams.unchanged import check_homes
 from engine_side.tap.architectures import Embedding, Sum
@@ -48,19 +49,27 @@ def self_test(runner: Any, current: Worker) -> None:
             runner._dummy_run(_ROWS)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-            if dead := current.staging.unwritten(_ROWS):
-                raise StartError(
-                    f"vllm-tap: after a step of the compiled model these taps had written nothing: {', '.join(dead)}; "
-                    f"looked for them in {where}. A stale compile cache (VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or "
-                    "a fused module that bypasses forward does that")
-            if current.checks.embedding is not None and _takes_token_ids(runner):
-                _check_entry(current.staging, current.checks.embedding, input_ids(runner)[:_ROWS], where)
-            check_sums(current.staging, current.checks.sums, _ROWS, where)
+            _check_staged(runner, current, where)
     if current.editor is not None:
         current.editor.warm()
         check_edits(runner, current, where)
     logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
                 current.info.model)
+
+
+def _check_staged(runner: Any, current: Worker, where: str) -> None:
+    """StartError where what the taps have written is not what it must be."""
+    with together():
+        if dead := current.staging.unwritten(_ROWS):
+            raise StartError(
+                f"vllm-tap: after a step of the compiled model these taps had written nothing: {', '.join(dead)}; "
+                f"looked for them in {where}. A stale compile cache (VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or "
+                "a fused module that bypasses forward does that")
+    if current.checks.embedding is not None and _takes_token_ids(runner):
+        with together():  # ranks look up the table's rows by turns of their own
+            _check_entry(current.staging, current.checks.embedding, input_ids(runner)[:_ROWS], where)
+    with together():
+        check_sums(current.staging, current.checks.sums, _ROWS, where)
 
 
 def check_edits(runner: Any, current: Worker, where: str) -> None:
@@ -84,24 +93,31 @@ def check_edits(runner: Any, current: Worker, where: str) -> None:
         kind = place[0] in _ATTENDED
         with current.editor.setting(place, _ROWS):
             moved = _distance(returned(kind), before[kind])
-        if (unproved := _unproved(moved, noise[kind])):
-            raise StartError(
-                f"vllm-tap: it cannot be proved that edits of {_named(place)} act: after a step of the compiled model "
-                f"{unproved}; looked at it in {where}. Weights that are no numbers, a dtype that does not hold what "
-                f"the model computes, or a kernel that leaves memory as it finds it do that; leave {_named(place)} "
-                "out of --edit (VLLM_TAP_EDIT)")
-        if bool((moved == 0).any()):
-            raise StartError(
-                f"vllm-tap: after a step of the compiled model in which the rows of {_named(place)} were set to "
-                f"others it returned what it did before; looked at it in {where}. A stale compile cache "
-                "(VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward does that")
+        with together():
+            _check_moved(place, moved, noise[kind], where)
     for kind, rows in before.items():
         left = _distance(returned(kind), rows)
         by_chance = _ROUNDINGS * torch.finfo(rows.dtype).eps * rows.float().norm(dim=-1)  # of a kernel, and rarely
-        if bool((left > torch.maximum(_FAR * noise[kind].nan_to_num(), by_chance.nan_to_num())).any()):
-            raise StartError("vllm-tap: the compiled model returns other rows after edits than before them, though "
-                             f"none is made; looked at it in {where}")
+        with together():
+            if bool((left > torch.maximum(_FAR * noise[kind].nan_to_num(), by_chance.nan_to_num())).any()):
+                raise StartError("vllm-tap: the compiled model returns other rows after edits than before them, though "
+                                 f"none is made; looked at it in {where}")
     logger.info("vllm-tap: edits act at %d places", len(current.editor.tables.slots))
+
+
+def _check_moved(place: tuple[str, int], moved: torch.Tensor, noise: torch.Tensor, where: str) -> None:
+    """StartError where rows that an edit of a place ``moved`` so far do not show that it acts."""
+    if (unproved := _unproved(moved, noise)):
+        raise StartError(
+            f"vllm-tap: it cannot be proved that edits of {_named(place)} act: after a step of the compiled model "
+            f"{unproved}; looked at it in {where}. Weights that are no numbers, a dtype that does not hold what "
+            f"the model computes, or a kernel that leaves memory as it finds it do that; leave {_named(place)} "
+            "out of --edit (VLLM_TAP_EDIT)")
+    if bool((moved == 0).any()):
+        raise StartError(
+            f"vllm-tap: after a step of the compiled model in which the rows of {_named(place)} were set to "
+            f"others it returned what it did before; looked at it in {where}. A stale compile cache "
+            "(VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward does that")
 
 
 def _distance(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from engine_side.edits.tables import Size, room, tables
 from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.seams.front_end import widths_of
 from engine_side.seams.kept import finite
+from engine_side.seams.ranks import tensor
 from engine_side.seams.recorded_step import discover, prove
 from engine_side.tap.architectures import (
     BY_TRANSFORMERS,
@@ -35,6 +36,7 @@ from engine_side.tap.architectures import (
     is_known,
 )
 from engine_side.tap.probe_scores import scorer
+from engine_side.tap.shares import layout_of
 from engine_side.tap.staging import Staging, allocate
 from engine_side.tap.taps import install
 from schemas.errors import StartError
@@ -110,7 +112,7 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     first_block = tuple(site for site in asked if 0 in armed.sites[site])
     checks = worker.Checks(homes, find_embedding(model, family, first_block), find_sums(family, layers))
     info = structs.replace(_info(model, vllm_config, armed, points, staging), edits=editable)
-    worker.start(config, info, model, checks, staging, scratch, editor, leads=_tensor_parallel_rank() == 0)
+    worker.start(config, info, model, checks, staging, scratch, editor, tensor.seat_of(vllm_config.parallel_config))
 
 
 def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str, ...]], Iterable[TapPoint]],
@@ -214,9 +216,8 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
     if parallel.use_ubatching:
         raise StartError("vllm-tap: dual-batch overlap (enable_dbo, ubatch_size) runs a step in parts that would "
                          "overwrite each other's rows: switch it off")
-    if parallel.tensor_parallel_size > 1 and (shared := [site for site in tapped if site in SHARED_OUT]):
-        raise StartError(f"vllm-tap: tensor_parallel_size={parallel.tensor_parallel_size}: a rank has only its share "
-                         f"of {', '.join(shared)}; arm other sites, or run on one device")
+    if parallel.tensor_parallel_size > 1:
+        _check_shared(plan, parallel.tensor_parallel_size)
     if parallel.data_parallel_size > 1 and plan.config.edit:
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: an engine takes steps there "
                          "that are nobody's, in which edits have not been shown to be right; leave --edit "
@@ -224,6 +225,18 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
     if parallel.data_parallel_size > 1 and (ids := [site for site in plan.asked if SITES[site].ids]):
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: the rows that a router sees are "
                          f"those of every rank; arm other sites than {', '.join(ids)}, or run without")
+
+
+def _check_shared(plan: ArmingPlan, ranks: int) -> None:
+    """StartError where a probe, an edit or the search of a model that is not in the table needs rows of which a rank
+    has a share.
+    """
+    needed = {loaded.about.site for loaded in plan.probes.values()} | set(layers_by_site(plan.config.edit)) | set(
+        () if plan.family else plan.asked)
+    if shared := [site for site in plan.touched if site in needed and site in SHARED_OUT]:
+        what = "probe or edit" if plan.family else "arm"
+        raise StartError(f"vllm-tap: tensor_parallel_size={ranks}: a rank has only its share of {', '.join(shared)}; "
+                         f"{what} other sites, or run on one device")
 
 
 def _warn(config: EngineConfig, device: torch.device) -> None:
@@ -247,17 +260,20 @@ def _make_scorers(probes: Mapping[Registered, LoadedProbe], staging: Staging, mo
 
 def _info(model: nn.Module, vllm_config: Any, armed: Armed, points: Iterable[TapPoint], staging: Staging) -> EngineInfo:
     """The engine's description for the writer."""
-    model_config, widths = vllm_config.model_config, {point.site: point.width for point in points}
+    model_config, points = vllm_config.model_config, list(points)
+    scores = {site: made.count for site, made in staging.probes.items()}
+    widths = {point.site: point.width for point in points} | scores
+    whole = {point.site: tensor.whole_width(point, model_config) for point in points} | scores
+    layers = {**armed.sites, **{site: staging.layers_of(site) for site in scores}}
     return EngineInfo(
         model=str(model_config.served_model_name or model_config.model),
         model_dtype=str(model_config.dtype).removeprefix("torch."),
-        fingerprint=_fingerprint(model, model_config),
+        fingerprint=tensor.the_same(_fingerprint(model, model_config)),
         revision=str(model_config.revision or ""),
         tokenizer=str(model_config.tokenizer or ""),
         n_layers=armed.n_layers,
         armed=armed,
-        widths={**{site: widths[site] for site in armed.sites},
-                **{site: made.count for site, made in staging.probes.items()}},
+        widths={site: whole[site] for site in layers},
         max_model_len=model_config.max_model_len,
         vllm_version=_vllm_version(),
         tap_version=TAP_VERSION,
@@ -268,6 +284,8 @@ def _info(model: nn.Module, vllm_config: Any, armed: Armed, points: Iterable[Tap
         meaning={**{point.site: f"raw weights; {point.meaning}" for point in points},
                  **{site: made.about.meaning for site, made in staging.probes.items()}},
         sources={point.site: point.source for point in points},
+        group=tensor.group_of(vllm_config),
+        layout=layout_of(layers, widths, whole, vllm_config.parallel_config.tensor_parallel_size),
     )
 
 
@@ -319,12 +337,6 @@ def _speculative(config: Any) -> str:
     return "" if config is None else f"{config.method}, {config.num_speculative_tokens} tokens"
 
 
-def _tensor_parallel_rank() -> int:
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())
-
-
 def _tokens_max(vllm_config: Any) -> int:
     """Rows that one step may write: the scheduler's budget, or the largest captured graph."""
     sizes = getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or [0]
@@ -332,14 +344,17 @@ def _tokens_max(vllm_config: Any) -> int:
 
 
 def _fingerprint(model: nn.Module, model_config: Any) -> str:
-    """xxh3 of the model's configuration and of the first bytes of a few of its parameters."""
+    """xxh3 of the model's configuration and of the first bytes of a few of its parameters, which the first rank has
+    however many there are.
+    """
     digest = xxhash.xxh3_128(model_config.hf_config.to_json_string().encode())
     # The same with vLLM's layers for adapters around the model's own.
     named = ((name.replace(".base_layer.", "."), parameter) for name, parameter in model.named_parameters())
-    parameters = sorted(named, key=lambda item: item[0])
+    parameters, whole = sorted(named, key=lambda item: item[0]), tensor.whole_heads(model)
     for name, parameter in parameters[:: max(1, len(parameters) // 16)]:
         digest.update(name.encode())
-        digest.update(parameter.detach().flatten()[:256].float().cpu().numpy().tobytes())
+        numbers = whole.get(id(parameter), parameter.detach())
+        digest.update(numbers.flatten()[:256].float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -164,6 +164,7 @@ class Burst:
     step_rows: int  # of the model's step, wanted or not
     began: float  # time.monotonic() of its first step
     running: tuple[I64, I64]  # slots of all captures in the step, position of each one's first row
+    number: int = 0  # of its first step: nothing is counted between its steps
     index_bytes: int = 0  # of gathered rows' numbers, before the first step
     step_bytes: int = 0
     ring_offset: int = 0  # of the region
@@ -214,7 +215,8 @@ class Burst:
                    for rows in self.entries]
         slots, first = self.running
         return Burst(entries, self.steps_max, self.steps_unchanged - done, self.requests, self.first + done,
-                     self.step_rows, began, (slots, first + done), _inputs=self._inputs, _next_first=self._next_first)
+                     self.step_rows, began, (slots, first + done), self.number + done, _inputs=self._inputs,
+                     _next_first=self._next_first)
 
     def assign_region(self, ring: torch.Tensor, ring_offset: int, memory: torch.Tensor, memory_offset: int) -> None:
         """Lay the blocks out in a region; numbers of gathered rows go to the device through the ring: it is pinned."""
@@ -262,7 +264,7 @@ class Burst:
                        for name, offset, size in zip(rows.layout.names, at, rows.block.sizes, strict=False)}
             mark = (end, 0) if number == len(self.entries) else (start, number)
             found.append(Run(rows.layout.entry, rows.slot, rows.position, rows.flags, extents, at[-2], at[-1],
-                             mark, 0, self.steps_done, self.step_bytes))
+                             mark, 0, self.steps_done, self.step_bytes, self.number))
         return found
 
 

@@ -69,7 +69,7 @@ class Bursts:
                 return False
             entries.append(EntryRows(layout, part.row, part.slot, part.position, part.flags))
         burst = Burst(entries, 0, selected.steps_unchanged, step.requests, step.first, int(step.starts[-1]),
-                      time.monotonic(), selected.running)
+                      time.monotonic(), selected.running, step.number)
         if not self._begin(burst):
             return False
         self.schedule.bytes_a_token = burst.step_bytes / burst.step_rows
@@ -87,7 +87,7 @@ class Bursts:
             part = slice(begin, begin + layout.rows_max)
             rows = EntryRows(layout, selected.row[part], selected.slot[part], selected.position[part],
                              selected.flags[part])
-            burst = Burst([rows], 1, 1, [], step.first, 0, 0.0, selected.running)
+            burst = Burst([rows], 1, 1, [], step.first, 0, 0.0, selected.running, step.number)
             if self._reserve(burst, wait=True):
                 if not self._encode(burst, step.token_ids, step.positions):
                     self._lose(entry, selected, part)

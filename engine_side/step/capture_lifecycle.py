@@ -11,12 +11,14 @@ import numpy as np
 from engine_side.edits.edited import Edited
 from engine_side.front.ticket import Ticket
 from engine_side.step.selection import CaptureTable, Plan
+from engine_side.tap.shares import layers_sent
 from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost
-from engine_side.transport.events import EditsCounted, Finished, Lost, Opened
+from engine_side.transport.events import EditsCounted, Finished, Joined, Lost, Opened, PartFinished
 from engine_side.transport.shared_memory import Outbox
 from schemas.sites import BY_MODEL, ask_site
 from schemas.spec import Resolved, parse_spec
+from schemas.wire.layout import LEADER, Part
 from schemas.wire.messages import TapCounters
 
 
@@ -35,15 +37,19 @@ class End:
 
 @dataclass(slots=True)
 class CaptureLifecycle:
-    """Running captures and their requests; the sender is told of every begin, loss and end."""
+    """Running captures and their requests; the sender is told of every begin, loss and end.
+
+    ``part``: what this rank sends of them; None on an engine of one rank.
+    """
 
     staging: Staging
     to_host: DeviceToHost
     captures: CaptureTable
     counters: TapCounters
+    part: Part | None = None
     _ids: dict[str, str] = field(default_factory=dict)  # running request → capture id
     _cached: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # of requests with edits: positions read
-    _refused: set[str] = field(default_factory=set)  # running requests whose captures were not begun
+    _refused: set[str] = field(default_factory=set)  # running requests whose captures were not begun here
 
     def open(self, request: str, ticket: Ticket, prompt_token_ids: list[int], cached: int) -> Plan:
         """Begin the capture of a request that is scheduled for the first time; returns what is to be taken.
@@ -61,11 +67,19 @@ class CaptureLifecycle:
             return ()
         capture = ticket.capture_of(request)
         resolved, taken, absent = self._held_against_model(ticket)
+        if self.part is not None:
+            taken = msgspec.structs.replace(taken, layers={
+                site: layers_sent(self.part, site, layers) for site, layers in taken.layers.items()})
+            if not self._leads and not any(taken.layers.values()):
+                self._refused.add(request)
+                return ()
         slot = self.captures.open(request, taken, len(prompt_token_ids))
         now = time.time_ns() // 1_000_000
         try:
-            self.to_host.send_event(Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids,
-                                           cached, now, ticket.adapter, ticket.edits))
+            self.to_host.send_event(
+                Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached, now,
+                       ticket.adapter, ticket.edits)
+                if self._leads else Joined(slot, capture, taken.layers))
         except BaseException:  # what nobody heard of takes no rows
             self.captures.close(request)
             raise
@@ -102,12 +116,18 @@ class CaptureLifecycle:
                 self.counters.captures_refused += not counted
                 return
             self.open(end.request, end.ticket, end.prompt_token_ids, 0)
+            if end.request in self._refused:  # this rank has no share of it
+                self._refused.discard(end.request)
+                return
         slot = self.captures.close(end.request)
         total = len(end.prompt_token_ids) + len(end.output_token_ids)
         seen = int(self.captures.computed[slot])
         # The last sampled token is never forwarded; under async scheduling a step more may have run. A request that is
         # aborted while it is preempted counts 0 computed tokens although its rows were taken.
         cached = self._cached.pop(end.request, [])
+        if not self._leads:
+            self.to_host.send_event(PartFinished(slot, self._ids.pop(end.request)))
+            return
         if edited is not None:
             numbers = edited.numbers
             counted_edits = EditsCounted(self._ids[end.request], edited.places, edited.combinations, cached,
@@ -121,6 +141,10 @@ class CaptureLifecycle:
             slot, self._ids.pop(end.request), end.reason, end.stop_reason, end.output_token_ids,
             max(last, 0), int(self.captures.recomputed[slot]),
         ))
+
+    @property
+    def _leads(self) -> bool:
+        return self.part is None or self.part.rank == LEADER
 
     def _nobody_takes(self) -> bool:
         """Whether too much waits for the sender, or for a writer that is away, or nobody sends any more."""

@@ -25,6 +25,7 @@ from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import I64, Entry, Event, Lost
 from engine_side.transport.shared_memory import Outbox
+from schemas.wire.layout import Part
 from schemas.wire.messages import TapCounters
 
 logger = logging.getLogger("vllm.tap")
@@ -50,6 +51,7 @@ class Recorder:
     defer_to_next_call: bool = False
     # A step's tokens are waited for behind the launch of the next: so are rows of any step that are selected anew.
     async_scheduling: bool = False
+    number: int = 0  # of the engine's last step: every rank counts those of others' requests too
     idle: bool = False  # nothing is captured, and nothing waits: a step in which no request begins needs no call
     captures: CaptureTable = field(default_factory=CaptureTable)
     counters: TapCounters = field(default_factory=TapCounters)
@@ -61,14 +63,15 @@ class Recorder:
     deferred_step: Step | None = None  # its rows are still to be taken
     drafts_max: int = 0  # rows of a request in a step whose positions may be taken again by the next
     computed_before_step: I64 | None = None  # of the step that is being looked at, where it has drafts
+    part: InitVar[Part | None] = None  # what this rank sends; None on an engine of one rank
 
-    def __post_init__(self, dtype: str, on_full: str) -> None:
+    def __post_init__(self, dtype: str, on_full: str, part: Part | None) -> None:
         scratch, capacity = self.to_host.scratch, self.to_host.ring.capacity
         block_bytes_max = capacity // 4 if scratch is None else min(capacity // 8, scratch.capacity // 4)
         self.layouts = Layouts(self.staging, dtype, self.captures, block_bytes_max, scratch is not None)
         self.schedule = CopySchedule(self.to_host, self.counters)
         self.bursts = Bursts(self.to_host, on_full, self.counters, self.captures, self.layouts, self.schedule)
-        self.lifecycle = CaptureLifecycle(self.staging, self.to_host, self.captures, self.counters)
+        self.lifecycle = CaptureLifecycle(self.staging, self.to_host, self.captures, self.counters, part)
 
     @property
     def outbox(self) -> Outbox | deque[Event]:
@@ -79,18 +82,18 @@ class Recorder:
 
     def open(self, request: str, ticket: Ticket, prompt_token_ids: list[int], cached: int) -> None:
         """Begin the capture of a request; see ``CaptureLifecycle.open``."""
-        self._take_all()
+        self.end_burst()
         self.idle = False
         self.layouts.prepare(self.lifecycle.open(request, ticket, prompt_token_ids, cached))
 
     def resume(self, request: str, cached: int) -> None:
         """Go on with a preempted request; see ``CaptureLifecycle.resume``."""
-        self._take_all()
+        self.end_burst()
         self.lifecycle.resume(request, cached)
 
     def finish(self, end: End, edited: Edited | None = None) -> None:
         """End the capture of a request; see ``CaptureLifecycle.finish``."""
-        self._take_all()
+        self.end_burst()
         self.idle = False
         self.lifecycle.finish(end, edited)
 
@@ -153,7 +156,7 @@ class Recorder:
 
         Its other rows are missing by themselves.
         """
-        self._take_all()
+        self.end_burst()
         if not self.drafts_max:
             return
         computed, self.computed_before_step = (
@@ -165,10 +168,10 @@ class Recorder:
 
     def flush(self) -> None:
         """Leave nothing behind."""
-        self._take_all()
+        self.end_burst()
         self.schedule.flush()
 
-    def _take_all(self) -> None:
+    def end_burst(self) -> None:
         """Take what was deferred, and end the burst."""
         self.take_deferred()
         self.bursts.end()

@@ -50,6 +50,7 @@ class Step:
     drafts: I64 | None = None
     slack: int = 0
     begin: Callable[[], None] | None = None  # opens the captures of requests that begin with it
+    number: int = 0  # the same on every rank
 
 
 @dataclass(slots=True)

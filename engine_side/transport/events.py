@@ -41,6 +41,14 @@ class Opened(msgspec.Struct, tag=True, array_like=True):
     edits: str
 
 
+class Joined(msgspec.Struct, tag=True, array_like=True):
+    """The same on a rank that does not lead, for its share of the rows: ``layers`` by site."""
+
+    slot: int
+    capture: str
+    layers: dict[str, list[int]]
+
+
 class Run(msgspec.Struct, tag=True, array_like=True):
     """Rows encoded into the ring; they lie there once the copies up to number ``copied`` are over.
 
@@ -59,6 +67,7 @@ class Run(msgspec.Struct, tag=True, array_like=True):
     copied: int = 0
     steps: int = 1
     stride: int = 0
+    number: int = 0  # of the first step, as every rank of the engine counts them
 
 
 class Freed(msgspec.Struct, tag=True, array_like=True):
@@ -106,13 +115,20 @@ class Finished(msgspec.Struct, tag=True, array_like=True):
     recomputed: int
 
 
+class PartFinished(msgspec.Struct, tag=True, array_like=True):
+    """The same on a rank that does not lead."""
+
+    slot: int
+    capture: str
+
+
 class Counted(msgspec.Struct, tag=True, array_like=True):
     """The tap's counters since its start."""
 
     counters: TapCounters
 
 
-Event = Opened | Run | Freed | Lost | EditsCounted | Finished | Counted
+Event = Opened | Joined | Run | Freed | Lost | EditsCounted | Finished | PartFinished | Counted
 
 
 def _plain(value: Any) -> bytes | int:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 
 from engine_side.transport.events import Entry, Mark, Run
 from engine_side.transport.shared_memory import Regions, Shared
 from schemas import codecs, limits
+from schemas.wire.layout import share_widths
 from schemas.wire.messages import EngineInfo, Frame, StreamPart, TapCounters
 from schemas.wire.row_table import RowTable
 
@@ -37,6 +39,8 @@ class FrameBuilder:
         self.open: dict[Entry, OpenFrame] = {}
         self._info, self._shared, self._regions, self._counters = info, shared, regions, counters
         self._rank, self._send = rank, send
+        self._part = info.layout[rank] if info.layout else None
+        self._widths = share_widths(self._part, info.widths)
         self._copied = np.empty(0, np.uint8)  # where steps are put together; kept: new memory has to be touched
 
     def add(self, run: Run, slots: dict[int, str]) -> None:
@@ -98,7 +102,7 @@ class FrameBuilder:
             np.concatenate([self._column(run, run.tokens, "<u4") for run in frame.runs]),
             np.concatenate([np.tile(run.flags, run.steps) for run in frame.runs]).astype(np.uint32),
         ).to_bytes()
-        width, dtype = self._info.widths[entry.site], self._info.dtype_of(entry.site)
+        width, dtype = self._widths[entry.site], self._info.dtype_of(entry.site)
         return Frame(
             seq=0, site=entry.site, codec=entry.codec, dtype=dtype, width=width, layers=list(entry.layers),
             captures=captures, runs=[len(run.slot) for run in frame.runs for _ in range(run.steps)],
@@ -106,6 +110,8 @@ class FrameBuilder:
             streams=[self._stream_part(stream.name, frame.runs)
                      for stream in codecs.streams(entry.codec, width, dtype)],
             fingerprint=self._info.fingerprint, rank=self._rank, time_ns=time.time_ns(),
+            steps=msgspec.UNSET if self._part is None else [run.number + step for run in frame.runs
+                                                            for step in range(run.steps)],
         ), table
 
     def _column(self, run: Run, offset: int, dtype: str) -> Any:

@@ -17,13 +17,39 @@ import msgspec
 import numpy as np
 
 from engine_side.transport.edit_counts import ToldEdits
-from engine_side.transport.events import Counted, EditsCounted, Entry, Finished, Freed, Lost, Mark, Opened, Run
+from engine_side.transport.events import (
+    Counted,
+    EditsCounted,
+    Entry,
+    Finished,
+    Freed,
+    Joined,
+    Lost,
+    Mark,
+    Opened,
+    PartFinished,
+    Run,
+)
 from engine_side.transport.frame_builder import FrameBuilder
 from engine_side.transport.shared_memory import Events, Regions, Shared
 from schemas import limits
 from schemas.wire import messages
 from schemas.wire.connection import Connection
-from schemas.wire.messages import Ack, Bye, Connect, Dropped, EngineInfo, Finish, Frame, Open, Ping, Record, TapCounters
+from schemas.wire.messages import (
+    Ack,
+    Bye,
+    Connect,
+    Dropped,
+    EngineInfo,
+    Finish,
+    Frame,
+    Join,
+    Open,
+    PartFinish,
+    Ping,
+    Record,
+    TapCounters,
+)
 from schemas.wire.send_window import SendWindow
 
 logger = logging.getLogger("vllm.tap")
@@ -42,8 +68,8 @@ class Outgoing:
     parts: list[bytes]
     frame: Frame | None = None
     marks: Sequence[Mark] = ()
-    opens: str = ""  # the capture that it is the Open of
-    ends: str = ""  # or the Finish
+    opens: str = ""  # the capture that it is the Open or the Join of
+    ends: str = ""  # or the Finish or the PartFinish
 
     @property
     def nbytes(self) -> int:
@@ -137,10 +163,17 @@ class Sender:
                     self._add_lost(event)
                 case Opened():
                     self._open(event)
+                case Joined():
+                    self._slots[event.slot] = event.capture
+                    self._layers[event.capture] = event.layers
+                    self._number(Join(0, event.capture))
                 case Counted(counters=counters):
                     self._recorder_counters = counters
                 case Finished():
                     self._finish(event)
+                case PartFinished():
+                    self._end_rows(event.slot, event.capture)
+                    self._number(PartFinish(0, event.capture))
         return taken
 
     def _open(self, event: Opened) -> None:
@@ -166,10 +199,14 @@ class Sender:
             self._regions.release([event.mark])
         self._edits[event.capture] = replace(self._edits[event.capture], counted=event, numbers=numbers)
 
-    def _finish(self, event: Finished) -> None:
-        self._slots.pop(event.slot, None)
-        self.frames.close_of(event.capture)
+    def _end_rows(self, slot: int, capture: str) -> None:
+        """Number all that is said of a capture's rows."""
+        self._slots.pop(slot, None)
+        self.frames.close_of(capture)
         self._report_lost()
+
+    def _finish(self, event: Finished) -> None:
+        self._end_rows(event.slot, event.capture)
         edits = self._edits.pop(event.capture, None)
         self._number(Finish(
             seq=0, capture=event.capture, reason=event.reason, stop_reason=event.stop_reason,
@@ -208,8 +245,8 @@ class Sender:
         if isinstance(message, Frame):
             self.window.add(Outgoing([data, table], message, marks))
             return
-        self.window.add(Outgoing([data], opens=message.capture if isinstance(message, Open) else "",
-                                 ends=message.capture if isinstance(message, Finish) else ""))
+        self.window.add(Outgoing([data], opens=message.capture if isinstance(message, Open | Join) else "",
+                                 ends=message.capture if isinstance(message, Finish | PartFinish) else ""))
         self._record_bytes += len(data)
         if self._record_bytes > limits.records_pending_bytes_max and not self._shared.writer_away:
             self._shared.writer_away = True

@@ -40,6 +40,7 @@ class _Task(msgspec.Struct):
     capacity: int
     engine: int  # id of the process that runs the steps
     curve: str | None
+    rank: int
     log_level: str
 
 
@@ -51,8 +52,8 @@ class SenderProcess:
 
     module: ClassVar[str] = "engine_side.transport.sender_process"  # whose ``main`` the process runs
 
-    def __init__(self, endpoint: str, shared: Shared, curve: Path | None = None) -> None:
-        self._endpoint, self._shared, self._curve = endpoint, shared, curve
+    def __init__(self, endpoint: str, shared: Shared, curve: Path | None = None, rank: int = 0) -> None:
+        self._endpoint, self._shared, self._curve, self._rank = endpoint, shared, curve, rank
         self._begun = False
         # It imports what this process would: not what lies in some other working directory, or is another version.
         path = [str(Path(entry).absolute()) for entry in sys.path]
@@ -78,7 +79,7 @@ class SenderProcess:
         self._begun = True
         level = logging.getLevelName(logger.getEffectiveLevel())
         task = _Task(self._endpoint, info, str(self._shared.path), self._shared.capacity, os.getpid(),
-                     None if self._curve is None else str(self._curve), level)
+                     None if self._curve is None else str(self._curve), self._rank, level)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as told:
             told.write(msgspec.msgpack.encode(task))
@@ -126,7 +127,8 @@ def main() -> None:
     logging.basicConfig(level=task.log_level, format="%(levelname)s %(asctime)s [sender] %(message)s",
                         datefmt="%m-%d %H:%M:%S")
     shared = Shared.opened(Path(task.path), task.capacity)
-    sender = Sender(task.endpoint, task.info, shared, task.engine, None if task.curve is None else Path(task.curve))
+    sender = Sender(task.endpoint, task.info, shared, task.engine, None if task.curve is None else Path(task.curve),
+                    task.rank)
     shared.begun = 1
     sender.run(lambda: bool(shared.closing or shared.abandoned) or os.getppid() != task.engine)
     if os.getppid() != task.engine:

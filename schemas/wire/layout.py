@@ -17,7 +17,8 @@ from schemas.errors import ProtocolError
 from schemas.sites import is_site
 from schemas.spec import Resolved
 
-__all__ = ["LEADER", "WHOLE", "Columns", "Part", "Share", "check_codecs", "check_layout", "places_of", "share_of"]
+__all__ = ["LEADER", "WHOLE", "Columns", "Part", "Share", "check_codecs", "check_layout", "places_of", "share_of",
+           "share_widths"]
 
 LEADER: Final = 0
 
@@ -70,6 +71,13 @@ def share_of(part: Part, site: str, layers: Iterable[int]) -> Share | None:
     """The share of a part that has all of these layers; None where none has."""
     wanted = set(layers)
     return next((share for share in part.shares.get(site, ()) if wanted <= set(share.layers)), None)
+
+
+def share_widths(part: Part | None, widths: dict[str, int]) -> dict[str, int]:
+    """Numbers in the rows that a rank sends, by site; ``widths``: in whole rows, which an engine of one rank sends."""
+    if part is None:
+        return dict(widths)
+    return {site: share.stop - share.start for site, shares in part.shares.items() for share in shares[:1]}
 
 
 def check_layout(layout: Sequence[Part], armed: Iterable[tuple[str, int]], widths: dict[str, int]) -> None:

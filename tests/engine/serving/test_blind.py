@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)
         # Refused by checks that have quick tests of their own: here as a whole engine says it.
         pytest.param("tiny", {"VLLM_TAP_STAGING_BYTES_MAX": "100000"}, ["staging needs", "VLLM_TAP_STAGING_BYTES_MAX"],
                      marks=pytest.mark.soak),
-        pytest.param("sharded", {"VLLM_TAP_ARM": "resid_post,q"},
+        pytest.param("sharded", {"VLLM_TAP_ARM": "resid_post,q", "VLLM_TAP_EDIT": "q"},
                      ["tensor_parallel_size=2: a rank has only its share of q"], marks=pytest.mark.soak),
         pytest.param("tiny", {"VLLM_TAP_ARM": "mlp_out,resid_post.7"},
                      ["cannot arm resid_post.7: this model has resid_post in layers [0, 1, 2, 3]"],

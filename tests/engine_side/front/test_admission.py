@@ -13,6 +13,7 @@ import pytest
 
 from engine_side.front import admission
 from engine_side.front.rows_in_use import RowsInUse
+from engine_side.tap.shares import layout_of
 from schemas import limits
 from schemas.errors import EditError, LimitError, SpecError
 from schemas.ids import new_ulid
@@ -44,6 +45,18 @@ def test_ends_beyond_what_may_wait_are_counted_and_said_once(tmp_path: Path, cap
         admission.report_finish(new_ulid(), "stop", None, [1])
         assert len(said_of(caplog)) == 2 and "of 3 captures" in said_of(caplog)[-1].getMessage()
         admission.retire(writer.endpoint)
+
+
+def test_a_codec_of_whole_rows_is_refused_where_ranks_share_them_out() -> None:
+    armed = Armed({"resid_post": [0, 1], "q": [0, 1], "k": [0, 1]}, 2, {"q": 4})
+    layout = layout_of(armed.sites, {"resid_post": 64, "q": 64, "k": 32}, {"resid_post": 64, "q": 128, "k": 32}, 2)
+    shape = admission.Shape(armed, {}, layout)
+    for sites in (["resid_post"], ["k"], []):
+        admission.resolve_spec({"codec": "topk:k=8", "sites": sites}, shape)
+    for _ in range(2):  # not remembered as one that can be had
+        with pytest.raises(SpecError, match=r"codec = 'topk:k=8': .*ranks share out the columns of q; valid: "):
+            admission.resolve_spec({"codec": "topk:k=8"}, shape)
+    admission.resolve_spec({"codec": "int8b64"}, shape)
 
 
 def test_a_spec_that_is_known_but_for_its_id_gives_what_it_gave() -> None:

@@ -196,7 +196,7 @@ def test_a_quantized_layer_is_given_rows_not_codes() -> None:
 @pytest.mark.parametrize(("cache", "parallel", "said"), [
     ({"kv_sharing_fast_prefill": True}, {}, "kv_sharing_fast_prefill: layers that share .*: switch it off"),
     ({}, {"use_ubatching": True}, "dual-batch overlap .*: switch it off"),
-    ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2: a rank has only its share of z; arm other sites"),
+    ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2: a rank has only its share of z; probe or edit other"),
     ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: valid: 1"),
     ({}, {"data_parallel_size": 2}, "data_parallel_size=2: .* edits have not been shown to be right; leave --edit"),
     ({}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2: a rank has only its share"),
@@ -204,7 +204,8 @@ def test_a_quantized_layer_is_given_rows_not_codes() -> None:
 def test_a_step_whose_rows_are_not_those_of_its_tokens_is_refused(cache: dict[str, Any], parallel: dict[str, Any],
                                                                    said: str) -> None:
     plain = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1, "use_ubatching": False}
-    plan: Any = SimpleNamespace(touched=["z"], asked={}, config=SimpleNamespace(edit=("z",)))
+    plan: Any = SimpleNamespace(touched=["z"], asked={}, probes={}, family=object(),
+                                config=SimpleNamespace(edit=("z",)))
 
     def start(cache: dict[str, Any], parallel: dict[str, Any]) -> None:
         _check_parallel(plan, SimpleNamespace(cache_config=SimpleNamespace(**cache), speculative_config=None,

@@ -168,6 +168,26 @@ def test_what_is_no_next_step_ends_a_burst(
         name: max((p + 1 for n, p in steps if n == name), default=0) for name in ("a", "b")}
 
 
+def test_rows_tell_the_step_that_computed_them_in_bursts_too(ring: Ring) -> None:
+    """Steps in which nobody asks for anything are counted, and end what comes before them."""
+    ring.shared.tail = ring.head
+    recorder = Recorder(staging(), "float32", "drop", DeviceToHost(torch.device("cpu"), ring))
+    recorder.open("a", ticket_of({"codec": "raw"}), [1], 0)
+    steps = [(number, number) for number in range(7)] + [(9, 7), (10, 8), (11, 9)]
+    for number, position in steps:
+        at = torch.tensor([position])
+        if number == 9:
+            recorder.end_burst()
+        recorder.before_step(1)
+        recorder.after_step(Step(["a"], np.array([0, 1]), np.array([position], np.int32), at, at.int(), number=number))
+    recorder.flush()
+    runs = [event for event in recorder.outbox if isinstance(event, Run)]
+    assert any(run.steps > 2 for run in runs)
+    for site in {run.entry.site for run in runs}:
+        assert [(run.number + k, int(run.position[0]) + k) for run in runs if run.entry.site == site
+                for k in range(run.steps)] == steps
+
+
 def test_the_region_of_a_burst_is_free_when_all_of_it_is(ring: Ring) -> None:
     """It is freed up to a mark once those before it are: that of its last entry alone is its end."""
     ring.shared.tail = ring.head

@@ -17,11 +17,12 @@ from engine_side.step.recorder import Recorder
 from engine_side.step.selection import Step
 from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost
-from engine_side.transport.events import Counted, Lost, Opened, Run
+from engine_side.transport.events import Counted, Joined, Lost, Opened, PartFinished, Run
 from engine_side.transport.ring import Ring
 from schemas.codecs import projection
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve
+from schemas.wire.layout import Part, Share
 
 ASKED = Armed({"mlp_post": [0, 1, 2, 3]}, n_layers=4)  # what the front end believes
 HAS = [0, 2]
@@ -53,6 +54,39 @@ def test_layers_that_the_model_lacks(
     assert opened.resolved.layers == {"mlp_post": expected} and opened.absent == absent
     taken = [entry.layers for entry in recorder.captures.plans[0]]
     assert taken == ([tuple(layer for layer in expected if layer in HAS)] if set(expected) & set(HAS) else [])
+
+
+@pytest.mark.parametrize(("rank", "mine", "said"), [
+    (0, [0], ("Opened", "Finished")), (0, [], ("Opened", "Finished")), (1, [2], ("Joined", "PartFinished")),
+    (1, [], ()),
+])
+@pytest.mark.parametrize("ran", [True, False])
+def test_a_rank_takes_its_share_and_says_so(rank: int, mine: list[int], said: tuple[str, ...], ran: bool) -> None:
+    """The one that leads opens what others have alone; of a capture without a share another rank says nothing."""
+    ring = Ring(4 << 20, pinned=False)
+    staging = Staging({"mlp_post": torch.zeros(len(HAS), 8, 16)}, {"mlp_post": HAS})
+    part = Part(rank, {"mlp_post": [Share(mine, 0, 16)]} if mine else {})
+    recorder = Recorder(staging, "float32", "drop", DeviceToHost(torch.device("cpu"), ring), part=part)
+    spec = parse_spec({"id": new_ulid(), "codec": "raw"})
+    wanted = Ticket(str(spec.id), spec.to_json(), resolve(spec, ASKED), 0, 1, 1)
+    if ran:
+        recorder.open("r", wanted, [1, 2], 0)
+        recorder.resume("r", 0)
+        recorder.after_step(step(0, 2, 0))
+    recorder.finish(End("r", wanted, "length", None, [1, 2], [3], 2))
+    events = list(recorder.outbox)
+    assert tuple(type(event).__name__ for event in events if not isinstance(event, Run)) == said
+    assert [event.entry.layers for event in events if isinstance(event, Run)] == ([tuple(mine)] if mine and ran else [])
+    for event in events:
+        if isinstance(event, Opened):
+            assert event.resolved.layers == {"mlp_post": HAS}
+        elif isinstance(event, Joined):
+            assert (event.capture, event.layers) == (spec.id, {"mlp_post": mine})
+        elif isinstance(event, PartFinished):
+            assert event.capture == spec.id
+    assert not recorder.captures.slot_of and recorder.counters.captures_refused == 0
+    recorder.open("r", wanted, [1, 2], 0)  # of the same name again
+    ring.close()
 
 
 def ticket() -> Ticket:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from engine_side.front.ticket import Ticket
 from engine_side.step.capture_lifecycle import End
 from engine_side.step.recorder import Recorder
 from engine_side.step.selection import Step
+from engine_side.tap.shares import layout_of
 from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import Entry, Run
@@ -44,13 +46,15 @@ class Tapped:
     """What a worker holds, driven by hand: one request a capture, the whole prompt in steps of ``TOKENS`` rows."""
 
     def __init__(self, endpoint: str, on_full: str = "drop", ring_bytes: int = 16 * MIB, width: int = WIDTH,
-                 curve: Path | None = None) -> None:
-        self.info: EngineInfo = engine_info(width=width, n_layers=LAYERS)
+                 curve: Path | None = None, group: tuple[EngineInfo, int] | None = None) -> None:
+        info, rank = group or (engine_info(width=width, n_layers=LAYERS), 0)
+        self.info: EngineInfo = info
         self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, width)}, ARMED.sites)
         self.ring = Ring(ring_bytes, pinned=False)
         self.recorder = Recorder(self.staging, "float32", on_full,
-                                 DeviceToHost(torch.device("cpu"), self.ring, outbox=Outbox(self.ring.shared)))
-        self.sender = Sender(endpoint, self.info, self.ring.shared, os.getpid(), curve)
+                                 DeviceToHost(torch.device("cpu"), self.ring, outbox=Outbox(self.ring.shared)),
+                                 part=info.layout[rank] if info.layout else None)
+        self.sender = Sender(endpoint, self.info, self.ring.shared, os.getpid(), curve, rank)
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self.sender.run, args=(self.ending.is_set,), daemon=True)
         self.thread.start()
@@ -72,11 +76,16 @@ class Tapped:
         self.recorder.open(capture, ticket, ids or list(range(prompt_len)), 0)
         return capture
 
-    def step(self, capture: str, first: int, rows: int) -> None:
+    def ticket(self, capture: str) -> Ticket:
+        """What the front end said of a capture."""
+        return self._tickets[capture]
+
+    def step(self, capture: str, first: int, rows: int, number: int = 0) -> None:
         """The model computes ``rows`` rows from position ``first`` on."""
         positions = torch.arange(first, first + rows)
         self.recorder.after_step(
-            Step([capture], np.array([0, rows]), np.array([first]), positions, positions.to(torch.int32)))
+            Step([capture], np.array([0, rows]), np.array([first]), positions, positions.to(torch.int32),
+                 number=number))
 
     def finish(self, capture: str, prompt_len: int) -> None:
         """Ends it after one output token."""
@@ -172,7 +181,31 @@ def test_a_ring_that_cannot_hold_a_row_ends_the_start() -> None:
     config = EngineConfig("ipc:///nowhere", ring_bytes=4 * MIB)
     with pytest.raises(StartError, match="VLLM_TAP_RING_BYTES=4194304: a row of all layers has 8388608 bytes"):
         worker.start(config, engine_info(width=1 << 19), torch.nn.Linear(1, 1), worker.Checks(), staging, None,
-                     None, leads=True)
+                     None, worker.Seat())
+
+
+def test_two_ranks_send_the_columns_that_they_have_under_one_capture(writer: WriterProcess) -> None:
+    """Steps that both count are put together; of the last row one rank has another step's, and nobody gets that."""
+    layers = ARMED.sites[SITE]
+    info = msgspec.structs.replace(
+        engine_info(width=2 * WIDTH, n_layers=LAYERS), group="g",
+        layout=layout_of({SITE: layers}, {SITE: WIDTH}, {SITE: 2 * WIDTH}, 2))
+    ranks = [Tapped(writer.endpoint, group=(info, rank)) for rank in (0, 1)]
+    capture = ranks[0].open(TOKENS)
+    ranks[1].recorder.open(capture, ranks[0].ticket(capture), list(range(TOKENS)), 0)
+    for number, rank in enumerate(ranks):
+        rank.step(capture, 0, TOKENS - 1, number=5)
+        rank.step(capture, TOKENS - 1, 1, number=6 + number)
+        rank.recorder.finish(End(capture, ranks[0].ticket(capture), "length", None, list(range(TOKENS)), [7], TOKENS))
+    manifest = manifest_of(writer.store, capture)
+    for rank in ranks:
+        rank.close()
+    assert {(row.layer, row.expected, row.captured) for row in manifest.rows} == {
+        (layer, TOKENS, TOKENS - 1) for layer in layers}
+    with StoreReader(writer.store) as reader:
+        rows = reader.slice(capture, SITE, layers, 0, TOKENS).values()
+    whole = torch.cat([rank.staging.buffers[SITE][:, : TOKENS - 1] for rank in ranks], dim=-1)
+    assert np.array_equal(rows, whole.numpy())
 
 
 def test_an_event_that_cannot_be_taken_does_not_block_the_ring(writer: WriterProcess) -> None:

@@ -65,6 +65,11 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox, sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0}),
 }
 
+# For engines on two ranks: each gets as many layers, and heads of K/V of its own or one that both have.
+OF_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3, two K/V heads": ("qwen3", {"num_hidden_layers": 4}),
+    "qwen3, one K/V head": ("qwen3", {"num_hidden_layers": 4, "num_key_value_heads": 1}),
+}
 
 RECIPE = 1  # part of the cache key: raise it whenever the same configuration would give other weights
 
@@ -73,7 +78,7 @@ def family_model(name: str, dtype: str) -> Path:
     """The folder of a model of this family, or of a configuration of one, made now or taken from the user's cache:
     compiled graphs go by its path.
     """
-    family, more = CONFIGURATIONS.get(name, (name, {}))
+    family, more = (CONFIGURATIONS | OF_RANKS).get(name, (name, {}))
     unlisted = UNLISTED.get(family)
     said = {**(unlisted.says if unlisted else FAMILIES.get(family) or SEVERAL_STREAMS[family]), **more}
     written, zero = (unlisted.written, unlisted.zero) if unlisted else ({}, "")

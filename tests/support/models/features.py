@@ -50,6 +50,10 @@ GROUPS: Final[dict[str, Group]] = {
 }
 
 
+# How a model is laid out over ranks, by name; of which TAP_LAYOUT asks for one.
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {"": {}, "tensor parallel": {"tensor_parallel_size": 2}}
+
+
 def options(family: str, group: str) -> dict[str, Any]:
     """Engine options of a group; the scheduler's has too few cache blocks for what ``preempted`` wants."""
     more = UNLISTED[family].engine if family in UNLISTED else {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from schemas.sites import BY_MODEL, SITES
 from tests.support.models.families import CONFIGURATIONS, FAMILIES
-from tests.support.models.features import FEATURES, Feature
+from tests.support.models.features import FEATURES, LAYOUTS, Feature
 from tests.support.models.unlisted import UNLISTED
 
 Errors = dict[str, dict[str, dict[str, float]]]
@@ -76,7 +76,7 @@ def _lines(value: Any, depth: int = 0) -> str:
 def page(found: dict[str, Any]) -> str:
     """The page as Markdown."""
     parts = [HEADING]
-    for machine in ("cpu", "gpu"):
+    for machine in (", ".join(filter(None, (kind, layout))) for kind in ("cpu", "gpu") for layout in LAYOUTS):
         if machine in found:
             parts += _machine(machine, found[machine])
     if "lens" in found:
@@ -87,8 +87,10 @@ def page(found: dict[str, Any]) -> str:
 def _machine(machine: str, run: dict[str, Any]) -> list[str]:
     errors: Errors = run["errors"]
     families = [family for family in FAMILIES if family in errors]
+    kind, *layout = machine.split(", ")
+    named = ", ".join([kind.upper(), *(f"two ranks, {each}" for each in layout)])
     return [
-        f"## {machine.upper()}: {run['versions']}, {run['dtype']}, tolerance {run['tolerance']:g}\n",
+        f"## {named}: {run['versions']}, {run['dtype']}, tolerance {run['tolerance']:g}\n",
         "### By feature: the worst site\n",
         *_table("feature", families, [
             (feature.name, [max(errors[family].get(feature.name, {}).values(), default=None) for family in families],

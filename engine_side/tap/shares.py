@@ -1,0 +1,46 @@
+"""Shares: which columns of which layers each of a tensor-parallel engine's ranks sends. Arithmetic alone.
+
+A rank has a row's columns by itself, or together with others that have the same ones bit for bit: all of them where a
+row is whole on every rank, a few where K/V heads are fewer than ranks. Those that have the same columns deal the layers
+out among themselves, so that each sends what nobody else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from schemas.errors import StartError
+from schemas.wire.layout import Part, Share
+
+__all__ = ["layers_sent", "layout_of"]
+
+
+def layout_of(layers: Mapping[str, Sequence[int]], widths: Mapping[str, int], whole: Mapping[str, int], ranks: int
+              ) -> list[Part]:
+    """What each of ``ranks`` ranks sends of the ``layers`` of each site; nothing where there is one rank.
+
+    ``widths``: numbers in the row that a rank has, by site; ``whole``: in a whole row. StartError where the rows of the
+    ranks do not make up whole ones.
+    """
+    if ranks == 1:
+        return []
+    parts = [Part(rank, {}) for rank in range(ranks)]
+    for site, chosen in layers.items():
+        width = widths[site]
+        alike = ranks * width // whole[site]  # ranks that have the same columns; they follow each other
+        if alike * whole[site] != ranks * width or not 1 <= alike <= ranks or ranks % alike:
+            raise StartError(f"vllm-tap: cannot tell which columns of {site} a rank has: {width} of {whole[site]} with "
+                             f"tensor_parallel_size={ranks}; arm other sites, or run on one device")
+        for part in parts:
+            start = part.rank // alike * width
+            if dealt := [layer for layer in chosen if layer % alike == part.rank % alike]:
+                part.shares[site] = [Share(dealt, start, start + width)]
+    return parts
+
+
+def layers_sent(part: Part | None, site: str, layers: Sequence[int]) -> list[int]:
+    """Those of a site's layers that a rank sends: all on an engine of one rank, which is no part."""
+    if part is None:
+        return list(layers)
+    mine = {layer for share in part.shares.get(site, ()) for layer in share.layers}
+    return [layer for layer in layers if layer in mine]
