@@ -59,7 +59,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
 def _run(found: dict[str, Any]) -> str:
     one = found["pilots"]["plain"]
     return (f"{one['settings']['prompts']} prompts of {one['settings']['tokens']} tokens, {one['model']['dtype']} on "
-            f"the {one['model']['device'].upper()}, vLLM {one['model']['vllm']}. The bar, which is what bfloat16 costs: "
+            f"the {one['model']['device'].upper()}, vLLM {one['model']['vllm']}. The bar is what bfloat16 costs: "
             f"{one['bar']:.2g} nats. The engine's own floor: {one['free']:.2g} nats.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,8 @@ def _pilots(out: Path, sites: str, more: dict[str, object], for_vllm: tuple[str,
     for name, planted, chosen in (("plain", False, sites), ("planted", True, sites or "mlp_post")):
         model = pilot_model(planted, progress=sys.stderr.isatty())
         done = subprocess.run([sys.executable, "-m", "vllm_tap", "fidelity", str(model), "--out", str(out / name),
-                               "--sites", chosen, *flags, "--", "--dtype", "float32", *for_vllm])
+                               "--sites", chosen, *flags, "--", "--dtype", "float32", *for_vllm],
+                              env={"OMP_NUM_THREADS": "1", **os.environ})  # so small a model only waits for a second
         if done.returncode:
             raise typer.Exit(done.returncode)
 
