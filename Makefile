@@ -25,7 +25,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test page-test compose-test soak faults mutants demo parity survey fidelity lens versions bench bench-gpu lock lock-gpu clean
+.PHONY: help setup fix check test page-test compose-test soak faults mutants demo parity survey fidelity lens versions bench bench-gpu bench-two-gpus lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -116,6 +116,15 @@ bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, 
 	$(PY) -m bench.sustained --profile
 	$(PY) -m bench.sustained --profile --codec raw16
 	$(PY) -m bench.report
+
+bench-two-gpus: $(STAMP)  ## on two NVIDIA GPUs: rows of two ranks against Hugging Face, and what capturing costs them
+	$(PY) -m pytest -m soak tests/engine/ranks
+	TAP_FAMILIES=qwen3,mixtral TAP_LAYOUT='tensor parallel' TAP_PARITY=docs/parity.json \
+	    $(PY) -m pytest tests/engine/test_architectures.py
+	$(PY) -m bench.interference --configurations 'tensor parallel+tensor parallel, NCCL'
+	for shape in 3b 8b; do $(PY) -m bench --shape $$shape --configuration 'tensor parallel' --loads hook-gathered \
+	    --engines base,again,tap,sites --pairs 2 --rounds 1 --iterations 40 --scenarios \
+	    'base, another process+idle+int8b64+raw16+every site armed, idle' || exit; done
 
 # ── setting up ──────────────────────────────────────────────────────────────────────────────────────────────────
 
