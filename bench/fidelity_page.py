@@ -46,21 +46,23 @@ def _pilot(report: Report) -> dict[str, Any]:
                       for one in lines.values() if one.kind != "noise"],
             "rows": [{"site": place.site, "layer": place.layer, "codec": name, **one} for place in report.places
                      for name, one in place.rows.items() if "probe" in one],
+            "middle": {one.name: one.kl.value for one in lines_of(report) if one.kind == "codec"
+                       and one.site == "mlp_post" and one.structure is not None},
             "told": [{"place": f"{place.site}.{place.layer}", **place.told} for place in report.places
                      if "shuffled" in place.told]}
 
 
 def tables(found: dict[str, Any]) -> dict[str, str]:
     """The tables by name."""
-    return {"run": _run(found), "patched": _patched(found), "rows": _rows(found), "controls": _controls(found),
-            "take": _take(found)}
+    return {"run": _run(found), "changed": _changed(found), "patched": _patched(found), "rows": _rows(found),
+            "controls": _controls(found), "take": _take(found)}
 
 
 def _run(found: dict[str, Any]) -> str:
     one = found["pilots"]["plain"]
     return (f"{one['settings']['prompts']} prompts of {one['settings']['tokens']} tokens, {one['model']['dtype']} on "
-            f"the {one['model']['device'].upper()}, vLLM {one['model']['vllm']}. The bar is what bfloat16 costs: "
-            f"{one['bar']:.2g} nats. The engine's own floor: {one['free']:.2g} nats.")
+            f"the {one['model']['device'].upper()}, vLLM {one['model']['vllm']}. The bar is what bfloat16 "
+            f"costs: {one['bar']:.2g} nats. The engine's own floor: {one['free']:.2g} nats.")
 
 
 def _patched(found: dict[str, Any]) -> str:
@@ -80,6 +82,14 @@ def _patched(found: dict[str, Any]) -> str:
                 f"| {one['kl']['value'] / pilot['bar']:.2g} | {one['tail']['p99']:.2g} "
                 f"| {_percent(one['top1'])} | {_percent(one['perplexity'], sign=True)} "
                 f"| {'' if one['structure'] is None or control else format(one['structure'], '.2g')} | {word} |")
+    return "\n".join(lines)
+
+
+def _changed(found: dict[str, Any]) -> str:
+    plain_, planted = (found["pilots"][name]["middle"] for name in PILOTS)
+    lines = ["| codec | KL, plain | KL, planted | times |", "|---|---|---|---|"]
+    lines += [f"| `{name}` | {cost:.2g} | {planted[name]:.2g} | {planted[name] / cost:.2g} |"
+              for name, cost in sorted(plain_.items(), key=lambda one: one[1])]
     return "\n".join(lines)
 
 
