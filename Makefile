@@ -25,7 +25,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test page-test compose-test soak faults mutants demo parity survey fidelity lens versions bench bench-gpu bench-two-gpus lock lock-gpu clean
+.PHONY: help setup fix check test page-test compose-test soak faults mutants demo docs parity survey fidelity lens versions bench bench-gpu bench-two-gpus lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -58,27 +58,32 @@ compose-test: $(STAMP)  ## docker/compose.yml for real: Docker, or root with pod
 soak: $(STAMP)  ## the long tests: random requests on random engines (SEEDS=17 or SEEDS=20:40 chooses) and the rest (K="schema" chooses)
 	$(if $(SEEDS),TAP_SOAK_SEEDS=$(SEEDS)) $(PY) -m pytest -m soak -s $(if $(K),-k "$(K)") $(ARGS)
 
-faults: $(STAMP)  ## the writer and its store under every fault of docs/faults.md, which it writes (ROWS="1 11", SEED=7)
+faults: $(STAMP)  ## the writer and its store under every fault of docs/evidence/faults.md, which it writes (ROWS="1 11", SEED=7)
 	$(if $(SEED),TAP_FAULTS_SEED=$(SEED)) $(PY) -m tests.faults $(ROWS)
 
-mutants: $(STAMP)  ## one sync, order, check or lock taken out at a time: a test must see each (K="fs:" chooses); its part of docs/faults.md
+mutants: $(STAMP)  ## one sync, order, check or lock taken out at a time: a test must see each (K="fs:" chooses); its part of docs/evidence/faults.md
 	$(PY) -m tests.mutants -n $(WORKERS) $(K)
 
 demo: $(STAMP)  ## the whole line on a small model: serve, capture, read back, compare (KEEP=1 leaves it running)
 	$(PY) -m vllm_tap.demo $(if $(KEEP),--keep)
 
-parity: $(STAMP)  ## every site, architecture and scheduler feature against Hugging Face; writes docs/parity.md
-	TAP_FAMILIES=all TAP_PARITY=docs/parity.json $(PY) -m pytest tests/engine/test_architectures.py
+docs: $(STAMP)  ## the site of docs/ into build/site, without a network; ends at a dead link or an unknown name (SERVE=1 serves it)
+	$(PY) -m tests.support.pages.reference_pages
+	$(PY) -m tests.support.pages.site
+	$(if $(SERVE),$(PY) -m http.server --bind 127.0.0.1 --directory build/site 8200)
 
-survey: $(STAMP)  ## a small model of every architecture that vLLM knows: are its sites found? writes docs/models.md (A="Qwen3ForCausalLM …" chooses)
+parity: $(STAMP)  ## every site, architecture and scheduler feature against Hugging Face; writes docs/evidence/parity.md
+	TAP_FAMILIES=all TAP_PARITY=docs/evidence/parity.json $(PY) -m pytest tests/engine/test_architectures.py
+
+survey: $(STAMP)  ## a small model of every architecture that vLLM knows: are its sites found? writes docs/evidence/models.md (A="Qwen3ForCausalLM …" chooses)
 	$(PY) -m tests.survey $(A)
 
-fidelity: $(STAMP)  ## what codecs cost two small models trained here, with all controls; writes docs/fidelity.md
+fidelity: $(STAMP)  ## what codecs cost two small models trained here, with all controls; writes docs/evidence/fidelity.md
 	$(PY) -m vllm_tap fidelity --pilot --out build/fidelity
 	$(PY) -m bench.fidelity_page build/fidelity
 
-lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by its names; writes docs/parity.md
-	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/parity.json $(PY) -m pytest -m "not faults" tests/engine/test_lens.py \
+lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by its names; writes docs/evidence/parity.md
+	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/evidence/parity.json $(PY) -m pytest -m "not faults" tests/engine/test_lens.py \
 	    tests/engine/serving/test_patching.py
 
 versions: $(V:%=.versions/%/.installed)  ## a fast part of the engine tests on other vLLM versions (V="0.28.0 0.31.0" chooses)
@@ -119,9 +124,9 @@ bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, 
 
 bench-two-gpus: $(STAMP)  ## on two NVIDIA GPUs: rows of two ranks against Hugging Face, and what capturing costs them
 	$(PY) -m pytest -m soak tests/engine/ranks
-	TAP_FAMILIES=qwen3,mixtral TAP_LAYOUT='tensor parallel' TAP_PARITY=docs/parity.json \
+	TAP_FAMILIES=qwen3,mixtral TAP_LAYOUT='tensor parallel' TAP_PARITY=docs/evidence/parity.json \
 	    $(PY) -m pytest tests/engine/test_architectures.py
-	$(PY) -m bench.interference --configurations 'tensor parallel+tensor parallel, NCCL'
+	$(PY) -m bench.interference --configurations 'tensor parallel+tensor parallel, NCCL+pipeline parallel'
 	for shape in 3b 8b; do $(PY) -m bench --shape $$shape --configuration 'tensor parallel' --loads hook-gathered \
 	    --engines base,again,tap,sites --pairs 2 --rounds 1 --iterations 40 --scenarios \
 	    'base, another process+idle+int8b64+raw16+every site armed, idle' || exit; done
@@ -161,7 +166,7 @@ $(VENV)/.installed-page: requirements/page.lock $(STAMP)
 	@touch $@
 
 compile = pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
-    --custom-compile-command "make lock" --extra demo --extra lab --extra test --extra dev pyproject.toml
+    --custom-compile-command "make lock" --extra demo --extra lab --extra test --extra docs --extra dev pyproject.toml
 
 lock: | $(UV)  ## resolve requirements/*.lock again
 	@$(uv) $(compile) $(torch_index) --extra cpu -o requirements/cpu.lock

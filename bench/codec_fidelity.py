@@ -1,4 +1,4 @@
-"""What each codec keeps of a row: ``python -m bench.codec_fidelity`` prints the tables of docs/codecs.md.
+"""What each codec keeps of a row: ``python -m bench.codec_fidelity`` prints the tables of docs/reference/codecs.md.
 
 SQNR in dB, 10·log10(Σx² / Σ(x − x̂)²): on rows of the small model (worst site × layer), on Gaussian rows, and on the
 other columns of rows that carry massive ones. Patched back: one layer's decoded rows replace the module's output in a
@@ -209,7 +209,7 @@ def main() -> None:
         return
     page = args.write.read_text()
     for name, text in parts.items():
-        begin, end = (f"<!-- {edge} {name} (python -m bench.codec_fidelity --write docs/codecs.md) -->"
+        begin, end = (f"<!-- {edge} {name} (python -m bench.codec_fidelity --write docs/reference/codecs.md) -->"
                       for edge in ("begin", "end"))
         if page.count(begin) != 1 or page.count(end) != 1:
             parser.error(f"{args.write}: no place for the table {name!r}: {begin} … {end}")

@@ -1,4 +1,4 @@
-"""The tables of docs/codecs.md that follow from the declarations alone."""
+"""The tables of docs/reference/codecs.md that follow from the declarations alone."""
 
 from __future__ import annotations
 

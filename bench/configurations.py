@@ -46,6 +46,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "400 sequences": Configuration(options={"max_num_seqs": 400}),
     "mixture": Configuration("mixture"),
     "tensor parallel": Configuration(options={"tensor_parallel_size": 2}),
+    "pipeline parallel": Configuration(options={"pipeline_parallel_size": 2}),
     "tensor parallel, NCCL": Configuration(options={"tensor_parallel_size": 2, "disable_custom_all_reduce": True}),
     "fp8 mixture": Configuration("mixture", {"quantization": "fp8"}),
 }

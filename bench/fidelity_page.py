@@ -1,7 +1,7 @@
-"""The tables of docs/fidelity.md, from reports of both pilots: ``python -m bench.fidelity_page FOLDER``.
+"""The tables of docs/evidence/fidelity.md, from reports of both pilots: ``python -m bench.fidelity_page FOLDER``.
 
-What they are made of is written to docs/fidelity.json, and the tables are made of that alone, so that a test can make
-them again. The reports themselves, with every prompt's numbers, stay in FOLDER.
+What they are made of is written to fidelity.json beside that page, and the tables are made of it alone, so that a test
+can make them again. The reports themselves, with every prompt's numbers, stay in FOLDER.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from vllm_tap.fidelity.reports.recommend import USES, recommend
 from vllm_tap.fidelity.reports.report import Report, lines_of, load_report, plain
 
-PAGE = Path(__file__).parents[1] / "docs" / "fidelity.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "fidelity.md"
 PILOTS = ("plain", "planted")
 RECOMMENDED = ("lens", "probe", "neurons", "geometry")
 Table = list[dict[str, Any]]

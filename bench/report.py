@@ -1,6 +1,6 @@
 """Figures of a measurement: ratios with their spread, as a Markdown table and as a chart.
 
-``python -m bench.report`` puts the tables of bench/results into docs/performance.md, between their marks.
+``python -m bench.report`` puts the tables of bench/results into docs/evidence/performance.md, between their marks.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def chart(result: Result, path: Path, say: Callable[[str], None]) -> None:
     say(f"written: {path}")
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "performance.md"
 _MARKED = re.compile(r"(<!-- bench/results/([a-z0-9-]+)\.md -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

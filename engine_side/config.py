@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from engine_side.tap.budget import STAGING_BYTES_MAX
 from schemas import legacy, limits
 from schemas.checks import OnFull, check_one_of, parse_arm
 from schemas.edits.arms import parse_edit_places
@@ -41,10 +42,10 @@ class EngineConfig:
     endpoint: str
     curve: Path | None = None  # the folder of keys for a writer on another host
     arm: tuple[str, ...] = ("resid_post",)  # sites, or site.layer
-    ring_bytes: int = 0  # 0: worker.ring_bytes
-    scratch_bytes: int = 0  # on the device; 0: staging.scratch_bytes
+    ring_bytes: int = 0  # 0: budget.ring_bytes
+    scratch_bytes: int = 0  # on the device; 0: budget.scratch_bytes
     on_full: str = "drop"  # "drop": generation never waits; "wait": nothing is lost
-    staging_bytes_max: int = 8 << 30
+    staging_bytes_max: int = STAGING_BYTES_MAX
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
     probes: tuple[Registered, ...] = ()
     edit: tuple[str, ...] = ()  # sites, or site.layer, whose rows requests may have changed
@@ -114,7 +115,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
         ring_bytes=_number(environment, "VLLM_TAP_RING_BYTES", 0),
         scratch_bytes=_number(environment, "VLLM_TAP_SCRATCH_BYTES", 0),
         on_full=environment.get("VLLM_TAP_ON_FULL", "drop"),
-        staging_bytes_max=_number(environment, "VLLM_TAP_STAGING_BYTES_MAX", 8 << 30),
+        staging_bytes_max=_number(environment, "VLLM_TAP_STAGING_BYTES_MAX", STAGING_BYTES_MAX),
         capture_all=capture_all or "",
         probes=parse_probes(environment.get("VLLM_TAP_PROBES", "").split(","), "VLLM_TAP_PROBES"),
         edit=parse_edit_places("VLLM_TAP_EDIT", environment.get("VLLM_TAP_EDIT", "")),

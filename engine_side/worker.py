@@ -18,6 +18,7 @@ from engine_side.edits.conditions import Conditions
 from engine_side.edits.editor import Editor
 from engine_side.step.recorder import Recorder
 from engine_side.tap.architectures import Embedding, Sum
+from engine_side.tap.budget import ring_bytes
 from engine_side.tap.shares import layers_sent
 from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost, Scratch
@@ -26,6 +27,7 @@ from engine_side.transport.ring_files import free_bytes
 from engine_side.transport.sender_process import SenderProcess
 from engine_side.transport.shared_memory import Outbox
 from schemas.errors import StartError
+from schemas.sites import PROBE
 from schemas.wire.layout import Part
 from schemas.wire.messages import EngineInfo
 
@@ -43,10 +45,23 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Place of a worker among the ranks of its engine, of which ``on_host`` are on this host."""
+    """Place of a worker among the ranks of its engine, of which ``on_host`` are on this host, in ``stages`` of a
+    pipeline.
+    """
 
     rank: int = 0
     on_host: int = 1
+    stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tapped:
+    """What a worker's taps write into, and what is known of a model that has them."""
+
+    staging: Staging
+    scratch: Scratch | None = None
+    editor: Editor | None = None  # None where nothing is armed for edits
+    checks: Checks = field(default_factory=Checks)
 
 
 @dataclass(slots=True)
@@ -66,24 +81,26 @@ class Worker:
 CURRENT: Worker | None = None
 
 
-def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, checks: Checks, staging: Staging,
-          scratch: Scratch | None, editor: Editor | None, seat: Seat) -> None:
+def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, tapped: Tapped, seat: Seat) -> None:
     """Make the recorder and the sender of a rank."""
     global CURRENT
     stop()
+    staging, scratch, editor = tapped.staging, tapped.scratch, tapped.editor
     if editor is not None and staging.probes:
         editor.conditions = made = Conditions(staging, editor.tables.size.requests)
         for name, kept in (("switches", made.switches), ("unseen", made.unseen)):  # see below
             model.register_buffer(f"vllm_tap_{name}", kept, persistent=False)
     part = info.layout[seat.rank] if info.layout else None
     ring = _ring(config, staging, scratch, part, seat.on_host)
-    device = next(iter(staging.buffers.values())).device
+    device = next(model.parameters()).device
     to_host = DeviceToHost(device, ring, scratch, Outbox(ring.shared))
     if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers
         model.register_buffer("vllm_tap_numbers", to_host.numbers, persistent=False)
-    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host, part=part)
+    layers = {**info.armed.sites, **{f"{PROBE}{name}": [about.layer] for name, about in info.armed.probes.items()}}
+    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host, part=part, layers=layers,
+                        batches=seat.stages)
     sender = SenderProcess(config.endpoint, ring.shared, config.curve, seat.rank)
-    CURRENT = Worker(info, model, checks, staging, recorder, sender, editor, os.getpid())
+    CURRENT = Worker(info, model, tapped.checks, staging, recorder, sender, editor, os.getpid())
     atexit.register(stop)
 
 
@@ -92,24 +109,17 @@ def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part:
     machine leave no room for it.
     """
     row = max(len(layers_sent(part, site, staging.layers[site])) * buffer.shape[2] * buffer.element_size()
-              for site, buffer in staging.buffers.items())
+              for site, buffer in staging.buffers.items()) if staging.buffers else 0
     for name, value, among in (("RING", config.ring_bytes, ranks), ("SCRATCH", config.scratch_bytes, 1)):
         if 0 < value < 4 * row * among:
             raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row * among} bytes; at least "
                              f"{4 * row * among}")
-    size = (config.ring_bytes or ring_bytes(scratch)) // ranks
+    size = (config.ring_bytes or ring_bytes(0 if scratch is None else scratch.capacity, free_bytes())) // ranks
     try:
         return Ring(size, pinned=scratch is not None)
     except OSError as error:
         raise StartError(f"vllm-tap: no ring of {size / 2**20:,.0f} MiB in shared memory ({error}): lower "
                          "VLLM_TAP_RING_BYTES, or give /dev/shm more (containers: --shm-size)") from None
-
-
-def ring_bytes(scratch: Scratch | None) -> int:
-    """Host memory for two full steps on their way, at most a quarter of what shared memory has left."""
-    if scratch is None:
-        return 256 << 20
-    return max(256 << 20, min(2 * scratch.capacity, free_bytes() // 4))
 
 
 def announce(runner: str) -> None:

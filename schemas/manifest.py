@@ -75,7 +75,7 @@ class PartInfo(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The whole truth about one capture (design: docs/store.md)."""
+    """The whole truth about one capture (design: docs/reference/store.md)."""
 
     id: str
     aliases: list[str]

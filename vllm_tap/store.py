@@ -28,9 +28,10 @@ _AWAY_S: Final = 3.0  # a writer that died is back sooner, where something start
 class Store:
     """Captures of one store; made by ``open_store``. May be read while a writer writes to it.
 
-    >>> with open_store("captures") as store:                                     # doctest: +SKIP
-    ...     for row in store.captures():
-    ...         print(row.id, store[row.id]["resid_post", 12].shape)
+    Examples:
+        >>> with open_store("captures") as store:                                     # doctest: +SKIP
+        ...     for row in store.captures():
+        ...         print(row.id, store[row.id]["resid_post", 12].shape)
     """
 
     def __init__(self, path: str | Path, wait_s: float = 10.0) -> None:
@@ -81,8 +82,9 @@ class Store:
 
         NotFoundError names the first that is not there. Faster by far than a slice a row.
 
-        >>> store.rows_at([("01J…", 17), ("01K…", 3)], "resid_post", 12).shape   # doctest: +SKIP
-        (2, 4096)
+        Examples:
+            >>> store.rows_at([("01J…", 17), ("01K…", 3)], "resid_post", 12).shape   # doctest: +SKIP
+            (2, 4096)
         """
         named, layers = site_and_layers(site, layer)
         named = site_meant(named, {}, site, "site", ArgumentError)  # its rows may be of several models
@@ -143,7 +145,8 @@ class Store:
 def open_store(path: str | Path) -> Store:
     """The store at ``path``, read-only; StoreError where there is none.
 
-    >>> open_store("captures")["chatcmpl-01J…"]["resid_post", 12].shape          # doctest: +SKIP
-    (37, 4096)
+    Examples:
+        >>> open_store("captures")["chatcmpl-01J…"]["resid_post", 12].shape          # doctest: +SKIP
+        (37, 4096)
     """
     return Store(path)

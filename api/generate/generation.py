@@ -18,7 +18,7 @@ from api.service import is_alias
 from schemas import limits
 from schemas.bodies import check_values, may_name, named
 from schemas.catalog.tables import CAPTURE_BYTES
-from schemas.codecs import identified, streams
+from schemas.codecs import identified, row_bytes
 from schemas.errors import LimitError, json_fault
 from schemas.ids import new_ulid, sample_id, split_capture_id
 from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
@@ -222,13 +222,13 @@ def stored_bytes(asked: CaptureRequest, resolved: Resolved, engine: EngineInfo, 
                for each in asked.protocol.texts(asked.body)]
     bounds = [asked.body.get(name) for name in asked.protocol.bounds]
     generated = next((bound for bound in bounds if type(bound) is int and bound > 0), 0)
-    row_bytes = sum(len(layers) * sum(stream.nbytes for stream in streams(
-        resolved.codec[site], engine.widths[site], engine.dtype_of(site))) for site, layers in resolved.layers.items())
+    token_bytes = sum(len(layers) * row_bytes(resolved.codec[site], engine.widths[site], engine.dtype_of(site))
+                      for site, layers in resolved.layers.items())
     # The last token that is generated is never put through the model.
     rows = _rows(resolved.positions, lengths, max(generated - 1, 0), longest)
     tokens = sum(min(length + generated, longest) for length in lengths)
     beside = CAPTURE_BYTES + spec_bytes + len(json.dumps(asked.spec.tags))
-    return (rows * row_bytes + tokens * 4) * (asked.count // len(lengths)) + asked.count * beside
+    return (rows * token_bytes + tokens * 4) * (asked.count // len(lengths)) + asked.count * beside
 
 
 def _rows(positions: str | list[tuple[int, int]], lengths: list[int], generated: int = 0,

@@ -1,4 +1,4 @@
-"""The picture of the line in docs/performance.md: ``python -m bench.sustained.chart PICTURE RESULT…``.
+"""The picture of the line in docs/evidence/performance.md: ``python -m bench.sustained.chart PICTURE RESULT…``.
 
 A bar a result of ``python -m bench.sustained --profile``: processor seconds a GB by stage, of the trial that went as
 fast as the ring gave room, and how often each stored byte is read, written and hashed.

@@ -26,12 +26,13 @@ from engine_side.step.block import layout_of
 from engine_side.step.capture_lifecycle import End
 from engine_side.step.recorder import Recorder
 from engine_side.step.selection import Step, plan_of
-from engine_side.tap.staging import Staging, scratch_bytes
-from engine_side.transport.device_copies import DeviceToHost, Scratch
+from engine_side.tap.budget import ring_bytes, scratch_bytes
+from engine_side.tap.staging import Staging
+from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.ring import Ring, view
+from engine_side.transport.ring_files import free_bytes
 from engine_side.transport.sender_process import SenderProcess
 from engine_side.transport.shared_memory import Outbox
-from engine_side.worker import ring_bytes
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve
 from schemas.wire.messages import EngineInfo
@@ -87,7 +88,7 @@ class Played:
 def default_ring(shape: str) -> int:
     """Bytes that an engine of this shape takes on a GPU."""
     size = SHAPES[shape].layers * _STEP_TOKENS * SHAPES[shape].hidden * 2
-    return ring_bytes(Scratch(scratch_bytes(size), torch.device("cpu")))  # untouched, so no memory
+    return ring_bytes(scratch_bytes(size), free_bytes())
 
 
 class PlayedEngine:

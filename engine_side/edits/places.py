@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from engine_side.edits.in_graph import acts_on, change
-from engine_side.edits.tables import Place, Pool, Tables, edited
+from engine_side.edits.tables import Pool, Tables, edited
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
 from schemas.errors import StartError
-from schemas.sites import edited_place, has_heads
+from schemas.sites import has_heads
 
 _BUFFERS: Final = ("programs", "ordinals", "slots", "vectors", "forms", "counts")
 _HEADS: Final = "heads"  # the one buffer more of a place whose rows are one head after the other
@@ -88,18 +88,6 @@ _ARGUMENTS: Final[dict[str, tuple[Argument, ...]]] = {
     "operand": (_FIRST,), "copied operand": (_FIRST,), "argument": (_FIRST,), "second": (_FIRST, ("residual", 1)),
     "query": (("query", 0),), "key": (("key", 1),), "stream_in": (("hidden_states", 1), ("residual", 2)),
 }
-
-
-def one_place_each(points: Iterable[TapPoint], find: Callable[[tuple[str, ...]], Iterable[TapPoint]]
-                   ) -> list[TapPoint]:
-    """The places of points, each once: of what enters a block that of what the one before hands on."""
-    found: dict[Place, TapPoint] = {}
-    for point in points:
-        place = edited_place(point.site, point.layer)
-        if place not in found:
-            found[place] = point if place[0] == point.site else next(
-                one for one in find((place[0],)) if one.layer == place[1])
-    return list(found.values())
 
 
 def edit_arguments(points: Iterable[TapPoint], tables: Tables) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from types import NoneType
 from typing import Any, Final
@@ -25,8 +25,10 @@ from engine_side.front import admission
 from engine_side.front.rows_in_use import OF_ENGINE
 from engine_side.front.ticket import COUNT_KEY, EDIT_KEY, KEY, LISTED_KEY, find
 from engine_side.seams.patching import wrap_when_imported
+from engine_side.seams.ranks.pipeline import stages_of
 from engine_side.tap.architectures import SHARED_OUT, lens_names
 from engine_side.tap.shares import layout_of
+from engine_side.tap.stages import Stage
 from schemas.edits.arms import Arms
 from schemas.edits.resolve import resolve_edits
 from schemas.edits.resolved import Edits, encode
@@ -72,7 +74,8 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         self.vllm_tap = from_environment()
         if self.vllm_tap is not None:
             self.vllm_tap_shape = _shape(self.vllm_config.model_config, self.vllm_tap,
-                                         self.vllm_config.parallel_config.tensor_parallel_size)
+                                         self.vllm_config.parallel_config.tensor_parallel_size,
+                                         stages_of(self.vllm_config))
             OF_ENGINE.limit = self.vllm_tap.edit_rows
             self.vllm_tap_arms = _arms(self.vllm_config, self.vllm_tap, self.vllm_tap_shape)
             if self.vllm_tap.capture_all:
@@ -82,9 +85,9 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _shape(model: Any, config: EngineConfig, ranks: int = 1) -> admission.Shape:
-    """The armed sites of a model, with their widths as far as its configuration states them, and what each of ``ranks``
-    sends of them.
+def _shape(model: Any, config: EngineConfig, ranks: int = 1, stages: Sequence[Stage] = ()) -> admission.Shape:
+    """The armed sites of a model, with their widths as far as its configuration states them, and what each rank sends
+    of them: ``ranks`` of each of the ``stages``.
     """
     head, known = model.get_head_size(), widths_of(model)
     widths = {site: known.get(site) for site in layers_by_site(config.arm)}
@@ -95,7 +98,7 @@ def _shape(model: Any, config: EngineConfig, ranks: int = 1) -> admission.Shape:
     whole = {site: 1 if site not in SHARED_OUT else model.get_total_num_kv_heads()
              if SITES[site].width == "kv_heads" else ranks for site in armed.sites}
     shares = {site: max(1, width // ranks) for site, width in whole.items()}
-    return admission.Shape(armed, sure, layout_of(armed.sites, shares, whole, ranks))
+    return admission.Shape(armed, sure, layout_of(armed.sites, shares, whole, ranks, stages))
 
 
 def widths_of(model: Any) -> dict[str, Any]:
@@ -117,6 +120,8 @@ def _arms(vllm_config: Any, config: EngineConfig, shape: admission.Shape) -> Arm
     without_when = ("a condition cannot be had with speculative decoding: which rows of a step stand is known after it"
                     if vllm_config.speculative_config is not None else "a condition cannot be had with data "
                     "parallelism: an engine's dummy steps write over what it asks" if parallel.data_parallel_size > 1
+                    else "a condition cannot be had with pipeline parallelism: the stage that has a probe's rows does "
+                    "not say what is sampled, nor edit the others' layers" if parallel.pipeline_parallel_size > 1
                     else _without_stops(vllm_config.scheduler_config.get_scheduler_cls()))
     layers = {site: list(range(n_layers)) if chosen is None else chosen
               for site, chosen in layers_by_site(config.edit).items()}

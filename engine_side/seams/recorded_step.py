@@ -19,6 +19,7 @@ from engine_side.discovery.identities import ROUNDINGS
 from engine_side.discovery.nudge import Nudge
 from engine_side.discovery.outcome import Outcome, proved_sites
 from engine_side.discovery.parts import Roles
+from engine_side.seams.ranks.pipeline import arriving, stage_of
 from engine_side.tap import taps
 from engine_side.tap.architectures import Family, TapPoint, every_point, family_of, is_known
 from schemas.errors import StartError
@@ -38,7 +39,12 @@ def prove(model: nn.Module, vllm_config: Any, family: Family) -> None:
 
     What the search cannot tell (weights that are all but nothing, say) it does not hold against the table.
     """
-    claims = list(every_point(model, family, vllm_config.model_config.get_hidden_size()))
+    if (stage := stage_of(vllm_config)).count > 1:
+        logger.info("vllm-tap: sites of %s are its table's, not proved by structure: a stage has but some of its "
+                    "blocks", type(model).__name__)
+        _nudge(model, vllm_config, family)
+        return
+    claims = list(every_point(model, family, vllm_config.model_config.get_hidden_size(), stage))
     try:
         found = _searched(model, vllm_config, claims, family.sums)
     except Contradicted:
@@ -78,7 +84,7 @@ def _factors(model_config: Any) -> list[float]:
 def _nudge(model: nn.Module, vllm_config: Any, family: Family) -> None:
     """Move what a family says is added to the stream; StartError where the stream does not move by that."""
     draws = torch.Generator().manual_seed(1)
-    points = every_point(model, family, vllm_config.model_config.get_hidden_size())
+    points = every_point(model, family, vllm_config.model_config.get_hidden_size(), stage_of(vllm_config))
     with _a_step(model, vllm_config) as step, _noisy(model, draws), Nudge(points, ROWS, draws) as nudged:
         step(_ids(vllm_config, draws))
     if wrong := list(nudged.wrong(family.sums, ROUNDINGS[vllm_config.model_config.dtype])):
@@ -122,10 +128,12 @@ def _a_step(model: nn.Module, vllm_config: Any) -> Iterator[Callable[[torch.Tens
     from vllm.forward_context import set_forward_context
 
     device = next(model.parameters()).device
+    given = arriving(model, stage_of(vllm_config), ROWS, vllm_config.model_config.dtype,
+                     torch.Generator().manual_seed(2))
 
     def step(ids: torch.Tensor) -> None:
         # As vLLM's runners call it: there are models that take no less.
-        model(input_ids=ids.to(device), positions=torch.arange(len(ids), device=device), intermediate_tensors=None,
+        model(input_ids=ids.to(device), positions=torch.arange(len(ids), device=device), intermediate_tensors=given,
               inputs_embeds=None)
 
     with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=ROWS), _as_written(model):

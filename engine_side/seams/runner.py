@@ -225,7 +225,7 @@ def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: ReadBatch)
     batch, first, starts, token_ids, positions, slack = layout(runner)
     new, guesses = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_spec_decode_tokens
     if not (new or guesses) and recorder.bursts.take_next(
-            batch.req_ids, first, scheduler_output.total_num_scheduled_tokens, token_ids, positions):
+            batch.req_ids, first, scheduler_output.total_num_scheduled_tokens, token_ids, positions, recorder.number):
         return
     n = batch.num_reqs
     requests, starts = batch.req_ids[:n], starts[: n + 1]

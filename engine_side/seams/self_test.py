@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from engine_side.seams.ranks.tensor import together
+from engine_side.seams.ranks.agreement import all_together, together
+from engine_side.seams.ranks.pipeline import fill
 from engine_side.seams.runner import check_fills, check_wrapped, input_ids
 from engine_side.seams.unchanged import check_homes
 from engine_side.tap.architectures import Embedding, Sum
@@ -23,17 +24,26 @@ _ROWS: Final = 2
 _ATTENDED: Final = ("q", "k", "v", "q_rot", "k_rot")  # only attention reads them
 _ROUNDINGS: Final = 8  # of a sum, in units of the dtype: vLLM makes it in that, or in float32
 _MIXES: Final = "conv_ssm_forward"  # vLLM's name for what a state-space mixer does between its projections
+_NOISE_ROWS: Final = 64  # a graph is padded to no more
 _PLAIN_STEPS: Final = 4  # show how much a step differs by itself: not all kernels are deterministic
 _FAR: Final = 8  # times that: more than chance
 
 
 def self_test(runner: Any, current: Worker) -> None:
-    """Run steps of the compiled model (on CUDA: replay its graph) on poisoned staging; StartError says what is wrong.
+    """Run steps of the compiled model (on CUDA: replay its graph) on poisoned staging; StartError says what is wrong,
+    on every rank of the engine.
 
     Every armed tap must have written, the rows that enter the first block must be those of the embedding table, bit
     for bit, and the stream after attention and MLP must be the sum of what went into it. All of it twice: the first
     step may still record a graph, the second replays it.
     """
+    with all_together():
+        _test(runner, current)
+    logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
+                current.info.model)
+
+
+def _test(runner: Any, current: Worker) -> None:
     check_wrapped(type(runner))
     if current.editor is not None:
         check_fills(runner)
@@ -45,6 +55,7 @@ def self_test(runner: Any, current: Worker) -> None:
     check_homes(current.checks.homes, current.model)
     for _ in range(2):
         current.staging.poison()
+        _hand_on_noise(runner)
         with torch.inference_mode(), _noisy_attention(current.model):
             runner._dummy_run(_ROWS)
             if torch.cuda.is_initialized():
@@ -53,8 +64,15 @@ def self_test(runner: Any, current: Worker) -> None:
     if current.editor is not None:
         current.editor.warm()
         check_edits(runner, current, where)
-    logger.info("vllm-tap: %d taps are live on %s", sum(b.shape[0] for b in current.staging.buffers.values()),
-                current.info.model)
+
+
+def _hand_on_noise(runner: Any) -> None:
+    """Noise in the place of what the stage before hands on, of which dummy steps have none: all would be nothing. Some
+    runners make room for that in their first step.
+    """
+    if (tensors := getattr(runner, "intermediate_tensors", None)) is not None:
+        with torch.inference_mode():
+            fill(tensors, torch.Generator().manual_seed(1), _NOISE_ROWS)
 
 
 def _check_staged(runner: Any, current: Worker, where: str) -> None:
@@ -81,8 +99,7 @@ def check_edits(runner: Any, current: Worker, where: str) -> None:
     def returned(attended: bool) -> torch.Tensor:
         options = _unattended(runner) if attended else {}
         with torch.inference_mode(), _noisy_attention(current.model), _heard_attention(current.model):
-            hidden: torch.Tensor = runner._dummy_run(_ROWS, **options)[0]
-            return hidden[:_ROWS].clone()
+            return _returned(runner, options)
 
     places, before, noise = current.editor.tables.slots, dict[bool, torch.Tensor](), dict[bool, torch.Tensor]()
     for kind in sorted({site in _ATTENDED for site, _ in places}):
@@ -103,6 +120,24 @@ def check_edits(runner: Any, current: Worker, where: str) -> None:
                 raise StartError("vllm-tap: the compiled model returns other rows after edits than before them, though "
                                  f"none is made; looked at it in {where}")
     logger.info("vllm-tap: edits act at %d places", len(current.editor.tables.slots))
+
+
+def _returned(runner: Any, options: dict[str, Any]) -> torch.Tensor:
+    """Rows that a dummy step returns, or that it hands on to the next stage, of which one runner does not tell."""
+    handed_on = []
+
+    def told(execute_model: Callable[..., Any]) -> Callable[..., Any]:
+        def execute(*args: Any, **kwargs: Any) -> Any:
+            handed_on.append(execute_model(*args, **kwargs))
+            return handed_on[-1]
+
+        return execute
+
+    with _around([runner] if hasattr(runner, "input_buffers") else [], "execute_model", told):
+        returned: Any = runner._dummy_run(_ROWS, **options)[0]
+    returned = handed_on[-1] if returned is None else returned
+    parts = getattr(returned, "tensors", {"": returned}).values()
+    return torch.cat([part[:_ROWS] for part in parts], dim=-1)
 
 
 def _check_moved(place: tuple[str, int], moved: torch.Tensor, noise: torch.Tensor, where: str) -> None:

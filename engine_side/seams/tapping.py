@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import xxhash
 from msgspec import structs
 from torch import nn
 
 from engine_side import worker
 from engine_side.config import TAP_VERSION, EngineConfig, untested
 from engine_side.edits.editor import Editor
-from engine_side.edits.places import call_of, edit_arguments, edit_results, keep, one_place_each
+from engine_side.edits.places import call_of, edit_arguments, edit_results, keep
 from engine_side.edits.tables import Size, room, tables
 from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.seams.front_end import widths_of
 from engine_side.seams.kept import finite
 from engine_side.seams.ranks import tensor
+from engine_side.seams.ranks.agreement import all_together, of_stages
+from engine_side.seams.ranks.pipeline import stage_of, stages_of
 from engine_side.seams.recorded_step import discover, prove
 from engine_side.tap.architectures import (
     BY_TRANSFORMERS,
@@ -37,11 +38,13 @@ from engine_side.tap.architectures import (
 )
 from engine_side.tap.probe_scores import scorer
 from engine_side.tap.shares import layout_of
+from engine_side.tap.stages import Has, Stage, of_engine
 from engine_side.tap.staging import Staging, allocate
+from engine_side.tap.survey import Survey, armed_layers, edited_places, probe_places
 from engine_side.tap.taps import install
 from schemas.errors import StartError
 from schemas.probes import LoadedProbe, Registered, load_probe
-from schemas.sites import PROBE, SITES, has_heads, layers_by_site
+from schemas.sites import PROBE, SITES, edited_place, has_heads, layers_by_site
 from schemas.spec import Armed
 from schemas.wire.messages import Editable, EngineInfo
 
@@ -73,26 +76,66 @@ class ArmingPlan:
 
 def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     """Allocate staging, install taps, make recorder and sender; StartError where rows would not be what they should."""
-    config, asked, probes, tapped, family = plan.config, plan.asked, plan.probes, plan.tapped, plan.family
-    assert family is not None
+    config, stage = plan.config, stage_of(vllm_config)
     _warn(config, next(model.parameters()).device)
-    model_config = vllm_config.model_config
-    architectures, n_layers = list(model_config.architectures), model_config.get_total_num_hidden_layers()
-    find = partial(find_points, model, family, architectures, n_layers=n_layers, hidden=model_config.get_hidden_size())
-    points = armed_points(asked, find)
-    armed = Armed({site: [point.layer for point in points if point.site == site] for site in asked}, n_layers,
-                  {point.site: size for point in points if has_heads(point.site)
-                   and point.width % (size := model_config.get_head_size()) == 0},
-                  {probe.name: loaded.about for probe, loaded in probes.items()}, dict(family.names))
-    points += probe_points(probes, points, find)
-    layers = {site: [point.layer for point in points if point.site == site] for site in tapped}
-    widths = {point.site: point.width for point in points}
+    survey = _survey(model, vllm_config, plan, stage)
+    with all_together():  # a stage may have what is refused, or no room for what is armed, by itself
+        layers = armed_layers(plan.asked, survey)
+        armed = Armed(layers, vllm_config.model_config.get_total_num_hidden_layers(),
+                      {site: head for site in layers if (head := survey.has[site].head)},
+                      {probe.name: loaded.about for probe, loaded in plan.probes.items()},
+                      dict(_family(plan).names))
+        editable = _check_edits(vllm_config, config, survey)
+        tapped = _tap(model, vllm_config, plan, survey, stage, armed)
+    info = structs.replace(_info(model, vllm_config, armed, plan, survey), edits=editable)
+    with all_together():
+        worker.start(config, info, model, tapped, tensor.seat_of(vllm_config.parallel_config))
+
+
+def _family(plan: ArmingPlan) -> Family:
+    assert plan.family is not None
+    return plan.family
+
+
+def _survey(model: nn.Module, vllm_config: Any, plan: ArmingPlan, stage: Stage) -> Survey:
+    """What the engine has of the sites that are asked for, and what of it this rank has."""
+    model_config, family = vllm_config.model_config, _family(plan)
+    find = partial(find_points, model, family, list(model_config.architectures),
+                   n_layers=model_config.get_total_num_hidden_layers(), hidden=model_config.get_hidden_size(),
+                   stage=None if stage.count == 1 else stage)
+    points, refused = list[TapPoint](), dict[str, str]()
+    edited = (edited_place(site, 1)[0] for site in layers_by_site(plan.config.edit))
+    for site in dict.fromkeys([*plan.touched, *edited]):
+        try:
+            points += find(sites=(site,))
+        except StartError as error:
+            refused[site] = str(error)
+    head, own = model_config.get_head_size(), dict[str, Has]()
+    for point in points:
+        layers = [*own[point.site].layers, point.layer] if point.site in own else [point.layer]
+        own[point.site] = Has(layers, point.width, tensor.whole_width(point, model_config),
+                              head if has_heads(point.site) and point.width % head == 0 else 0, point.meaning,
+                              point.source)
+    told = of_stages((own, refused))
+    with all_together():
+        has = of_engine([each for each, _ in told])
+    return Survey(points, has, told[0][1] | refused)
+
+
+def _tap(model: nn.Module, vllm_config: Any, plan: ArmingPlan, survey: Survey, stage: Stage, armed: Armed
+         ) -> worker.Tapped:
+    """Allocate staging and install the taps of this rank."""
+    config, family, model_config = plan.config, _family(plan), vllm_config.model_config
+    points = survey.here([*((site, layer) for site, layers in armed.sites.items() for layer in layers),
+                          *probe_places(plan.probes, survey)])
+    layers = {site: [point.layer for point in points if point.site == site] for site in plan.tapped}
     dtype, device = model_config.dtype, next(model.parameters()).device
     check_ids(points, dtype)
-    staging, scratch = allocate(widths, layers, _tokens_max(vllm_config), dtype, device, config.staging_bytes_max,
-                                config.scratch_bytes)
-    _make_scorers(probes, staging, model, device)
-    editable, places, editor = _arm_edits(vllm_config, config, find, device)
+    staging, scratch = allocate({point.site: point.width for point in points}, layers, _tokens_max(vllm_config), dtype,
+                                device, config.staging_bytes_max, config.scratch_bytes)
+    _make_scorers({probe: loaded for probe, loaded in plan.probes.items()
+                   if loaded.about.layer in layers[loaded.about.site]}, staging, model, device)
+    places, editor = _arm_edits(vllm_config, config, survey, device)
     classes, homes = unchanged.classes(model), unchanged.homes(model, points)
     compilation = vllm_config.compilation_config
     fusions.warn(fusions.computed_apart(points, compilation))
@@ -105,35 +148,40 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     install(projections.copied_where_quantized(points), staging, writers)
     if editor is not None:
         edit_arguments(places, editor.tables)
-        if places and device.type == "cpu":
+        if config.edit and device.type == "cpu":
             finite.guard(model)
     residuals.read_back(find_carried(model, family, points), staging, vllm_config)
     unchanged.check_classes(classes, model)
-    first_block = tuple(site for site in asked if 0 in armed.sites[site])
+    first_block = tuple(site for site in armed.sites if stage.first and 0 in layers[site])
     checks = worker.Checks(homes, find_embedding(model, family, first_block), find_sums(family, layers))
-    info = structs.replace(_info(model, vllm_config, armed, points, staging), edits=editable)
-    worker.start(config, info, model, checks, staging, scratch, editor, tensor.seat_of(vllm_config.parallel_config))
+    return worker.Tapped(staging, scratch, editor, checks)
 
 
-def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str, ...]], Iterable[TapPoint]],
-               device: torch.device) -> tuple[Editable | None, list[TapPoint], Editor | None]:
-    """What requests may have edited, the places of that, and what edits them; StartError where one cannot be."""
+def _check_edits(vllm_config: Any, config: EngineConfig, survey: Survey) -> Editable | None:
+    """What requests may have edited, None where it is nothing; StartError where the engine has it not."""
+    if not config.edit:
+        return None
+    asked, n_layers = layers_by_site(config.edit), vllm_config.model_config.get_total_num_hidden_layers()
+    layers = armed_layers(asked, survey)
+    for site, chosen in asked.items():
+        if chosen is None and (lacking := sorted(set(range(n_layers)) - set(layers[site]))):
+            raise StartError(f"vllm-tap: VLLM_TAP_EDIT={','.join(config.edit)!r}: layers {lacking} have no {site}; "
+                             f"name those that have it, such as {site}.{min(layers[site])}")
+    return Editable(layers, config.edit_depth, [vector.name for vector in config.vectors], config.edit_rows)
+
+
+def _arm_edits(vllm_config: Any, config: EngineConfig, survey: Survey, device: torch.device
+               ) -> tuple[list[TapPoint], Editor | None]:
+    """The places of this rank that requests may have edited, and what edits them; StartError where one cannot be."""
     if not (config.edit or config.probes):  # what a probe sees may end a request
-        return None, [], None
-    asked = layers_by_site(config.edit)
-    points = armed_points(asked, find)
-    places = one_place_each(points, find)
-    n_layers, known = vllm_config.model_config.get_total_num_hidden_layers(), widths_of(vllm_config.model_config)
+        return [], None
+    places = survey.here(edited_places(armed_layers(layers_by_site(config.edit), survey)))
+    known = widths_of(vllm_config.model_config)
     for point in places:
         call_of(point)
         if known[point.site] != point.width:
             raise StartError(f"vllm-tap: cannot edit {point.site} on this model: its rows have {point.width} numbers, "
                              f"which its configuration does not say ({known[point.site]}); arm other sites for edits")
-    for site, layers in asked.items():
-        has = {point.layer for point in points if point.site == site}
-        if layers is None and (lacking := sorted(set(range(n_layers)) - has)):
-            raise StartError(f"vllm-tap: VLLM_TAP_EDIT={','.join(config.edit)!r}: layers {lacking} have no {site}; "
-                             f"name those that have it, such as {site}.{min(has)}")
     widths = {(point.site, point.layer): point.width for point in places}
     head = vllm_config.model_config.get_head_size()
     heads = {point.width: point.width // head for point in places if has_heads(point.site)}
@@ -144,15 +192,7 @@ def _arm_edits(vllm_config: Any, config: EngineConfig, find: Callable[[tuple[str
                          f"{config.staging_bytes_max / 2**20:,.1f} MiB: arm fewer sites (VLLM_TAP_EDIT), lower "
                          "max_num_seqs or VLLM_TAP_EDIT_ROWS, or raise VLLM_TAP_STAGING_BYTES_MAX")
     logger.info("vllm-tap: %d places may be edited; tables of %.1f MiB", len(places), nbytes / 2**20)
-    return _editable(config, points) if points else None, places, Editor(tables(widths, size, heads, device))
-
-
-def _editable(config: EngineConfig, points: Iterable[TapPoint]) -> Editable:
-    layers: dict[str, list[int]] = {}
-    for point in points:
-        layers.setdefault(point.site, []).append(point.layer)
-    return Editable(layers, config.edit_depth, [vector.name for vector in config.vectors],
-                    config.edit_rows)
+    return places, Editor(tables(widths, size, heads, device))
 
 
 def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPlan:
@@ -162,7 +202,8 @@ def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPla
     """
     if plan.family is not None:
         if vllm_config.parallel_config.data_parallel_size == 1:  # else other engines have to take the step too
-            prove(model, vllm_config, plan.family)
+            with all_together():
+                prove(model, vllm_config, plan.family)
         return plan
     return replace(plan, family=discover(model, vllm_config))
 
@@ -197,12 +238,12 @@ def _check_unknown(names: list[str], vllm_config: Any) -> None:
         raise StartError(f"{start}: it takes images or sound, whose positions are not looked into")
     if vllm_config.parallel_config.data_parallel_size > 1:
         raise StartError(f"{start} with data_parallel_size={vllm_config.parallel_config.data_parallel_size}: valid: 1")
+    if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        raise StartError(f"{start} with pipeline_parallel_size={stages}: a stage has but some of the blocks; valid: 1")
 
 
 def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
     parallel, tapped = vllm_config.parallel_config, plan.touched
-    if parallel.pipeline_parallel_size > 1:
-        raise StartError(f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}: valid: 1")
     if (ranks := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
         raise StartError(f"vllm-tap: prefill_context_parallel_size={ranks}: a rank has only its share of a prompt's "
                          "rows; valid: 1")
@@ -218,6 +259,8 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
                          "overwrite each other's rows: switch it off")
     if parallel.tensor_parallel_size > 1:
         _check_shared(plan, parallel.tensor_parallel_size)
+    if parallel.pipeline_parallel_size > 1:
+        _check_stages(plan, vllm_config)
     if parallel.data_parallel_size > 1 and plan.config.edit:
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: an engine takes steps there "
                          "that are nobody's, in which edits have not been shown to be right; leave --edit "
@@ -225,6 +268,24 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
     if parallel.data_parallel_size > 1 and (ids := [site for site in plan.asked if SITES[site].ids]):
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: the rows that a router sees are "
                          f"those of every rank; arm other sites than {', '.join(ids)}, or run without")
+
+
+def _check_stages(plan: ArmingPlan, vllm_config: Any) -> None:
+    """StartError for what has not been shown to be right on the stages of a pipeline."""
+    parallel = vllm_config.parallel_config
+    start = f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}"
+    if plan.config.edit:
+        raise StartError(f"{start}: edits have not been shown to be right on the stages of a pipeline; leave --edit "
+                         "(VLLM_TAP_EDIT) out, or run on one device")
+    if vllm_config.speculative_config is not None:
+        raise StartError(f"{start}: rows of drafts have not been shown to be right on the stages of a pipeline; leave "
+                         "speculative_config out, or run on one device")
+    if vllm_config.lora_config is not None:
+        raise StartError(f"{start}: adapters have not been shown to be right on the stages of a pipeline; leave "
+                         "enable_lora out, or run on one device")
+    if parallel.data_parallel_size > 1:
+        raise StartError(f"{start} with data_parallel_size={parallel.data_parallel_size}: they have not been shown to "
+                         "be right together; run without one of them")
 
 
 def _check_shared(plan: ArmingPlan, ranks: int) -> None:
@@ -258,17 +319,19 @@ def _make_scorers(probes: Mapping[Registered, LoadedProbe], staging: Staging, mo
         logger.info("vllm-tap: probe %s: %d %s", probe, len(loaded.bias), loaded.about.meaning)
 
 
-def _info(model: nn.Module, vllm_config: Any, armed: Armed, points: Iterable[TapPoint], staging: Staging) -> EngineInfo:
-    """The engine's description for the writer."""
-    model_config, points = vllm_config.model_config, list(points)
-    scores = {site: made.count for site, made in staging.probes.items()}
-    widths = {point.site: point.width for point in points} | scores
-    whole = {point.site: tensor.whole_width(point, model_config) for point in points} | scores
-    layers = {**armed.sites, **{site: staging.layers_of(site) for site in scores}}
+def _info(model: nn.Module, vllm_config: Any, armed: Armed, plan: ArmingPlan, survey: Survey) -> EngineInfo:
+    """The engine's description for the writer: on every rank the same, but for the fingerprint's sake asked of all."""
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    probes = {f"{PROBE}{probe.name}": loaded for probe, loaded in plan.probes.items()}
+    scores = {site: len(loaded.bias) for site, loaded in probes.items()}
+    has = {site: survey.has[site] for site in plan.tapped}
+    whole = {site: each.whole for site, each in has.items()} | scores
+    layers = {**armed.sites, **{site: [loaded.about.layer] for site, loaded in probes.items()}}
+    stages = stages_of(vllm_config)
     return EngineInfo(
         model=str(model_config.served_model_name or model_config.model),
         model_dtype=str(model_config.dtype).removeprefix("torch."),
-        fingerprint=tensor.the_same(_fingerprint(model, model_config)),
+        fingerprint=tensor.fingerprint(model, model_config),
         revision=str(model_config.revision or ""),
         tokenizer=str(model_config.tokenizer or ""),
         n_layers=armed.n_layers,
@@ -280,47 +343,14 @@ def _info(model: nn.Module, vllm_config: Any, armed: Armed, points: Iterable[Tap
         runner="",  # known once a step is run
         async_scheduling=bool(vllm_config.scheduler_config.async_scheduling),
         speculative=_speculative(vllm_config.speculative_config),
-        world_size=vllm_config.parallel_config.world_size,
-        meaning={**{point.site: f"raw weights; {point.meaning}" for point in points},
-                 **{site: made.about.meaning for site, made in staging.probes.items()}},
-        sources={point.site: point.source for point in points},
+        world_size=parallel.world_size,
+        meaning={**{site: f"raw weights; {each.meaning}" for site, each in has.items()},
+                 **{site: loaded.about.meaning for site, loaded in probes.items()}},
+        sources={site: each.source for site, each in has.items()},
         group=tensor.group_of(vllm_config),
-        layout=layout_of(layers, widths, whole, vllm_config.parallel_config.tensor_parallel_size),
+        layout=layout_of(layers, {site: each.width for site, each in has.items()} | scores, whole,
+                         parallel.tensor_parallel_size, stages if len(stages) > 1 else ()),
     )
-
-
-def armed_points(asked: Mapping[str, list[int] | None], find: Callable[[tuple[str, ...]], Iterable[TapPoint]]
-                 ) -> list[TapPoint]:
-    """The points of every site in the layers asked for (None: in all that have it); StartError where one has it not."""
-    there = list(find(tuple(asked)))
-    for site, layers in asked.items():
-        has = [point.layer for point in there if point.site == site]
-        if absent := sorted(set(layers or ()) - set(has)):
-            raise StartError(f"vllm-tap: cannot arm {site}.{absent[0]}: this model has {site} in layers {has}")
-    return [point for point in there if (layers := asked[point.site]) is None or point.layer in layers]
-
-
-def probe_points(probes: Mapping[Registered, LoadedProbe], armed: list[TapPoint],
-                 find: Callable[[tuple[str, ...]], Iterable[TapPoint]]) -> list[TapPoint]:
-    """The points that probes read and nobody has armed; StartError where the model lacks one, or has other widths."""
-    more: dict[tuple[str, int], TapPoint] = {}
-    for probe, loaded in probes.items():
-        site, layer, (k, width) = loaded.about.site, loaded.about.layer, loaded.directions.shape
-        which = f"vllm-tap: probe {probe.name!r}: {probe.path}:"
-        try:
-            there = [point for point in armed if (point.site, point.layer) == (site, layer)] or list(find((site,)))
-        except StartError as error:
-            raise StartError(f"{which} site = {site!r}: {error}") from None
-        point = next((point for point in there if point.layer == layer), None)
-        if point is None:
-            raise StartError(f"{which} layer = {layer}: this model has {site} in layers "
-                             f"{[point.layer for point in there]}")
-        if width != point.width:
-            raise StartError(f"{which} directions = [{k}, {width}]: rows of {site} have {point.width} numbers in this "
-                             "model")
-        if point not in armed:
-            more[site, layer] = point
-    return list(more.values())
 
 
 def check_ids(points: list[TapPoint], dtype: torch.dtype) -> None:
@@ -341,21 +371,6 @@ def _tokens_max(vllm_config: Any) -> int:
     """Rows that one step may write: the scheduler's budget, or the largest captured graph."""
     sizes = getattr(vllm_config.compilation_config, "cudagraph_capture_sizes", None) or [0]
     return int(max(vllm_config.scheduler_config.max_num_batched_tokens, *sizes))
-
-
-def _fingerprint(model: nn.Module, model_config: Any) -> str:
-    """xxh3 of the model's configuration and of the first bytes of a few of its parameters, which the first rank has
-    however many there are.
-    """
-    digest = xxhash.xxh3_128(model_config.hf_config.to_json_string().encode())
-    # The same with vLLM's layers for adapters around the model's own.
-    named = ((name.replace(".base_layer.", "."), parameter) for name, parameter in model.named_parameters())
-    parameters, whole = sorted(named, key=lambda item: item[0]), tensor.whole_heads(model)
-    for name, parameter in parameters[:: max(1, len(parameters) // 16)]:
-        digest.update(name.encode())
-        numbers = whole.get(id(parameter), parameter.detach())
-        digest.update(numbers.flatten()[:256].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _vllm_version() -> str:

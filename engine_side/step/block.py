@@ -64,6 +64,7 @@ class EntryLayout:
     rows_max: int  # of a block
     # The kernel's launches by whether rows are gathered, each with the addresses of its token ids and positions.
     launches: dict[bool, tuple[tuple[int, int], kernels.Launch | kernels.Projected]] = field(default_factory=dict)
+    aimed: dict[bool, EntryRows] = field(default_factory=dict)  # whose rows a launch encodes
 
     def block(self, n: int) -> BlockOffsets:
         """Offsets of a block of ``n`` rows."""
@@ -87,6 +88,7 @@ class EntryLayout:
             source = kernels.StagedRows(self.buffer, self.layer_index, rows.where, rows.block.n, token_ids, positions)
             launch = self.kernel(source, memory, rows.block.offsets, rows.begins)
             self.launches[rows.gathered] = inputs, launch
+        self.aimed[rows.gathered] = rows
         return launch
 
 
@@ -164,13 +166,17 @@ class Burst:
     step_rows: int  # of the model's step, wanted or not
     began: float  # time.monotonic() of its first step
     running: tuple[I64, I64]  # slots of all captures in the step, position of each one's first row
-    number: int = 0  # of its first step: nothing is counted between its steps
+    number: int = 0  # of its first step
+    pace: int = 1  # by which the numbers of its steps differ: others' come in between
     index_bytes: int = 0  # of gathered rows' numbers, before the first step
     step_bytes: int = 0
     ring_offset: int = 0  # of the region
     memory: torch.Tensor | None = None  # where rows are encoded: the ring, or the device's scratch
     memory_offset: int = 0  # of the region in ``memory``
     steps_done: int = 0
+    begin_mark: int = 0  # the ring's head before the region
+    mark: int = 0  # after it
+    memory_end: int = 0  # scratch's head after it
     copied: bool = False  # what was encoded is on its way to the host; the next steps need a region of their own
     _inputs: tuple[int, int] = (0, 0)  # addresses of the last step's token ids and positions
     # Positions of the requests in the next steps, the last one first, as bytes of the runner's integers: comparing
@@ -207,15 +213,21 @@ class Burst:
             self._next_first = [step.tobytes() for step in (self.first + steps[:, None]).astype(first.dtype)]
         return first.tobytes().startswith(self._next_first.pop())
 
-    def renewed(self, began: float) -> Burst:
-        """A burst of the same rows from the next step on."""
+    def counts(self, number: int) -> bool:
+        """Whether a step is as far from the one before as that from the one before it; its second step says how far."""
+        if self.steps_done == 1:
+            self.pace = max(1, number - self.number)
+        return number == self.number + self.steps_done * self.pace
+
+    def renewed(self, began: float, number: int = 0) -> Burst:
+        """A burst of the same rows from the next step on, which has this ``number``."""
         done = self.steps_done
         entries = [EntryRows(rows.layout, rows.row, rows.slot, rows.position + done, rows.flags,
-                             launch=None if rows.gathered else rows.launch)
+                             launch=rows.launch if rows.layout.aimed.get(False) is rows else None)
                    for rows in self.entries]
         slots, first = self.running
         return Burst(entries, self.steps_max, self.steps_unchanged - done, self.requests, self.first + done,
-                     self.step_rows, began, (slots, first + done), self.number + done, _inputs=self._inputs,
+                     self.step_rows, began, (slots, first + done), number, _inputs=self._inputs,
                      _next_first=self._next_first)
 
     def assign_region(self, ring: torch.Tensor, ring_offset: int, memory: torch.Tensor, memory_offset: int) -> None:
@@ -227,6 +239,7 @@ class Burst:
             rows.begins = steps + rows.offset
             if rows.launch is not None:
                 rows.launch.move(rows.begins)
+                rows.layout.aimed[False] = rows
             if rows.gathered:
                 rows.where = _index(rows, ring, ring_offset + index, memory, memory_offset + index)
                 index += rows.index_bytes
@@ -246,7 +259,7 @@ class Burst:
                 begin = int(rows.begins[self.steps_done])
                 _encode(rows, self.memory, [begin + offset for offset in rows.block.offsets], token_ids, positions)
                 continue
-            if rows.launch is None or not same:
+            if rows.launch is None or not same or rows.layout.aimed[not isinstance(rows.where, int)] is not rows:
                 rows.launch = rows.layout.launch(rows, self.memory, token_ids, positions, inputs)
             rows.launch(self.steps_done)
         self._inputs = inputs
@@ -256,15 +269,14 @@ class Burst:
         """Events of what was encoded; ``end`` is the ring's head after the region, which is free when all are released.
         """
         begin = self.ring_offset + self.index_bytes
-        start = end - self.index_bytes - self.steps_done * self.step_bytes
         found = []
         for number, rows in enumerate(self.entries, 1):
             at = [begin + rows.offset + offset for offset in rows.block.offsets]
             extents = {name: (offset, size)
                        for name, offset, size in zip(rows.layout.names, at, rows.block.sizes, strict=False)}
-            mark = (end, 0) if number == len(self.entries) else (start, number)
+            mark = (end, 0) if number == len(self.entries) else (self.begin_mark, number)
             found.append(Run(rows.layout.entry, rows.slot, rows.position, rows.flags, extents, at[-2], at[-1],
-                             mark, 0, self.steps_done, self.step_bytes, self.number))
+                             mark, 0, self.steps_done, self.step_bytes, self.number, self.pace))
         return found
 
 

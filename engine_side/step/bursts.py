@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -30,7 +30,12 @@ _BURST_S: Final = 0.04  # rows are seen no later than that, and a step
 
 @dataclass(slots=True)
 class Bursts:
-    """The burst that steps of decode continue, and bursts of one step for any other."""
+    """Bursts that steps of decode continue, and bursts of one step for any other.
+
+    ``batches`` of an engine are under way at once, each of other requests; each has a burst of its own, since its steps
+    come in turns with the others'. Regions of the ring go their way in their order: where one does, those before it do
+    too, and their bursts go on in new ones.
+    """
 
     to_host: DeviceToHost
     on_full: str  # "drop" or "wait"
@@ -38,24 +43,29 @@ class Bursts:
     captures: CaptureTable
     layouts: Layouts
     schedule: CopySchedule
-    current: Burst | None = None
+    batches: int = 1
+    running: list[Burst] = field(default_factory=list)  # in the order of their regions
 
-    def take_next(self, requests: list[str], first: I64, rows: int, token_ids: torch.Tensor, positions: torch.Tensor
-                  ) -> bool:
-        """Take the wanted rows of a step that continues the burst; else end the burst, and take none.
+    def take_next(self, requests: list[str], first: I64, rows: int, token_ids: torch.Tensor, positions: torch.Tensor,
+                  number: int = 0) -> bool:
+        """Take the wanted rows of a step that continues a burst; else end those of its requests, and take none.
 
         Arguments as in a Step without drafts, in which no request begins; ``first`` are the runner's integers, with
         what it has behind them. Asked once a step.
         """
-        burst = self.current
-        if burst is None:
+        for burst in self.running:
+            if burst.continues_with(requests, first, rows):
+                break
+        else:
+            self.end_of(requests)
             return False
-        if not burst.continues_with(requests, first, rows) or (
-                burst.copied and (self.layouts.outdated or not self._begin(burst.renewed(time.monotonic())))):
-            self.end()
+        if self.batches > 1 and not burst.copied and not burst.counts(number):
+            self.hand_over()
+        if burst.copied and (self.layouts.outdated or not self._begin(burst.renewed(time.monotonic(), number), burst)):
+            self.end_of(requests)
             return False
         self.counters.steps += 1
-        self._encode_next(token_ids, positions)
+        self._encode_next(self.running[-1] if burst.copied else burst, token_ids, positions)
         return True
 
     def begin(self, step: Step, selected: Selected, parts: list[tuple[Entry, Selected]]) -> bool:
@@ -73,11 +83,12 @@ class Bursts:
         if not self._begin(burst):
             return False
         self.schedule.bytes_a_token = burst.step_bytes / burst.step_rows
-        self._encode_next(step.token_ids, step.positions)
+        self._encode_next(burst, step.token_ids, step.positions)
         return True
 
     def take_once(self, step: Step, entry: Entry, selected: Selected) -> int:
         """Take one entry's rows of a step, in blocks of at most a frame; returns their bytes."""
+        self.hand_over()  # regions go their way in their order
         layout = self.layouts.of(entry)
         if layout is None:
             self._lose(entry, selected, slice(None))
@@ -91,49 +102,78 @@ class Bursts:
             if self._reserve(burst, wait=True):
                 if not self._encode(burst, step.token_ids, step.positions):
                     self._lose(entry, selected, part)
-                self._copy(burst)
+                self._copy(burst, last=True)
             else:
                 self._lose(entry, selected, part)
             nbytes += burst.step_bytes
         return nbytes
 
     def end(self) -> None:
-        """End the burst: what it holds goes its way."""
-        burst, self.current = self.current, None
-        if burst is not None:
-            self.captures.advance(*burst.running, burst.steps_done)
-            if not burst.copied:
-                self._copy(burst)
+        """End all bursts: what they hold goes its way."""
+        self._end(self.running)
 
-    def _begin(self, burst: Burst) -> bool:
-        """Make a burst the current one; False where a region would have no room for two steps."""
+    def end_of(self, requests: list[str]) -> None:
+        """End the bursts of requests, whose next step is none of theirs; all where no more than one may go on."""
+        if self.running:
+            several = self.batches > 1 and not self.layouts.outdated
+            there = set(requests) if several else set[str]()
+            self._end([burst for burst in self.running if not several or not there.isdisjoint(burst.requests)])
+
+    def hand_over(self) -> None:
+        """Hand over what bursts hold; they go on in regions of their own."""
+        held = [burst for burst in self.running if not burst.copied and burst.entries]
+        for burst in held:
+            self._copy(burst, burst is held[-1])
+
+    def hand_over_old(self) -> None:
+        """Hand over what has been held for long, where no step comes that would."""
+        if any(burst.entries and not burst.copied and time.monotonic() - burst.began > _BURST_S
+               for burst in self.running):
+            self.hand_over()
+
+    @property
+    def holding(self) -> bool:
+        """Whether a burst holds rows."""
+        return any(burst.entries for burst in self.running)
+
+    def _end(self, some: list[Burst]) -> None:
+        if not some:
+            return
+        for burst in some:
+            self.captures.advance(*burst.running, burst.steps_done)
+        self.hand_over()
+        self.running = [burst for burst in self.running if all(burst is not other for other in some)]
+
+    def _begin(self, burst: Burst, before: Burst | None = None) -> bool:
+        """Let a burst run, in the place of the one ``before``; False where a region has no room for two steps."""
         if time.monotonic() > self.schedule.report_at:
             self.schedule.report()
         burst.steps_max = burst.steps_unchanged
         if burst.entries:
-            room = min(_BYTES_MAX, self.layouts.bytes_max // 2) - burst.index_bytes
+            room = min(_BYTES_MAX, self.layouts.bytes_max // 2) // self.batches - burst.index_bytes
             burst.steps_max = min(_STEPS_MAX, burst.steps_unchanged, room // burst.step_bytes)
+        if before is None and len(self.running) >= self.batches:
+            self._end(self.running[:1])
         if burst.steps_max < 2 or (burst.entries and not self._reserve(burst, wait=False)):
             return False
-        self.current = burst
+        self.running = [*(each for each in self.running if each is not before), burst]
         return True
 
-    def _encode_next(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """Encode the next step of the current burst."""
-        burst = self.current
-        assert burst is not None
+    def _encode_next(self, burst: Burst, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Encode the next step of a burst."""
         try:
             burst.encode(token_ids, positions)
         except Exception:
             self._failed(burst)
-            self.end()
+            self._end([burst])
             for rows in burst.entries:
                 self.counters.dropped += len(rows.row) * len(rows.layout.layers)
                 self.to_host.send_event(Lost(rows.layout.entry, rows.slot, rows.position + burst.steps_done))
             self.captures.advance(*burst.running, burst.steps_done + 1)
             return
         if burst.steps_done == burst.steps_max or (burst.entries and time.monotonic() - burst.began > _BURST_S):
-            self._copy(burst)
+            self.hand_over()
+            burst.copied = True
 
     def _encode(self, burst: Burst, token_ids: torch.Tensor, positions: torch.Tensor) -> bool:
         try:
@@ -143,34 +183,39 @@ class Bursts:
             self._failed(burst)
             return False
 
-    def _copy(self, burst: Burst) -> None:
-        """Hand over what was encoded, behind its copy to the host; give back what was not used of the region."""
+    def _copy(self, burst: Burst, last: bool) -> None:
+        """Hand over what was encoded, behind its copy to the host; give back what was not used of the ``last`` region.
+        """
         burst.copied = True
-        if not burst.entries:
-            return
         used = burst.index_bytes + burst.steps_done * burst.step_bytes
-        self.to_host.give_back(burst.nbytes - used)
+        if last:
+            self.to_host.give_back(burst.nbytes - used)
+            burst.mark, burst.memory_end = self.to_host.ends()
         if not burst.steps_done:
-            if burst.index_bytes:  # the row numbers may be on their way to the device
-                self.to_host.free()
+            if burst.index_bytes or not last:  # the row numbers may be on their way to the device
+                self.to_host.free(burst.mark)
             return
-        self.to_host.enqueue(burst.runs(self.to_host.ring.head), burst.memory_offset + burst.index_bytes,
-                             burst.ring_offset + burst.index_bytes, used - burst.index_bytes)
+        self.to_host.enqueue(burst.runs(burst.mark), burst.memory_offset + burst.index_bytes,
+                             burst.ring_offset + burst.index_bytes, used - burst.index_bytes, burst.memory_end)
         self.counters.rows += burst.steps_done * sum(rows.block.n * len(rows.layout.layers) for rows in burst.entries)
         self.counters.bytes += burst.steps_done * sum(sum(rows.block.sizes) for rows in burst.entries)
 
     def _reserve(self, burst: Burst, wait: bool) -> bool:
         """Reserve the burst's region; False where there is no room for it."""
+        if self.running and not self.to_host.fits(burst.nbytes):
+            self.hand_over()  # nothing that is held may be overwritten
         region = self._allocate(burst.nbytes, burst.alignment, wait)
         if region is None:
             return False
         try:
             memory, offset = self.to_host.reserve(region[0], burst.nbytes)
             burst.assign_region(self.to_host.ring.memory, region[0], memory, offset)
+            burst.mark, burst.memory_end = self.to_host.ends()
+            burst.begin_mark = burst.mark - burst.nbytes
             return True
         except Exception:
             self._failed(burst)
-            self.to_host.free()
+            self.to_host.free(self.to_host.ring.head)
             return False
 
     def _allocate(self, nbytes: int, alignment: int, wait: bool) -> tuple[int, int] | None:

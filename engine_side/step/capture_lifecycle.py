@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,7 +13,6 @@ from engine_side.edits.edited import Edited
 from engine_side.front.ticket import Ticket
 from engine_side.step.selection import CaptureTable, Plan
 from engine_side.tap.shares import layers_sent
-from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import EditsCounted, Finished, Joined, Lost, Opened, PartFinished
 from engine_side.transport.shared_memory import Outbox
@@ -39,13 +39,14 @@ class End:
 class CaptureLifecycle:
     """Running captures and their requests; the sender is told of every begin, loss and end.
 
-    ``part``: what this rank sends of them; None on an engine of one rank.
+    ``part``: what this rank sends of them; None on an engine of one rank. ``layers``: those of each site that the
+    engine has, of which staging may have some.
     """
 
-    staging: Staging
     to_host: DeviceToHost
     captures: CaptureTable
     counters: TapCounters
+    layers: Mapping[str, list[int]]
     part: Part | None = None
     _ids: dict[str, str] = field(default_factory=dict)  # running request → capture id
     _cached: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # of requests with edits: positions read
@@ -158,9 +159,9 @@ class CaptureLifecycle:
         "all" means what is there; a layer that was asked for by its number stays expected, and is named as not armed.
         """
         asked = ticket.resolved
-        if all(layers == self.staging.layers_of(site) for site, layers in asked.layers.items()):
+        if all(layers == self.layers.get(site, []) for site, layers in asked.layers.items()):
             return asked, asked, {}  # all that there are, as most ask for
-        has = {site: set(self.staging.layers_of(site)) for site in asked.layers}
+        has = {site: set(self.layers.get(site, [])) for site in asked.layers}
         if all(has[site].issuperset(layers) for site, layers in asked.layers.items()):
             return asked, asked, {}
         present = {site: [layer for layer in layers if layer in has[site]] for site, layers in asked.layers.items()}

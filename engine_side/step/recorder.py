@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Final
 
@@ -61,17 +62,23 @@ class Recorder:
     lifecycle: CaptureLifecycle = field(init=False)
     steps_since_prompt: int = 2  # 0: the last step had one; 2 and more are long ago
     deferred_step: Step | None = None  # its rows are still to be taken
+    chosen: int = 0  # steps whose rows were chosen anew
     drafts_max: int = 0  # rows of a request in a step whose positions may be taken again by the next
     computed_before_step: I64 | None = None  # of the step that is being looked at, where it has drafts
     part: InitVar[Part | None] = None  # what this rank sends; None on an engine of one rank
+    layers: InitVar[Mapping[str, list[int]] | None] = None  # of each site that the engine has; None: as staging has
+    batches: InitVar[int] = 1  # under way at once, of different requests: the stages of a pipeline
 
-    def __post_init__(self, dtype: str, on_full: str, part: Part | None) -> None:
+    def __post_init__(self, dtype: str, on_full: str, part: Part | None, layers: Mapping[str, list[int]] | None,
+                      batches: int) -> None:
         scratch, capacity = self.to_host.scratch, self.to_host.ring.capacity
         block_bytes_max = capacity // 4 if scratch is None else min(capacity // 8, scratch.capacity // 4)
         self.layouts = Layouts(self.staging, dtype, self.captures, block_bytes_max, scratch is not None)
         self.schedule = CopySchedule(self.to_host, self.counters)
-        self.bursts = Bursts(self.to_host, on_full, self.counters, self.captures, self.layouts, self.schedule)
-        self.lifecycle = CaptureLifecycle(self.staging, self.to_host, self.captures, self.counters, part)
+        self.bursts = Bursts(self.to_host, on_full, self.counters, self.captures, self.layouts, self.schedule, batches)
+        if layers is None:
+            layers = {site: self.staging.layers_of(site) for site in (*self.staging.layers, *self.staging.probes)}
+        self.lifecycle = CaptureLifecycle(self.to_host, self.captures, self.counters, layers, part)
 
     @property
     def outbox(self) -> Outbox | deque[Event]:
@@ -110,11 +117,13 @@ class Recorder:
             self.take_deferred()
         after_prompt = self.steps_since_prompt == 0
         self.steps_since_prompt = 0 if has_prompt else self.steps_since_prompt + 1
-        burst, schedule, to_host = self.bursts.current, self.schedule, self.to_host
-        if tokens == 0:
+        schedule, to_host = self.schedule, self.to_host
+        if tokens == 0 and self.bursts.batches > 1 and self.captures.slot_of:
+            self.bursts.hand_over_old()  # it waits for the other stages
+        elif tokens == 0:
             self.bursts.end()
             schedule.flush()
-        elif (burst is None or not burst.entries) and time.monotonic() > schedule.report_at:
+        elif time.monotonic() > schedule.report_at and not self.bursts.holding:
             schedule.report()
         if to_host.waiting or to_host.overflow:
             schedule.send_waiting(tokens, has_prompt, after_prompt)
@@ -128,13 +137,13 @@ class Recorder:
             return
         self.idle = False
         if step.begin is None and step.drafts is None and self.bursts.take_next(
-                step.requests, step.first, int(step.starts[-1]), step.token_ids, step.positions):
+                step.requests, step.first, int(step.starts[-1]), step.token_ids, step.positions, step.number):
             return
         step.starts, step.first = step.starts.astype(np.int64), step.first.astype(np.int64)
         if self.defer_to_next_call and (self.async_scheduling or self.steps_since_prompt == 0):
             self.deferred_step = step
         else:
-            self.bursts.end()
+            self.bursts.end_of(step.requests)
             self._take(step)
 
     def take_deferred(self) -> None:
@@ -143,7 +152,7 @@ class Recorder:
         if step is None:
             return
         try:
-            self.bursts.end()
+            self.bursts.end_of(step.requests)
             self._take(step)
         except Exception:
             self.counters.failures += 1
@@ -197,6 +206,7 @@ class Recorder:
         selected = self.captures.select(step.requests, step.starts, step.first, step.drafts, step.slack)
         if selected is not None:
             self.layouts.outdated = False
+            self.chosen += 1
             self.counters.steps += 1
         return selected
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from engine_side.tap.stages import Stage
 from engine_side.tap.switches import turned
 from schemas.errors import StartError
 from schemas.sites import SITES
@@ -194,23 +195,27 @@ ARCHITECTURES: Final[dict[str, Family]] = {
 
 
 def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: tuple[str, ...], n_layers: int,
-                hidden: int) -> Iterator[TapPoint]:
-    """Every (site, layer) to tap; StartError names what was looked for and what was found."""
+                hidden: int, stage: Stage | None = None) -> Iterator[TapPoint]:
+    """Every (site, layer) to tap, of those that a pipeline's ``stage`` has (None: there is no pipeline); StartError
+    names what was looked for and what was found.
+    """
     from torch import nn
 
     blocks = _part(model, family.layers)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != n_layers:
         found = f"{len(blocks)}" if isinstance(blocks, nn.ModuleList) else type(blocks).__name__
         raise StartError(f"vllm-tap: looked for {n_layers} blocks at {family.layers}, found {found}")
+    stage = stage or Stage(0, 1, 0, n_layers)
     for site in sites:
         if site in family.found:
-            yield from (_found_point(model, site, layer, at, hidden) for layer, at in family.found[site].items())
+            yield from (_found_point(model, site, layer, at, hidden) for layer, at in family.found[site].items()
+                        if stage.has(site, layer))
             continue
         places = family.block if SITES[site].per_layer else family.model
         roots = list(enumerate(blocks)) if SITES[site].per_layer else [(0, model)]
         points = [] if (place := places.get(site)) is None else [
             _point(site, layer, root, module, place, hidden)
-            for layer, root in roots if (module := _part(root, place.path)) is not None
+            for layer, root in roots if stage.has(site, layer) and (module := _part(root, place.path)) is not None
         ]
         if not points:
             why = f" ({family.refused[site]})" if site in family.refused else ""
@@ -219,17 +224,20 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
         yield from points
 
 
-def every_point(model: nn.Module, family: Family, hidden: int) -> Iterator[TapPoint]:
-    """Every (site, layer) that a family has in a loaded model."""
+def every_point(model: nn.Module, family: Family, hidden: int, stage: Stage | None = None) -> Iterator[TapPoint]:
+    """Every (site, layer) that a family has in a loaded model, as far as a pipeline's ``stage`` has it."""
+    blocks = _part(model, family.layers)
+    stage = stage or Stage(0, 1, 0, len(blocks))
     for site, places in family.found.items():
         for layer, at in places.items():
-            yield _found_point(model, site, layer, at, hidden)
-    for layer, block in enumerate(_part(model, family.layers)):
+            if stage.has(site, layer):
+                yield _found_point(model, site, layer, at, hidden)
+    for layer, block in enumerate(blocks):
         for site, place in family.block.items():
-            if (module := _part(block, place.path)) is not None:
+            if stage.has(site, layer) and (module := _part(block, place.path)) is not None:
                 yield _point(site, layer, block, module, place, hidden)
     for site, place in family.model.items():
-        if (module := _part(model, place.path)) is not None:
+        if stage.has(site) and (module := _part(model, place.path)) is not None:
             yield _point(site, 0, model, module, place, hidden)
 
 

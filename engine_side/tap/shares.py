@@ -1,40 +1,44 @@
-"""Shares: which columns of which layers each of a tensor-parallel engine's ranks sends. Arithmetic alone.
+"""Shares: which columns of which layers each rank of an engine sends. Arithmetic alone.
 
-A rank has a row's columns by itself, or together with others that have the same ones bit for bit: all of them where a
-row is whole on every rank, a few where K/V heads are fewer than ranks. Those that have the same columns deal the layers
-out among themselves, so that each sends what nobody else does.
+A rank has the layers of its pipeline stage. It has a row's columns by itself, or together with others that have the
+same ones bit for bit: all of its stage where a row is whole on every rank, a few where K/V heads are fewer than ranks.
+Those that have the same columns deal the layers out among themselves, so that each sends what nobody else does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from engine_side.tap.stages import Stage, layers_of
 from schemas.errors import StartError
 from schemas.wire.layout import Part, Share
 
 __all__ = ["layers_sent", "layout_of"]
 
 
-def layout_of(layers: Mapping[str, Sequence[int]], widths: Mapping[str, int], whole: Mapping[str, int], ranks: int
-              ) -> list[Part]:
-    """What each of ``ranks`` ranks sends of the ``layers`` of each site; nothing where there is one rank.
+def layout_of(layers: Mapping[str, Sequence[int]], widths: Mapping[str, int], whole: Mapping[str, int], ranks: int,
+              stages: Sequence[Stage] = ()) -> list[Part]:
+    """What each rank of an engine sends of the ``layers`` of each site; nothing where there is one rank.
 
-    ``widths``: numbers in the row that a rank has, by site; ``whole``: in a whole row. StartError where the rows of the
-    ranks do not make up whole ones.
+    ``ranks`` of each of the ``stages`` (none: there is one) share out its rows. ``widths``: numbers in the row that a
+    rank has, by site; ``whole``: in a whole row. StartError where the rows of the ranks do not make up whole ones.
     """
-    if ranks == 1:
+    count = max(1, len(stages))
+    if ranks * count == 1:
         return []
-    parts = [Part(rank, {}) for rank in range(ranks)]
+    parts = [Part(rank, {}) for rank in range(ranks * count)]
     for site, chosen in layers.items():
         width = widths[site]
         alike = ranks * width // whole[site]  # ranks that have the same columns; they follow each other
         if alike * whole[site] != ranks * width or not 1 <= alike <= ranks or ranks % alike:
             raise StartError(f"vllm-tap: cannot tell which columns of {site} a rank has: {width} of {whole[site]} with "
                              f"tensor_parallel_size={ranks}; arm other sites, or run on one device")
+        dealt = layers_of(stages, site, chosen) if stages else [list(chosen)]
         for part in parts:
-            start = part.rank // alike * width
-            if dealt := [layer for layer in chosen if layer % alike == part.rank % alike]:
-                part.shares[site] = [Share(dealt, start, start + width)]
+            stage, rank = divmod(part.rank, ranks)
+            start = rank // alike * width
+            if mine := [layer for layer in dealt[stage] if layer % alike == rank % alike]:
+                part.shares[site] = [Share(mine, start, start + width)]
     return parts
 
 

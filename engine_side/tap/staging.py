@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from engine_side.tap.budget import scratch_bytes, staging_sizes
 from engine_side.tap.probe_scores import Scorer
 from engine_side.transport.device_copies import Scratch
 from schemas.errors import StartError
@@ -83,12 +84,12 @@ def allocate(widths: dict[str, int], layers: dict[str, list[int]], tokens: int, 
 
     Refuses above ``bytes_max`` before taking memory. vLLM takes its profile afterwards, so both are in its sums.
     """
-    sizes = {site: len(layers[site]) * tokens * width * dtype.itemsize for site, width in widths.items()}
+    sizes = staging_sizes(widths, layers, tokens, dtype.itemsize)
     staging = sum(sizes.values())
     if device.type != "cuda":
         scratch = 0
     elif scratch == 0:
-        scratch = scratch_bytes(max(sizes.values()))
+        scratch = scratch_bytes(max(sizes.values(), default=0))
     shown = " + ".join(f"{site} {len(layers[site])}×{tokens}×{width}" for site, width in widths.items())
     shown = f"{staging / 2**20:,.1f} MiB ({shown}, {dtype}), scratch {scratch / 2**20:,.1f} MiB"
     if staging + scratch > bytes_max:
@@ -108,11 +109,3 @@ def allocate(widths: dict[str, int], layers: dict[str, list[int]], tokens: int, 
         parts = dict(zip(JOINT, joint.split([widths[site] for site in JOINT], dim=-1), strict=True))
     buffers = {site: parts[site] if site in parts else zeros([site]) for site in widths}
     return Staging(buffers, layers, joint), Scratch(scratch, device) if scratch else None
-
-
-def scratch_bytes(site: int) -> int:
-    """Room for a full step of a site, ``site`` bytes of staging, in the default codec (9/16 of 16-bit rows).
-
-    With less, a long prompt's encoding waits for copies to the host, and the next step with it.
-    """
-    return min(max(site * 9 // 16, 16 << 20), 4 << 30)

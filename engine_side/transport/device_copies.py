@@ -55,6 +55,12 @@ class Scratch:
         self.head += skip + nbytes
         return (start + skip) % self.capacity
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether there is room for bytes, or will be once copies are over that are under way."""
+        start, tail = self.head % self.capacity, self._copies[-1][0] if self._copies else self._tail
+        skip = self.capacity - start if start + nbytes > self.capacity else 0
+        return self.head + skip + nbytes - tail <= self.capacity
+
     def add_copy(self, until: int, event: Any) -> None:
         """Note that ``event`` comes after the copy of everything that was allocated before ``head`` was ``until``."""
         self._copies.append((until, event))
@@ -104,9 +110,17 @@ class DeviceToHost:
         if self.scratch is not None:
             self.scratch.give_back(nbytes)
 
-    def free(self) -> None:
-        """Free the region reserved last, up to the ring's head, once what reads it has finished."""
-        freed = Freed((self.ring.head, 0))
+    def fits(self, nbytes: int) -> bool:
+        """Whether bytes can be reserved beside what is held and not enqueued yet."""
+        return self.scratch is None or self.scratch.fits(nbytes)
+
+    def ends(self) -> tuple[int, int]:
+        """Where the region reserved last ends: the head of the ring, and of scratch."""
+        return self.ring.head, 0 if self.scratch is None else self.scratch.head
+
+    def free(self, mark: int) -> None:
+        """Free the ring up to the end of a region, once what reads it has finished."""
+        freed = Freed((mark, 0))
         if self.scratch is None:
             self.outbox.append(freed)
         else:
@@ -131,15 +145,18 @@ class DeviceToHost:
                 return
         self.send_event(event)
 
-    def enqueue(self, runs: list[Run], at: int, base: int, nbytes: int) -> None:
-        """Enqueue runs whose ``nbytes`` lie at ``at`` of the memory reserved last, for ``base`` of the ring."""
+    def enqueue(self, runs: list[Run], at: int, base: int, nbytes: int, until: int) -> None:
+        """Enqueue runs whose ``nbytes`` lie at ``at`` of reserved memory, for ``base`` of the ring.
+
+        ``until``: scratch's head behind them.
+        """
         if self.scratch is None:
             self.outbox.extend(runs)
             return
         *others, last = runs  # the last one brings the bytes of all
         for run in others:
             self.waiting.append((run, 0, 0, 0, 0))
-        self.waiting.append((last, at, base, nbytes, self.scratch.head))
+        self.waiting.append((last, at, base, nbytes, until))
 
     @property
     def light(self) -> bool:

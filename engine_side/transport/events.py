@@ -68,6 +68,7 @@ class Run(msgspec.Struct, tag=True, array_like=True):
     steps: int = 1
     stride: int = 0
     number: int = 0  # of the first step, as every rank of the engine counts them
+    pace: int = 1  # from one step's number to the next one's
 
 
 class Freed(msgspec.Struct, tag=True, array_like=True):

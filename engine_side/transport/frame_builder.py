@@ -110,7 +110,7 @@ class FrameBuilder:
             streams=[self._stream_part(stream.name, frame.runs)
                      for stream in codecs.streams(entry.codec, width, dtype)],
             fingerprint=self._info.fingerprint, rank=self._rank, time_ns=time.time_ns(),
-            steps=msgspec.UNSET if self._part is None else [run.number + step for run in frame.runs
+            steps=msgspec.UNSET if self._part is None else [run.number + step * run.pace for run in frame.runs
                                                             for step in range(run.steps)],
         ), table
 

@@ -23,7 +23,7 @@ from schemas.codecs.registry import CODECS, GROUP, REFUSED, check_installed, exa
 from schemas.errors import CorruptError, SpecError, StoreError
 
 __all__ = ["CODECS", "DEFAULT_CODEC", "MODEL_DTYPES", "Codec", "Stream", "check_installed", "decode", "identified",
-           "is_identity", "kept_energy", "parse_codec", "streams"]
+           "is_identity", "kept_energy", "parse_codec", "row_bytes", "streams"]
 
 Array = npt.NDArray[np.generic]
 
@@ -167,6 +167,11 @@ def is_identity(text: str) -> bool:
 def streams(identity: str, width: int, dtype: str) -> tuple[Stream, ...]:
     """The streams of one row; ``width`` in numbers, ``dtype`` the model's."""
     return identified(identity).streams(width, dtype)
+
+
+def row_bytes(identity: str, width: int, dtype: str) -> int:
+    """Bytes of one encoded row of a layer, all its streams together."""
+    return sum(stream.nbytes for stream in streams(identity, width, dtype))
 
 
 def decode(identity: str, pieces: Mapping[str, Array], width: int, dtype: str) -> npt.NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""A block's own arrays, read as the plain files that they are; docs/store.md names them."""
+"""A block's own arrays, read as the plain files that they are; docs/reference/store.md names them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from api.slices.query import SliceQuery
 from schemas.manifest import STATUSES
 from tests.support.api_stack import ROOT
 
-PAGE = (ROOT / "docs" / "http.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "http.md").read_text()
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "api").rglob("*.py")))
 
 

@@ -215,7 +215,7 @@ def test_weights_that_are_loaded_anew_leave_taps_and_adapters_where_they_are(ada
 
 @pytest.mark.skipif(ON_GPU, reason="of vLLM's kernels for CPUs")
 def test_without_a_free_slot_vllm_itself_gives_requests_without_an_adapter_one(adapted: Adapted) -> None:
-    """docs/limits.md says so. It must come last: the third adapter stays in its slot."""
+    """docs/explain/what-it-does-not-do.md says so. It must come last: the third adapter stays in its slot."""
     outputs = generate(adapted.engine.llm, adapted.requests, asked=ALL_SLOTS)
     assert [said(output) for output in outputs] == [said(plain) for plain in adapted.crowded]
     for number, (plain, adapter) in enumerate(zip(adapted.crowded, ALL_SLOTS, strict=True)):

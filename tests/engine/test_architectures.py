@@ -2,8 +2,8 @@
 table, and of those whose sites are found by structure.
 
 ``make test`` runs the scheduler's features on one family and a ragged batch on a few more; ``make parity`` runs all
-features on all families and writes docs/parity.json and docs/parity.md (TAP_PARITY names the JSON file, TAP_FAMILIES
-the families, TAP_LAYOUT how a model lies on ranks: of tests/support/models/features.py).
+features on all families and writes docs/evidence/parity.json and docs/evidence/parity.md (TAP_PARITY names the JSON
+file, TAP_FAMILIES the families, TAP_LAYOUT how a model lies on ranks: of tests/support/models/features.py).
 """
 
 from __future__ import annotations

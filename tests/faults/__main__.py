@@ -1,4 +1,4 @@
-"""``make faults``: every case at full length, and docs/faults.md rewritten with what came of them.
+"""``make faults``: every case at full length, and docs/evidence/faults.md rewritten with what came of them.
 
     python -m tests.faults [ROW …] [-- PYTEST ARGUMENTS]
 """

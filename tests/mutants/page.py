@@ -1,4 +1,4 @@
-"""The part of docs/faults.md that ``make mutants`` writes: the rest of the page is ``make faults``'s."""
+"""The part of docs/evidence/faults.md that ``make mutants`` writes: the rest of the page is ``make faults``'s."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from tests.mutants.table import Mutant
 from tests.support.store_helpers import ROOT
 
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "evidence" / "faults.md"
 TITLE = "\n## Mutants\n"
 HEAD = """
 Written by `make mutants` ({when}); `make mutants K="fs: journal:"` runs some and writes their lines alone. Tests are

@@ -1,4 +1,5 @@
-"""Takes docs/page.png and docs/probe.png: the page with captures of a small model of twelve layers that serves for it.
+"""Takes docs/images/page.png and docs/images/probe.png: the page with captures of a small model of
+twelve layers that serves for it.
 
 Run as ``python -m tests.programs.page_picture``; needs what tests/api/page/test_page.py needs.
 """
@@ -59,8 +60,8 @@ def main() -> int:
             browser = player.chromium.launch(executable_path=shutil.which("chromium"), args=ARGS)
             page = browser.new_page(viewport={"width": 1280, "height": 980})
             page.goto(f"{URL}/#{captures['a-river-of-words']}")
-            _take_map(page, ROOT / "docs" / "page.png")
-            _take_probe(page, ROOT / "docs" / "probe.png")
+            _take_map(page, ROOT / "docs" / "images" / "page.png")
+            _take_probe(page, ROOT / "docs" / "images" / "probe.png")
             browser.close()
     finally:
         server.terminate()

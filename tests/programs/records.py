@@ -66,19 +66,19 @@ def main(store: Path) -> None:
     seen["environment"] = [name for name in os.environ if name.startswith("VLLM_TAP_")]
     seen["goes_on"] = len(llm.generate(prompts[:1], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs)
     shut_down(llm)
-    block, = (block for block in blocks("python", "docs/howto_research.md") if "from vllm import" in block)
+    block, = (block for block in blocks("python", "docs/howto/look-inside.md") if "from vllm import" in block)
     text = block.replace('LLM("Qwen/Qwen3-0.6B")', "LLM(MODEL, **OPTIONS)").replace('"captures"', "STORE")
     space: dict[str, Any] = {"__name__": "__main__", "MODEL": str(model("qwen3")), "OPTIONS": options, "STORE": store}
-    exec(compile(text, "docs/howto_research.md", "exec"), space)  # noqa: S102
+    exec(compile(text, "docs/howto/look-inside.md", "exec"), space)  # noqa: S102
     seen["page"] = [space["rows"].shape, [*space["outputs"][0].prompt_token_ids,
                                           *space["outputs"][0].outputs[0].token_ids]]
     shut_down(space["llm"])
     save_file({"directions": np.ones((2, 256), np.float32)}, store.parent / "tone.safetensors",
               {"site": "resid_post", "layer": "2"})
-    block, = (block for block in blocks("python", "docs/howto_probe.md") if "from vllm import" in block)
+    block, = (block for block in blocks("python", "docs/howto/probes.md") if "from vllm import" in block)
     text = block.replace('LLM("Qwen/Qwen3-0.6B")', "LLM(MODEL, **OPTIONS)").replace('"captures"', "STORE")
     space["PROBE"] = store.parent / "tone.safetensors"
-    exec(compile(text.replace('"tone.safetensors"', "PROBE"), "docs/howto_probe.md", "exec"), space)  # noqa: S102
+    exec(compile(text.replace('"tone.safetensors"', "PROBE"), "docs/howto/probes.md", "exec"), space)  # noqa: S102
     seen["probe"] = [space["tone"].shape, [*space["outputs"][0].prompt_token_ids,
                                            *space["outputs"][0].outputs[0].token_ids], space["tone"].tolist()]
     print("SEEN", json.dumps(seen), flush=True)

@@ -151,7 +151,7 @@ def test_the_scraper_finds_what_the_dashboard_asks_for(service: tuple[Compose, h
 
 
 def test_the_dashboard_and_the_scraper_name_what_exists() -> None:
-    page = "".join((ROOT / "docs" / name).read_text() for name in ("operations.md", "http.md"))
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("reference/operations.md", "reference/http.md"))
     for name in asked():
         assert f"`{re.sub('_bucket$', '', name)}`" in page, name
     compose_file = (ROOT / "docker" / "compose.yml").read_text()
@@ -161,7 +161,7 @@ def test_the_dashboard_and_the_scraper_name_what_exists() -> None:
 
 
 def test_every_variable_is_described_with_its_default() -> None:
-    page = (ROOT / "docs" / "deployment.md").read_text()
+    page = (ROOT / "docs" / "howto" / "containers.md").read_text()
     named = dict(re.findall(r"\$\{([A-Z_]+):([-?][^}]*)\}", (ROOT / "docker" / "compose.yml").read_text()))
     assert len(named) > 10
     for name in named:

@@ -25,7 +25,7 @@ from schemas.manifest import REASONS, STATUSES
 from schemas.sites import SITES
 from schemas.spec import CaptureSpec
 from tests.support.pages import walk
-from tests.support.pages.reference_pages import DOCS, commands, commands_page, with_limits
+from tests.support.pages.reference_pages import DOCS, PARTS, commands, commands_page, with_parts
 from tests.support.processes import free_port
 from tests.support.store_helpers import WriterProcess
 
@@ -119,18 +119,18 @@ def targets() -> set[str]:
 
 # By kind: what there is, and the pages where one looks for it, each name in a span or block of code.
 KINDS: Final[dict[str, tuple[Callable[[], Iterable[str]], tuple[str, ...]]]] = {
-    "settings": (settings, ("docs/tap.md", "docs/operations.md", "docs/http.md")),
-    "flags of processes": (process_flags, ("docs/http.md", "docs/operations.md")),
-    "metrics": (metrics, ("docs/http.md", "docs/operations.md")),
-    "routes": (routes, ("docs/http.md",)),
-    "error codes": (codes, ("docs/http.md",)),
-    "reasons of missing rows": (lambda: REASONS, ("docs/store.md",)),
-    "statuses": (lambda: STATUSES, ("docs/http.md",)),
-    "fields of a spec": (spec_fields, ("README.md",)),
-    "sites": (lambda: SITES, ("README.md",)),
-    "codecs": (lambda: CODECS, ("docs/codecs.md",)),
-    "formats and dtypes": (lambda: [*FORMATS, *DTYPES], ("docs/http.md",)),
-    "settings of the compose file": (compose_settings, ("docs/deployment.md",)),
+    "settings": (settings, ("docs/explain/tap.md", "docs/reference/operations.md", "docs/reference/http.md")),
+    "flags of processes": (process_flags, ("docs/reference/http.md", "docs/reference/operations.md")),
+    "metrics": (metrics, ("docs/reference/http.md", "docs/reference/operations.md")),
+    "routes": (routes, ("docs/reference/http.md",)),
+    "error codes": (codes, ("docs/reference/http.md",)),
+    "reasons of missing rows": (lambda: REASONS, ("docs/reference/store.md",)),
+    "statuses": (lambda: STATUSES, ("docs/reference/http.md",)),
+    "fields of a spec": (spec_fields, ("docs/reference/spec.md",)),
+    "sites": (lambda: SITES, ("docs/reference/spec.md",)),
+    "codecs": (lambda: CODECS, ("docs/reference/codecs.md",)),
+    "formats and dtypes": (lambda: [*FORMATS, *DTYPES], ("docs/reference/http.md",)),
+    "settings of the compose file": (compose_settings, ("docs/howto/containers.md",)),
     "make targets": (targets, ("CONTRIBUTING.md",)),
 }
 _CODE: Final = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
@@ -161,21 +161,21 @@ def test_what_is_taken_off_its_page_is_missed(kind: str) -> None:
 
 
 def test_every_command_and_flag_is_on_its_page_as_the_code_has_it() -> None:
-    page = (DOCS / "commands.md").read_text()
+    page = (DOCS / "reference/commands.md").read_text()
     assert page == commands_page(), "python -m tests.support.pages.reference_pages"
     assert all(f"`{name.rpartition(' ')[2]}`" in page for name in flags())
 
 
-def test_every_limit_is_on_its_page_as_the_code_has_it() -> None:
-    page = (DOCS / "limits.md").read_text()
-    assert page == with_limits(page), "python -m tests.support.pages.reference_pages"
+@pytest.mark.parametrize("name", PARTS)
+def test_tables_are_on_their_page_as_the_code_has_them(name: str) -> None:
+    assert (DOCS / name).read_text() == with_parts(name), "python -m tests.support.pages.reference_pages"
 
 
 def test_the_index_leads_to_every_page() -> None:
-    index = (DOCS / "README.md").read_text()
-    for path in DOCS.glob("*.md"):
-        assert path.name == "README.md" or f"({path.name}" in index, path.name
-    assert "docs/README.md" in (ROOT / "README.md").read_text()
+    index = (DOCS / "index.md").read_text()
+    for path in sorted(DOCS.rglob("*.md")):
+        assert path.name == "index.md" or f"({path.relative_to(DOCS)}" in index, path
+    assert "docs/index.md" in (ROOT / "README.md").read_text()
 
 
 def anchors(page: Path) -> set[str]:
@@ -185,9 +185,19 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_to_parts_of_pages_lead_there() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]:
         for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
             assert anchor in anchors(page.parent / file if file else page), f"{page.name}: {file}#{anchor}"
+
+
+def test_messages_are_quoted_as_the_code_says_them() -> None:
+    said = set(strings(*SHIPPED))
+    page = (DOCS / "howto" / "troubleshooting.md").read_text()
+    symptoms = re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
+    quoted = [text for symptom in symptoms for text in re.findall(r"`([^`]+)`", symptom)]
+    assert len(quoted) > 15
+    names = {"MissingRows", "NotComplete", "int8b64", "q", "k"}
+    assert [text for text in quoted if text not in names and not any(text in one for one in said)] == []
 
 
 # ── recipes ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -234,7 +244,7 @@ def stale(page: str) -> list[str]:
     return wrong
 
 
-RECIPES: Final = ("extend.md", "walk.md")
+RECIPES: Final = ("howto/extend.md", "explain/walk.md")
 
 
 @pytest.mark.parametrize("page", RECIPES)

@@ -49,7 +49,7 @@ def run(page: str, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
 
 @needs_more
 def test_the_page_for_sae_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    space = run("docs/howto_sae.md", stack, monkeypatch)
+    space = run("docs/howto/sae-training.md", stack, monkeypatch)
     assert space["losses"][-1] < space["losses"][0] and space["provider"].d_in == WIDTH
     assert space["x"].shape == space["y"].shape == (len(space["tokens"]), WIDTH)
     assert space["table"].column_names[-1] == "resid_post.2"
@@ -57,15 +57,21 @@ def test_the_page_for_sae_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch) -
 
 @needs_more
 def test_the_page_for_researchers(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    space = run("docs/howto_research.md", stack, monkeypatch)
+    space = run("docs/howto/look-inside.md", stack, monkeypatch)
     assert space["part"].values.shape == (2, 6, WIDTH) and np.isfinite(space["norms"].values).all()
     assert set(space["directions"]) == set(range(LAYERS)) and len(space["found"]) == 20
     assert space["last"].shape == (1, WIDTH) and len(space["table"]) == len(space["rows"])
 
 
+@needs_more
+def test_the_page_for_those_who_come_from_elsewhere(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = run("docs/howto/coming-from.md", stack, monkeypatch)
+    assert space["last"].shape == (WIDTH,) and f"blocks.{LAYERS - 1}.hook_resid_post" in space["cache"]
+
+
 def test_the_page_for_safety_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The played engine has a probe of that name, of which the page's own file is no part."""
-    space = run("docs/howto_probe.md", stack, monkeypatch)
+    space = run("docs/howto/probes.md", stack, monkeypatch)
     found = load_probe(Registered("tone", stack.store.parent / "tone.safetensors"))
     assert (found.about.site, found.about.layer, found.about.names) == ("resid_post", 2, ["glad", "sad"])
     glad, sad = (found.directions @ space[name].mean(0) + found.bias for name in ("glad", "sad"))
@@ -76,7 +82,7 @@ def test_the_page_for_safety_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_block_is_left_out_by_accident() -> None:
-    pages = ("docs/howto_sae.md", "docs/howto_research.md", "docs/howto_probe.md")
+    pages = ("docs/howto/sae-training.md", "docs/howto/look-inside.md", "docs/howto/probes.md")
     left = [block for page in pages for block in blocks("python", page)
             if any(word in block for word in NEEDS_VLLM)]
     assert len(left) == 3

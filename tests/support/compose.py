@@ -124,7 +124,7 @@ def main() -> int:
     """Builds both images; 2 where there is no engine for containers."""
     compose = engine()
     if compose is None:
-        print(f"neither a Docker engine, nor root with {', '.join(NEEDED)}; see docs/deployment.md")
+        print(f"neither a Docker engine, nor root with {', '.join(NEEDED)}; see docs/howto/containers.md")
         return 2
     if not compose.podman:
         compose.compose("build", "writer", timeout_s=1800)

@@ -1,7 +1,7 @@
 """``python -m tests.survey [ARCHITECTURE …]``: a small random model of every architecture, each in a child process.
 
-What came of each is printed as it comes, and written to docs/models.json, where other architectures keep theirs, and
-to docs/models.md.
+What came of each is printed as it comes, and written to docs/evidence/models.json, where other architectures keep
+theirs, and to docs/evidence/models.md.
 """
 
 from __future__ import annotations

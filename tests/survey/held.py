@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from engine_side.tap.architectures import Family
 from engine_side.tap.taps import Call, rule_of
 
-# Rows of heads and of the MLP's width have other names and shapes in Hugging Face: docs/parity.md holds them.
+# Rows of heads and of the MLP's width have other names and shapes in Hugging Face: docs/evidence/parity.md holds them.
 HELD: Final = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "attn_out_raw", "mlp_out_raw", "embed",
                "final_norm")
 Key = tuple[str, int]  # site, layer

@@ -1,4 +1,4 @@
-"""docs/models.md: what came of every architecture, from docs/models.json."""
+"""docs/evidence/models.md: what came of every architecture, from docs/evidence/models.json."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-JSON: Final = Path(__file__).parents[2] / "docs" / "models.json"
+JSON: Final = Path(__file__).parents[2] / "docs" / "evidence" / "models.json"
 PAGE: Final = JSON.with_suffix(".md")
 BAR: Final = 1e-4  # of a row's length, in float32
 _WORDS: Final = {"admitted": "admitted", "refused": "refused", "not started": "not started here"}
 _HEAD: Final = """# Models
 
 What the start does with every text architecture that vLLM knows: a small model of each (three layers, random
-weights) is loaded on a CPU, and the search of its sites ([how it works](tap.md#models-that-are-in-no-table)) is run
-on it. Written by `make survey`.
+weights) is loaded on a CPU, and the search of its sites ([how it works](../explain/tap.md#models-that-are-in-no-table))
+is run on it. Written by `make survey`.
 
 {counts}
 

@@ -1,4 +1,4 @@
-"""docs/models.md is what docs/models.json says, and that is what the README promises."""
+"""docs/evidence/models.md is what docs/evidence/models.json says, and that is what the README promises."""
 
 from __future__ import annotations
 

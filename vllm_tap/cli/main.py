@@ -21,7 +21,7 @@ from schemas.errors import ArgumentError, TapError
 from schemas.legacy import FLAGS
 from schemas.manifest import STATUSES
 from schemas.probes import parse_probes
-from vllm_tap.cli import fidelity, keys, sites, upkeep, verify
+from vllm_tap.cli import fidelity, keys, sites, sizes, upkeep, verify
 from vllm_tap.cli.options import (
     ActBits,
     ActMode,
@@ -297,6 +297,7 @@ def _print_versions(asked: bool) -> None:
 
 
 sites.add(app)
+sizes.add(app)
 verify.add(app)
 fidelity.add(app)
 upkeep.add(app)

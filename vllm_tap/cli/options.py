@@ -44,8 +44,8 @@ Probes = Annotated[list[str] | None, typer.Option(
 Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …; resid_post.12 "
                                        "taps a layer alone.")]
 Edit = Annotated[str, typer.Option(help="Sites whose rows requests may have changed, comma-separated: resid_post, "
-                                        "attn_out, z, … (docs/edits.md), each in every layer or, as resid_post.12, in "
-                                        "one.")]
+                                        "attn_out, z, … (docs/howto/edits.md), each in every layer or, as "
+                                        "resid_post.12, in one.")]
 EditDepth = Annotated[int | None, typer.Option(help="Edits that a row may have at one site and layer (default 2).")]
 EditRows = Annotated[int | None, typer.Option(help="Rows that edits with one for each position (set, rows) may hold at "
                                                    "once, of all requests together (default 256).")]

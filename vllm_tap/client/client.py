@@ -187,7 +187,10 @@ class Client:
         return _run(self._client.wait(refs, timeout_s, progress=progress))
 
     def delete(self, ref: str) -> None:
-        """Hides a capture for good; NotFound where there is none, Conflict while it is held."""
+        """Delete a capture: hidden at once, erased from the disk within seconds.
+
+        Raises NotFound if there is none, Conflict while it is held.
+        """
         _run(self._client.delete(ref))
 
     def hold(self, ref: str) -> None:

@@ -280,8 +280,9 @@ def activations(store: str | Path | Store, hook_name: str, batch: int = 4096, **
     ``rows``; SpecError where that rank has no rows. Every batch has ``batch`` rows. ``state_dict`` and
     ``load_state_dict`` let another process go on.
 
-    >>> for x in itertools.islice(activations("captures", "blocks.12.hook_resid_post"), 10_000):  # doctest: +SKIP
-    ...     loss = train(x)                                                       # float32 [4096, d_in]
+    Examples:
+        >>> for x in itertools.islice(activations("captures", "blocks.12.hook_resid_post"), 10_000):  # doctest: +SKIP
+        ...     loss = train(x)                                                       # float32 [4096, d_in]
     """
     data = rows(store, hook_name, batch=batch, **options)
     return Activations(data)

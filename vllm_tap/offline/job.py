@@ -81,7 +81,7 @@ class CaptureJob:
         """
         if self.arm is not None:
             return self.arm
-        layers = _numbers("--layers", self.layers)
+        layers = read_numbers("--layers", self.layers)
         numbers = layers if isinstance(layers, list) and layers else [None]
         places = [(site, number if fixed is None and SITES[site].per_layer and SITES[site].width in _EVERYWHERE
                    else fixed) for site, fixed in self._named() for number in numbers]
@@ -127,8 +127,8 @@ class CaptureJob:
 
     def spec(self) -> CaptureSpec:
         """The spec that every prompt gets; ArgumentError that names the flag where it is malformed."""
-        asked: dict[str, Any] = {"codec": self.codec, "layers": _numbers("--layers", self.layers),
-                                 "positions": _numbers("--positions", self.positions)}
+        asked: dict[str, Any] = {"codec": self.codec, "layers": read_numbers("--layers", self.layers),
+                                 "positions": read_numbers("--positions", self.positions)}
         if self.sites is not None:
             asked["sites"] = [name.strip() for name in self.sites.split(",")]
         if self.probes:
@@ -146,8 +146,10 @@ def _armed_for_edits(model: str, engine_args: tuple[str, ...], arms: EditArms, p
     return None if config is None else config.armed_for_edits(arms, probes)
 
 
-def _numbers(flag: str, text: str) -> object:
-    """``[0, 5]`` of "0,5", the value of JSON text, else the text itself (a name or a slice)."""
+def read_numbers(flag: str, text: str) -> object:
+    """Layers or positions of a flag: ``[0, 5]`` of "0,5", the value of JSON text, else the text itself (a name
+    or a slice).
+    """
     if text.strip().startswith("["):
         try:
             return json.loads(text)

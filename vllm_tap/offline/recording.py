@@ -127,8 +127,9 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
 def capture_args(**spec: Any) -> dict[str, str]:
     """``extra_args`` for ``SamplingParams`` that capture a request as the fields of ``spec`` say.
 
-    >>> capture_args(sites=["resid_post"], layers=[12], positions="last_prompt")         # doctest: +SKIP
-    {'capture': '{"sites":["resid_post"],"layers":[12],"positions":"last_prompt"}'}
+    Examples:
+        >>> capture_args(sites=["resid_post"], layers=[12], positions="last_prompt")         # doctest: +SKIP
+        {'capture': '{"sites":["resid_post"],"layers":[12],"positions":"last_prompt"}'}
 
     SpecError on a field that cannot be had; TapError where no recording is running, since nothing would be captured.
     """

@@ -1,7 +1,7 @@
 """Writer, engine and API as one: started in order, watched, stopped in order, nothing left behind.
 
-What happens when a child dies (docs/operations.md): the writer and the API are started again, after a growing pause
-and at most RESTARTS_MAX times in RESTARTS_WINDOW_S; the engine's death ends the whole with status 1, because its
+What happens when a child dies (docs/reference/operations.md): the writer and the API are started again, after a growing
+pause and at most RESTARTS_MAX times in RESTARTS_WINDOW_S; the engine's death ends the whole with status 1, because its
 model would take minutes to come back and its callers have lost their requests anyway. A child that dies before it was
 ever ready ends the whole too: it would only die again. Status 2 says that it did not take its arguments.
 

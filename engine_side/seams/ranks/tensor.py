@@ -1,34 +1,35 @@
-"""The ranks of a tensor-parallel engine, as vLLM has them: who this one is, how wide whole rows are, and what all of
-them agree on while they start. Nothing here is asked in a step.
+"""The ranks of an engine, as vLLM has them: who this one is, how wide whole rows are, and what tells the model apart
+from others however many ranks there are. Nothing here is asked in a step.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from engine_side.config import GROUP
 from engine_side.seams.front_end import widths_of
+from engine_side.seams.ranks.agreement import of_shares, of_stages, the_same
 from engine_side.tap.architectures import SHARED_OUT, TapPoint, of_model
 from engine_side.worker import Seat
 from schemas.errors import StartError
 
-__all__ = ["group_of", "seat_of", "the_same", "together", "whole_heads", "whole_width"]
+__all__ = ["fingerprint", "group_of", "seat_of", "whole_width"]
 
 
 def seat_of(parallel: Any) -> Seat:
     """The place of this process among the ranks of its engine."""
-    if parallel.tensor_parallel_size == 1:
+    shares, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if shares * stages == 1:
         return Seat()
-    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
-    return Seat(int(get_tensor_model_parallel_rank()),
-                max(1, parallel.tensor_parallel_size // max(1, getattr(parallel, "nnodes_within_dp", 1))))
+    return Seat(int(get_pp_group().rank_in_group * shares + get_tensor_model_parallel_rank()),
+                max(1, shares * stages // max(1, getattr(parallel, "nnodes_within_dp", 1))), stages)
 
 
 def group_of(vllm_config: Any) -> str:
@@ -37,7 +38,7 @@ def group_of(vllm_config: Any) -> str:
     StartError where who started the engine gave its processes none.
     """
     parallel = vllm_config.parallel_config
-    if parallel.tensor_parallel_size == 1:
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
         return ""
     if not (started := os.environ.get(GROUP, "")):
         raise StartError(f"vllm-tap: {GROUP} is not set in this process: give all ranks of an engine the same one")
@@ -57,61 +58,34 @@ def whole_width(point: TapPoint, model_config: Any) -> int:
     return int(widths_of(model_config)[point.site] or point.width)
 
 
-def the_same(text: str) -> str:
-    """What the first rank says, on every rank."""
-    if not _several():
-        return text
-    from vllm.distributed import get_tp_group
-
-    return str(get_tp_group().broadcast_object(text, src=0))
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """StartError on every rank where one of them raised it: the others would wait for it in the next step."""
-    error: StartError | None = None
-    try:
-        yield
-    except StartError as raised:
-        error = raised
-    if _several():
-        from vllm.distributed import get_tp_group
-
-        told: list[str] = [""] * get_tp_group().world_size
-        torch.distributed.all_gather_object(told, "" if error is None else str(error), group=get_tp_group().cpu_group)
-        rank, other = next(((rank, text) for rank, text in enumerate(told) if text), (0, ""))
-        if error is None and other:
-            raise StartError(f"{other} (said by tensor-parallel rank {rank})")
-    if error is not None:
-        raise error
+def fingerprint(model: nn.Module, model_config: Any) -> str:
+    """xxh3 of the model's configuration and of the first bytes of a few of its parameters: the same on every rank, and
+    of one rank.
+    """
+    digest = xxhash.xxh3_128(model_config.hf_config.to_json_string().encode())
+    # The same with vLLM's layers for adapters around the model's own.
+    own = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
+    parameters = sorted({name for names in of_stages(list(own)) for name in names})
+    chosen, whole = parameters[:: max(1, len(parameters) // 16)], _whole_heads(model)
+    first = {name: whole.get(id(own[name]), own[name].detach()).flatten()[:_NUMBERS].float().cpu().numpy().tobytes()
+             for name in chosen if name in own}
+    told = of_stages(first)
+    for name in chosen:
+        digest.update(name.encode())
+        digest.update(next(stage[name] for stage in told if name in stage))
+    return the_same(digest.hexdigest())
 
 
-def whole_heads(model: nn.Module) -> dict[int, torch.Tensor]:
+def _whole_heads(model: nn.Module) -> dict[int, torch.Tensor]:
     """By id, of weights whose columns ranks share out, the first rows put together: [rows, all columns]."""
-    if not _several():
-        return {}
-    from vllm.distributed import get_tp_group
-
-    found = {}
+    found: dict[int, torch.Tensor] = {}
     for module in model.modules():
         width, share = (getattr(module, name, 0) for name in ("input_size", "input_size_per_partition"))
         weight = getattr(module, "weight", None)
         if share < width and isinstance(weight, nn.Parameter) and weight.shape[1:] == (share,):
-            rows = weight.detach()[: -(-_NUMBERS // width)].float().cpu()
-            told: list[Any] = [None] * get_tp_group().world_size
-            torch.distributed.all_gather_object(told, rows.numpy(), group=get_tp_group().cpu_group)
+            told = of_shares(weight.detach()[: -(-_NUMBERS // width)].float().cpu().numpy())
             found[id(weight)] = torch.cat([torch.from_numpy(each) for each in told], dim=1)
     return found
 
 
 _NUMBERS = 256  # of a parameter that a fingerprint sees
-
-
-def _several() -> bool:
-    from vllm.distributed import model_parallel_is_initialized
-
-    if not model_parallel_is_initialized():
-        return False
-    from vllm.distributed import get_tensor_model_parallel_world_size
-
-    return bool(get_tensor_model_parallel_world_size() > 1)

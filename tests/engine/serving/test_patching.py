@@ -1,4 +1,4 @@
-"""docs/patching.md as it stands: its service, its block, and every cell of its picture against Hugging Face."""
+"""docs/howto/patching.md as it stands: its service, its block, and every cell of its picture against Hugging Face."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RIGHT, WRONG = 1248, 1986
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PatchSweep]:
     """What the page's block makes, in a folder of its own."""
     folder, port, engine_port = tmp_path_factory.mktemp("patching"), free_port(), free_port()
-    command, = (block for block in blocks("console", "docs/patching.md") if "serve" in block)
+    command, = (block for block in blocks("console", "docs/howto/patching.md") if "serve" in block)
     environment = {key: value for key, value in (os.environ | ENVIRONMENT).items() if not key.startswith("VLLM_TAP_")}
     words = [*command.split()[2:], "--port", str(port), "--engine-port", str(engine_port), "--store",
              str(folder / "captures"), "--", "--max-model-len", "256", "--max-num-seqs", "16"]
@@ -39,8 +39,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PatchSweep]:
     with serving(words, environment | {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "PYTHONPATH": str(ROOT)}), \
             pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        block, = blocks("python", "docs/patching.md")
-        exec(compile(block.replace("8100", str(port)), "docs/patching.md", "exec"), space)  # noqa: S102
+        block, = blocks("python", "docs/howto/patching.md")
+        exec(compile(block.replace("8100", str(port)), "docs/howto/patching.md", "exec"), space)  # noqa: S102
         space["client"].close()
     assert (folder / "patching.png").read_bytes().startswith(b"\x89PNG")
     if into := os.environ.get("TAP_PICTURE"):  # of the page, drawn anew

@@ -47,9 +47,9 @@ def test_a_script_that_records(tmp_path: Path, reference_of: Callable[[str], Ref
     assert seen["manifests"] == ["complete"] * 2 and seen["samples"] == [True, True]
     tokens = seen["tokens"]
     assert [shape[0] for shape in seen["shapes"]] == [len(one) - 1 for one in tokens]
-    assert seen["page"][0][0] == len(seen["page"][1]) - 1  # the block of docs/howto_research.md
+    assert seen["page"][0][0] == len(seen["page"][1]) - 1  # the block of docs/howto/look-inside.md
     assert np.array_equal(seen["edited"], np.ones((5, 256))) and seen["edits"][0]["vector"] == "ones"
-    shape, one, scores = seen["probe"]  # the block of docs/howto_probe.md
+    shape, one, scores = seen["probe"]  # the block of docs/howto/probes.md
     assert shape == [len(one) - 1, 2]
     sums = reference_of("qwen3").rows(tuple(one))["resid_post", 2][:-1].sum(-1, keepdims=True)
     assert np.abs(np.asarray(scores) - sums).max() < 1e-3 * np.abs(sums).max()

@@ -160,10 +160,10 @@ def test_a_chat_request_and_its_slices_by_every_name(service: Service) -> None:
 
 def test_a_request_straight_to_vllm_is_read_like_any_other(service: Service) -> None:
     """As the page for researchers has it: a vLLM server with the plugin, its spec in vllm_xargs, no gateway."""
-    block, = (block for block in blocks("python", "docs/howto_research.md") if "vllm_xargs" in block)
+    block, = (block for block in blocks("python", "docs/howto/look-inside.md") if "vllm_xargs" in block)
     space: dict[str, Any] = {"STORE": service.store}
     text = block.replace("http://127.0.0.1:8101", service.vllm_url).replace('"captures"', "STORE")
-    exec(compile(text, "docs/howto_research.md", "exec"), space)  # noqa: S102
+    exec(compile(text, "docs/howto/look-inside.md", "exec"), space)  # noqa: S102
     manifest, rows = space["manifest"], space["rows"]
     assert manifest.status == "complete" and len(rows) == manifest.total_len - 1
     tokens = (*manifest.prompt_token_ids, *manifest.output_token_ids)

@@ -197,7 +197,7 @@ def test_a_quantized_layer_is_given_rows_not_codes() -> None:
     ({"kv_sharing_fast_prefill": True}, {}, "kv_sharing_fast_prefill: layers that share .*: switch it off"),
     ({}, {"use_ubatching": True}, "dual-batch overlap .*: switch it off"),
     ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2: a rank has only its share of z; probe or edit other"),
-    ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: valid: 1"),
+    ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: edits have not been shown"),
     ({}, {"data_parallel_size": 2}, "data_parallel_size=2: .* edits have not been shown to be right; leave --edit"),
     ({}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2: a rank has only its share"),
 ])
@@ -214,3 +214,24 @@ def test_a_step_whose_rows_are_not_those_of_its_tokens_is_refused(cache: dict[st
     start({}, {})
     with pytest.raises(StartError, match=said):
         start(cache, parallel)
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    ({"speculative_config": SimpleNamespace(method="ngram")}, "rows of drafts .* leave speculative_config out"),
+    ({"lora_config": object()}, "adapters .* leave enable_lora out"),
+    ({"data_parallel_size": 2}, "with data_parallel_size=2: .* run without one of them"),
+    ({"edit": ("resid_post",)}, "edits .* leave --edit"),
+])
+def test_what_was_not_shown_on_the_stages_of_a_pipeline_is_refused(more: dict[str, Any], said: str) -> None:
+    def start(**more: Any) -> None:
+        plan: Any = SimpleNamespace(touched=["q"], asked={}, probes={}, family=object(),
+                                    config=SimpleNamespace(edit=more.get("edit", ())))
+        parallel = SimpleNamespace(pipeline_parallel_size=2, tensor_parallel_size=1, use_ubatching=False,
+                                   data_parallel_size=more.get("data_parallel_size", 1))
+        _check_parallel(plan, SimpleNamespace(
+            cache_config=None, parallel_config=parallel, speculative_config=more.get("speculative_config"),
+            lora_config=more.get("lora_config")))
+
+    start()
+    with pytest.raises(StartError, match=f"pipeline_parallel_size=2.* {said}"):
+        start(**more)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine_side.seams import loader, projections, unchanged
-from engine_side.seams.tapping import _fingerprint
+from engine_side.seams.ranks.tensor import fingerprint
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
 from engine_side.tap.staging import Staging, allocate
@@ -89,13 +89,13 @@ def test_taps_go_into_the_layer_with_adapters_and_know_the_models_own_inside() -
 
 def test_a_model_is_the_same_one_with_and_without_layers_for_adapters() -> None:
     model, config = Attention(), SimpleNamespace(hf_config=SimpleNamespace(to_json_string=str))
-    before = _fingerprint(model, config)
+    before = fingerprint(model, config)
     around = nn.Module()
     around.base_layer = model.qkv_proj
     model.qkv_proj = around
-    assert _fingerprint(model, config) == before
+    assert fingerprint(model, config) == before
     around.base_layer.weight.data += 1
-    assert _fingerprint(model, config) != before
+    assert fingerprint(model, config) != before
 
 
 def test_a_projection_with_adapters_is_copied() -> None:

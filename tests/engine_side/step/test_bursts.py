@@ -59,22 +59,24 @@ def ring() -> Iterator[Ring]:
     full=st.booleans(),
     has_prompt=st.sets(st.integers(0, 69)), alone=st.booleans(), ahead=st.booleans(), lasting=st.booleans(),
     late=st.none() | st.tuples(st.sampled_from([4096, 8192, 1 << 15]), st.lists(st.integers(0, 5), min_size=70)),
+    batches=st.sampled_from([1, 1, 2, 3]),
 )
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=kernel_test)])
 def test_every_row_once_or_lost(
     ring: Ring, compiled: bool, requests: list[tuple[dict[str, object] | None, int, int, int]],
     stalls: list[tuple[int, int, int]], full: bool, has_prompt: set[int], alone: bool, ahead: bool, lasting: bool,
-    late: tuple[int, list[int]] | None
+    late: tuple[int, list[int]] | None, batches: int
 ) -> None:
     """Requests (spec, prompt, answer, step at which they come); a stall (request, step, steps) holds one back; rows of
     steps with a prompt, and ``ahead`` of others that are selected anew, are taken with the next call, of any kind.
     ``lasting``: token ids and positions lie in the same memory in every step, as runners on a GPU have them.
     ``late``: bytes of scratch before the ring, and how many copies between them are made after each step.
+    ``batches``: that are under way at once, as a pipeline has them: requests are in one each.
     """
     ring.shared.tail = ring.head
     armed = staging()
     with late_to_host(ring, late[0]) if late else nullcontext((DeviceToHost(HOST, ring), None)) as (to_host, copies):
-        recorder = Recorder(armed, "float32", "drop", to_host, alone, alone and ahead)
+        recorder = Recorder(armed, "float32", "drop", to_host, alone, alone and ahead, batches=batches)
         recorder.layouts.kernel_cache.on_device = False  # nothing is compiled beside the steps
         if compiled:
             recorder.layouts.kernel_cache.ready.add(("raw", WIDTH))
@@ -94,7 +96,8 @@ def play(recorder: Recorder, armed: Staging, requests: list[tuple[dict[str, obje
     for number in range(70):
         held = {i for i, begin, n in stalls if begin <= number < begin + n}
         batch = [i for i, (_, prompt, answer, at) in enumerate(requests)
-                 if at <= number and done[i] < prompt + answer and i not in held]
+                 if at <= number and done[i] < prompt + answer and i not in held
+                 and i % recorder.bursts.batches == number % recorder.bursts.batches]
         for i in batch:
             spec, prompt, _, _ = requests[i]
             if done[i] == 0 and spec is not None:
@@ -112,9 +115,9 @@ def play(recorder: Recorder, armed: Staging, requests: list[tuple[dict[str, obje
                 positions, ids = (to[: len(rows)].copy_(it) for to, it in zip(kept, (positions, ids), strict=True))
             # A seam asks first, with whatever lies behind its numbers.
             taken = number % 2 and recorder.bursts.take_next(names, np.append(first, first[-1:]), len(rows), ids,
-                                                             positions)
+                                                             positions, number)
             if not taken:
-                recorder.after_step(Step(names, np.cumsum([0, *counts]), first, positions, ids))
+                recorder.after_step(Step(names, np.cumsum([0, *counts]), first, positions, ids, number=number))
         for i, p in rows:
             if i in tickets:
                 asked.update(wanted(i, tickets[i], requests[i][1], p))
@@ -186,6 +189,50 @@ def test_rows_tell_the_step_that_computed_them_in_bursts_too(ring: Ring) -> None
     for site in {run.entry.site for run in runs}:
         assert [(run.number + k, int(run.position[0]) + k) for run in runs if run.entry.site == site
                 for k in range(run.steps)] == steps
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("batches", [2, 3])
+def test_batches_in_turns_are_chosen_anew_no_more_often_than_one(batches: int, empty: bool) -> None:
+    """Each goes on with its own burst, and its rows tell the steps that computed them; ``empty``: steps in which nobody
+    takes part come in between.
+    """
+    ring = Ring(1 << 20, pinned=False)
+
+    def chosen(groups: list[list[str]], batches: int) -> tuple[int, dict[str, list[tuple[int, int]]]]:
+        to_host = DeviceToHost(torch.device("cpu"), ring)
+        recorder = Recorder(staging(), "float32", "drop", to_host, batches=batches)
+        for name in [name for group in groups for name in group]:
+            recorder.open(name, ticket_of({"codec": "raw", "sites": ["mlp_out"]}), [1], 0)
+        number, found = 0, dict[str, list[tuple[int, int]]]()
+        for position in range(1, 41):
+            for group in groups:
+                number += 1
+                at = torch.full((len(group),), position)
+                recorder.before_step(len(group))
+                first = np.full(len(group), position, np.int32)
+                if not recorder.bursts.take_next(group, first, len(group), at.int(), at, number):
+                    recorder.after_step(Step(group, np.arange(len(group) + 1), first, at, at.int(), number=number))
+                if empty:
+                    number += 1
+                    recorder.before_step(0)
+        recorder.flush()
+        names = {slot: name for name, slot in recorder.captures.slot_of.items()}
+        for run in recorder.outbox:
+            if isinstance(run, Run):
+                for row, slot in enumerate(run.slot.tolist()):
+                    found.setdefault(names[slot], []).extend(
+                        (run.number + run.pace * step, int(run.position[row]) + step) for step in range(run.steps))
+        return recorder.chosen, found
+
+    groups = [[f"{batch}{request}" for request in "ab"] for batch in range(batches)]
+    several, found = chosen(groups, batches)
+    assert several == batches * chosen(groups[:1], batches)[0] == batches
+    every = 2 if empty else 1
+    for batch, group in enumerate(groups):
+        for name in group:
+            assert found[name] == [(every * (batches * step + batch) + 1, step + 1) for step in range(40)]
+    ring.close()
 
 
 def test_the_region_of_a_burst_is_free_when_all_of_it_is(ring: Ring) -> None:

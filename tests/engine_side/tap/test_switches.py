@@ -95,7 +95,7 @@ def test_every_architecture_has_its_keys_looked_at() -> None:
 
 
 def test_every_switch_is_in_the_docs() -> None:
-    limits = (ROOT / "docs/limits.md").read_text()
+    limits = (ROOT / "docs/reference/limits.md").read_text()
     assert not [switch.key for of in SWITCHES.values() for switch in of if f"`{switch.key}`" not in limits]
 
 

@@ -180,8 +180,8 @@ def test_a_ring_that_cannot_hold_a_row_ends_the_start() -> None:
     staging = Staging({SITE: torch.zeros(LAYERS, 1, 1 << 19)}, ARMED.sites)
     config = EngineConfig("ipc:///nowhere", ring_bytes=4 * MIB)
     with pytest.raises(StartError, match="VLLM_TAP_RING_BYTES=4194304: a row of all layers has 8388608 bytes"):
-        worker.start(config, engine_info(width=1 << 19), torch.nn.Linear(1, 1), worker.Checks(), staging, None,
-                     None, worker.Seat())
+        worker.start(config, engine_info(width=1 << 19), torch.nn.Linear(1, 1), worker.Tapped(staging),
+                     worker.Seat())
 
 
 def test_two_ranks_send_the_columns_that_they_have_under_one_capture(writer: WriterProcess) -> None:

@@ -437,8 +437,8 @@ def test_an_index_past_the_row_is_damage() -> None:
 
 @pytest.mark.parametrize("table", [codec_tables.declared(), codec_tables.formulas()])
 def test_the_page_says_what_is_declared(table: str) -> None:
-    page = Path(__file__).parents[3] / "docs" / "codecs.md"
-    assert table in page.read_text(), "python -m bench.codec_fidelity --write docs/codecs.md"
+    page = Path(__file__).parents[3] / "docs" / "reference" / "codecs.md"
+    assert table in page.read_text(), "python -m bench.codec_fidelity --write docs/reference/codecs.md"
 
 
 def test_every_codec_has_an_encoder_and_every_encoder_a_codec() -> None:

@@ -1,4 +1,4 @@
-"""docs/parity.md: the figures of docs/parity.json as tables, one part a machine.
+"""docs/evidence/parity.md: the figures of docs/evidence/parity.json as tables, one part a machine.
 
 ``parity.json``: ``{machine: {"versions", "dtype", "tolerance", "errors": {family: {feature: {site: error}}},
 "own": {family: {"vllm", "rows"}}, "not_run": {feature: why}}, "lens": {…}}``. A run replaces what it measured and
@@ -23,7 +23,7 @@ HEADING = """# Parity
 Rows captured from real vLLM (`raw`) against a Hugging Face forward in float32 of the same tokens, every position. The
 figure is the worst row's error over its length, ‖x − x̂‖ / ‖x̂‖, of all rows of all captures. The models are small (three
 layers), with random weights, made by Hugging Face's own classes. `make parity` regenerates this page from what it
-measures on the machine it runs on, and keeps in docs/parity.json what other machines measured.
+measures on the machine it runs on, and keeps in docs/evidence/parity.json what other machines measured.
 
 Each feature is made to happen, and the test fails where it did not: preemptions and accepted and rejected drafts are
 counted by vLLM's own metrics, cached tokens by its outputs.
@@ -113,10 +113,11 @@ def _machine(machine: str, run: dict[str, Any]) -> list[str]:
 
 BY_STRUCTURE = """### Families that are in no table: the worst site by feature
 
-Their sites are [found by structure](tap.md#models-that-are-in-no-table) as the engine starts: the stream before and
-after every block (`resid_pre`, `resid_post`), `embed`, `final_norm`, and what blocks add to it (`attn_out`, `mlp_out`;
-`resid_mid` between), in every layer that has it; where a norm makes what is added, what it is given too (`…_raw`). The
-reference hooks Hugging Face's own blocks. {count} families; `not run` and notes are explained below.
+Their sites are [found by structure](../explain/tap.md#models-that-are-in-no-table) as the engine starts: the
+stream before and after every block (`resid_pre`, `resid_post`), `embed`, `final_norm`, and what blocks add to it
+(`attn_out`, `mlp_out`; `resid_mid` between), in every layer that has it; where a norm makes what is added, what it is
+given too (`…_raw`).
+The reference hooks Hugging Face's own blocks. {count} families; `not run` and notes are explained below.
 """
 
 
@@ -170,7 +171,7 @@ def _configurations(errors: Errors) -> list[str]:
     return [] if not shown else [
         "", "### Other configurations: the worst site of a ragged batch\n",
         "Switches that a family's code in vLLM knows, set otherwise than above. What is refused, and with which, is "
-        "[in the limits](limits.md#configurations).", "",
+        "[in the limits](../reference/limits.md#configurations).", "",
         "| configuration | sites | worst | at | what differs |", "|---|---|---|---|---|",
         *(f"| {name} | {len(sites)} | {max(sites.values()):.1e} | `{max(sites, key=lambda site: sites[site])}` | "
           f"{', '.join(f'`{key}`' for key in CONFIGURATIONS[name][1])} |" for name, sites in shown.items())]

@@ -1,4 +1,4 @@
-"""What docs/walk.md costs to read: ``python -m tests.support.pages.walk`` prints the lines of what it names."""
+"""What docs/explain/walk.md costs to read: ``python -m tests.support.pages.walk`` prints the lines of what it names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.pages.readme import ROOT
 
 def named() -> dict[str, int]:
     """Lines of every function and class that the walk names, by ``path:name``."""
-    page = (ROOT / "docs" / "walk.md").read_text()
+    page = (ROOT / "docs" / "explain" / "walk.md").read_text()
     found = re.findall(r"`((?:engine_side|writer_service|schemas|api)/[\w/]+\.py):([\w.]+)`", page)
     return {f"{path}:{name}": _lines(path, name) for path, name in found}
 

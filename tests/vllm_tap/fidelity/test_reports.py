@@ -20,7 +20,7 @@ from vllm_tap.fidelity.reports.report import Report, lines_of, load_report
 from vllm_tap.fidelity.rows import geometry, noise
 from vllm_tap.fidelity.study import Patched, PlaceStudy
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "evidence"
 PROMPTS = 16
 RNG = np.random.default_rng(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
 import signal
@@ -82,7 +83,7 @@ class Serve:
 
 
 def run_the_readme(run: Serve) -> None:
-    """What the README tells its reader to type once the server is up, against this server and its store."""
+    """What README and tutorials tell their reader to type once the server is up, against this server and its store."""
 
     def here(text: str) -> str:
         return text.replace("http://127.0.0.1:8100", run.url).replace("Client()", f"Client({run.url!r})")
@@ -90,7 +91,13 @@ def run_the_readme(run: Serve) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     folder = run.store.parent
     (folder / "captures").symlink_to(run.store)  # the default folder of a reader
-    typed = [command for command in commands()
+    session, = blocks("pycon")
+    examples = doctest.DocTestParser().get_doctest(here(session), {}, "README.md", "README.md", 0)
+    told: list[str] = []
+    assert len(examples.examples) == 5
+    assert doctest.DocTestRunner().run(examples, out=told.append).failed == 0, "".join(told)
+    first = "docs/tutorials/first-capture.md"
+    typed = [command for command in commands(first)
              if command.startswith(("curl ", "vllm-tap ls", "vllm-tap show", "vllm-tap export"))]
     assert len(typed) >= 6
     for command in typed:
@@ -103,13 +110,13 @@ def run_the_readme(run: Serve) -> None:
     arrays = load_file(folder / "slice.safetensors")
     assert arrays["resid_post.3"].shape[0] == 8
     assert list(folder.glob("*.npz"))
-    # What trains on a file of prompts needs the store of one: docs/howto_sae.md has the same lines, which are run.
-    for block in (block for block in blocks("python") if "activations(" not in block):
+    # What trains on a file of prompts needs the store of one: docs/howto/sae-training.md has the same lines, which run.
+    for block in (block for block in blocks("python", first) if "activations(" not in block):
         done = subprocess.run([sys.executable, "-c", here(block)], cwd=folder, env=environment, capture_output=True,
                               text=True, timeout=60)
         assert done.returncode == 0, f"{block}\n{done.stderr}"
-    # The tutorial is one session of Python.
-    session = here("\n".join(blocks("python", "docs/tutorial.md")))
+    # The tutorial of the lens is one session of Python.
+    session = here("\n".join(blocks("python", "docs/tutorials/logit-lens.md")))
     done = subprocess.run([sys.executable, "-c", session], cwd=folder, env=environment, capture_output=True, text=True,
                           timeout=120)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
