@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from tests.vllm_tap.fidelity.test_reports import PLAIN, PLANTED, load_copy
 from vllm_tap.cli.main import main
+from vllm_tap.fidelity.reports.report import load_report
 from vllm_tap.tiny_model import tiny_model
 
 
@@ -74,3 +77,23 @@ def test_compare_ends_with_1_where_a_codec_has_become_worse(reports: dict[str, s
     assert said(capsys, monkeypatch, "fidelity", "compare", reports["plain"], reports["plain"])[0] == 0
     code, out, _ = said(capsys, monkeypatch, "fidelity", "compare", reports["plain"], reports["worse"])
     assert code == 1 and out.count("worse") == 1 and "worse   mlp_post.1 fp8row" in out
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_the_pilots_are_trained_and_measured_and_full8_holds_for_the_plain_one_alone(tmp_path: Path) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "vllm_tap", *words], cwd=tmp_path, text=True, capture_output=True,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    done = run("fidelity", "--pilot", "--out", "out", "--sites", "mlp_post", "--layers", "2", "--codecs",
+               "full8,fp8row", "--prompts", "8", "--tokens", "64")
+    assert done.returncode == 0, done.stderr[-2000:]
+    costs = {name: {one.name: sum(one.prompts["kl"]) for one in load_report(tmp_path / "out" / name / "report.json")
+                    .places[0].patched if one.kind == "codec"} for name in ("plain", "planted")}
+    assert costs["plain"]["full8"] < costs["plain"]["fp8row"] < costs["planted"]["full8"] / 20
+    taken = [run("recommend", *(f"out/{name}/report.json" for name in names)).stdout
+             for names in (("plain",), ("plain", "planted"))]
+    assert "take fp8row" in taken[1] and "full8                 " in taken[1] and "misses" in taken[1]
+    assert "misses" not in taken[0]
+    assert "<svg" in (tmp_path / "out" / "planted" / "report.html").read_text()

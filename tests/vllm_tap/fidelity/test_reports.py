@@ -157,4 +157,4 @@ def test_the_page_is_one_file_and_names_are_text_in_it() -> None:
     text = page_of(report({"full8": (516, 2e-5), "<script>x": (520, 4e-5)}, "<b>bold</b>"))
     assert "<b>bold" not in text and "&lt;b&gt;bold" in text and "<script>" not in text
     assert text.count("<svg") == 2 and 'src="' not in text and "@import" not in text
-    assert "within" in text and "full8" in text
+    assert "the control against a run without any edit: 0 nats" in text and "within" in text and "full8" in text
