@@ -25,7 +25,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test page-test compose-test soak faults mutants demo docs parity survey lens versions bench bench-gpu bench-two-gpus lock lock-gpu clean
+.PHONY: help setup fix check test page-test compose-test soak faults mutants demo docs parity survey fidelity lens versions bench bench-gpu bench-two-gpus lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -77,6 +77,10 @@ parity: $(STAMP)  ## every site, architecture and scheduler feature against Hugg
 
 survey: $(STAMP)  ## a small model of every architecture that vLLM knows: are its sites found? writes docs/evidence/models.md (A="Qwen3ForCausalLM …" chooses)
 	$(PY) -m tests.survey $(A)
+
+fidelity: $(STAMP)  ## what codecs cost two small models trained here, with all controls; writes docs/evidence/fidelity.md
+	$(PY) -m vllm_tap fidelity --pilot --out build/fidelity
+	$(PY) -m bench.fidelity_page build/fidelity
 
 lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by its names; writes docs/evidence/parity.md
 	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/evidence/parity.json $(PY) -m pytest -m "not faults" tests/engine/test_lens.py \
@@ -162,7 +166,7 @@ $(VENV)/.installed-page: requirements/page.lock $(STAMP)
 	@touch $@
 
 compile = pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
-    --custom-compile-command "make lock" --extra demo --extra test --extra docs --extra dev pyproject.toml
+    --custom-compile-command "make lock" --extra demo --extra lab --extra test --extra docs --extra dev pyproject.toml
 
 lock: | $(UV)  ## resolve requirements/*.lock again
 	@$(uv) $(compile) $(torch_index) --extra cpu -o requirements/cpu.lock

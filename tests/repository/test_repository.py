@@ -71,7 +71,7 @@ ROOMS = {
     "writer_service": ["catalog", "journal", "seal", "upkeep", "recover", "receive", "tools"],
     "engine_side": ["codecs", "transport", "kernels", "tap", "discovery", "edits", "front", "step", "seams"],
     "api": ["page", "auth", "slices", "generate", "live", "routes"],
-    "vllm_tap": ["client", "loader", "serve", "offline", "sites", "verify", "export", "cli", "demo"],
+    "vllm_tap": ["client", "loader", "serve", "offline", "sites", "verify", "fidelity", "export", "cli", "demo"],
 }
 FILES_MAX = 14  # in a room; plug-ins of one kind, a file each, may be more
 PLUG_INS = {"schemas/codecs", "engine_side/codecs"}

@@ -22,7 +22,7 @@ from schemas.errors import ArgumentError, TapError
 from schemas.legacy import FLAGS
 from schemas.manifest import STATUSES
 from schemas.probes import parse_probes
-from vllm_tap.cli import keys, sites, sizes, upkeep, verify
+from vllm_tap.cli import fidelity, keys, sites, sizes, upkeep, verify
 from vllm_tap.cli.options import (
     ActBits,
     ActMode,
@@ -306,6 +306,7 @@ def _print_versions(asked: bool) -> None:
 sites.add(app)
 sizes.add(app)
 verify.add(app)
+fidelity.add(app)
 upkeep.add(app)
 
 
@@ -316,8 +317,8 @@ def main() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     own, dashes, for_vllm = _split(sys.argv[1:])
     try:
-        if dashes and own[:1] not in (["serve"], ["capture"], ["sites"], ["verify"]):
-            raise TapError("only serve, capture, sites and verify pass arguments after -- on to vLLM")
+        if dashes and own[:1] not in (["serve"], ["capture"], ["sites"], ["verify"], ["fidelity"]):
+            raise TapError("only serve, capture, sites, verify and fidelity pass arguments after -- on to vLLM")
         status = app(own, standalone_mode=False, obj=for_vllm)
         sys.stdout.flush()  # while what it meets can still be said
     except TapError as error:

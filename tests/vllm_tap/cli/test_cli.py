@@ -172,8 +172,8 @@ def test_show_says_what_is_missing_and_why(stored: Stored) -> None:
 def test_every_command_on_a_store_takes_it_as_store() -> None:
     commands = [*get_command(app).commands.items(), *get_command(keys_app).commands.items()]  # type: ignore[attr-defined]
     taken = {name for name, command in commands for param in command.params if "--store" in param.opts}
-    assert {name for name, _ in commands} - taken == {"keys", "version", "curve-keys", "sites", "sizes",
-                                                        "verify"}
+    assert {name for name, _ in commands} - taken == {
+        "curve-keys", "fidelity", "keys", "recommend", "sites", "sizes", "verify", "version"}
 
 
 @pytest.mark.parametrize("asked", [[], ["keys"]])

@@ -1,0 +1,163 @@
+"""The laboratory of codecs on a real engine: it measures what Hugging Face does, and what is broken is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine_side import worker
+from schemas.errors import ArgumentError
+from schemas.read.reader import StoreReader
+from tests.support.engines.engines import DTYPE, ON_GPU, in_this_process, shut_down
+from tests.support.models.families import family_model
+from vllm_tap import open_store
+from vllm_tap.fidelity import coding
+from vllm_tap.fidelity.bench import Bench
+from vllm_tap.fidelity.distributions import compare, log_softmax
+from vllm_tap.fidelity.job import FidelityJob, Made, study
+from vllm_tap.fidelity.reports.report import Report, lines_of
+from vllm_tap.fidelity.study import Unpublished, study_place
+from vllm_tap.fidelity.texts import Corpus, Prompts
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
+
+PROMPTS, TOKENS, SITES = 6, 24, ("resid_post", "mlp_post")
+PLACE = ("resid_post", 1)
+CODECS = ("raw16", "int8b64", "fp8row")
+
+
+def drawn(seed: int) -> Prompts:
+    """Prompts of chance whose labels say whether a token is an even number."""
+    tokens = np.random.default_rng(seed).integers(10, 200, (PROMPTS, TOKENS))
+    return Prompts(tokens, np.arange(PROMPTS), tokens % 2 == 0)
+
+
+MADE = Made(SITES, TOKENS, drawn(0), drawn(1), Corpus("chance", "c" * 32, ("",), ("",), True))
+
+
+@pytest.fixture(scope="module")
+def bench(reader: StoreReader) -> Iterator[Bench]:
+    from vllm import LLM
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"ARM": "resid_post,mlp_post,final_norm", "EDIT": "resid_post.1,mlp_post.1",
+                            "EDIT_ROWS": "1000"}.items():
+            patch.setenv(f"VLLM_TAP_{name}", value)
+        with in_this_process():
+            llm: Any = LLM(str(family_model("qwen3", DTYPE)), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=64,
+                           max_num_seqs=PROMPTS, block_size=32, seed=0)
+    with open_store(reader.path) as store:
+        yield Bench(llm.llm_engine, store, 4)
+    shut_down(llm)
+
+
+def job(out: Path, **more: Any) -> FidelityJob:
+    out.mkdir(exist_ok=True)
+    return FidelityJob(str(family_model("qwen3", DTYPE)), out, codecs=CODECS, **more)
+
+
+@pytest.fixture(scope="module")
+def measured(bench: Bench, reader: StoreReader, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+    out = tmp_path_factory.mktemp("fidelity")
+    return out, study(job(out), MADE, bench, reader.engine())
+
+
+def test_every_control_behaves_and_is_told(measured: tuple[Path, Report]) -> None:
+    report = measured[1]
+    assert [(place.site, place.layer) for place in report.places] == [("resid_post", 1), ("mlp_post", 1)]
+    for place in report.places:
+        assert set(place.told) == {"identity", "one wrong row", "engine's codes", "shuffled", "one late"}
+        assert place.told["identity"] == "the same bits" and place.harness == [0.0] * PROMPTS  # float32
+        assert place.told["one wrong row"] == "first difference at position 12 of prompt 3, in no other prompt"
+        assert place.told["engine's codes"].startswith("100 % of rows")
+        lines = {(one.kind, one.name): one for one in lines_of(report, [place])}
+        costs = [lines["codec", name].kl.value for name in CODECS] + [lines["control", "shuffled"].kl.value]
+        assert costs == sorted(costs) and costs[0] < costs[1] < costs[2] / 3 and costs[3] > 100 * costs[2]
+        assert {one.kind for one in lines.values()} == {"codec", "noise", "control"}
+        assert 0.2 < (lines["codec", "int8b64"].structure or 0) < 5
+        assert lines["control", "shuffled"].same_tokens < 4 and lines["codec", "raw16"].same_tokens == 4
+    assert 0 <= report.free < report.bar < 1 and report.settings["arithmetic"].startswith("bfloat16 against float32")
+    neurons = report.places[1].rows["shuffled"]["neurons"]
+    assert neurons["magnitude"] > 0.99 and neurons["concept"]["value"] < 0.9
+    assert report.places[0].rows["int8b64"]["probe"]["lost"]["high"] < 0.02
+
+
+def test_a_run_that_was_ended_goes_on_where_it_was(measured: tuple[Path, Report], bench: Bench, reader: StoreReader,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    out, report = measured
+    lines = (out / "progress.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) == 3  # the floors and two places
+    (out / "progress.jsonl").write_text("".join(lines[:2]) + lines[2][:50])  # killed while it wrote
+    again = study(job(out), MADE, bench, reader.engine())
+    assert again.places == report.places and again.floors == report.floors
+    monkeypatch.setattr(bench.engine, "add_request", None)  # nothing is run where everything is there
+    (out / "progress.jsonl").write_text("".join(lines))
+    assert study(job(out), MADE, bench, reader.engine()).to_json() == report.to_json()
+    with pytest.raises(ArgumentError, match=r"--out = .*progress.jsonl of another run"):
+        study(job(out, bar=0.5), MADE, bench, reader.engine())
+
+
+def test_logits_are_those_that_tokens_are_drawn_from(bench: Bench) -> None:
+    answers = bench.unedited(MADE.judged.tokens)
+    assert [int(bench.logits(one.norm)[-1].argmax()) for one in answers] == [one.tokens[0] for one in answers]
+
+
+def test_what_a_codec_costs_is_what_hugging_face_says(bench: Bench, measured: tuple[Path, Report]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    net: Any = AutoModelForCausalLM.from_pretrained(family_model("qwen3", DTYPE), dtype=torch.float32).eval()
+    block = net.model.layers[PLACE[1]]
+    tokens = MADE.judged.tokens
+    with torch.inference_mode():
+        exact = log_softmax(net(torch.from_numpy(tokens)).logits.numpy())
+
+        def coded(_module: Any, _given: Any, output: Any) -> Any:
+            rows = output[0] if isinstance(output, tuple) else output
+            made = torch.from_numpy(coding.round_trip("fp8row", rows.flatten(0, 1).numpy(), "float32")).view_as(rows)
+            return (made, *output[1:]) if isinstance(output, tuple) else made
+
+        handle = block.register_forward_hook(coded)
+        other = log_softmax(net(torch.from_numpy(tokens)).logits.numpy())
+        handle.remove()
+    theirs = [float(compare(*each).kl[1:].mean()) for each in zip(exact, other, tokens, strict=True)]
+    ours = next(one for one in measured[1].places[0].patched if one.name == "fp8row" and one.kind == "codec")
+    assert ours.prompts["kl"] == pytest.approx(theirs, rel=0.02)
+
+
+# ── engines that are broken on purpose ──────────────────────────────────────────────────────────────────────────
+
+
+def studied(bench: Bench) -> None:
+    study_place(bench, MADE.judged.tokens, PLACE, CODECS, PROMPTS, True, lambda: None)
+
+
+def test_an_engine_that_sets_rows_a_position_late_publishes_nothing(bench: Bench,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker.CURRENT is not None
+    editor: Any = worker.CURRENT.editor
+    right = editor.before_forward
+    monkeypatch.setattr(editor, "before_forward", lambda requests, starts, at: right(requests, starts, at + 1))
+    with pytest.raises(Unpublished, match=r"identity at resid_post.1: rows put back as they were change"):
+        studied(bench)
+
+
+def test_an_engine_that_ignores_edits_publishes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker.CURRENT is not None
+    editor: Any = worker.CURRENT.editor
+    right = editor.before_forward
+    monkeypatch.setattr(editor, "before_forward", lambda requests, starts, at: right([], starts, at))
+    with pytest.raises(Unpublished, match=r"one wrong row at resid_post.1: set at position 12.* nothing differs"):
+        studied(bench)
+
+
+def test_a_codec_that_makes_more_bytes_than_it_declares_is_refused(bench: Bench,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    right = coding.encode
+    monkeypatch.setattr(coding, "encode", lambda name, rows: {**right(name, rows), "hidden": rows[:, :1].clone()})
+    with pytest.raises(ArgumentError, match=r"--codecs = 'raw16': declares \d+ bytes a row .* its encoder makes"):
+        studied(bench)

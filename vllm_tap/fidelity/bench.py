@@ -1,0 +1,117 @@
+"""One engine in this process that runs batches of prompts, edited and captured, always in the same composition.
+
+vLLM does not promise a request the same bits in another batch. So what is compared here ran in batches of the same
+prompts in the same order, and only the numbers that were set differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from engine_side.seams.kept.logits import logits_of
+from schemas import limits
+from schemas.errors import StartError
+from schemas.ids import new_ulid
+from vllm_tap.client.captures import Capture, CaptureSource
+from vllm_tap.verify.laboratory import F32, Place, control, patched
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+
+    from schemas.edits.arms import Arms
+
+__all__ = ["NORM", "Answer", "Bench", "numbers_max"]
+
+I64 = npt.NDArray[np.int64]
+
+NORM: Final = ("final_norm", 0)
+_WAIT_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of one prompt: its greedy continuation, the rows of the last norm and, where they were asked for, of
+    the place [positions, width].
+    """
+
+    tokens: tuple[int, ...]
+    norm: F32
+    rows: F32 | None
+
+
+@dataclass(slots=True)
+class Bench:
+    """An engine and the store that its captures arrive in; ``continued``: tokens generated behind each prompt."""
+
+    engine: LLMEngine
+    source: CaptureSource
+    continued: int = 16
+
+    @property
+    def arms(self) -> Arms:
+        """What is armed for edits."""
+        found: Arms = self.engine.input_processor.vllm_tap_arms
+        return found
+
+    @property
+    def dtype(self) -> str:
+        """That of the model: float32, bfloat16, …"""
+        return str(self.engine.model_config.dtype).removeprefix("torch.")
+
+    def unedited(self, prompts: I64) -> list[Answer]:
+        """The prompts [prompts, positions] as anybody's would be run."""
+        return self._run(prompts, [None] * len(prompts), None, "raw")
+
+    def control(self, prompts: I64, place: Place, codec: str = "raw") -> list[Answer]:
+        """The prompts with an edit at the place that changes nothing, and its rows through the engine's own encoder."""
+        return self._run(prompts, [control(place, prompts.shape[1])] * len(prompts), place, codec)
+
+    def patched(self, prompts: I64, place: Place, rows: Sequence[F32]) -> list[Answer]:
+        """The prompts with every row of the place set: to ``rows``, for each prompt [positions, width]."""
+        return self._run(prompts, [patched(place, each) for each in rows], None, "raw")
+
+    def logits(self, norm: F32) -> F32:
+        """Logits [positions, vocabulary] of rows of the last norm."""
+        return logits_of(self.engine, norm)
+
+    def _run(self, prompts: I64, edits: Sequence[dict[str, Any] | None], place: Place | None,
+             codec: str) -> list[Answer]:
+        from vllm import SamplingParams
+
+        names = [new_ulid() for _ in prompts]
+        wanted = [NORM[0]] if place is None else [place[0], NORM[0]]
+        codecs = {NORM[0]: "raw"} if place is None else {place[0]: codec, NORM[0]: "raw"}
+        for name, tokens, edit in zip(names, prompts.tolist(), edits, strict=True):
+            capture = {"id": name, "sites": wanted, "codec": codecs, "positions": "prompt",
+                       **({} if place is None else {"layers": [place[1]]})}
+            params = SamplingParams(temperature=0.0, max_tokens=max(1, self.continued), ignore_eos=True,
+                                    extra_args={"capture": capture, **({"edit": [edit]} if edit else {})},
+                                    detokenize=False)
+            params.skip_reading_prefix_cache = True
+            self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        done = self._to_their_ends(len(names))
+        return [self._answer(name, done[name], place) for name in names]
+
+    def _to_their_ends(self, count: int) -> dict[str, tuple[int, ...]]:
+        found = {}
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if getattr(output, "finished", False):
+                    found[str(output.request_id)] = tuple(output.outputs[0].token_ids)
+        if len(found) != count:
+            raise StartError(f"the engine ended {count - len(found)} of {count} requests without an answer")
+        return found
+
+    def _answer(self, name: str, tokens: tuple[int, ...], place: Place | None) -> Answer:
+        capture = Capture(self.source, name, _WAIT_S)
+        return Answer(tokens, capture[NORM], None if place is None else capture[place])
+
+
+def numbers_max() -> int:
+    """The numbers that the rows of one request may have: as base64 they fit its edits."""
+    return 3 * limits.edit_json_bytes_max // 16 - 1024

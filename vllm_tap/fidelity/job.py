@@ -1,0 +1,293 @@
+"""``vllm-tap fidelity``: arguments held against the model before anything starts, an engine, place after place."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from schemas import limits
+from schemas.edits.arms import EDITABLE
+from schemas.errors import ArgumentError, StartError
+from schemas.read.reader import StoreReader
+from schemas.sites import has_heads
+from vllm_tap.fidelity import coding
+from vllm_tap.fidelity.bench import Bench, numbers_max
+from vllm_tap.fidelity.floors import arithmetic_floor
+from vllm_tap.fidelity.reports.report import Report, place_of, plain
+from vllm_tap.fidelity.science import Science
+from vllm_tap.fidelity.study import PlaceStudy, Unpublished, engine_floor, study_place
+from vllm_tap.fidelity.texts import Corpus, Prompts, prompts_of, read_text, standard_library
+from vllm_tap.offline.engine import started
+from vllm_tap.offline.recording import recording
+from vllm_tap.progress import ProgressReport, reporting
+from vllm_tap.serve.model_config import check_arguments
+from vllm_tap.sites.description import describe, load_config
+
+__all__ = ["SIZES", "FidelityJob", "Made", "run", "study"]
+
+SIZES: Final = {"quick": (16, 128, 16), "standard": (200, 512, 64), "full": (400, 2048, 64)}  # prompts, tokens, answer
+_SITES: Final = ("resid_post", "mlp_post")
+_BATCH_ROWS: Final = 8192
+_SHUTDOWN_S: Final = 20.0
+_REFUSED: Final = ("--speculative-config", "-sc", "--data-parallel-size", "-dp", "--max-model-len")
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityJob:
+    """The arguments; ArgumentError where they cannot be met. ``sites`` and ``codecs`` empty: the usual ones; ``bar``:
+    KL in nats that a codec may cost (default: what bfloat16 costs); ``layers`` empty: all.
+    """
+
+    model: str
+    out: Path
+    sites: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    codecs: tuple[str, ...] = ()
+    text: Path | None = None
+    size: str = "quick"
+    prompts: int | None = None
+    tokens: int | None = None
+    bar: float | None = None
+    sae: dict[str, Path] = field(default_factory=dict)  # by place, such as resid_post.12
+    engine_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise ArgumentError("--size", self.size, f"valid: {', '.join(SIZES)}")
+        for name, value, least in (("--prompts", self.prompts, 4), ("--tokens", self.tokens, 16)):
+            if value is not None and value < least:
+                raise ArgumentError(name, value, f"at least {least}")
+        if self.bar is not None and not 0 < self.bar < 100:
+            raise ArgumentError("--bar", self.bar, "valid: nats, more than 0")
+        for site in self.sites:
+            if site not in EDITABLE:
+                raise ArgumentError("--sites", site, f"cannot be set; valid: {', '.join(EDITABLE)}")
+        for name in self.codecs:
+            coding.codecs_for("resid_post", (name,), 64)
+        check_arguments(self.model, self.engine_args)
+        for word in self.engine_args:
+            if word.partition("=")[0] in _REFUSED:
+                raise ArgumentError(word.partition("=")[0], word, "after --: is set by this command; leave it out")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a job comes to on its model."""
+
+    sites: tuple[str, ...]
+    tokens: int
+    judged: Prompts
+    fitted: Prompts
+    corpus: Corpus
+
+
+def run(job: FidelityJob, progress: ProgressReport = False) -> Report:
+    """Measure, and write ``report.json`` into ``job.out``; a run that was ended goes on where it was. Unpublished where
+    a control does not behave, and then nothing is written as a report.
+    """
+    made = _prepared(job)
+    job.out.mkdir(parents=True, exist_ok=True)
+    batch = max(1, min(len(made.judged.tokens), _BATCH_ROWS // made.tokens))
+    with _engine(job, made, batch) as (bench, info):
+        report = study(job, made, bench, info, progress)
+    path = job.out / "report.json"
+    path.write_text(report.to_json(), "utf-8")
+    (job.out / "progress.jsonl").unlink(missing_ok=True)
+    return report
+
+
+def _prepared(job: FidelityJob) -> Made:
+    from transformers import AutoTokenizer
+
+    listed = describe(job.model, load_config(job.model))
+    there = {entry.site for entry in listed.sites}
+    sites = job.sites or tuple(site for site in _SITES if site in there)
+    if absent := [site for site in sites if site not in there]:
+        raise ArgumentError("--sites", absent[0], f"the model has none; it has: {', '.join(sorted(there))}")
+    if listed.n_layers is not None and (beyond := [layer for layer in job.layers if not 0 <= layer < listed.n_layers]):
+        raise ArgumentError("--layers", beyond[0], f"the model has {listed.n_layers} layers, counted from 0")
+    count, length, _ = SIZES[job.size]
+    count, length = job.prompts or count, job.tokens or length
+    corpus = standard_library() if job.text is None else read_text(job.text)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(job.model)
+    except Exception as error:
+        raise ArgumentError("MODEL", job.model, f"its tokenizer: {type(error).__name__}: {error}") from None
+    return Made(sites, length, prompts_of(corpus, tokenizer, count, length),
+                 prompts_of(corpus, tokenizer, count, length, held=False), corpus)
+
+
+@contextmanager
+def _engine(job: FidelityJob, made: Made, batch: int) -> Iterator[tuple[Bench, Any]]:
+    continued = SIZES[job.size][2]
+    rows = min(limits.edit_rows_max, 4 * batch * made.tokens)
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+                   "VLLM_TAP_EDIT_ROWS": str(rows), "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if "PYTHONWARNINGS" not in os.environ:
+        warnings.simplefilter("ignore")
+    words = ("--skip-tokenizer-init", "--max-num-seqs", str(max(2, batch)), "--max-model-len",
+             str(made.tokens + continued + 1), *job.engine_args)
+    sites = ",".join(made.sites)
+    with tempfile.TemporaryDirectory(prefix="vllm-tap-") as folder, recording(
+            Path(folder) / "captures", arm=f"{sites},final_norm", edit=sites, durability="os") as tape:
+        engine = started(job.model, words)
+        try:
+            with StoreReader(tape.path) as reader:
+                info = reader.engine()
+            if info is None:
+                raise StartError("the engine did not make itself known to the store")
+            yield Bench(engine, tape.store, continued), info
+        finally:
+            engine.engine_core.shutdown(timeout=_SHUTDOWN_S)
+
+
+def study(job: FidelityJob, made: Made, bench: Bench, info: Any, progress: ProgressReport = False) -> Report:
+    """All places of a job on an engine that is there; StartError where a request cannot hold the rows."""
+    for site in made.sites:
+        width = bench.arms.widths[site]
+        if made.tokens * width > numbers_max():
+            raise ArgumentError("--tokens", made.tokens, f"rows of {site} have {width} numbers, and a request may hand "
+                                                         f"in {numbers_max():,}: at most {numbers_max() // width}")
+    places = [(site, layer) for site in made.sites for layer in bench.arms.layers[site]
+              if not job.layers or layer in job.layers]
+    if not places:
+        raise ArgumentError("--layers", list(job.layers), f"none of them has {', '.join(made.sites)}")
+    if lost := sorted(job.sae.keys() - {f"{site}.{layer}" for site, layer in places}):
+        raise ArgumentError("--sae", lost[0], "is no place that is measured; these are: "
+                            + ", ".join(f"{site}.{layer}" for site, layer in places))
+    thorough = {(site, layers[len(layers) // 2]) for site in made.sites
+                if (layers := [layer for name, layer in places if name == site])}
+    batch = max(1, min(len(made.judged.tokens), _BATCH_ROWS // made.tokens))
+    codecs = {site: coding.codecs_for(site, job.codecs or (*coding.DEFAULT_CODECS, *_for_heads(site)),
+                                      info.armed.heads.get(site, 0)) for site in made.sites}
+    if lost := [site for site in made.sites if not codecs[site]]:
+        raise ArgumentError("--codecs", ",".join(job.codecs), f"none of them is for rows of {lost[0]}")
+    batches = -(-len(made.judged.tokens) // batch)
+    steps = sum(batches * (1 + len(codecs[site]) * (2 if (site, layer) in thorough else 1)
+                           + (2 if (site, layer) in thorough else 0)) for site, layer in places)
+    report = Report(_model(bench, job), _settings(job, made, batch), {"name": made.corpus.name, "digest":
+                    made.corpus.digest, "documents": len(made.corpus.held)}, {})
+    kept = _Kept(job.out / "progress.jsonl", report)
+    done = 0
+    with reporting(progress, "measuring") as tell:
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            tell(min(done, steps), steps)
+
+        report.floors = kept.floors(lambda: _floors(job, made, bench, batch, report.settings))
+        science = Science(bench, made.judged, made.fitted, batch, job.sae)
+        for place in places:
+            found = kept.place(place, lambda place=place: _place(  # type: ignore[misc]
+                bench, science, made, place, codecs[place[0]], batch, place in thorough, step))
+            report.places.append(found)
+    _check_controls(report)
+    return report
+
+
+def _for_heads(site: str) -> tuple[str, ...]:
+    return ("kv8",) if has_heads(site) and site in ("k", "k_rot", "v") else ()
+
+
+def _place(bench: Bench, science: Science, made: Made, place: tuple[str, int], codecs: list[str], batch: int,
+           thorough: bool, step: Callable[[], None]) -> PlaceStudy:
+    found, rows = study_place(bench, made.judged.tokens, place, codecs, batch, thorough, step)
+    found.rows = science.tables(place, rows, codecs, thorough)
+    return found
+
+
+def _floors(job: FidelityJob, made: Made, bench: Bench, batch: int, settings: dict[str, Any]) -> dict[str, list[float]]:
+    found = {"engine": engine_floor(bench, made.judged.tokens, batch)}
+    arithmetic, why = arithmetic_floor(job.model, made.judged.tokens)
+    settings["arithmetic"] = why
+    if arithmetic:
+        found["arithmetic"] = arithmetic
+    return found
+
+
+def _check_controls(report: Report) -> None:
+    """What is wrong on purpose must be told: else no number of this run means anything."""
+    for place in report.places:
+        controls = {one.name: float(np.mean(one.prompts["kl"])) for one in place.patched if one.kind == "control"}
+        if not controls:
+            continue
+        worst = max((one for one in place.patched if one.kind == "codec"), key=lambda one: np.mean(one.prompts["kl"]))
+        if (most := float(np.mean(worst.prompts["kl"]))) >= controls["shuffled"]:
+            raise Unpublished(f"shuffled rows at {place.site}.{place.layer} cost {controls['shuffled']:.3g} nats, no "
+                              f"more than {worst.name} with {most:.3g}: nothing here tells whose rows are whose")
+        if controls["one late"] <= report.bar:
+            raise Unpublished(f"rows one position late at {place.site}.{place.layer} cost {controls['one late']:.3g} "
+                              f"nats, within the bar of {report.bar:.3g}: it is too wide to tell anything")
+        place.told["shuffled"] = f"{controls['shuffled']:.3g} nats, worse than every codec"
+        place.told["one late"] = f"{controls['one late']:.3g} nats"
+
+
+def _model(bench: Bench, job: FidelityJob) -> dict[str, Any]:
+    import torch
+    import vllm
+
+    config = bench.engine.model_config.hf_config.to_json_string(use_diff=False)
+    return {"name": Path(job.model).name, "dtype": bench.dtype, "vllm": vllm.__version__, "torch": torch.__version__,
+            "device": str(bench.engine.vllm_config.device_config.device_type),
+            "config": xxhash.xxh3_128_hexdigest(config.encode())}
+
+
+def _settings(job: FidelityJob, made: Made, batch: int) -> dict[str, Any]:
+    asked = {name: value for name, value in asdict(job).items() if name in ("size", "bar", "codecs", "engine_args")}
+    return {**asked, "prompts": len(made.judged.tokens), "tokens": made.tokens, "batch": batch,
+            "sae": {place: path.name for place, path in job.sae.items()}, "continued": SIZES[job.size][2]}
+
+
+class _Kept:
+    """Results as they come, a JSON line each: a long run goes on where it was; those of another job are refused."""
+
+    def __init__(self, path: Path, report: Report) -> None:
+        self._path = path
+        head = {"model": report.model, "settings": {**report.settings, "arithmetic": None}, "text": report.text}
+        self._digest = xxhash.xxh3_128_hexdigest(json.dumps(plain(head), sort_keys=True).encode())
+        try:
+            self._lines = [json.loads(line) for line in path.read_text("utf-8").splitlines(keepends=True)
+                           if line.endswith("\n")] if path.exists() else []
+            others = any(line["job"] != self._digest for line in self._lines)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArgumentError("--out", str(path.parent), f"progress.jsonl is damaged ({error}): remove the file"
+                                ) from None
+        if others:
+            raise ArgumentError("--out", str(path.parent), "has progress.jsonl of another run: finish that one with "
+                                                           "its own arguments, or remove the file")
+        self._report = report
+
+    def floors(self, make: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
+        for line in self._lines:
+            if "floors" in line:
+                self._report.settings["arithmetic"] = line["arithmetic"]
+                return dict(line["floors"])
+        found = make()
+        self._write({"floors": found, "arithmetic": self._report.settings.get("arithmetic", "")})
+        return found
+
+    def place(self, place: tuple[str, int], make: Callable[[], PlaceStudy]) -> PlaceStudy:
+        for line in self._lines:
+            if "place" in line and (line["place"]["site"], line["place"]["layer"]) == place:
+                return place_of(line["place"])
+        found = place_of(json.loads(json.dumps(plain(asdict(make())))))  # as it will be read again
+        self._write({"place": asdict(found)})
+        return found
+
+    def _write(self, value: dict[str, Any]) -> None:
+        self._lines.append(json.loads(json.dumps(plain({"job": self._digest, **value}))))
+        with open(self._path, "w", encoding="utf-8") as file:  # whole: the last line of a run that was killed is half
+            file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in self._lines)

@@ -1,0 +1,74 @@
+"""A report as one file for a browser, with its pictures in it: nothing is fetched from anywhere."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_tap.fidelity.reports.report import Line, Report, lines_of
+
+__all__ = ["page_of"]
+
+
+def page_of(report: Report) -> str:
+    """The page, HTML. Needs jinja2 and matplotlib."""
+    from jinja2 import Environment
+
+    lines = list(lines_of(report))
+    codecs = [one for one in lines if one.kind == "codec"]
+    plots = [("What a byte buys", _bytes_and_cost(report, codecs))]
+    plots += [(f"{site}: KL by layer and codec", _by_layer([one for one in codecs if one.site == site]))
+              for site in dict.fromkeys(one.site for one in codecs)]
+    template = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+    text: str = template.render(report=report, lines=lines, plots=plots)
+    return text
+
+
+def _bytes_and_cost(report: Report, lines: list[Line]) -> str:
+    """Bytes a number against KL, the worst layer of each site, with the floors."""
+    figure, axes = _figure(8, 4.5)
+    for site in dict.fromkeys(one.site for one in lines):
+        width = next(place.width for place in report.places if place.site == site)
+        of_site = sorted((one for one in lines if one.site == site), key=lambda one: one.kl.value)
+        worst = {one.name: one for one in of_site}  # the last of a name counts
+        shown = [one for one in worst.values() if one.kl.value > 0]
+        axes.scatter([one.row_bytes / width for one in shown], [one.kl.value for one in shown], label=site)
+        for one in shown:
+            axes.annotate(one.name.partition(":")[0], (one.row_bytes / width, one.kl.value), fontsize=8,
+                          xytext=(4, 3), textcoords="offset points")
+    if report.bar:
+        axes.axhline(report.bar, color="grey", linestyle="--", label="the bar")
+    axes.set(xscale="log", yscale="log", xlabel="bytes a number, as stored", ylabel="KL in nats, the worst layer")
+    axes.legend()
+    return _svg(figure)
+
+
+def _by_layer(lines: list[Line]) -> str:
+    """log10 of KL, codec × layer; white where it is 0."""
+    layers, names = list(dict.fromkeys(one.layer for one in lines)), list(dict.fromkeys(one.name for one in lines))
+    grid = np.full((len(names), len(layers)), np.nan)
+    for one in lines:
+        if one.kl.value > 0:
+            grid[names.index(one.name), layers.index(one.layer)] = np.log10(one.kl.value)
+    figure, axes = _figure(min(2.5 + 0.6 * len(layers), 14), 1 + 0.4 * len(names))
+    figure.colorbar(axes.imshow(grid, aspect="auto", cmap="viridis"), ax=axes, label="log10 KL")
+    axes.set(xticks=range(len(layers)), xticklabels=layers, yticks=range(len(names)), yticklabels=names, xlabel="layer")
+    return _svg(figure)
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _svg(figure: Any) -> str:
+    """The picture as an element; text of a model's name is escaped by matplotlib."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg"):]

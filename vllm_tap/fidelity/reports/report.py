@@ -1,0 +1,138 @@
+"""A report: what was measured, prompt by prompt, so that anybody can draw intervals of it again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from schemas.errors import ArgumentError, json_fault
+from vllm_tap.fidelity.statistics import CONFIDENCE, Interval, Verdict, interval, verdict
+from vllm_tap.fidelity.study import Patched, PlaceStudy
+
+__all__ = ["VERSION", "Line", "Report", "lines_of", "load_report"]
+
+VERSION: Final = 1
+_FIELDS: Final = ("version", "model", "settings", "text", "floors", "places")
+
+
+@dataclass(slots=True)
+class Report:
+    """A model's. ``floors``: by name KL by prompt, in nats: ``engine`` (a batch against alone) and ``arithmetic``
+    (bfloat16 against float32 in another implementation); empty: not measured, and ``settings`` says why.
+    """
+
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    text: dict[str, Any]
+    floors: dict[str, list[float]]
+    places: list[PlaceStudy] = field(default_factory=list)
+    version: int = VERSION
+
+    @property
+    def free(self) -> float:
+        """KL in nats that the engine itself makes between runs in other company."""
+        return float(np.mean(self.floors["engine"])) if self.floors.get("engine") else 0.0
+
+    @property
+    def bar(self) -> float:
+        """KL in nats that a codec may cost: what bfloat16 costs, or what was asked for; never under the engine's
+        own.
+        """
+        asked = self.settings.get("bar")
+        found = float(asked) if asked is not None else float(np.mean(self.floors.get("arithmetic") or [0.0]))
+        return max(found, self.free)
+
+    def to_json(self) -> str:
+        """The report as JSON; what is no number stands as null."""
+        return json.dumps(plain(asdict(self)), indent=1, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A codec or control at one place, with intervals at 95 %; ``verdict`` is by bounds that hold for all codecs of the
+    place together (Bonferroni). ``structure``: its KL over that of Gaussian noise of the same power; None: not
+    measured.
+    """
+
+    site: str
+    layer: int
+    name: str
+    kind: str
+    row_bytes: int
+    kl: Interval
+    top1: Interval
+    clear: float | None
+    perplexity: Interval
+    tail: dict[str, float | None]
+    same_tokens: float
+    verdict: Verdict
+    structure: float | None
+
+
+def lines_of(report: Report, places: list[PlaceStudy] | None = None) -> Iterator[Line]:
+    """All lines, place by place."""
+    for place in report.places if places is None else places:
+        count = max(1, sum(one.kind == "codec" for one in place.patched))
+        noise = {one.name: one for one in place.patched if one.kind == "noise"}
+        for one in place.patched:
+            yield _line(report, place, one, count, noise.get(one.name) if one.kind == "codec" else None)
+
+
+def _line(report: Report, place: PlaceStudy, one: Patched, count: int, noise: Patched | None) -> Line:
+    numbers = {name: np.array(values) for name, values in one.prompts.items()}
+    strict = interval(numbers["kl"], confidence=1 - (1 - CONFIDENCE) / count)
+    clear = numbers["clear"].sum()
+    return Line(
+        place.site, place.layer, one.name, one.kind, one.row_bytes, interval(numbers["kl"]), interval(numbers["top1"]),
+        float(numbers["clear_same"].sum() / clear) if clear else None,
+        interval(np.stack([numbers["nll"], numbers["nll_other"]]), perplexity_change), one.tail,
+        float(np.median(numbers["same_tokens"])), verdict(strict, report.free, report.bar, len(numbers["kl"])),
+        float(numbers["kl"].mean() / np.mean(noise.prompts["kl"])) if noise and np.mean(noise.prompts["kl"]) else None)
+
+
+def perplexity_change(nll: Any, other: Any, axis: int = -1) -> Any:
+    """exp(mean NLL' − mean NLL) − 1: by how much perplexity is more."""
+    return np.expm1(np.mean(other, axis=axis) - np.mean(nll, axis=axis))
+
+
+def load_report(path: Path, field_name: str = "REPORT") -> Report:
+    """The report of a file; ArgumentError where it is none, or of another version."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ArgumentError(field_name, str(path), f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(field_name, str(path), f"is no report: {json_fault(error)}") from None
+    if not isinstance(found, dict) or (lacking := [name for name in _FIELDS if name not in found]):
+        what = "no object" if not isinstance(found, dict) else f"it has no {', '.join(lacking)}"
+        raise ArgumentError(field_name, str(path), f"is no report of vllm-tap fidelity: {what}")
+    if found["version"] != VERSION:
+        raise ArgumentError(field_name, str(path), f"version = {found['version']!r}: this vllm-tap reads {VERSION}")
+    try:
+        places = [place_of(each) for each in found["places"]]
+        return Report(found["model"], found["settings"], found["text"], found["floors"], places)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArgumentError(field_name, str(path), f"is damaged: {type(error).__name__}: {error}") from None
+
+
+def place_of(found: dict[str, Any]) -> PlaceStudy:
+    """A place as it was written."""
+    return PlaceStudy(**{**found, "patched": [Patched(**each) for each in found["patched"]]})
+
+
+def plain(value: Any) -> Any:
+    """JSON has neither infinities nor what is no number."""
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(plain, value))
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+

@@ -1,0 +1,70 @@
+"""The tables that need no model: rows of one place, exact and through each codec, as scientists read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from vllm_tap.fidelity import coding
+from vllm_tap.fidelity.bench import Bench
+from vllm_tap.fidelity.features import Probing, load_autoencoder, survival
+from vllm_tap.fidelity.rows import geometry, neurons, noise
+from vllm_tap.fidelity.texts import Prompts
+from vllm_tap.verify.laboratory import F32, Place
+
+__all__ = ["Science"]
+
+_NEURONS: Final = "mlp_post"
+
+
+class Science:
+    """Judges rows; probes are fitted on ``fitted``, prompts of documents that are not judged."""
+
+    def __init__(self, bench: Bench, judged: Prompts, fitted: Prompts, batch: int, coders: dict[str, Path]) -> None:
+        self._bench, self._judged, self._fitted, self._batch, self._coders = bench, judged, fitted, batch, coders
+
+    def tables(self, place: Place, rows: F32, codecs: Sequence[str], thorough: bool) -> dict[str, dict[str, Any]]:
+        """By codec, and for shuffled rows where ``thorough``: noise, geometry, neurons (of ``mlp_post``), probe (where
+        there are labels) and features (where an autoencoder was given). ``rows`` [prompts, positions, width].
+        """
+        labels = self._judged.labels
+        probing = fitted = coder = None
+        if labels is not None and self._fitted.labels is not None and thorough:
+            fitted = self._rows_of(self._fitted, place)
+            probing = Probing(fitted, self._fitted.labels, rows, labels)
+        if folder := self._coders.get(f"{place[0]}.{place[1]}"):
+            coder = load_autoencoder(folder, rows.shape[-1])
+        found = {}
+        for name in (*codecs, *(("shuffled",) if thorough else ())):
+            decoded = self._through(name, rows)
+            body, coded = _body(rows), _body(decoded)
+            one: dict[str, Any] = {"noise": asdict(noise(rows, decoded)), "geometry": asdict(geometry(body, coded))}
+            if place[0] == _NEURONS:
+                of_body = None if labels is None else labels[:, 1:].ravel()
+                one["neurons"] = asdict(neurons(body, coded, of_body))
+            if probing is not None and fitted is not None:
+                one["probe"] = asdict(probing.judge(self._through(name, fitted), decoded))
+            if coder is not None:
+                one["features"] = asdict(survival(coder, body, coded))
+            found[name] = one
+        return found
+
+    def _rows_of(self, prompts: Prompts, place: Place) -> F32:
+        found = [answer.rows for start in range(0, len(prompts.tokens), self._batch)
+                 for answer in self._bench.control(prompts.tokens[start:start + self._batch], place)]
+        return np.stack([each for each in found if each is not None])
+
+    def _through(self, name: str, rows: F32) -> F32:
+        if name == "shuffled":
+            return np.stack([coding.shuffled(each, at) for at, each in enumerate(rows)])
+        flat = rows.reshape(-1, rows.shape[-1])
+        return coding.round_trip(name, flat, self._bench.dtype).reshape(rows.shape)
+
+
+def _body(rows: F32) -> F32:
+    """Rows [rows, width] of all prompts but for position 0."""
+    return rows[:, 1:].reshape(-1, rows.shape[-1])
