@@ -43,9 +43,9 @@ class NotFinalError(ConflictError):
     """The capture may yet get rows, so that no array of it has a shape; or it never got any."""
 
     def __init__(self, capture: str, status: str) -> None:
-        help_ = "; wait until it is final" if status in ("pending", "running") else ""
-        super().__init__(f"capture {capture} is {status}: a Zarr view is of a capture that has ended, with rows or "
-                         f"without{help_}")
+        super().__init__(f"capture {capture} is {status}: " + (
+            "a Zarr view is of a capture that has ended; wait until it is final" if status in ("pending", "running")
+            else "it never got rows, and its manifest says why"))
 
 
 class CaptureView:

@@ -16,6 +16,7 @@ from vllm_tap.client.convert import need
 __all__ = ["export_zarr"]
 
 _ROOT: Final = "zarr.json"  # written last: what has none is no hierarchy
+_BEGUN: Final = "vllm-tap-export-begun"  # an object beside a hierarchy that is not whole
 
 
 def export_zarr(store: Path, ref: str, out: str | None, choose: Callable[[Manifest], Mapping[str, Sequence[int]]],
@@ -74,15 +75,19 @@ def _to_bucket(url: str, view: CaptureView, force: bool) -> None:
     try:
         bucket = stores.from_url(url)
         there = [entry["path"] for page in obstore.list(bucket) for entry in page]
-        if there and not force:
-            raise TapError(f"--out = {url!r}: has {len(there)} objects already; name another or add --force")
-        if there and _ROOT not in there:
+        if there and not {_ROOT, _BEGUN} & set(there):
             raise TapError(f"--out = {url!r}: has objects of something else than Zarr; name another")
+        if there and not force:
+            was = "an export that was interrupted" if _BEGUN in there else f"{len(there)} objects"
+            raise TapError(f"--out = {url!r}: has {was} already; name another or add --force")
+        obstore.put(bucket, _BEGUN, b"")
         if there:
-            obstore.delete(bucket, [_ROOT])  # from now on there is no hierarchy until the new one is whole
-            obstore.delete(bucket, [path for path in there if path != _ROOT])
+            if _ROOT in there:
+                obstore.delete(bucket, [_ROOT])  # from now on there is no hierarchy until the new one is whole
+            obstore.delete(bucket, [path for path in there if path not in (_ROOT, _BEGUN)])
         for key in view.every_key():
             obstore.put(bucket, key, _bytes(view, key))
+        obstore.delete(bucket, [_BEGUN])
     except (OSError, ValueError, exceptions.BaseError) as error:
         raise TapError(f"--out = {url!r}: {str(error).partition('Debug source:')[0].strip()}") from None
 

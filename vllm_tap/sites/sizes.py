@@ -67,6 +67,8 @@ def size(config: ModelConfig, spec: CaptureSpec, arm: tuple[str, ...] = (), *, s
     """
     from engine_side.tap.architectures import lens_names
 
+    if not 0 <= rate < 1e12:  # a sum of bytes a day must be a number
+        raise ArgumentError("--rate", rate, "is a number of tokens a second, below 1e12")
     name = ", ".join(config.architectures)
     if not config.n_layers:
         raise ArgumentError("MODEL", name, "its config.json does not say how many layers it has")

@@ -71,6 +71,13 @@ def test_what_cannot_be_captured_is_refused(spec: dict[str, Any], arm: tuple[str
         sizes(tmp_path, arm=arm, **spec)
 
 
+@pytest.mark.parametrize("rate", ["inf", "nan", "-1"])
+def test_a_rate_is_a_number(rate: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    done = CliRunner().invoke(app, ["sizes", str(tmp_path), "--rate", rate])
+    assert done.exit_code != 0 and "--rate" in done.output + str(done.exception)
+
+
 @pytest.mark.parametrize(("missing", "words"), [("num_hidden_layers", "how many layers"), ("hidden_size", "width")])
 def test_what_the_configuration_does_not_say_is_not_guessed(missing: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=words):
