@@ -55,8 +55,9 @@ def fidelity(
     """Measure what codecs cost MODEL: decoded rows are put back into it, and looked at as scientists do.
 
     Writes report.json and report.html, once every control has behaved: rows put back as they were change nothing,
-    shuffled ones are the worst of all, one wrong row is found at its position. With compare the exit code is 1 where a
-    codec has become worse, breaks the model or is missing. Arguments after -- go to vLLM.
+    shuffled ones are the worst of all at the places where they are measured, one wrong row is found at its position.
+    With compare the exit code is 1 where a codec has become worse, breaks the model or is missing. Arguments after --
+    go to vLLM.
     """
     _need_lab()
     words = list(what or ())
