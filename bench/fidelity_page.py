@@ -28,7 +28,7 @@ def summary(reports: dict[str, Report]) -> dict[str, Any]:
         for names in (PILOTS[:1], PILOTS):
             advice = recommend([reports[name] for name in names], use, sites=("mlp_post",))
             found["take"].append({"use": use, "criterion": USES[use][0], "pilots": list(names),
-                                  "codec": advice.chosen and advice.chosen.codec})
+                                  "codec": advice.chosen and advice.chosen.codec, "judged": advice.judged})
     return json.loads(json.dumps(plain(found)))  # type: ignore[no-any-return]
 
 
@@ -78,8 +78,7 @@ def _patched(found: dict[str, Any]) -> str:
             lines.append(
                 f"| {name}, `{one['site']}.{one['layer']}` | {one['name'] if control else _code(one['name'])} "
                 f"| {size} "
-                f"| {one['kl']['value']:.2g} [{one['kl']['low']:.2g}, {one['kl']['high']:.2g}] "
-                f"| {one['kl']['value'] / pilot['bar']:.2g} | {one['tail']['p99']:.2g} "
+                f"| {_nats(one['kl'])} | {_number(one['kl']['value'], pilot['bar'])} | {_number(one['tail']['p99'])} "
                 f"| {_percent(one['top1'])} | {_percent(one['perplexity'], sign=True)} "
                 f"| {'' if one['structure'] is None or control else format(one['structure'], '.2g')} | {word} |")
     return "\n".join(lines)
@@ -88,8 +87,8 @@ def _patched(found: dict[str, Any]) -> str:
 def _changed(found: dict[str, Any]) -> str:
     plain_, planted = (found["pilots"][name]["middle"] for name in PILOTS)
     lines = ["| codec | KL, plain | KL, planted | times |", "|---|---|---|---|"]
-    lines += [f"| `{name}` | {cost:.2g} | {planted[name]:.2g} | {planted[name] / cost:.2g} |"
-              for name, cost in sorted(plain_.items(), key=lambda one: one[1])]
+    lines += [f"| `{name}` | {_number(cost)} | {_number(planted.get(name))} | {_number(planted.get(name), cost)} |"
+              for name, cost in sorted(plain_.items(), key=lambda one: float("inf") if one[1] is None else one[1])]
     return "\n".join(lines)
 
 
@@ -117,10 +116,11 @@ def _controls(found: dict[str, Any]) -> str:
 
 
 def _take(found: dict[str, Any]) -> str:
-    lines = ["| use | what must hold | by the plain pilot alone | by both |", "|---|---|---|---|"]
+    lines = ["| use | what must hold | judged at | by the plain pilot alone | by both |", "|---|---|---|---|---|"]
     for use in RECOMMENDED:
         alone, both = (one for one in found["take"] if one["use"] == use)
-        lines.append(f"| {use} | {alone['criterion']} | {_code(alone['codec'])} | {_code(both['codec'])} |")
+        judged = ", ".join(f"`{place}`" for place in both["judged"])
+        lines.append(f"| {use} | {alone['criterion']} | {judged} | {_code(alone['codec'])} | {_code(both['codec'])} |")
     return "\n".join(lines)
 
 
@@ -128,12 +128,25 @@ def _code(name: str | None) -> str:
     return "none of these" if name is None else f"`{name}`"
 
 
+def _number(value: float | None, of: float | None = 1.0) -> str:
+    """A cost over another; null is what a report has for a codec that broke the model."""
+    return "broken" if value is None or of is None else f"{value / of:.2g}" if of else ""
+
+
+def _nats(one: dict[str, float | None]) -> str:
+    return _number(one["value"]) + ("" if one["value"] is None else f" [{one['low']:.2g}, {one['high']:.2g}]")
+
+
 def _percent(one: dict[str, float], sign: bool = False) -> str:
+    if one["value"] is None:
+        return "broken"
     value, low, high = (100 * one[part] for part in ("value", "low", "high"))
     return f"{value:{'+' if sign else ''}.2f} % [{low:.2f}, {high:.2f}]"
 
 
 def _bounds(one: dict[str, float], digits: int) -> str:
+    if one["value"] is None:
+        return "broken"
     return f"{one['value']:.{digits}f} [{one['low']:.{digits}f}, {one['high']:.{digits}f}]"
 
 

@@ -55,8 +55,9 @@ def fidelity(
     """Measure what codecs cost MODEL: decoded rows are put back into it, and looked at as scientists do.
 
     Writes report.json and report.html, once every control has behaved: rows put back as they were change nothing,
-    shuffled ones are the worst of all, one wrong row is found at its position. With compare the exit code is 1 where a
-    codec has become worse. Arguments after -- go to vLLM.
+    shuffled ones are the worst of all at the places where they are measured, one wrong row is found at its position.
+    With compare the exit code is 1 where a codec has become worse, breaks the model or is missing. Arguments after --
+    go to vLLM.
     """
     _need_lab()
     words = list(what or ())
@@ -128,17 +129,15 @@ def _print(report: Report) -> None:
 
 
 def _compare(words: list[str]) -> None:
-    from vllm_tap.fidelity.reports.compare import compared
+    from vllm_tap.fidelity.reports.compare import DIFFER, compared, line_of
     from vllm_tap.fidelity.reports.report import load_report
 
     if len(words) != 2:
         raise TapError("compare takes two reports: vllm-tap fidelity compare OLD NEW")
     changes = compared(load_report(Path(words[0]), "OLD"), load_report(Path(words[1]), "NEW"))
     for one in changes:
-        after = one.before + one.more.value
-        typer.echo(f"{one.word:<7} {one.site}.{one.layer} {one.codec}: KL {one.before:.3g} → {after:.3g} nats "
-                   f"({one.more.low:+.2g} to {one.more.high:+.2g})")
-    if any(one.word == "worse" for one in changes):
+        typer.echo(line_of(one))
+    if any(one.word in DIFFER for one in changes):
         raise typer.Exit(1)
 
 
@@ -152,7 +151,7 @@ def recommend(
     sites: Annotated[str, typer.Option(help="Sites that are stored, comma-separated (default: all).")] = "",
     layers: Annotated[str, typer.Option(help="Layers that are stored (default: all).")] = "",
 ) -> None:
-    """Recommend the cheapest codec whose bound holds for a use, from reports of fidelity: no model runs.
+    """Recommend the cheapest codec that meets a use's criterion, from reports of fidelity: no model runs.
 
     The exit code is 1 where nothing that fits holds.
     """

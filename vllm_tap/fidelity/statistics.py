@@ -36,8 +36,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``word``: free, within, beyond or undecided; ``more``: prompts still needed by an undecided one, as far as its
-    interval's width tells.
+    """``word``: free, within, beyond, undecided or broken; ``more``: prompts still needed by an undecided one, as far
+    as its interval's width tells (0: unknown).
     """
 
     word: str
@@ -49,7 +49,8 @@ def interval(values: F64, statistic: Callable[..., Any] | None = None, *, confid
     """The paired bootstrap over prompts of ``values`` float64 [prompts] or [quantities, prompts].
 
     ``statistic``: of the quantities, each [..., prompts], over the last axis (``axis=-1``); default: the mean. Bounds
-    are BCa's, and percentiles where BCa has none. ValueError with fewer than two prompts.
+    are BCa's, and percentiles where BCa has none. All three are the estimate where a value is not finite: infinite, or
+    no number. ValueError with fewer than two prompts.
     """
     from scipy import stats
 
@@ -57,7 +58,8 @@ def interval(values: F64, statistic: Callable[..., Any] | None = None, *, confid
     if data.shape[1] < 2:
         raise ValueError(f"an interval over prompts takes two prompts at least, not {data.shape[1]}")
     chosen: Callable[..., Any] = np.mean if statistic is None else statistic
-    estimate = float(chosen(*data, axis=-1))
+    with np.errstate(invalid="ignore"):  # infinity less infinity is no number, and stays none
+        estimate = float(chosen(*data, axis=-1))
     if not np.isfinite(data).all() or (data == data[:, :1]).all():
         return Interval(estimate, estimate, estimate)
     for method in ("BCa", "percentile"):
@@ -73,8 +75,13 @@ def interval(values: F64, statistic: Callable[..., Any] | None = None, *, confid
 
 def verdict(found: Interval, free: float, bar: float, prompts: int) -> Verdict:
     """What the bounds of a cost (smaller is better) say: *free* at or below ``free``, *within* ``bar``, *beyond* it, or
-    *undecided*, where the interval lies on both sides of the bar.
+    *undecided*, where the interval lies on both sides of the bar or the bar is no number; *broken* where the cost is no
+    finite number.
     """
+    if not all(map(math.isfinite, (found.value, found.low, found.high))):
+        return Verdict("broken")
+    if not math.isfinite(free) or not math.isfinite(bar):
+        return Verdict("undecided")
     if found.high <= free:
         return Verdict("free")
     if found.high <= bar:

@@ -51,6 +51,7 @@ class PlaceStudy:
     patched: list[Patched] = field(default_factory=list)
     told: dict[str, str] = field(default_factory=dict)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # by codec, what needs no model
+    broken: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class _Reference:

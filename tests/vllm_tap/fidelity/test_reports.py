@@ -79,8 +79,8 @@ def test_words_follow_from_bounds_and_the_bar() -> None:
 def test_the_cheapest_that_holds_is_taken_and_planted_columns_change_which() -> None:
     easy, both = recommend([PLAIN], "lens"), recommend([PLAIN, PLANTED], "lens")
     assert easy.chosen is not None and easy.chosen.codec == "full8"
-    assert both.chosen is not None and both.chosen.codec == "fp8row" and both.spec == {
-        "sites": ["mlp_post"], "layers": [1], "codec": "fp8row"}
+    assert both.chosen is not None and both.chosen.codec == "fp8row" and both.specs == [
+        {"sites": ["mlp_post"], "layers": [1], "codec": "fp8row"}]
     full8 = next(one for one in both.offers if one.codec == "full8")
     assert not full8.holds and full8.worst == "mlp_post.1 of planted" and full8.miss == pytest.approx(3000, rel=0.1)
     assert '"codec": "fp8row"' in shown(both)
@@ -94,11 +94,19 @@ def test_what_fits_no_budget_is_said_with_what_would() -> None:
     assert nothing.chosen is None and nothing.nearest is None and "nothing fits" in shown(nothing)
 
 
-def test_an_audit_takes_bits_alone() -> None:
-    found = recommend([PLAIN], "audit")
-    assert found.chosen is None and not any(one.holds for one in found.offers)
-    exact = recommend([report({"raw16": (1024, 0.0), "full8": (516, 2e-5)})], "audit")
+def audited(**more: float | None) -> dict[str, Any]:
+    found = {"all": None, "first": None, "rmse": 0.0, **more}
+    return {"noise": {"all": found["all"], "first": found["first"]}, "geometry": {"rmse": found["rmse"], "nearest": 1}}
+
+
+@pytest.mark.parametrize("more", [{"all": 90.0}, {"first": 90.0}, {"rmse": None}])
+def test_an_audit_takes_what_changes_no_row_and_a_kl_of_0_is_no_proof(more: dict[str, float | None]) -> None:
+    codecs = {"raw16": (1024, 0.0), "full8": (516, 0.0)}
+    exact = recommend([report(codecs, rows={"raw16": audited(), "full8": audited(**more)})], "audit")
     assert exact.chosen is not None and exact.chosen.codec == "raw16"
+    assert "full8" in shown(exact) and "differs at mlp_post.1 of plain" in shown(exact)
+    with pytest.raises(ArgumentError, match="--use = 'audit': none of the places was judged"):
+        recommend([report(codecs)], "audit")  # whether rows are the same is not known
 
 
 def test_geometry_is_judged_by_the_nearest_ten() -> None:

@@ -23,8 +23,17 @@ def page_of(report: Report) -> str:
     plots += [(f"{site}: KL by layer and codec", _by_layer([one for one in codecs if one.site == site]))
               for site in dict.fromkeys(one.site for one in codecs)]
     template = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
-    text: str = template.render(report=report, lines=lines, plots=plots)
+    text: str = template.render(report=report, lines=lines, plots=plots, number=_number, mean=_mean)
     return text
+
+
+def _number(form: str, value: float | None, times: float = 1) -> str:
+    """A number as text; what is none, or is infinite, is of a codec that broke what is measured."""
+    return form % (times * value) if value is not None and np.isfinite(value) else "broken"
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(np.array(values, np.float64)))
 
 
 def _bytes_and_cost(report: Report, lines: list[Line]) -> str:
@@ -34,27 +43,32 @@ def _bytes_and_cost(report: Report, lines: list[Line]) -> str:
         width = next(place.width for place in report.places if place.site == site)
         of_site = sorted((one for one in lines if one.site == site), key=lambda one: one.kl.value)
         worst = {one.name: one for one in of_site}  # the last of a name counts
-        shown = [one for one in worst.values() if one.kl.value > 0]
+        shown = [one for one in worst.values() if 0 < one.kl.value < np.inf]
         axes.scatter([one.row_bytes / width for one in shown], [one.kl.value for one in shown], label=site)
         for one in shown:
             axes.annotate(one.name.partition(":")[0], (one.row_bytes / width, one.kl.value), fontsize=8,
                           xytext=(4, 3), textcoords="offset points")
     if report.bar:
         axes.axhline(report.bar, color="grey", linestyle="--", label="the bar")
+    if broken := list(dict.fromkeys(one.name.partition(":")[0] for one in lines if one.kl.value == np.inf)):
+        axes.set_title(f"broken somewhere, and not drawn there: {', '.join(broken)}", fontsize=9)
     axes.set(xscale="log", yscale="log", xlabel="bytes a number, as stored", ylabel="KL in nats, the worst layer")
     axes.legend()
     return _svg(figure)
 
 
 def _by_layer(lines: list[Line]) -> str:
-    """log10 of KL, codec × layer; white where it is 0."""
+    """log10 of KL, codec × layer; white where it is 0, or where the codec is broken, which stands there."""
     layers, names = list(dict.fromkeys(one.layer for one in lines)), list(dict.fromkeys(one.name for one in lines))
     grid = np.full((len(names), len(layers)), np.nan)
     for one in lines:
-        if one.kl.value > 0:
+        if 0 < one.kl.value < np.inf:
             grid[names.index(one.name), layers.index(one.layer)] = np.log10(one.kl.value)
     figure, axes = _figure(min(2.5 + 0.6 * len(layers), 14), 1 + 0.4 * len(names))
     figure.colorbar(axes.imshow(grid, aspect="auto", cmap="viridis"), ax=axes, label="log10 KL")
+    for one in lines:
+        if one.kl.value == np.inf:
+            axes.text(layers.index(one.layer), names.index(one.name), "broken", ha="center", va="center", fontsize=7)
     axes.set(xticks=range(len(layers)), xticklabels=layers, yticks=range(len(names)), yticklabels=names, xlabel="layer")
     return _svg(figure)
 

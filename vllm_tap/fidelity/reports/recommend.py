@@ -1,14 +1,15 @@
-"""The cheapest codec whose bound holds wherever rows are to be stored, from reports: no model runs."""
+"""The cheapest codec that meets a use's criterion wherever rows are to be stored, from reports: no model runs."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from schemas.errors import ArgumentError
-from vllm_tap.fidelity.reports.report import Report
+from vllm_tap.fidelity.reports.report import Report, codecs_of, numbers_of
 from vllm_tap.fidelity.statistics import CONFIDENCE, interval
 from vllm_tap.fidelity.study import Patched, PlaceStudy
 
@@ -17,12 +18,16 @@ __all__ = ["USES", "Offer", "Recommendation", "recommend", "shown"]
 _LOST_MAX: Final = 0.005
 _RECALL_MIN: Final = 0.98
 _LEAST: Final = 0.95
+_BROKEN: Final = math.inf  # times the bound, of what is no number
+
+Pair = tuple[str, int]  # a site and a layer
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A codec at all places asked for: bytes of a token, whether the criterion holds everywhere, and where it is missed
-    most and by how much (``miss`` times the bound); None of the last two where it holds.
+    """A codec at all judged places: bytes of a token (the largest of the reports), whether the criterion holds at all
+    of them, and where it is missed most and by how much (``miss`` times the bound; infinite: it is broken there); ""
+    and 0 where it holds.
     """
 
     codec: str
@@ -34,8 +39,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """``chosen`` holds and fits the budget (None: nothing does); ``nearest`` is then what fits it and misses least;
-    ``fewer`` says what else fits: the cheapest that holds, on fewer layers.
+    """``chosen`` holds and fits the budget (None: nothing does); ``nearest`` is then what fits it and misses least
+    (None where all that fits is broken somewhere); ``fewer`` says what else fits: the cheapest that holds, on fewer
+    layers.
+    ``specs``: captures of judged places alone, one for all sites of the same layers; ``judged``: those places, such as
+    resid_post.1; ``unjudged``: places of the reports that were asked for and that nothing is said of; ``partly``:
+    judged places that not every report has, with the models that do; ``lacking``: codecs not judged at all of them.
     """
 
     use: str
@@ -44,116 +53,212 @@ class Recommendation:
     nearest: Offer | None
     fewer: str
     offers: list[Offer]
-    spec: dict[str, Any]
+    specs: list[dict[str, Any]]
+    judged: list[str]
+    unjudged: list[str]
+    partly: list[str]
+    lacking: list[str]
 
 
-# A use's criterion of one codec at one place: how far it is from its bound, as a ratio (1 or less: it holds); None
-# where the place was not judged by it.
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A place of one report: by codec how far it is from its bound, of those that were judged, and its bytes."""
+
+    model: str
+    pair: Pair
+    far: dict[str, float]
+    size: dict[str, int]
+
+
+# A use's criterion of one codec at one place: how far it is from its bound, as a ratio (1 or less: it holds; infinite:
+# what it goes by is no number); None where the place was not judged by it.
 Criterion = Callable[[Report, PlaceStudy, Patched], float | None]
 
 
-def _exact(_report: Report, _place: PlaceStudy, one: Patched) -> float:
-    return 0.0 if not any(one.prompts["kl"]) and not any(one.prompts["kl_first"]) else float("inf")
+def _exact(_report: Report, place: PlaceStudy, one: Patched) -> float | None:
+    """A KL of 0 is no proof: rows that differ may cost nothing. Reports tell by the noise, null where nothing differs,
+    which is null too where it is no number: hence the others beside it.
+    """
+    found = place.rows.get(one.name, {})
+    if "noise" not in found or "geometry" not in found:
+        return None
+    same = (found["noise"]["all"] is None and found["noise"]["first"] is None and found["geometry"]["rmse"] == 0
+            and not numbers_of(one, "kl").any() and not numbers_of(one, "kl_first").any())
+    return 0.0 if same else _BROKEN
 
 
 def _behaviour(report: Report, place: PlaceStudy, one: Patched) -> float:
-    count = max(1, sum(each.kind == "codec" for each in place.patched))
-    bound = interval(one.prompts["kl"], confidence=1 - (1 - CONFIDENCE) / count).high  # type: ignore[arg-type]
-    return bound / report.bar if report.bar else (0.0 if bound == 0 else float("inf"))
+    count = max(1, len(codecs_of(report, place)))
+    bound = interval(numbers_of(one, "kl"), confidence=1 - (1 - CONFIDENCE) / count).high
+    return bound / report.bar if report.bar else (0.0 if bound == 0 else _BROKEN)
 
 
 def _probe(_report: Report, place: PlaceStudy, one: Patched) -> float | None:
     found = place.rows.get(one.name, {}).get("probe")
     if found is None:
         return None
-    recalled = found["recall"] / found["recall_exact"] if found["recall_exact"] else 1.0
-    lost = max(found["lost"]["high"], found["lost_refitted"]["high"])
-    return float(max(lost / _LOST_MAX, _RECALL_MIN / max(recalled, 1e-9)))
+    lost = [_number(found[part]["high"]) for part in ("lost", "lost_refitted")]
+    recall, exact = _number(found["recall"]), _number(found["recall_exact"])
+    if not all(map(math.isfinite, (*lost, recall, exact))):
+        return _BROKEN
+    return max(max(lost) / _LOST_MAX, _short(_RECALL_MIN, recall / exact if exact else 1.0))
 
 
 def _features(_report: Report, place: PlaceStudy, one: Patched) -> float | None:
     found = place.rows.get(one.name, {}).get("features")
-    return None if found is None else _LEAST / max(found["shares"]["0.9"] or 0.0, 1e-9)
+    return None if found is None else _short(_LEAST, found["shares"]["0.9"])
 
 
 def _neurons(_report: Report, place: PlaceStudy, one: Patched) -> float | None:
     found = place.rows.get(one.name, {}).get("neurons")
     if found is None or found["concept"] is None:  # the other two see no wrong row at all
         return None
-    least = min(found["magnitude"] or 0.0, found["kurtosis"] or 0.0, found["concept"]["low"] or 0.0)
-    return float(_LEAST / max(least, 1e-9))
+    return max(_short(_LEAST, each) for each in (found["magnitude"], found["kurtosis"], found["concept"]["low"]))
 
 
 def _geometry(_report: Report, place: PlaceStudy, one: Patched) -> float | None:
     found = place.rows.get(one.name, {}).get("geometry")
-    return None if found is None else _LEAST / max(found["nearest"], 1e-9)
+    if found is None:
+        return None
+    return _BROKEN if found.get("rmse", 0.0) is None else _short(_LEAST, found["nearest"])
+
+
+def _number(value: float | None) -> float:
+    """NaN for null, which is what a report has for it."""
+    return math.nan if value is None else float(value)
+
+
+def _short(least: float, value: float | None) -> float:
+    """How many times too small a value is."""
+    found = _number(value)
+    return least / max(found, 1e-9) if math.isfinite(found) else _BROKEN
 
 
 USES: Final[dict[str, tuple[str, Criterion]]] = {
-    "audit": ("the same bits everywhere", _exact),
+    "audit": ("the same numbers in every row, but for a zero's sign", _exact),
     "lens": ("KL's upper bound at most the bar, with the rows patched back", _behaviour),
     "probe": (f"AUROC lost at most {_LOST_MAX} (upper bound), frozen and refitted, and {_RECALL_MIN:.0%} of the exact "
-              "rows' recall at 1 % false positives", _probe),
-    "sae": (f"{_LEAST:.0%} of the autoencoder's features keep r ≥ 0.9", _features),
-    "neurons": (f"Spearman of magnitude, kurtosis and concept (lower bound) at least {_LEAST}", _neurons),
-    "geometry": (f"{_LEAST:.0%} of each row's ten nearest stay so", _geometry),
+              "rows' recall at 1 % false positives (estimate)", _probe),
+    "sae": (f"{_LEAST:.0%} of the autoencoder's features keep r ≥ 0.9 (estimate)", _features),
+    "neurons": (f"Spearman of magnitude, kurtosis (estimates) and concept (lower bound) at least {_LEAST}", _neurons),
+    "geometry": (f"{_LEAST:.0%} of each row's ten nearest stay so (estimate)", _geometry),
 }
 
 
 def recommend(reports: Sequence[Report], use: str, budget: int | None = None, sites: Sequence[str] = (),
               layers: Sequence[int] = ()) -> Recommendation:
-    """The cheapest codec that holds at every place asked for in every report; ``budget``: bytes of a token, of all
-    places together. ArgumentError where a report cannot tell.
+    """The cheapest codec that holds at every judged place of those asked for, in every report that has it; ``budget``:
+    bytes of a token, of all places together. ArgumentError where a report cannot tell, or where a site or layer was
+    asked for by name and was not judged.
     """
     if use not in USES:
         raise ArgumentError("--use", use, f"valid: {', '.join(USES)}")
     if budget is not None and budget < 1:
         raise ArgumentError("--bytes-per-token", budget, "at least 1")
-    places = _places(reports, sites, layers)
-    offers = sorted(_offers(places, use), key=lambda one: one.bytes_per_token)
+    found = [_judge(report, place, use) for report, place in _places(reports, sites, layers)]
+    pairs = list(dict.fromkeys(one.pair for one in found))
+    unjudged = [pair for pair in pairs if not all(one.far for one in found if one.pair == pair)]
+    judged = [pair for pair in pairs if pair not in unjudged]
+    _check_asked(use, judged, unjudged, sites, layers)
+    found = [one for one in found if one.pair in judged]
+    offers = sorted(_offers(found), key=lambda one: one.bytes_per_token)
     fits = [one for one in offers if budget is None or one.bytes_per_token <= budget]
     chosen = next((one for one in fits if one.holds), None)
-    nearest = None if chosen or not fits else min(fits, key=lambda one: one.miss)
-    holding = next((one for one in offers if one.holds), None)
-    spec: dict[str, Any] = {"sites": sorted({place.site for _, place in places}),
-                            "layers": sorted({place.layer for _, place in places})}
-    fewer = ""
-    if chosen is None and holding is not None and budget is not None:
-        every = -(-holding.bytes_per_token // budget)
-        fewer = (f"{holding.codec} holds and takes {holding.bytes_per_token} bytes a token: store one layer in "
-                 f"{every}, or capture one request in {every}")
+    near = [] if chosen else [one for one in fits if math.isfinite(one.miss)]
+    nearest = min(near, key=lambda one: one.miss) if near else None
     best = chosen or nearest
-    return Recommendation(use, USES[use][0], chosen, nearest, fewer, offers,
-                          {} if best is None else {**spec, "codec": best.codec})
+    models = list(dict.fromkeys(report.model["name"] for report in reports))
+    partly = [f"{_named(pair)} (of {', '.join(have)} alone)" for pair in judged
+              if len(have := dict.fromkeys(one.model for one in found if one.pair == pair)) < len(models)]
+    return Recommendation(use, USES[use][0], chosen, nearest, _fewer(offers, budget) if chosen is None else "", offers,
+                          [] if best is None else _specs(judged, best.codec), list(map(_named, judged)),
+                          list(map(_named, unjudged)), partly,
+                          sorted({name for one in found for name in one.size} - {one.codec for one in offers}))
+
+
+def _fewer(offers: Sequence[Offer], budget: int | None) -> str:
+    holding = next((one for one in offers if one.holds), None)
+    if holding is None or budget is None:
+        return ""
+    every = -(-holding.bytes_per_token // budget)
+    return (f"{holding.codec} holds and takes {holding.bytes_per_token} bytes a token: store one layer in "
+            f"{every}, or capture one request in {every}")
+
+
+def _named(pair: Pair) -> str:
+    return f"{pair[0]}.{pair[1]}"
+
+
+def _specs(judged: Sequence[Pair], codec: str) -> list[dict[str, Any]]:
+    """Captures that take the judged places and no other: a capture takes all its layers at all its sites."""
+    of_layers: dict[tuple[int, ...], list[str]] = {}
+    for site in sorted({site for site, _ in judged}):
+        of_layers.setdefault(tuple(sorted(layer for name, layer in judged if name == site)), []).append(site)
+    return [{"sites": sites, "layers": list(layers), "codec": codec} for layers, sites in of_layers.items()]
 
 
 def _places(reports: Sequence[Report], sites: Sequence[str], layers: Sequence[int]) -> list[tuple[Report, PlaceStudy]]:
-    found = [(report, place) for report in reports for place in report.places
-             if (not sites or place.site in sites) and (not layers or place.layer in layers)]
-    have = {place.site for report in reports for place in report.places}
-    if lost := [site for site in sites if site not in have]:
-        raise ArgumentError("--sites", lost[0], f"is in no report; these are: {', '.join(sorted(have))}")
-    if lost_layers := [layer for layer in layers if layer not in {place.layer for _, place in found}]:
+    if not reports:
+        raise ArgumentError("REPORT", "", "name one at least")
+    if bare := [report.model["name"] for report in reports if not report.places]:
+        raise ArgumentError("REPORT", bare[0], "has no places: nothing of this model was measured")
+    have = {(place.site, place.layer) for report in reports for place in report.places}
+    if lost := [site for site in sites if site not in {site for site, _ in have}]:
+        raise ArgumentError("--sites", lost[0], "is in no report; these are: "
+                            + ", ".join(sorted({site for site, _ in have})))
+    if lost_layers := [layer for layer in layers if not any(at == layer and (not sites or site in sites)
+                                                            for site, at in have)]:
         raise ArgumentError("--layers", lost_layers[0], "is in no report")
-    return found
+    if absent := [(site, layer) for site in sites for layer in layers if (site, layer) not in have]:
+        raise ArgumentError("--layers", absent[0][1], f"{', '.join(map(_named, absent))}: in no report; leave out what "
+                                                      "was not measured")
+    return [(report, place) for report in reports for place in report.places
+            if (not sites or place.site in sites) and (not layers or place.layer in layers)]
 
 
-def _offers(places: Sequence[tuple[Report, PlaceStudy]], use: str) -> list[Offer]:
-    criterion = USES[use][1]
-    common = set.intersection(*({one.name for one in place.patched if one.kind == "codec"} for _, place in places))
+def _judge(report: Report, place: PlaceStudy, use: str) -> _Judged:
+    codecs = codecs_of(report, place)
+    far = {one.name: value for one in codecs if one.name not in place.broken
+           and (value := USES[use][1](report, place, one)) is not None}
+    if far or use in ("audit", "lens"):  # broken ones alone do not make a place one that a use is judged at
+        far |= dict.fromkeys(place.broken, _BROKEN)
+    return _Judged(report.model["name"], (place.site, place.layer),
+                   {name: _BROKEN if math.isnan(value) else value for name, value in far.items()},
+                   {one.name: one.row_bytes for one in codecs})
+
+
+def _check_asked(use: str, judged: Sequence[Pair], unjudged: Sequence[Pair], sites: Sequence[str],
+                 layers: Sequence[int]) -> None:
+    """What was asked for by name must be judged: a site somewhere, a layer somewhere, both in every pair of them."""
+    if not judged:
+        raise ArgumentError("--use", use, f"none of the places was judged by it ({', '.join(map(_named, unjudged))}): "
+                            "neurons takes mlp_post and text that has labels, sae a report made with --sae, probe text "
+                            "that has labels, and only the middle one of a site's layers is judged by it")
+    lost = [pair for pair in unjudged
+            if (sites and layers) or (sites and pair[0] not in {site for site, _ in judged})
+            or (layers and pair[1] not in {layer for _, layer in judged})]
+    if lost:
+        raise ArgumentError("--layers" if layers else "--sites", ",".join(map(str, layers or sites)),
+                            f"{', '.join(map(_named, lost))}: not judged by {use}; judged are: "
+                            + ", ".join(map(_named, judged)))
+
+
+def _offers(places: Sequence[_Judged]) -> list[Offer]:
+    common = set.intersection(*(set(one.far) for one in places))
+    if not common:
+        raise ArgumentError("REPORT", ", ".join(dict.fromkeys(one.model for one in places)),
+                            "no codec was judged at all places: " + "; ".join(
+                                f"{_named(one.pair)} of {one.model} has {', '.join(sorted(one.far))}"
+                                for one in places) + "; name fewer with --sites or --layers")
     found = []
     for name in sorted(common):
-        size, judged = dict[tuple[str, int], int](), []
-        for report, place in places:
-            one = next(each for each in place.patched if each.kind == "codec" and each.name == name)
-            size[place.site, place.layer] = one.row_bytes
-            if (far := criterion(report, place, one)) is not None:
-                judged.append((far, f"{place.site}.{place.layer} of {report.model['name']}"))
-        if not judged:
-            raise ArgumentError("--use", use, "none of the places was judged by it: neurons takes mlp_post, sae a "
-                                              "report made with --sae, probe text that has labels")
-        far, where = max(judged)
-        found.append(Offer(name, sum(size.values()), far <= 1, "" if far <= 1 else where, 0.0 if far <= 1 else far))
+        size: dict[Pair, int] = {}
+        for one in places:
+            size[one.pair] = max(size.get(one.pair, 0), one.size[name])
+        worst = max(places, key=lambda one: one.far[name])
+        far = worst.far[name]
+        found.append(Offer(name, sum(size.values()), far <= 1, "" if far <= 1 else
+                           f"{_named(worst.pair)} of {worst.model}", 0.0 if far <= 1 else far))
     return found
 
 
@@ -161,16 +266,26 @@ def shown(found: Recommendation) -> str:
     """What is said to people."""
     said = [f"{found.use}: {found.criterion}"]
     said += [f"  {one.codec:<24} {one.bytes_per_token:>10,} bytes a token   "
-             + ("holds" if one.holds else f"misses by {one.miss:.3g} times at {one.worst}") for one in found.offers]
+             + ("holds" if one.holds else f"misses by {one.miss:.3g} times at {one.worst}"
+                if math.isfinite(one.miss) else f"{'differs' if found.use == 'audit' else 'is broken'} at {one.worst}")
+             for one in found.offers]
+    said.append(f"judged at {', '.join(found.judged)}")
+    if found.unjudged:
+        said.append(f"not judged, and not in what follows: {', '.join(found.unjudged)}")
+    if found.partly:
+        said.append(f"not in every report: {', '.join(found.partly)}")
+    if found.lacking:
+        said.append(f"not judged at all of these places, and not offered: {', '.join(found.lacking)}")
     if found.chosen is not None:
-        said.append(f"take {found.chosen.codec}, the cheapest that holds:")
+        said.append(f"take {found.chosen.codec}, the cheapest that holds at the places judged:")
     elif found.nearest is not None:
         said.append(f"nothing that fits holds; nearest is {found.nearest.codec}, which misses by "
                     f"{found.nearest.miss:.3g} times:")
     else:
-        said.append("nothing fits")
-    if found.spec:
-        said.append(f'  "capture": {json.dumps(found.spec)}')
+        said.append("nothing fits, or all that fits " + ("differs" if found.use == "audit" else "is broken somewhere"))
+    said += [f'  "capture": {json.dumps(spec)}' for spec in found.specs]
+    if len(found.specs) > 1:
+        said.append("sites of other layers take a capture, and so a request, of their own")
     if found.fewer:
         said.append(f"or: {found.fewer}")
     return "\n".join(said)
