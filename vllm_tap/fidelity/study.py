@@ -285,11 +285,12 @@ def _engines_codes(bench: Bench, chunk: I64, place: Place, codecs: Sequence[str]
     """Whether rows that the engine encoded itself decode to what was judged here."""
     least = 1.0
     for name in codecs:
-        made = [_rows(answer) for answer in bench.control(chunk, place, name)]
-        if not all(np.isfinite(each).all() for each in made):
+        judged = [coding.round_trip(name, each, bench.dtype) for each in rows]
+        if not all(np.isfinite(each).all() for each in judged):
             continue  # told as broken
-        same = np.concatenate([(_bits(one) == _bits(coding.round_trip(name, each, bench.dtype))).all(axis=-1)
-                               for one, each in zip(made, rows, strict=True)]).mean()
+        made = [_rows(answer) for answer in bench.control(chunk, place, name)]
+        same = np.concatenate([(_bits(one) == _bits(other)).all(axis=-1)
+                               for one, other in zip(made, judged, strict=True)]).mean()
         least = min(least, float(same))
         if same < _ENGINE_EQUAL:
             raise Unpublished(f"{name} at {_named(place)}: the engine's own encoder makes the same rows as here "
