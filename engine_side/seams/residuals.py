@@ -39,7 +39,7 @@ def functional(vllm_config: Any) -> bool:
         from vllm import envs
 
         compilation = vllm_config.compilation_config
-        fused = fuses(compilation.pass_config, "norm", "rms", "padding")
+        fused = fuses(compilation.pass_config, "norm", "rms", "padding", "enable_sp", "gemm_comms")
         adding = vllm_config.kernel_config.ir_op_priority.fused_add_rms_norm
         return (adding[0] == "native" and not fused and not envs.VLLM_BATCH_INVARIANT and _cut(compilation))
     except (ImportError, AttributeError, IndexError):

@@ -205,7 +205,9 @@ def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPla
             with all_together():
                 prove(model, vllm_config, plan.family)
         return plan
-    return replace(plan, family=discover(model, vllm_config))
+    with all_together():
+        family = discover(model, vllm_config)
+    return replace(plan, family=family)
 
 
 def plan_arming(vllm_config: Any, config: EngineConfig) -> ArmingPlan:
@@ -259,6 +261,10 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
                          "overwrite each other's rows: switch it off")
     if parallel.tensor_parallel_size > 1:
         _check_shared(plan, parallel.tensor_parallel_size)
+        if fusions.fuses(vllm_config.compilation_config.pass_config, "enable_sp", "sequence_parallel", "gemm_comms",
+                         "async_tp"):
+            raise StartError("vllm-tap: sequence parallelism (pass_config.enable_sp, fuse_gemm_comms): a rank has only "
+                             "its share of a step's rows between two of its operations: switch it off")
     if parallel.pipeline_parallel_size > 1:
         _check_stages(plan, vllm_config)
     ranks, ids = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, [s for s in tapped if SITES[s].ids]

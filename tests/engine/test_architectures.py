@@ -211,6 +211,7 @@ def site_errors(engine: Engine, one: Captured, family: str) -> dict[str, float]:
         if entry.site == "experts":
             logits = engine.reader.slice(one.id, "router_logits", [entry.layer], 0, len(one.tokens))
             assert_largest(rows.values()[0], logits.values()[0])
+        assert np.isfinite(rows.values()[0]).all(), (entry.site, entry.layer)
         if ON_GPU and after_a_choice(family, entry.site, entry.layer):
             continue
         x = reference[entry.site, entry.layer][rows.positions]
@@ -223,7 +224,7 @@ def site_errors(engine: Engine, one: Captured, family: str) -> dict[str, float]:
 
 def after_a_choice(family: str, site: str, layer: int) -> bool:
     """Whether a row follows a router's choice: in bfloat16 a close call goes the other way, and all that follows."""
-    routed = "experts" in SITES[family] or (family in UNLISTED and UNLISTED[family].routed)
+    routed = "router_logits" in SITES[family] or (family in UNLISTED and UNLISTED[family].routed)
     return routed and (layer > 0 or site in ("experts", "mlp_out", "resid_post", "final_norm"))
 
 

@@ -34,31 +34,36 @@ def the_same(text: str) -> str:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """StartError on every rank of a stage where one of them raised it: the others would wait for it in the next step.
+    """StartError on every rank of a stage where one of them raised anything: it raises that, and the others would wait
+    for it in the next step.
     """
-    error: StartError | None = None
+    error: Exception | None = None
     try:
         yield
-    except StartError as raised:
+    except Exception as raised:
         error = raised
-    _raise_first(error, of_shares("" if error is None else str(error)), "tensor-parallel rank")
+    _raise_first(error, of_shares(_said(error)), "tensor-parallel rank")
 
 
 @contextmanager
 def all_together() -> Iterator[None]:
-    """StartError on every rank of the engine where one of them raised it. Stages go different ways in what is within:
-    none of them may wait for another there.
+    """StartError on every rank of the engine where one of them raised anything. Stages go different ways in what is
+    within: none of them may wait for another there.
     """
-    error: StartError | None = None
+    error: Exception | None = None
     try:
         with together():
             yield
-    except StartError as raised:
+    except Exception as raised:
         error = raised
-    _raise_first(error, of_stages("" if error is None else str(error)), "pipeline stage")
+    _raise_first(error, of_stages(_said(error)), "pipeline stage")
 
 
-def _raise_first(own: StartError | None, told: list[str], who: str) -> None:
+def _said(error: Exception | None) -> str:
+    return "" if error is None else str(error) if isinstance(error, StartError) else f"vllm-tap: {error!r}"
+
+
+def _raise_first(own: Exception | None, told: list[str], who: str) -> None:
     if own is not None:
         raise own
     rank, other = next(((rank, text) for rank, text in enumerate(told) if text), (0, ""))

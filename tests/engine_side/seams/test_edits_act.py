@@ -217,6 +217,19 @@ def test_a_step_whose_rows_are_not_those_of_its_tokens_is_refused(cache: dict[st
         start(cache, parallel)
 
 
+@pytest.mark.parametrize(("chosen", "refused"), [("enable_sp", True), ("fuse_gemm_comms", True),
+                                                 ("fuse_norm_quant", False)])
+def test_steps_whose_rows_ranks_share_out_are_refused(chosen: str, refused: bool) -> None:
+    plan: Any = SimpleNamespace(touched=["resid_mid"], asked={}, probes={}, family=object(),
+                                config=SimpleNamespace(edit=()))
+    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=2, use_ubatching=False,
+                               data_parallel_size=1)
+    passes = SimpleNamespace(**{chosen: True})
+    with pytest.raises(StartError, match=r"sequence parallelism .*: switch it off") if refused else nullcontext():
+        _check_parallel(plan, SimpleNamespace(cache_config=None, parallel_config=parallel, speculative_config=None,
+                                              compilation_config=SimpleNamespace(pass_config=passes)))
+
+
 @pytest.mark.parametrize(("device", "ranks", "refused"), [("cuda", 2, True), ("cuda", 1, False), ("cpu", 2, False)])
 def test_chosen_experts_are_refused_on_several_gpus(device: str, ranks: int, refused: bool) -> None:
     plan: Any = SimpleNamespace(touched=["experts", "attn_out_raw"], asked={}, probes={}, family=object(),
@@ -225,7 +238,8 @@ def test_chosen_experts_are_refused_on_several_gpus(device: str, ranks: int, ref
                                data_parallel_size=1)
     with pytest.raises(StartError, match="experts: on 2 GPUs") if refused else nullcontext():
         _check_parallel(plan, SimpleNamespace(cache_config=None, parallel_config=parallel, speculative_config=None,
-                                              device_config=SimpleNamespace(device_type=device)))
+                                              device_config=SimpleNamespace(device_type=device),
+                                              compilation_config=SimpleNamespace(pass_config=SimpleNamespace())))
 
 
 @pytest.mark.parametrize(("more", "said"), [
