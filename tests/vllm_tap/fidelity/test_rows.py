@@ -14,6 +14,7 @@ from sklearn.metrics import roc_auc_score
 
 from schemas.errors import ArgumentError
 from vllm_tap.fidelity import coding
+from vllm_tap.fidelity.bench import Bench
 from vllm_tap.fidelity.features import Probing, _area, _wins, load_autoencoder, survival
 from vllm_tap.fidelity.rows import geometry, neurons, noise
 from vllm_tap.fidelity.science import Science
@@ -174,8 +175,8 @@ def test_an_autoencoder_without_a_live_feature_says_so_and_has_no_percentages(tm
     dead = load_autoencoder(saved(tmp_path, tensors={"b_enc": np.full(64, -1e6, np.float32)}), 64)
     assert survival(dead, FLAT, FLAT) is None
     prompts = Prompts(np.zeros((12, 40), np.int64), np.arange(12), None)
-    no_engine: Any = SimpleNamespace(dtype="float32")
-    science = Science(no_engine, prompts, prompts, 12, {"resid_post.1": dead})
+    nothing: Any = SimpleNamespace(model_config=SimpleNamespace(dtype="float32"))  # vLLM's, of which no more is asked
+    science = Science(Bench(nothing, nothing), prompts, prompts, 12, {"resid_post.1": dead})
     tables, lacking = science.tables(("resid_post", 1), ROWS, ["int8b64"], False)
     assert "features" not in tables["int8b64"]
     assert lacking["features"].startswith("not measured: none of the autoencoder's 64 is active on 20 of 468 tokens")
