@@ -55,7 +55,7 @@ def fidelity(
     """Measure what codecs cost MODEL: decoded rows are put back into it, and looked at as scientists do.
 
     Writes report.json and report.html, once every control has behaved: rows put back as they were change nothing,
-    shuffled ones are the worst of all, one wrong row is found at its position. With compare the exit code is 1 where a
+    shuffled ones cost more than none, one wrong row is found at its position. With compare the exit code is 1 where a
     codec has become worse. Arguments after -- go to vLLM.
     """
     _need_lab()

@@ -23,8 +23,7 @@ from vllm_tap.fidelity import coding
 from vllm_tap.fidelity.bench import Bench, numbers_max
 from vllm_tap.fidelity.features import Autoencoder, digest_of, load_autoencoder
 from vllm_tap.fidelity.floors import arithmetic_floor
-from vllm_tap.fidelity.kept import Kept
-from vllm_tap.fidelity.model_digest import config_digest, weights_digest
+from vllm_tap.fidelity.kept import Kept, config_digest, weights_digest
 from vllm_tap.fidelity.reports.page import page_of
 from vllm_tap.fidelity.reports.report import Report
 from vllm_tap.fidelity.science import Science

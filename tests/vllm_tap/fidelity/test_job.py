@@ -17,8 +17,7 @@ from vllm_tap.fidelity import job
 from vllm_tap.fidelity.distributions import Compared
 from vllm_tap.fidelity.features import digest_of
 from vllm_tap.fidelity.job import FidelityJob, publish
-from vllm_tap.fidelity.kept import Kept
-from vllm_tap.fidelity.model_digest import config_digest, weights_digest
+from vllm_tap.fidelity.kept import Kept, config_digest, weights_digest
 from vllm_tap.fidelity.reports.page import page_of
 from vllm_tap.fidelity.reports.report import Report, load_report
 from vllm_tap.fidelity.study import PlaceStudy, Unpublished, _add, _Variant
