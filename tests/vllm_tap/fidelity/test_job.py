@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from schemas.errors import ArgumentError
-from tests.vllm_tap.fidelity.test_reports import PLAIN, PROMPTS, load_copy, patched
+from tests.vllm_tap.fidelity.test_reports import PLAIN, PROMPTS, load_copy
 from tests.vllm_tap.fidelity.test_rows import saved
 from vllm_tap.fidelity import job
 from vllm_tap.fidelity.distributions import Compared
@@ -20,8 +21,13 @@ from vllm_tap.fidelity.job import FidelityJob, publish
 from vllm_tap.fidelity.kept import Kept, config_digest, weights_digest
 from vllm_tap.fidelity.reports.page import page_of
 from vllm_tap.fidelity.reports.report import Report, load_report
-from vllm_tap.fidelity.study import PlaceStudy, Unpublished, _add, _Variant
+from vllm_tap.fidelity.study import Patched, PlaceStudy, Unpublished, _add, _Variant
 from vllm_tap.tiny_model import tiny_model
+
+
+def patched(name: str, size: int, kl: float, kind: str = "codec") -> Patched:
+    return replace(PLAIN.places[0].patched[0], name=name, kind=kind, row_bytes=size,
+                   prompts={**PLAIN.places[0].patched[0].prompts, "kl": [kl] * PROMPTS})
 
 
 def with_controls(shuffled: float, late: float = 9.0) -> Report:
@@ -135,8 +141,6 @@ def test_results_are_added_and_half_a_line_is_cut_off(tmp_path: Path) -> None:
     {"model": {**PLAIN.model, "weights": "w"}}, {"settings": {**PLAIN.settings, "layers": [2]}},
     {"settings": {**PLAIN.settings, "sites": ["z"]}}, {"settings": {**PLAIN.settings, "sae": {"mlp_post.1": "d"}}}])
 def test_results_of_another_run_are_refused(tmp_path: Path, changed: dict[str, object]) -> None:
-    from dataclasses import replace
-
     path, report = tmp_path / "progress.jsonl", load_copy(PLAIN)
     Kept(path, report).floors(lambda: report.floors)
     with pytest.raises(ArgumentError, match=r"--out = .*progress.jsonl of another run"):
