@@ -55,9 +55,8 @@ def fidelity(
     """Measure what codecs cost MODEL: decoded rows are put back into it, and looked at as scientists do.
 
     Writes report.json and report.html, once every control has behaved: rows put back as they were change nothing,
-    shuffled ones are the worst of all at the places where they are measured, one wrong row is found at its position.
-    With compare the exit code is 1 where a codec has become worse, breaks the model or is missing. Arguments after --
-    go to vLLM.
+    shuffled ones cost more than none where they are measured, one wrong row is found at its position. With compare the
+    exit code is 1 where a codec has become worse, breaks the model or is missing. Arguments after -- go to vLLM.
     """
     _need_lab()
     words = list(what or ())
@@ -93,15 +92,12 @@ def _pilots(out: Path, sites: str, more: dict[str, object], for_vllm: tuple[str,
 
 def _run(job: object) -> None:
     from vllm_tap.fidelity.job import FidelityJob, run
-    from vllm_tap.fidelity.reports.page import page_of
 
     assert isinstance(job, FidelityJob)
     report = run(job, progress=sys.stderr.isatty())
-    page = job.out / "report.html"
-    page.write_text(page_of(report), "utf-8")
     _print(report)
     typer.echo(job.out / "report.json")
-    typer.echo(page)
+    typer.echo(job.out / "report.html")
 
 
 def _print(report: Report) -> None:
@@ -126,6 +122,11 @@ def _print(report: Report) -> None:
                       f"{one.kl.low:.2g} to {one.kl.high:.2g}", f"{100 * one.top1.value:.2f} %",
                       f"{100 * one.perplexity.value:+.3f} %", word if one.kind == "codec" else "control")
     out.print(table, "")
+    for place in report.places:
+        for name, found in place.broken.items():
+            out.print(Text(f"{place.site}.{place.layer} {name}: broken here, {found['why']}"))
+    if report.settings.get("intervals"):
+        out.print(Text(f"intervals: {report.settings['intervals']}"))
 
 
 def _compare(words: list[str]) -> None:

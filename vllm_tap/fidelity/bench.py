@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from engine_side.seams.kept.logits import logits_of
 from schemas import limits
-from schemas.errors import StartError
+from schemas.errors import StartError, TapError
 from schemas.ids import new_ulid
 from vllm_tap.client.captures import Capture, CaptureSource
 from vllm_tap.verify.laboratory import F32, Place, control, patched
@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 
     from schemas.edits.arms import Arms
 
-__all__ = ["NORM", "Answer", "Bench", "numbers_max"]
+__all__ = ["NORM", "Answer", "Bench", "Unpublished", "numbers_max"]
 
 I64 = npt.NDArray[np.int64]
 
 NORM: Final = ("final_norm", 0)
 _WAIT_S: Final = 120.0
+
+
+class Unpublished(TapError):
+    """A control did not behave, so that no number of this run means anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,9 @@ class Bench:
         return self._run(prompts, [control(place, prompts.shape[1])] * len(prompts), place, codec)
 
     def patched(self, prompts: I64, place: Place, rows: Sequence[F32]) -> list[Answer]:
-        """The prompts with every row of the place set: to ``rows``, for each prompt [positions, width]."""
+        """The prompts with every row of the place set: to ``rows``, for each prompt [positions, width]. Unpublished
+        where the engine counted a row that it did not set.
+        """
         return self._run(prompts, [patched(place, each) for each in rows], None, "raw")
 
     def logits(self, norm: F32) -> F32:
@@ -109,6 +115,12 @@ class Bench:
 
     def _answer(self, name: str, tokens: tuple[int, ...], place: Place | None) -> Answer:
         capture = Capture(self.source, name, _WAIT_S)
+        for edit in capture.manifest().edits:
+            for rows in edit.get("rows", ()):
+                if rows["missing"]:
+                    raise Unpublished(f"edits of {edit['site']}.{rows['layers'][0]}: {rows['missing']} of "
+                                      f"{rows['expected']} rows were not set ({rows.get('reason', 'not_applied')}); "
+                                      "the engine's log tells why")
         return Answer(tokens, capture[NORM], None if place is None else capture[place])
 
 

@@ -4,6 +4,8 @@ purpose, which a measurement must notice.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -13,10 +15,10 @@ from engine_side.codecs import encode
 from schemas.codecs import Codec, decode, parse_codec
 from schemas.errors import ArgumentError
 from schemas.sites import has_heads
-from vllm_tap.verify.laboratory import F32
+from vllm_tap.verify.laboratory import F32, Place
 
-__all__ = ["DEFAULT_CODECS", "bits_counted", "codecs_for", "late", "noise_like", "one_wrong", "round_trip", "row_bytes",
-           "shuffled"]
+__all__ = ["DEFAULT_CODECS", "bits_counted", "codecs_for", "in_dtype", "late", "noise_like", "one_wrong", "round_trip",
+           "row_bytes", "seed_of", "shuffled"]
 
 DEFAULT_CODECS: Final = ("raw16", "int8b64", "fp8row", "full8", "nf4b64", "topk:density=0.25", "topk8")
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,7 +34,7 @@ def codecs_for(site: str, names: tuple[str, ...], head: int) -> list[str]:
         family = codec.family
         if family.projected:
             raise ArgumentError("--codecs", name, "decodes to a projection, which no model goes on with; leave it out "
-                                                  "(docs/codecs.md has its error in cosines)")
+                                                  "(docs/reference/codecs.md has its error in cosines)")
         if family.sites:
             if site not in family.sites or not has_heads(site):
                 continue
@@ -67,7 +69,18 @@ def check_honest(identity: str, rows: F32, dtype: str) -> None:
                                                   f"its encoder makes {made}: it would be judged at the wrong size")
 
 
-def shuffled(rows: F32, seed: int = 0) -> F32:
+def seed_of(place: Place, prompt: int) -> tuple[int, int, int]:
+    """The seed of what is drawn for a prompt, counted over all batches, at a place."""
+    return zlib.crc32(place[0].encode()), place[1], prompt
+
+
+def in_dtype(rows: F32, dtype: str) -> F32:
+    """Rows as a model of ``dtype`` takes them, in float32."""
+    found: F32 = torch.from_numpy(rows).to(_DTYPES[dtype]).float().numpy()
+    return found
+
+
+def shuffled(rows: F32, seed: int | Sequence[int] = 0) -> F32:
     """Each position's row is another's: a permutation without a fixed point, [positions, width]."""
     order = np.random.default_rng(seed).permutation(len(rows))
     moved = np.empty_like(rows)
@@ -87,7 +100,7 @@ def one_wrong(rows: F32, at: int) -> F32:
     return wrong
 
 
-def noise_like(rows: F32, decoded: F32, seed: int = 0) -> F32:
+def noise_like(rows: F32, decoded: F32, seed: int | Sequence[int] = 0) -> F32:
     """Rows with Gaussian noise of the decoded rows' own error, row by row: the same SQNR without its structure."""
     drawn = np.random.default_rng(seed).standard_normal(rows.shape)
     error = np.linalg.norm(decoded.astype(np.float64) - rows, axis=-1, keepdims=True)

@@ -9,11 +9,13 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from schemas.errors import ArgumentError
 from vllm_tap.fidelity.statistics import Interval
 
-__all__ = ["Autoencoder", "Probed", "Probing", "Survival", "load_autoencoder", "survival"]
+__all__ = ["Autoencoder", "Probed", "Probing", "Survival", "digest_of", "load_autoencoder",
+           "survival"]
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -29,7 +31,8 @@ _RULES: Final = ("standard", "jumprelu", "topk")
 @dataclass(frozen=True, slots=True)
 class Probed:
     """Of a probe on decoded rows: AUROC of one fitted on exact rows (``frozen``) and on decoded ones (``refitted``);
-    what is lost against exact, with an interval over prompts; Spearman of the scores; true positives at 1 % false ones.
+    what is lost against exact, with an interval over prompts; Spearman of the scores; ``recall``, true positives at the
+    threshold that has 1 % false ones on the exact rows that the probe was fitted on, and false ones there.
     """
 
     exact: float
@@ -40,6 +43,8 @@ class Probed:
     spearman: float
     recall: float
     recall_exact: float
+    false_positives: float
+    false_positives_exact: float
 
 
 class Probing:
@@ -49,6 +54,8 @@ class Probing:
         self._fitted_labels, self._labels = fitted_labels[:, 1:], labels[:, 1:]  # position 0 is like no other
         self._frozen = self._fit(fitted)
         self._exact = self._scores(self._frozen, judged)
+        # A threshold is set before there are decoded rows, and never on what is judged.
+        self._bar = float(np.quantile(self._scores(self._frozen, fitted)[~self._fitted_labels], 1 - _FALSE_POSITIVES))
 
     def _fit(self, rows: F32) -> Any:
         from sklearn.linear_model import LogisticRegression
@@ -59,7 +66,8 @@ class Probing:
         return model.fit(rows[:, 1:].reshape(-1, rows.shape[-1]), self._fitted_labels.ravel())
 
     def _scores(self, model: Any, rows: F32) -> F64:
-        found: F64 = model.decision_function(rows[:, 1:].reshape(-1, rows.shape[-1])).reshape(self._labels.shape)
+        found: F64 = model.decision_function(rows[:, 1:].reshape(-1, rows.shape[-1])).reshape(
+            rows.shape[0], rows.shape[1] - 1)
         return found
 
     def judge(self, fitted: F32, judged: F32) -> Probed:
@@ -72,7 +80,8 @@ class Probing:
         exact, of_frozen, of_again = (_area(wins, self._labels) for wins in areas)
         return Probed(exact, of_frozen, self._lost(areas[0], areas[1]), of_again, self._lost(areas[0], areas[2]),
                       float(stats.spearmanr(self._exact.ravel(), frozen.ravel()).statistic),
-                      self._recall(frozen), self._recall(self._exact))
+                      *(self._beyond(scores, truth) for truth in (self._labels, ~self._labels)
+                        for scores in (frozen, self._exact)))
 
     def _lost(self, exact: F64, other: F64) -> Interval:
         """AUROC lost, of all rows together, with prompts drawn anew."""
@@ -88,9 +97,8 @@ class Probing:
 
         return interval(np.arange(len(exact), dtype=np.float64), statistic, draws=2000)
 
-    def _recall(self, scores: F64) -> float:
-        bar = np.quantile(scores[~self._labels], 1 - _FALSE_POSITIVES)
-        return float((scores[self._labels] > bar).mean())
+    def _beyond(self, scores: F64, which: Bools) -> float:
+        return float((scores[which] > self._bar).mean())
 
 
 def _wins(scores: F64, labels: Bools) -> F64:
@@ -156,9 +164,9 @@ class Survival:
     unexplained_exact: float
 
 
-def load_autoencoder(folder: Path, width: int) -> Autoencoder:
+def load_autoencoder(folder: Path, width: int | None) -> Autoencoder:
     """The autoencoder of a folder with ``cfg.json`` and ``sae_weights.safetensors``; ArgumentError where it is none, or
-    one for rows of another width.
+    one for rows of another ``width`` (None: not known yet), or where its tensors do not fit each other.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
@@ -176,8 +184,7 @@ def load_autoencoder(folder: Path, width: int) -> Autoencoder:
         what = f"architecture = {rule!r}: valid are {', '.join(_RULES)}" if rule not in _RULES else \
             f"sae_weights.safetensors has no {', '.join(lacking)}"
         raise ArgumentError("--sae", str(folder), what)
-    if weights["W_enc"].shape[0] != width:
-        raise ArgumentError("--sae", str(folder), f"is for rows of {weights['W_enc'].shape[0]} numbers, not of {width}")
+    _check_shapes(folder, {name: weights[name] for name in needed}, width)
     if settings.get("normalize_activations", "none") not in ("none", None):
         raise ArgumentError("--sae", str(folder), f"normalize_activations = {settings['normalize_activations']!r}: "
                                                   "fold the scale into the weights first (SAELens does), then none")
@@ -188,14 +195,46 @@ def load_autoencoder(folder: Path, width: int) -> Autoencoder:
                        weights.get("threshold"), k, bool(settings.get("apply_b_dec_to_input", True)))
 
 
-def survival(coder: Autoencoder, exact: F32, decoded: F32) -> Survival:
-    """Of rows [rows, width], position 0 left out by the caller."""
+def _check_shapes(folder: Path, weights: dict[str, F32], width: int | None) -> None:
+    """ArgumentError for a tensor that does not fit the others, or the rows, or has what is no number."""
+    encoder = weights["W_enc"].shape
+    if len(encoder) != 2:
+        raise ArgumentError("--sae", str(folder), f"W_enc of sae_weights.safetensors has the shape {list(encoder)}: "
+                                                  "valid: [width, features]")
+    if width is not None and encoder[0] != width:
+        raise ArgumentError("--sae", str(folder), f"is for rows of {encoder[0]} numbers, not of {width} "
+                                                  f"(W_enc of sae_weights.safetensors is {list(encoder)})")
+    width, features = encoder
+    right = {"W_enc": (width, features), "W_dec": (features, width), "b_enc": (features,), "b_dec": (width,),
+             "threshold": (features,)}
+    for name, value in weights.items():
+        if value.shape != right[name]:
+            raise ArgumentError("--sae", str(folder), f"{name} of sae_weights.safetensors has the shape "
+                                f"{list(value.shape)}; W_enc with {list(encoder)} takes {list(right[name])}")
+        if not np.isfinite(value).all():
+            raise ArgumentError("--sae", str(folder), f"{name} of sae_weights.safetensors holds what is no number")
+
+
+def digest_of(folder: Path) -> str:
+    """XXH3 of the two files of an autoencoder's folder; its name is no part of it."""
+    digest = xxhash.xxh3_128()
+    for name in ("cfg.json", "sae_weights.safetensors"):
+        with (folder / name).open("rb") as file:
+            while piece := file.read(1 << 24):
+                digest.update(piece)
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def survival(coder: Autoencoder, exact: F32, decoded: F32) -> Survival | None:
+    """Of rows [rows, width], position 0 left out by the caller; None where no feature is active on 20 tokens."""
     one, other = coder.features(exact), coder.features(decoded)
     alive = (one > 0).sum(0) >= ALIVE
+    if not alive.any():
+        return None
     both, either = ((one > 0) & (other > 0)).sum(), ((one > 0) | (other > 0)).sum()
     a, b = (each[:, alive] - each[:, alive].mean(0, dtype=np.float64) for each in (one, other))
     scale = np.linalg.norm(a, axis=0) * np.linalg.norm(b, axis=0)
     related = np.where(scale > 0, (a * b).sum(0) / np.maximum(scale, 1e-300), 0.0)
-    return Survival(int(alive.sum()), {f"{bar:g}": float((related >= bar).mean()) if alive.any() else float("nan")
-                                       for bar in SURVIVES},
+    return Survival(int(alive.sum()), {f"{bar:g}": float((related >= bar).mean()) for bar in SURVIVES},
                     float(both / max(either, 1)), coder.unexplained(decoded, exact), coder.unexplained(exact, exact))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import warnings
@@ -13,17 +12,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import xxhash
 
 from schemas import limits
 from schemas.edits.arms import EDITABLE
 from schemas.errors import ArgumentError, StartError
 from schemas.read.reader import StoreReader
 from schemas.sites import has_heads
+from schemas.store.small_files import write_durable
 from vllm_tap.fidelity import coding
 from vllm_tap.fidelity.bench import Bench, numbers_max
+from vllm_tap.fidelity.features import Autoencoder, digest_of, load_autoencoder
 from vllm_tap.fidelity.floors import arithmetic_floor
-from vllm_tap.fidelity.reports.report import Report, place_of, plain
+from vllm_tap.fidelity.kept import Kept, config_digest, weights_digest
+from vllm_tap.fidelity.reports.page import page_of
+from vllm_tap.fidelity.reports.report import Report
 from vllm_tap.fidelity.science import Science
 from vllm_tap.fidelity.study import PlaceStudy, Unpublished, engine_floor, study_place
 from vllm_tap.fidelity.texts import Corpus, Prompts, prompts_of, read_text, standard_library
@@ -31,12 +33,15 @@ from vllm_tap.offline.engine import started
 from vllm_tap.offline.recording import recording
 from vllm_tap.progress import ProgressReport, reporting
 from vllm_tap.serve.model_config import check_arguments
-from vllm_tap.sites.description import describe, load_config
+from vllm_tap.sites.description import SiteEntry, describe, load_config
 
 __all__ = ["SIZES", "FidelityJob", "Made", "run", "study"]
 
 SIZES: Final = {"quick": (16, 128, 16), "standard": (200, 512, 64), "full": (400, 2048, 64)}  # prompts, tokens, answer
 _SITES: Final = ("resid_post", "mlp_post")
+_PROMPTS_MIN: Final = 16
+_PROMPTS_FEW: Final = 32
+_TOKENS_MIN: Final = 16
 _BATCH_ROWS: Final = 8192
 _SHUTDOWN_S: Final = 20.0
 _REFUSED: Final = ("--speculative-config", "-sc", "--data-parallel-size", "-dp", "--max-model-len")
@@ -64,9 +69,11 @@ class FidelityJob:
     def __post_init__(self) -> None:
         if self.size not in SIZES:
             raise ArgumentError("--size", self.size, f"valid: {', '.join(SIZES)}")
-        for name, value, least in (("--prompts", self.prompts, 4), ("--tokens", self.tokens, 16)):
-            if value is not None and value < least:
-                raise ArgumentError(name, value, f"at least {least}")
+        if self.prompts is not None and self.prompts < _PROMPTS_MIN:
+            raise ArgumentError("--prompts", self.prompts, f"at least {_PROMPTS_MIN}: the bounds drawn from fewer are "
+                                                           "too low, and codecs would seem to hold that do not")
+        if self.tokens is not None and self.tokens < _TOKENS_MIN:
+            raise ArgumentError("--tokens", self.tokens, f"at least {_TOKENS_MIN}")
         if self.bar is not None and not 0 < self.bar < 100:
             raise ArgumentError("--bar", self.bar, "valid: nats, more than 0")
         for site in self.sites:
@@ -89,21 +96,27 @@ class Made:
     judged: Prompts
     fitted: Prompts
     corpus: Corpus
+    coders: dict[str, Autoencoder] = field(default_factory=dict)  # by place
 
 
 def run(job: FidelityJob, progress: ProgressReport = False) -> Report:
-    """Measure, and write ``report.json`` into ``job.out``; a run that was ended goes on where it was. Unpublished where
-    a control does not behave, and then nothing is written as a report.
+    """Measure, and write ``report.json`` and ``report.html`` into ``job.out``; a run that was ended goes on where it
+    was. Unpublished where a control does not behave, and then nothing is written as a report.
     """
     made = _prepared(job)
     job.out.mkdir(parents=True, exist_ok=True)
     batch = max(1, min(len(made.judged.tokens), _BATCH_ROWS // made.tokens))
     with _engine(job, made, batch) as (bench, info):
         report = study(job, made, bench, info, progress)
-    path = job.out / "report.json"
-    path.write_text(report.to_json(), "utf-8")
-    (job.out / "progress.jsonl").unlink(missing_ok=True)
+    publish(job.out, report)
     return report
+
+
+def publish(out: Path, report: Report) -> None:
+    """Write the page, then the report, each whole or not at all; only then what was kept on the way is let go."""
+    write_durable(out / "report.html", page_of(report).encode())
+    write_durable(out / "report.json", report.to_json().encode())
+    (out / "progress.jsonl").unlink(missing_ok=True)
 
 
 def _prepared(job: FidelityJob) -> Made:
@@ -116,6 +129,7 @@ def _prepared(job: FidelityJob) -> Made:
         raise ArgumentError("--sites", absent[0], f"the model has none; it has: {', '.join(sorted(there))}")
     if listed.n_layers is not None and (beyond := [layer for layer in job.layers if not 0 <= layer < listed.n_layers]):
         raise ArgumentError("--layers", beyond[0], f"the model has {listed.n_layers} layers, counted from 0")
+    coders = _coders(job, {entry.site: entry for entry in listed.sites if entry.site in sites})
     count, length, _ = SIZES[job.size]
     count, length = job.prompts or count, job.tokens or length
     corpus = standard_library() if job.text is None else read_text(job.text)
@@ -124,7 +138,20 @@ def _prepared(job: FidelityJob) -> Made:
     except Exception as error:
         raise ArgumentError("MODEL", job.model, f"its tokenizer: {type(error).__name__}: {error}") from None
     return Made(sites, length, prompts_of(corpus, tokenizer, count, length),
-                 prompts_of(corpus, tokenizer, count, length, held=False), corpus)
+                 prompts_of(corpus, tokenizer, count, length, held=False), corpus, coders)
+
+
+def _coders(job: FidelityJob, sites: dict[str, SiteEntry]) -> dict[str, Autoencoder]:
+    """The autoencoders by place, held against the width of the rows there; ArgumentError."""
+    found = {}
+    for place, folder in job.sae.items():
+        site, _, layer = place.rpartition(".")
+        layers = list(job.layers) or (sites[site].layers if site in sites else None)
+        if site not in sites or not layer.isdecimal() or (layers is not None and int(layer) not in layers):
+            raise ArgumentError("--sae", place, f"is no place that is measured; sites are {', '.join(sites)}"
+                                + (f", layers {layers}" if layers else ""))
+        found[place] = load_autoencoder(folder, sites[site].width)
+    return found
 
 
 @contextmanager
@@ -167,6 +194,9 @@ def study(job: FidelityJob, made: Made, bench: Bench, info: Any, progress: Progr
     if lost := sorted(job.sae.keys() - {f"{site}.{layer}" for site, layer in places}):
         raise ArgumentError("--sae", lost[0], "is no place that is measured; these are: "
                             + ", ".join(f"{site}.{layer}" for site, layer in places))
+    for name, coder in made.coders.items():
+        if (given := coder.encoder.shape[0]) != (width := bench.arms.widths[name.rpartition(".")[0]]):
+            raise ArgumentError("--sae", str(job.sae[name]), f"is for rows of {given} numbers, not of {width}")
     thorough = {(site, layers[len(layers) // 2]) for site in made.sites
                 if (layers := [layer for name, layer in places if name == site])}
     batch = max(1, min(len(made.judged.tokens), _BATCH_ROWS // made.tokens))
@@ -175,11 +205,11 @@ def study(job: FidelityJob, made: Made, bench: Bench, info: Any, progress: Progr
     if lost := [site for site in made.sites if not codecs[site]]:
         raise ArgumentError("--codecs", ",".join(job.codecs), f"none of them is for rows of {lost[0]}")
     batches = -(-len(made.judged.tokens) // batch)
-    steps = sum(batches * (1 + len(codecs[site]) * (2 if (site, layer) in thorough else 1)
+    steps = sum(batches * (2 + len(codecs[site]) * (2 if (site, layer) in thorough else 1)
                            + (2 if (site, layer) in thorough else 0)) for site, layer in places)
-    report = Report(_model(bench, job), _settings(job, made, batch), {"name": made.corpus.name, "digest":
+    report = Report(_model(bench, job), _settings(job, made, batch, bench.dtype), {"name": made.corpus.name, "digest":
                     made.corpus.digest, "documents": len(made.corpus.held)}, {})
-    kept = _Kept(job.out / "progress.jsonl", report)
+    kept = Kept(job.out / "progress.jsonl", report)
     done = 0
     with reporting(progress, "measuring") as tell:
 
@@ -189,7 +219,7 @@ def study(job: FidelityJob, made: Made, bench: Bench, info: Any, progress: Progr
             tell(min(done, steps), steps)
 
         report.floors = kept.floors(lambda: _floors(job, made, bench, batch, report.settings))
-        science = Science(bench, made.judged, made.fitted, batch, job.sae)
+        science = Science(bench, made.judged, made.fitted, batch, made.coders)
         for place in places:
             found = kept.place(place, lambda place=place: _place(  # type: ignore[misc]
                 bench, science, made, place, codecs[place[0]], batch, place in thorough, step))
@@ -205,7 +235,8 @@ def _for_heads(site: str) -> tuple[str, ...]:
 def _place(bench: Bench, science: Science, made: Made, place: tuple[str, int], codecs: list[str], batch: int,
            thorough: bool, step: Callable[[], None]) -> PlaceStudy:
     found, rows = study_place(bench, made.judged.tokens, place, codecs, batch, thorough, step)
-    found.rows = science.tables(place, rows, codecs, thorough)
+    found.rows, lacking = science.tables(place, rows, [name for name in codecs if name not in found.broken], thorough)
+    found.told |= lacking
     return found
 
 
@@ -213,7 +244,9 @@ def _floors(job: FidelityJob, made: Made, bench: Bench, batch: int, settings: di
     found = {"engine": engine_floor(bench, made.judged.tokens, batch)}
     arithmetic, why = arithmetic_floor(job.model, made.judged.tokens)
     settings["arithmetic"] = why
-    if arithmetic:
+    if arithmetic and not np.isfinite(arithmetic).all():
+        settings["arithmetic"] = "not measured: what bfloat16 makes of this model is no number"
+    elif arithmetic:
         found["arithmetic"] = arithmetic
     return found
 
@@ -224,14 +257,17 @@ def _check_controls(report: Report) -> None:
         controls = {one.name: float(np.mean(one.prompts["kl"])) for one in place.patched if one.kind == "control"}
         if not controls:
             continue
-        worst = max((one for one in place.patched if one.kind == "codec"), key=lambda one: np.mean(one.prompts["kl"]))
-        if (most := float(np.mean(worst.prompts["kl"]))) >= controls["shuffled"]:
+        floor = max(report.free, float(np.mean(place.harness)))
+        if controls["shuffled"] <= floor:
             raise Unpublished(f"shuffled rows at {place.site}.{place.layer} cost {controls['shuffled']:.3g} nats, no "
-                              f"more than {worst.name} with {most:.3g}: nothing here tells whose rows are whose")
+                              f"more than none at all with {floor:.3g}: nothing here tells whose rows are whose")
         if controls["one late"] <= report.bar:
             raise Unpublished(f"rows one position late at {place.site}.{place.layer} cost {controls['one late']:.3g} "
                               f"nats, within the bar of {report.bar:.3g}: it is too wide to tell anything")
-        place.told["shuffled"] = f"{controls['shuffled']:.3g} nats, worse than every codec"
+        as_bad = [one.name for one in place.patched
+                  if one.kind == "codec" and float(np.mean(one.prompts["kl"])) >= controls["shuffled"]]
+        place.told["shuffled"] = f"{controls['shuffled']:.3g} nats, " + (
+            f"no more than {', '.join(as_bad)}" if as_bad else "worse than every codec")
         place.told["one late"] = f"{controls['one late']:.3g} nats"
 
 
@@ -239,55 +275,18 @@ def _model(bench: Bench, job: FidelityJob) -> dict[str, Any]:
     import torch
     import vllm
 
-    config = bench.engine.model_config.hf_config.to_json_string(use_diff=False)
+    config = bench.engine.model_config.hf_config
     return {"name": Path(job.model).name, "dtype": bench.dtype, "vllm": vllm.__version__, "torch": torch.__version__,
             "device": str(bench.engine.vllm_config.device_config.device_type),
-            "config": xxhash.xxh3_128_hexdigest(config.encode())}
+            "config": config_digest(config.to_json_string(use_diff=False)),
+            "weights": weights_digest(job.model, getattr(config, "_commit_hash", None))}
 
 
-def _settings(job: FidelityJob, made: Made, batch: int) -> dict[str, Any]:
+def _settings(job: FidelityJob, made: Made, batch: int, dtype: str) -> dict[str, Any]:
     asked = {name: value for name, value in asdict(job).items() if name in ("size", "bar", "codecs", "engine_args")}
-    return {**asked, "prompts": len(made.judged.tokens), "tokens": made.tokens, "batch": batch,
-            "sae": {place: path.name for place, path in job.sae.items()}, "continued": SIZES[job.size][2]}
-
-
-class _Kept:
-    """Results as they come, a JSON line each: a long run goes on where it was; those of another job are refused."""
-
-    def __init__(self, path: Path, report: Report) -> None:
-        self._path = path
-        head = {"model": report.model, "settings": {**report.settings, "arithmetic": None}, "text": report.text}
-        self._digest = xxhash.xxh3_128_hexdigest(json.dumps(plain(head), sort_keys=True).encode())
-        try:
-            self._lines = [json.loads(line) for line in path.read_text("utf-8").splitlines(keepends=True)
-                           if line.endswith("\n")] if path.exists() else []
-            others = any(line["job"] != self._digest for line in self._lines)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ArgumentError("--out", str(path.parent), f"progress.jsonl is damaged ({error}): remove the file"
-                                ) from None
-        if others:
-            raise ArgumentError("--out", str(path.parent), "has progress.jsonl of another run: finish that one with "
-                                                           "its own arguments, or remove the file")
-        self._report = report
-
-    def floors(self, make: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
-        for line in self._lines:
-            if "floors" in line:
-                self._report.settings["arithmetic"] = line["arithmetic"]
-                return dict(line["floors"])
-        found = make()
-        self._write({"floors": found, "arithmetic": self._report.settings.get("arithmetic", "")})
-        return found
-
-    def place(self, place: tuple[str, int], make: Callable[[], PlaceStudy]) -> PlaceStudy:
-        for line in self._lines:
-            if "place" in line and (line["place"]["site"], line["place"]["layer"]) == place:
-                return place_of(line["place"])
-        found = place_of(json.loads(json.dumps(plain(asdict(make())))))  # as it will be read again
-        self._write({"place": asdict(found)})
-        return found
-
-    def _write(self, value: dict[str, Any]) -> None:
-        self._lines.append(json.loads(json.dumps(plain({"job": self._digest, **value}))))
-        with open(self._path, "w", encoding="utf-8") as file:  # whole: the last line of a run that was killed is half
-            file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in self._lines)
+    few = {} if len(made.judged.tokens) >= _PROMPTS_FEW else {
+        "intervals": f"of fewer than {_PROMPTS_FEW} prompts they are too narrow: take more before much hangs on them"}
+    return {**asked, "sites": list(made.sites), "layers": list(job.layers), "dtype": dtype,
+            "prompts": len(made.judged.tokens), "tokens": made.tokens, "batch": batch,
+            "sae": {place: digest_of(folder) for place, folder in job.sae.items()}, "continued": SIZES[job.size][2],
+            **few}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from vllm_tap.fidelity import coding
 from vllm_tap.fidelity.bench import Bench
-from vllm_tap.fidelity.features import Probing, load_autoencoder, survival
+from vllm_tap.fidelity.features import ALIVE, Autoencoder, Probing, survival
 from vllm_tap.fidelity.rows import geometry, neurons, noise
 from vllm_tap.fidelity.texts import Prompts
 from vllm_tap.verify.laboratory import F32, Place
@@ -24,43 +23,53 @@ _NEURONS: Final = "mlp_post"
 class Science:
     """Judges rows; probes are fitted on ``fitted``, prompts of documents that are not judged."""
 
-    def __init__(self, bench: Bench, judged: Prompts, fitted: Prompts, batch: int, coders: dict[str, Path]) -> None:
+    def __init__(self, bench: Bench, judged: Prompts, fitted: Prompts, batch: int, coders: dict[str, Autoencoder]
+                 ) -> None:
         self._bench, self._judged, self._fitted, self._batch, self._coders = bench, judged, fitted, batch, coders
 
-    def tables(self, place: Place, rows: F32, codecs: Sequence[str], thorough: bool) -> dict[str, dict[str, Any]]:
+    def tables(self, place: Place, rows: F32, codecs: Sequence[str], thorough: bool
+               ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """By codec, and for shuffled rows where ``thorough``: noise, geometry, neurons (of ``mlp_post``), probe (where
-        there are labels) and features (where an autoencoder was given). ``rows`` [prompts, positions, width].
+        there are labels) and features (where an autoencoder was given). ``rows`` [prompts, positions, width]. And what
+        could not be measured, by name, with why.
         """
         labels = self._judged.labels
-        probing = fitted = coder = None
+        probing = fitted = None
+        coder = self._coders.get(f"{place[0]}.{place[1]}")
         if labels is not None and self._fitted.labels is not None and thorough:
             fitted = self._rows_of(self._fitted, place)
             probing = Probing(fitted, self._fitted.labels, rows, labels)
-        if folder := self._coders.get(f"{place[0]}.{place[1]}"):
-            coder = load_autoencoder(folder, rows.shape[-1])
-        found = {}
+        found, lacking = {}, dict[str, str]()
         for name in (*codecs, *(("shuffled",) if thorough else ())):
-            decoded = self._through(name, rows)
+            decoded = self._through(name, rows, place)
             body, coded = _body(rows), _body(decoded)
             one: dict[str, Any] = {"noise": asdict(noise(rows, decoded)), "geometry": asdict(geometry(body, coded))}
             if place[0] == _NEURONS:
                 of_body = None if labels is None else labels[:, 1:].ravel()
                 one["neurons"] = asdict(neurons(body, coded, of_body))
             if probing is not None and fitted is not None:
-                one["probe"] = asdict(probing.judge(self._through(name, fitted), decoded))
+                again = self._through(name, fitted, place)
+                if np.isfinite(again).all():
+                    one["probe"] = asdict(probing.judge(again, decoded))
+                else:
+                    lacking[f"probe on {name}"] = "not fitted: rows of the other documents decode to what is no number"
             if coder is not None:
-                one["features"] = asdict(survival(coder, body, coded))
+                if kept := survival(coder, body, coded):
+                    one["features"] = asdict(kept)
+                else:
+                    lacking["features"] = (f"not measured: none of the autoencoder's {coder.encoder.shape[1]:,} is "
+                                           f"active on {ALIVE} of {len(body):,} tokens; is it this place's?")
             found[name] = one
-        return found
+        return found, lacking
 
     def _rows_of(self, prompts: Prompts, place: Place) -> F32:
         found = [answer.rows for start in range(0, len(prompts.tokens), self._batch)
                  for answer in self._bench.control(prompts.tokens[start:start + self._batch], place)]
         return np.stack([each for each in found if each is not None])
 
-    def _through(self, name: str, rows: F32) -> F32:
+    def _through(self, name: str, rows: F32, place: Place) -> F32:
         if name == "shuffled":
-            return np.stack([coding.shuffled(each, at) for at, each in enumerate(rows)])
+            return np.stack([coding.shuffled(each, coding.seed_of(place, at)) for at, each in enumerate(rows)])
         flat = rows.reshape(-1, rows.shape[-1])
         return coding.round_trip(name, flat, self._bench.dtype).reshape(rows.shape)
 

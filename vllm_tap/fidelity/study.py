@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from schemas.errors import TapError
 from vllm_tap.fidelity import coding
-from vllm_tap.fidelity.bench import Answer, Bench
+from vllm_tap.fidelity.bench import Answer, Bench, Unpublished
 from vllm_tap.fidelity.distributions import F64, I64, Compared, compare, first_divergence, log_softmax
 from vllm_tap.verify.laboratory import F32, Place
 
@@ -18,11 +17,9 @@ __all__ = ["Patched", "PlaceStudy", "Unpublished", "engine_floor", "study_place"
 
 _FIRST_SCORED: Final = 1  # position 0 stands apart: it holds most of the energy of many models
 _TAIL_MIN: Final = 20_000  # positions from which on a p99.9 is not a handful of them
+_PIECE: Final = 256  # positions whose logits are there at once
+_HALF: Final = 0.5  # of a prompt's rows: of fewer a model in 16 bits may lose the difference
 _ENGINE_EQUAL: Final = 0.99  # of rows: on a GPU equal magnitudes may be kept otherwise
-
-
-class Unpublished(TapError):
-    """A control did not behave, so that no number of this run means anything."""
 
 
 @dataclass(slots=True)
@@ -41,7 +38,8 @@ class Patched:
 @dataclass(slots=True)
 class PlaceStudy:
     """A place with all that was done there; ``harness``: KL of the control, which edits nothing, to the unedited run,
-    by prompt; ``told``: what each control was seen by.
+    by prompt; ``told``: what each control was seen by, and what is wrong with a codec; ``broken``: by codec whose
+    numbers mean nothing here, why, and its KL by prompt (``kl``; null where it is no number).
     """
 
     site: str
@@ -55,25 +53,49 @@ class PlaceStudy:
 
 
 class _Reference:
-    """Log-probabilities of a batch's control run, kept where they are few."""
+    """Log-probabilities of a batch's control run by pieces of positions, kept where they are few."""
 
     def __init__(self, bench: Bench, answers: Sequence[Answer], tokens: I64) -> None:
         self._bench, self._answers, self._tokens = bench, answers, tokens
-        self._kept: dict[int, F64] = {}
+        self._kept: dict[tuple[int, int], F64] = {}
 
     def against(self, answers: Sequence[Answer]) -> list[Compared]:
-        return [compare(self._of(at), self._chances(answer), self._tokens[at]) for at, answer in enumerate(answers)]
+        return [self._compared(at, answer) for at, answer in enumerate(answers)]
 
-    def _of(self, at: int) -> F64:
-        if at in self._kept:
-            return self._kept[at]
-        found = self._chances(self._answers[at])
-        if found.nbytes * len(self._answers) <= 1 << 30:
-            self._kept[at] = found
+    def _compared(self, at: int, answer: Answer) -> Compared:
+        tokens, found = self._tokens[at], []
+        for start in range(0, len(tokens), _PIECE):
+            # One position more than is kept: the loss of a piece's last one is about the token behind it.
+            span = slice(start, start + _PIECE + 1)
+            one = compare(self._of(at, span), self._chances(answer, span), tokens[span])
+            found.append((one.kl[:_PIECE], one.same_top[:_PIECE], one.clear[:_PIECE], one.nll, one.nll_other))
+        return Compared(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+
+    def _of(self, at: int, span: slice) -> F64:
+        if (key := (at, span.start)) in self._kept:
+            return self._kept[key]
+        found = self._chances(self._answers[at], span)
+        if np.isnan(found).any():
+            raise Unpublished(f"the model's own logits of prompt {at} of the batch are no numbers, without any codec")
+        if found.shape[-1] * found.itemsize * self._tokens.size <= 1 << 30:
+            self._kept[key] = found
         return found
 
-    def _chances(self, answer: Answer) -> F64:
-        return log_softmax(self._bench.logits(answer.norm))
+    def _chances(self, answer: Answer, span: slice) -> F64:
+        return log_softmax(self._bench.logits(answer.norm[span]))
+
+
+@dataclass(slots=True)
+class _Variant:
+    """A codec, noise or control, over all batches. ``wrong``: why its numbers mean nothing; "": they do."""
+
+    kind: str
+    name: str
+    compared: list[Compared | None] = field(default_factory=list)  # by prompt; None: not measured
+    lengths: list[float] = field(default_factory=list)
+    wrong: str = ""
+    differs: int = 0  # rows that were set to others than they were
+    seen: bool = False  # whether anything came of it
 
 
 def study_place(bench: Bench, tokens: I64, place: Place, codecs: Sequence[str], batch: int, thorough: bool,
@@ -83,7 +105,7 @@ def study_place(bench: Bench, tokens: I64, place: Place, codecs: Sequence[str], 
 
     Unpublished where a control does not behave.
     """
-    variants: dict[str, tuple[str, list[list[Compared]], list[float]]] = {}
+    variants: dict[tuple[str, str], _Variant] = {}
     told: dict[str, str] = {}
     harness: list[float] = []
     kept: list[F32] = []
@@ -91,44 +113,103 @@ def study_place(bench: Bench, tokens: I64, place: Place, codecs: Sequence[str], 
         chunk = tokens[start:start + batch]
         control = bench.control(chunk, place)
         rows = [_rows(answer) for answer in control]
-        kept += rows
+        if not all(np.isfinite(each).all() for each in rows):
+            raise Unpublished(f"{_named(place)}: the model's own rows are no numbers, without any codec")
         reference = _Reference(bench, control, chunk)
         harness += [float(one.kl[_FIRST_SCORED:].mean()) for one in reference.against(bench.unedited(chunk))]
+        if not np.isfinite(harness).all():
+            raise Unpublished(f"{_named(place)}: KL of the control to the unedited run is no number")
         if wrong := _unlike(control, bench.patched(chunk, place, rows)):
-            raise Unpublished(f"identity at {place[0]}.{place[1]}: rows put back as they were change {wrong}; vllm-tap "
+            raise Unpublished(f"identity at {_named(place)}: rows put back as they were change {wrong}; vllm-tap "
                               "verify tells more")
         tell()
-        for kind, name, made in _variants(codecs, rows, bench.dtype, thorough):
-            answers = bench.patched(chunk, place, made)
-            _, compared, lengths = variants.setdefault(f"{kind} {name}", (kind, [], []))
-            compared.append(reference.against(answers))
-            lengths += [float(first_divergence(one.tokens, other.tokens))
-                        for one, other in zip(control, answers, strict=True)]
+        found = _one_wrong(bench, chunk, place, control, rows)
+        told = {"identity": "the same bits", "one wrong row": found, **told} if start == 0 else told
+        tell()
+        for kind, name, made in _variants(codecs, rows, place, len(kept), bench.dtype, thorough):
+            _patch(bench, chunk, place, variants.setdefault((kind, name), _Variant(kind, name)), made,
+                   (control, rows, reference))
             tell()
-        if start == 0:
-            told["identity"] = "the same bits"
-            if thorough:
-                told["one wrong row"] = _one_wrong(bench, chunk, place, control, rows)
-                told["engine's codes"] = _engines_codes(bench, chunk, place, codecs, rows)
-    found = PlaceStudy(*place, kept[0].shape[-1], harness, told=told)
-    for key, (kind, compared, lengths) in variants.items():
-        name = key.partition(" ")[2]
-        size = coding.row_bytes(name, found.width, bench.dtype) if kind == "codec" else 0
-        found.patched.append(tally(name, kind, size, [one for each in compared for one in each], lengths))
-    return found, np.stack(kept)
+        if start == 0 and thorough:
+            told["engine's codes"] = _engines_codes(bench, chunk, place, codecs, rows)
+        kept += rows
+    study = PlaceStudy(*place, kept[0].shape[-1], harness, told=told)
+    _add(study, list(variants.values()), bench.dtype)
+    return study, np.stack(kept)
 
 
-def _variants(codecs: Sequence[str], rows: list[F32], dtype: str, thorough: bool) -> list[tuple[str, str, list[F32]]]:
+def _named(place: Place) -> str:
+    return f"{place[0]}.{place[1]}"
+
+
+def _patch(bench: Bench, chunk: I64, place: Place, variant: _Variant, made: list[F32],
+           known: tuple[Sequence[Answer], list[F32], _Reference]) -> None:
+    """Run a batch with rows out of a codec or a control. What is no number is of this codec at this place alone: its
+    prompts are then None.
+    """
+    control, rows, reference = known
+    if not all(np.isfinite(each).all() for each in made):
+        variant.wrong = variant.wrong or "it decodes to what is no number"
+        variant.compared += [None] * len(chunk)
+        return
+    answers = bench.patched(chunk, place, made)
+    for at, (one, other) in enumerate(zip(control, answers, strict=True)):
+        differs = (_bits(coding.in_dtype(made[at], bench.dtype)) != _bits(coding.in_dtype(rows[at], bench.dtype))
+                   ).any(-1)
+        seen = bool(_unlike([one], [other]))
+        variant.differs, variant.seen = variant.differs + int(differs.sum()), variant.seen or seen
+        if differs.mean() >= _HALF and not seen:
+            raise Unpublished(f"{variant.name} at {_named(place)}: {int(differs.sum())} rows of prompt {at} were set "
+                              "to others and not a bit of the last norm differs: the edit was not made")
+    try:
+        compared = reference.against(answers)
+    except ArithmeticError as error:
+        variant.wrong = variant.wrong or str(error)
+        variant.compared += [None] * len(chunk)
+        return
+    if not all(np.isfinite(each).all() for one in compared for each in (one.kl, one.nll_other)):
+        variant.wrong = variant.wrong or "KL of the model with its rows is no number"
+    variant.compared += compared
+    variant.lengths += [float(first_divergence(one.tokens, other.tokens))
+                        for one, other in zip(control, answers, strict=True)]
+
+
+def _add(study: PlaceStudy, variants: Sequence[_Variant], dtype: str) -> None:
+    """Put what was measured into a study, codecs whose numbers mean nothing apart."""
+    where = f"{study.site}.{study.layer}"
+    for one in variants:
+        if one.kind == "control" and one.wrong:
+            raise Unpublished(f"{one.name} at {where}: {one.wrong}")
+        if one.kind == "codec" and one.wrong:
+            study.broken[one.name] = {"why": one.wrong, "kl": [
+                None if each is None else float(each.kl[_FIRST_SCORED:].mean()) for each in one.compared]}
+            study.told[one.name] = f"broken here: {one.wrong}"
+        if one.kind == "noise" and one.wrong and one.name not in study.broken:
+            study.told[f"noise like {one.name}'s"] = f"not measured: {one.wrong}"
+        if one.differs and not one.seen and not one.wrong:
+            raise Unpublished(f"{one.name} at {where}: {one.differs} rows were set to others and KL is 0 for all "
+                              "prompts: the edits were not made")
+        compared = [each for each in one.compared if each is not None]
+        if not one.wrong and one.name not in study.broken:
+            size = coding.row_bytes(one.name, study.width, dtype) if one.kind == "codec" else 0
+            study.patched.append(tally(one.name, one.kind, size, compared, one.lengths))
+
+
+def _variants(codecs: Sequence[str], rows: list[F32], place: Place, first: int, dtype: str, thorough: bool
+              ) -> list[tuple[str, str, list[F32]]]:
+    """Kind, name and rows of all that is put back; ``first``: the number of the batch's first prompt."""
     found = []
+    seeds = [coding.seed_of(place, first + at) for at in range(len(rows))]
     for name in codecs:
         coding.check_honest(name, rows[0], dtype)
         decoded = [coding.round_trip(name, each, dtype) for each in rows]
         found.append(("codec", name, decoded))
         if thorough:
-            found.append(("noise", name, [coding.noise_like(each, other, at) for at, (each, other) in
-                                          enumerate(zip(rows, decoded, strict=True))]))
+            found.append(("noise", name, [coding.noise_like(each, other, seed) for each, other, seed in
+                                          zip(rows, decoded, seeds, strict=True)]))
     if thorough:
-        found += [("control", "shuffled", [coding.shuffled(each, at) for at, each in enumerate(rows)]),
+        mixed = [coding.shuffled(each, seed) for each, seed in zip(rows, seeds, strict=True)]
+        found += [("control", "shuffled", mixed),
                   ("control", "one late", [coding.late(each) for each in rows])]
     return found
 
@@ -181,7 +262,12 @@ def _unlike(one: Sequence[Answer], other: Sequence[Answer]) -> str:
 
 def _one_wrong(bench: Bench, chunk: I64, place: Place, control: Sequence[Answer], rows: list[F32]) -> str:
     """One row of one prompt is another's: nothing may differ before it, and nothing in any other prompt."""
-    prompt, at = len(chunk) // 2, chunk.shape[1] // 2
+    prompt, middle = len(chunk) // 2, chunk.shape[1] // 2
+    unlike = (_bits(rows[prompt][1:]) != _bits(rows[prompt][:-1])).any(-1).nonzero()[0] + 1
+    if not len(unlike):
+        raise Unpublished(f"one wrong row at {_named(place)}: all rows of prompt {prompt} are the same, and nothing "
+                          "tells whose is whose")
+    at = int(unlike[np.abs(unlike - middle).argmin()])
     wrong = [coding.one_wrong(each, at) if number == prompt else each for number, each in enumerate(rows)]
     answers = bench.patched(chunk, place, wrong)
     firsts = {}
@@ -190,7 +276,7 @@ def _one_wrong(bench: Bench, chunk: I64, place: Place, control: Sequence[Answer]
         if differs.any():
             firsts[number] = int(differs.argmax())
     if firsts != {prompt: at}:
-        raise Unpublished(f"one wrong row at {place[0]}.{place[1]}: set at position {at} of prompt {prompt}, and "
+        raise Unpublished(f"one wrong row at {_named(place)}: set at position {at} of prompt {prompt}, and "
                           f"{'nothing differs' if not firsts else f'what differs first is, by prompt, {firsts}'}")
     return f"first difference at position {at} of prompt {prompt}, in no other prompt"
 
@@ -199,11 +285,14 @@ def _engines_codes(bench: Bench, chunk: I64, place: Place, codecs: Sequence[str]
     """Whether rows that the engine encoded itself decode to what was judged here."""
     least = 1.0
     for name in codecs:
+        judged = [coding.round_trip(name, each, bench.dtype) for each in rows]
+        if not all(np.isfinite(each).all() for each in judged):
+            continue  # told as broken
         made = [_rows(answer) for answer in bench.control(chunk, place, name)]
-        same = np.concatenate([(_bits(one) == _bits(coding.round_trip(name, each, bench.dtype))).all(axis=-1)
-                               for one, each in zip(made, rows, strict=True)]).mean()
+        same = np.concatenate([(_bits(one) == _bits(other)).all(axis=-1)
+                               for one, other in zip(made, judged, strict=True)]).mean()
         least = min(least, float(same))
         if same < _ENGINE_EQUAL:
-            raise Unpublished(f"{name} at {place[0]}.{place[1]}: the engine's own encoder makes the same rows as here "
+            raise Unpublished(f"{name} at {_named(place)}: the engine's own encoder makes the same rows as here "
                               f"in {100 * same:.1f} % of them only")
     return f"{100 * least:g} % of rows, at least, as the engine's own encoders store them"

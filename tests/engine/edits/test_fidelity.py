@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,20 @@ import pytest
 import torch
 
 from engine_side import worker
+from engine_side.edits import editor as editor_module
+from schemas.edits.resolved import IDENTITY
 from schemas.errors import ArgumentError
 from schemas.read.reader import StoreReader
 from tests.support.engines.engines import DTYPE, ON_GPU, in_this_process, shut_down
 from tests.support.models.families import family_model
 from vllm_tap import open_store
 from vllm_tap.fidelity import coding
+from vllm_tap.fidelity import study as study_module
 from vllm_tap.fidelity.bench import Bench
 from vllm_tap.fidelity.distributions import compare, log_softmax
 from vllm_tap.fidelity.job import FidelityJob, Made, study
 from vllm_tap.fidelity.reports.report import Report, lines_of
-from vllm_tap.fidelity.study import Unpublished, study_place
+from vllm_tap.fidelity.study import PlaceStudy, Unpublished, study_place
 from vllm_tap.fidelity.texts import Corpus, Prompts
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
@@ -132,27 +135,86 @@ def test_what_a_codec_costs_is_what_hugging_face_says(bench: Bench, measured: tu
 # ── engines that are broken on purpose ──────────────────────────────────────────────────────────────────────────
 
 
-def studied(bench: Bench) -> None:
-    study_place(bench, MADE.judged.tokens, PLACE, CODECS, PROMPTS, True, lambda: None)
+def studied(bench: Bench, batch: int = PROMPTS, thorough: bool = True, tell: Callable[[], None] = lambda: None
+            ) -> PlaceStudy:
+    return study_place(bench, MADE.judged.tokens, PLACE, CODECS, batch, thorough, tell)[0]
 
 
-def test_an_engine_that_sets_rows_a_position_late_publishes_nothing(bench: Bench,
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    assert worker.CURRENT is not None
-    editor: Any = worker.CURRENT.editor
-    right = editor.before_forward
-    monkeypatch.setattr(editor, "before_forward", lambda requests, starts, at: right(requests, starts, at + 1))
+class Idle:
+    """An engine that, while ``on``, takes and counts edits that set rows and changes none."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        assert worker.CURRENT is not None
+        editor: Any = worker.CURRENT.editor
+        right, self.on = editor._write_slots, False
+
+        def write(width: int, new: Any) -> None:
+            right(width, new)
+            if self.on:
+                editor.tables.pools[width].forms[:] = torch.tensor(IDENTITY)
+
+        patch.setattr(editor, "_write_slots", write)
+
+
+def test_an_engine_that_sets_other_rows_publishes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = editor_module.numbers_of
+    monkeypatch.setattr(editor_module, "numbers_of", lambda *given: np.roll(right(*given), 1, 0))
     with pytest.raises(Unpublished, match=r"identity at resid_post.1: rows put back as they were change"):
         studied(bench)
 
 
-def test_an_engine_that_ignores_edits_publishes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_leaves_edits_out_is_told_of_by_its_own_count(bench: Bench,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.CURRENT is not None
     editor: Any = worker.CURRENT.editor
     right = editor.before_forward
     monkeypatch.setattr(editor, "before_forward", lambda requests, starts, at: right([], starts, at))
-    with pytest.raises(Unpublished, match=r"one wrong row at resid_post.1: set at position 12.* nothing differs"):
+    with pytest.raises(Unpublished, match=r"edits of resid_post.1: 24 of 24 rows were not set"):
         studied(bench)
+
+
+@pytest.mark.parametrize(("batch", "after", "match"), [
+    (PROMPTS, 0, r"one wrong row at resid_post.1: set at position 12 of prompt 3, and nothing differs"),
+    (3, 2 + len(CODECS), r"one wrong row at resid_post.1: set at position 12 of prompt 1, and nothing differs"),
+    (PROMPTS, 2, r"raw16 at resid_post.1: 24 rows of prompt 0 were set to others and not a bit of the last norm")])
+def test_edits_that_change_nothing_are_found_in_every_batch_and_of_every_codec(
+        bench: Bench, monkeypatch: pytest.MonkeyPatch, batch: int, after: int, match: str) -> None:
+    engine, done = Idle(monkeypatch), 0
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        engine.on = done >= after
+
+    engine.on = after == 0
+    with pytest.raises(Unpublished, match=match):
+        studied(bench, batch, thorough=False, tell=tell)  # as outside the middle layer
+
+
+def test_a_codec_that_decodes_to_no_number_is_told_and_the_others_are_measured(
+        bench: Bench, measured: tuple[Path, Report], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = coding.decode
+
+    def decode(identity: str, *given: Any) -> Any:
+        rows = right(identity, *given)
+        return np.where(np.arange(len(rows))[:, None] == 5, np.nan, rows) if identity == "fp8row" else rows
+
+    monkeypatch.setattr(coding, "decode", decode)
+    found = studied(bench)
+    whole = next(one for one in measured[1].places if (one.site, one.layer) == PLACE)
+    assert found.patched == [one for one in whole.patched if one.name != "fp8row"]
+    assert found.broken == {"fp8row": {"why": "it decodes to what is no number", "kl": [None] * PROMPTS}}
+    assert found.told["fp8row"] == "broken here: it decodes to what is no number"
+
+
+def test_logits_by_pieces_are_judged_as_whole_ones(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = studied(bench, thorough=False)
+    monkeypatch.setattr(study_module, "_PIECE", 7)
+    pieces = studied(bench, thorough=False)
+    for one, other in zip(whole.patched, pieces.patched, strict=True):
+        assert list(one.prompts) == list(other.prompts)
+        for name, values in one.prompts.items():
+            assert other.prompts[name] == pytest.approx(values, rel=1e-3, abs=1e-9), name
 
 
 def test_a_codec_that_makes_more_bytes_than_it_declares_is_refused(bench: Bench,

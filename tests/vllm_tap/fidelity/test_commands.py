@@ -42,7 +42,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
     (["fidelity", "compare", "no.json", "none.json"], "OLD = 'no.json': cannot be read"),
     (["fidelity", "MODEL", "--layers", "1,x"], "--layers = 'x'"), (["fidelity", "MODEL", "--sae", "folder"], "--sae"),
     (["fidelity", "MODEL", "--size", "huge"], "--size = 'huge'"),
-    (["fidelity", "MODEL", "--prompts", "2"], "at least 4"),
+    (["fidelity", "MODEL", "--prompts", "15"], "at least 16"),
     (["fidelity", "MODEL", "--bar", "0"], "--bar = 0"),
     (["fidelity", "MODEL", "--sites", "final_norm"], "cannot be set"),
     (["fidelity", "MODEL", "--codecs", "rp8"], "a projection"), (["fidelity", "MODEL", "--codecs", "zip"], "--codecs"),
@@ -87,7 +87,7 @@ def test_the_pilots_are_trained_and_measured_and_full8_holds_for_the_plain_one_a
                               env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     done = run("fidelity", "--pilot", "--out", "out", "--sites", "mlp_post", "--layers", "2", "--codecs",
-               "full8,fp8row", "--prompts", "8", "--tokens", "64")
+               "full8,fp8row", "--prompts", "16", "--tokens", "64")
     assert done.returncode == 0, done.stderr[-2000:]
     costs = {name: {one.name: sum(one.prompts["kl"]) for one in load_report(tmp_path / "out" / name / "report.json")
                     .places[0].patched if one.kind == "codec"} for name in ("plain", "planted")}

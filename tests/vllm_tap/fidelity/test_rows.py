@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,11 @@ from sklearn.metrics import roc_auc_score
 
 from schemas.errors import ArgumentError
 from vllm_tap.fidelity import coding
+from vllm_tap.fidelity.bench import Bench
 from vllm_tap.fidelity.features import Probing, _area, _wins, load_autoencoder, survival
 from vllm_tap.fidelity.rows import geometry, neurons, noise
+from vllm_tap.fidelity.science import Science
+from vllm_tap.fidelity.texts import Prompts
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((12, 40, 64)).astype(np.float32)
@@ -72,6 +77,11 @@ def test_a_probe_loses_nothing_on_exact_rows_and_all_on_shuffled_ones() -> None:
     exact = probing.judge(rows[:6], rows[6:])
     assert exact.exact > 0.95 and exact.frozen == exact.exact and exact.lost.low == exact.lost.high == 0
     assert exact.spearman == pytest.approx(1) and exact.recall == exact.recall_exact
+    assert exact.false_positives == exact.false_positives_exact < 0.2
+    # The threshold stays where exact rows of the fitted documents have put it: scores that all sink pass it no more.
+    direction = probing._frozen[-1].coef_[0] * probing._frozen[0].scale_
+    sunk = probing.judge(rows[:6], (rows[6:] - 9 * direction / np.linalg.norm(direction)).astype(np.float32))
+    assert sunk.frozen > 0.95 and sunk.recall < 0.1 < 0.5 < sunk.recall_exact == exact.recall_exact
     mixed = probing.judge(rows[:6], np.stack([coding.shuffled(each) for each in rows[6:]]))
     assert mixed.lost.low > 0.2 and mixed.frozen < 0.7
 
@@ -89,6 +99,10 @@ def test_controls_are_what_they_say() -> None:
 def test_noise_of_equal_power_has_each_rows_power() -> None:
     decoded = coding.round_trip("nf4b64", FLAT, "float32")
     drawn = coding.noise_like(FLAT, decoded)
+    seeds = [coding.seed_of(*each) for each in ((("resid_post", 1), 0), (("resid_post", 1), 9), (("resid_post", 2), 0),
+                                                (("mlp_post", 1), 0))]
+    assert len({coding.noise_like(FLAT, decoded, seed).tobytes() for seed in seeds}) == 4
+    assert len({coding.shuffled(FLAT, seed).tobytes() for seed in seeds}) == 4
     sizes = [np.linalg.norm(each - FLAT, axis=-1) for each in (decoded, drawn)]
     assert sizes[1] == pytest.approx(sizes[0], rel=1e-4) and not np.allclose(drawn, decoded)
 
@@ -109,11 +123,15 @@ def test_codecs_that_cannot_be_put_back_are_refused_and_those_for_heads_filled_i
 # ── sparse autoencoders ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def saved(folder: Path, rule: str = "standard", **settings: object) -> Path:
+UNIT = np.eye(64, dtype=np.float32)
+TENSORS = {"W_enc": UNIT, "b_enc": np.zeros(64, np.float32), "W_dec": UNIT, "b_dec": np.zeros(64, np.float32)}
+
+
+def saved(folder: Path, rule: str = "standard", tensors: dict[str, np.ndarray[Any, Any]] | None = None,
+          **settings: object) -> Path:
     folder.mkdir(exist_ok=True)
-    unit = np.eye(64, dtype=np.float32)
-    save_file({"W_enc": unit, "b_enc": np.zeros(64, np.float32), "W_dec": unit, "b_dec": np.zeros(64, np.float32)},
-              folder / "sae_weights.safetensors")
+    (folder / "sae_weights.safetensors").unlink(missing_ok=True)
+    save_file(TENSORS | (tensors or {}), folder / "sae_weights.safetensors")
     (folder / "cfg.json").write_text(json.dumps({"architecture": rule, **settings}))
     return folder
 
@@ -122,6 +140,7 @@ def test_features_survive_where_nothing_happens_and_shrink_with_noise(tmp_path: 
     coder = load_autoencoder(saved(tmp_path), 64)
     same, coarse = survival(coder, FLAT, FLAT), survival(
         coder, FLAT, coding.round_trip("topk8:density=0.04", FLAT, "float32"))
+    assert same is not None and coarse is not None
     assert same.alive == 64 and same.shares == {"0.5": 1, "0.9": 1, "0.99": 1} and same.jaccard == 1
     assert coarse.shares["0.9"] == 0 and coarse.jaccard < 0.2 and coarse.unexplained > same.unexplained
     few = load_autoencoder(saved(tmp_path, "topk", k=4), 64).features(FLAT)
@@ -136,6 +155,31 @@ def test_a_file_that_is_no_autoencoder_is_refused_by_name(tmp_path: Path, rule: 
                                                           match: str) -> None:
     with pytest.raises(ArgumentError, match=match):
         load_autoencoder(saved(tmp_path, rule, **more), width)
+
+
+@pytest.mark.parametrize(("name", "value", "match"), [
+    ("W_enc", np.zeros(64), r"W_enc of .* has the shape \[64\]: valid: \[width, features\]"),
+    ("W_dec", UNIT[:, :9], r"W_dec of .* has the shape \[64, 9\]; W_enc with \[64, 64\] takes \[64, 64\]"),
+    ("b_enc", np.zeros(9), r"b_enc of .* has the shape \[9\]; W_enc .* takes \[64\]"),
+    ("b_dec", np.zeros((1, 64)), r"b_dec of .* has the shape \[1, 64\]; .* takes \[64\]"),
+    ("threshold", np.zeros(65), r"threshold of .* has the shape \[65\]; .* takes \[64\]"),
+    ("b_enc", np.full(64, np.nan), r"b_enc of .* holds what is no number")])
+def test_tensors_that_do_not_fit_are_refused_by_file_name_and_shape(tmp_path: Path, name: str, match: str,
+                                                                    value: np.ndarray[Any, Any]) -> None:
+    tensors = {"threshold": np.zeros(64, np.float32), name: np.ascontiguousarray(value, np.float32)}
+    with pytest.raises(ArgumentError, match=rf"--sae = .*{tmp_path.name}.*{match}"):
+        load_autoencoder(saved(tmp_path, "jumprelu", tensors), 64)
+
+
+def test_an_autoencoder_without_a_live_feature_says_so_and_has_no_percentages(tmp_path: Path) -> None:
+    dead = load_autoencoder(saved(tmp_path, tensors={"b_enc": np.full(64, -1e6, np.float32)}), 64)
+    assert survival(dead, FLAT, FLAT) is None
+    prompts = Prompts(np.zeros((12, 40), np.int64), np.arange(12), None)
+    nothing: Any = SimpleNamespace(model_config=SimpleNamespace(dtype="float32"))  # vLLM's, of which no more is asked
+    science = Science(Bench(nothing, nothing), prompts, prompts, 12, {"resid_post.1": dead})
+    tables, lacking = science.tables(("resid_post", 1), ROWS, ["int8b64"], False)
+    assert "features" not in tables["int8b64"]
+    assert lacking["features"].startswith("not measured: none of the autoencoder's 64 is active on 20 of 468 tokens")
 
 
 def test_a_folder_without_one_is_refused_by_name(tmp_path: Path) -> None:

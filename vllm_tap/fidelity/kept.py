@@ -1,0 +1,101 @@
+"""What a run is known by, and what it has measured so far, on disk: one that was ended goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from schemas.errors import ArgumentError
+from vllm_tap.fidelity.reports.report import Report, place_of, plain
+from vllm_tap.fidelity.study import PlaceStudy
+
+__all__ = ["Kept", "config_digest", "weights_digest"]
+
+_PIECE: Final = 1 << 16
+_NOT_THE_MODEL: Final = ("transformers_version", "_name_or_path", "_commit_hash")
+
+
+def config_digest(config: str) -> str:
+    """XXH3 of a model's configuration, JSON, without what is about the library that wrote it and where it lay."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(_of_the_model(json.loads(config)), sort_keys=True).encode())
+
+
+def _of_the_model(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _of_the_model(each) for name, each in value.items() if name not in _NOT_THE_MODEL}
+    return list(map(_of_the_model, value)) if isinstance(value, list) else value
+
+
+def weights_digest(model: str, revision: str | None) -> str:
+    """XXH3 of the names and sizes of the weights in a model's folder and of 64 KiB at the start (in safetensors names
+    and shapes of the tensors), in the middle and at the end of each; of a model that is no folder, its ``revision``.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return f"revision {revision}" if revision else "unknown"
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")) + sorted(folder.glob("*.gguf"))
+    digest = xxhash.xxh3_128()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for at in (0, size // 2, max(0, size - _PIECE)):
+                file.seek(at)
+                digest.update(file.read(_PIECE))
+    return digest.hexdigest() if files else "unknown"
+
+
+class Kept:
+    """Results as they come, a JSON line each, added to the file: a run that is killed loses the line it is at, and goes
+    on there. ArgumentError for those of another job.
+    """
+
+    def __init__(self, path: Path, report: Report) -> None:
+        self._path = path
+        head = {"model": report.model, "settings": {**report.settings, "arithmetic": None}, "text": report.text}
+        self._digest = xxhash.xxh3_128_hexdigest(json.dumps(plain(head), sort_keys=True).encode())
+        try:
+            text = path.read_bytes() if path.exists() else b""
+            whole = text[:text.rfind(b"\n") + 1]
+            self._lines = [json.loads(line) for line in whole.splitlines()]
+            others = any(line["job"] != self._digest for line in self._lines)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArgumentError("--out", str(path.parent), f"progress.jsonl is damaged ({error}): remove the file"
+                                ) from None
+        if others:
+            raise ArgumentError("--out", str(path.parent), "has progress.jsonl of another run: finish that one with "
+                                                           "its own arguments, or remove the file")
+        if len(whole) < len(text):  # killed while it wrote its last line, which the next one must not go on with
+            os.truncate(path, len(whole))
+        self._report = report
+
+    def floors(self, make: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
+        for line in self._lines:
+            if "floors" in line:
+                self._report.settings["arithmetic"] = line["arithmetic"]
+                return dict(line["floors"])
+        found = make()
+        self._write({"floors": found, "arithmetic": self._report.settings.get("arithmetic", "")})
+        return found
+
+    def place(self, place: tuple[str, int], make: Callable[[], PlaceStudy]) -> PlaceStudy:
+        for line in self._lines:
+            if "place" in line and (line["place"]["site"], line["place"]["layer"]) == place:
+                return place_of(line["place"])
+        found = place_of(json.loads(json.dumps(plain(asdict(make())))))  # as it will be read again
+        self._write({"place": asdict(found)})
+        return found
+
+    def _write(self, value: dict[str, Any]) -> None:
+        line = json.loads(json.dumps(plain({"job": self._digest, **value})))
+        self._lines.append(line)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
