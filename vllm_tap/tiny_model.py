@@ -10,14 +10,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["tiny_model"]
+__all__ = ["made_once", "tiny_model"]
 
 RECIPE: Final = 2  # part of the cache key: raise it whenever the same arguments would give other files
 
@@ -55,14 +55,23 @@ def tiny_model(family: str = "qwen3", seed: int = 0, dtype: str = "float32") -> 
         raise ValueError(f"seed = {seed}: must not be negative")
     root = cache_dir() / "tiny-models"
     folder = root / f"{family}-{dtype}-seed{seed}-v{RECIPE}"
-    if folder.is_dir():
-        return folder
-    root.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=".building-", dir=root))
-    try:
+
+    def make(building: Path) -> None:
         vocabulary = _write_tokenizer(building)
         _write_config(building, family, dtype, len(vocabulary))
         _write_weights(building / "model.safetensors", family, dtype, seed, vocabulary)
+
+    return made_once(folder, make)
+
+
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """A folder that is there, or that ``make`` fills under another name first: it is whole or not at all."""
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+    try:
+        make(building)
         building.chmod(0o755)
         try:
             building.rename(folder)

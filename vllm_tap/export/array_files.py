@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FileArray", "plain", "replacing", "write_npy", "write_npz"]
+__all__ = ["FileArray", "plain", "replacing", "replacing_folder", "write_npy", "write_npz"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,26 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.replace(file.name, path)  # noqa: PTH105
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def replacing_folder(target: Path) -> Iterator[Path]:
+    """A folder to make, which takes the place of ``target`` when it is whole; where that fails, what was there stays.
+
+    What else is written beside it goes.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as beside:
+        made, before = Path(beside, "made"), Path(beside, "before")
+        yield made
+        if target.exists():
+            target.rename(before)
+        try:
+            made.rename(target)
+        except BaseException:
+            if before.exists():
+                before.rename(target)
             raise
 
 

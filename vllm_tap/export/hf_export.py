@@ -8,7 +8,6 @@ A row is a token (``capture``, ``position``, ``token_id``, and a list of float32
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -24,6 +23,7 @@ from schemas.sites import names_of, transformer_lens_name
 from vllm_tap.client.captures import Rows
 from vllm_tap.client.convert import need, token_table
 from vllm_tap.client.listing import Filters
+from vllm_tap.export.array_files import replacing_folder
 from vllm_tap.export.export_rows import ExportRows
 from vllm_tap.progress import ProgressReport, reporting
 
@@ -57,14 +57,11 @@ def export_hf(store: Path, ref: str | None, out: Path | None, chosen: Callable[[
         captures = (ExportRows(reader, manifest, chosen(manifest)) for manifest in manifests)
         first = next(captures)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
+            with replacing_folder(target) as folder:
+                rows = folder.with_name("rows.arrow")
                 with reporting(progress, "exporting") as tell:
-                    _write(Path(folder) / "rows.arrow", first, captures, context, lambda done: tell(done, len(refs)))
-                datasets.Dataset.from_file(f"{folder}/rows.arrow").save_to_disk(f"{folder}/made")
-                if target.exists():
-                    target.rename(Path(folder, "before"))
-                Path(folder, "made").rename(target)
+                    _write(rows, first, captures, context, lambda done: tell(done, len(refs)))
+                datasets.Dataset.from_file(str(rows)).save_to_disk(str(folder))
         except OSError as error:
             raise TapError(f"--out = {str(target)!r}: {error}") from None
     return [target]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -12,6 +11,7 @@ from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
 from schemas.zarr_view.view import CaptureView
 from vllm_tap.client.convert import need
+from vllm_tap.export.array_files import replacing_folder
 
 __all__ = ["export_zarr"]
 
@@ -50,22 +50,11 @@ def _to_folder(target: Path, view: CaptureView, force: bool) -> None:
         raise TapError(f"--out = {str(target)!r}: exists already; name another or add --force")
     if target.exists() and any(target.iterdir()) and not (target / _ROOT).is_file():
         raise TapError(f"--out = {str(target)!r}: is a folder of something else than Zarr; name another")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
-        folder = Path(made) / "new"
+    with replacing_folder(target) as folder:
         for key in view.every_key():
             path = folder / key
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_bytes(view, key))
-        old = Path(made) / "old"
-        if target.exists():
-            target.rename(old)
-        try:
-            folder.rename(target)
-        except BaseException:
-            if old.exists():
-                old.rename(target)
-            raise
 
 
 def _to_bucket(url: str, view: CaptureView, force: bool) -> None:

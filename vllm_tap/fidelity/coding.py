@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine_side.codecs import encode
@@ -45,9 +46,13 @@ def codecs_for(site: str, names: tuple[str, ...], head: int) -> list[str]:
 
 def round_trip(identity: str, rows: F32, dtype: str) -> F32:
     """Rows [rows, width] of a model of ``dtype`` encoded and decoded: float32."""
+    return decode(identity, _pieces(identity, rows, dtype), rows.shape[-1], dtype)
+
+
+def _pieces(identity: str, rows: F32, dtype: str) -> dict[str, npt.NDArray[Any]]:
+    """What the engine makes of rows."""
     given = torch.from_numpy(rows).to(_DTYPES[dtype])
-    pieces = {name: piece.numpy() for name, piece in encode(identity, given).items()}
-    return decode(identity, pieces, rows.shape[-1], dtype)
+    return {name: piece.numpy() for name, piece in encode(identity, given).items()}
 
 
 def row_bytes(identity: str, width: int, dtype: str) -> int:
@@ -57,8 +62,7 @@ def row_bytes(identity: str, width: int, dtype: str) -> int:
 
 def bits_counted(identity: str, rows: F32, dtype: str) -> int:
     """Bytes of a stored row, counted on what the encoder made of ``rows``."""
-    pieces = encode(identity, torch.from_numpy(rows).to(_DTYPES[dtype]))
-    return int(sum(piece.numpy().nbytes for piece in pieces.values())) // len(rows)
+    return int(sum(piece.nbytes for piece in _pieces(identity, rows, dtype).values())) // len(rows)
 
 
 def check_honest(identity: str, rows: F32, dtype: str) -> None:

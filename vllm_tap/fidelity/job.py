@@ -98,6 +98,11 @@ class Made:
     corpus: Corpus
     coders: dict[str, Autoencoder] = field(default_factory=dict)  # by place
 
+    @property
+    def batch(self) -> int:
+        """Prompts that are measured at once."""
+        return max(1, min(len(self.judged.tokens), _BATCH_ROWS // self.tokens))
+
 
 def run(job: FidelityJob, progress: ProgressReport = False) -> Report:
     """Measure, and write ``report.json`` and ``report.html`` into ``job.out``; a run that was ended goes on where it
@@ -105,8 +110,7 @@ def run(job: FidelityJob, progress: ProgressReport = False) -> Report:
     """
     made = _prepared(job)
     job.out.mkdir(parents=True, exist_ok=True)
-    batch = max(1, min(len(made.judged.tokens), _BATCH_ROWS // made.tokens))
-    with _engine(job, made, batch) as (bench, info):
+    with _engine(job, made) as (bench, info):
         report = study(job, made, bench, info, progress)
     publish(job.out, report)
     return report
@@ -155,8 +159,8 @@ def _coders(job: FidelityJob, sites: dict[str, SiteEntry]) -> dict[str, Autoenco
 
 
 @contextmanager
-def _engine(job: FidelityJob, made: Made, batch: int) -> Iterator[tuple[Bench, Any]]:
-    continued = SIZES[job.size][2]
+def _engine(job: FidelityJob, made: Made) -> Iterator[tuple[Bench, Any]]:
+    continued, batch = SIZES[job.size][2], made.batch
     rows = min(limits.edit_rows_max, 4 * batch * made.tokens)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
                    "VLLM_TAP_EDIT_ROWS": str(rows), "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
@@ -199,7 +203,7 @@ def study(job: FidelityJob, made: Made, bench: Bench, info: Any, progress: Progr
             raise ArgumentError("--sae", str(job.sae[name]), f"is for rows of {given} numbers, not of {width}")
     thorough = {(site, layers[len(layers) // 2]) for site in made.sites
                 if (layers := [layer for name, layer in places if name == site])}
-    batch = max(1, min(len(made.judged.tokens), _BATCH_ROWS // made.tokens))
+    batch = made.batch
     codecs = {site: coding.codecs_for(site, job.codecs or (*coding.DEFAULT_CODECS, *_for_heads(site)),
                                       info.armed.heads.get(site, 0)) for site in made.sites}
     if lost := [site for site in made.sites if not codecs[site]]:

@@ -88,14 +88,15 @@ class Kept:
         for line in self._lines:
             if "place" in line and (line["place"]["site"], line["place"]["layer"]) == place:
                 return place_of(line["place"])
-        found = place_of(json.loads(json.dumps(plain(asdict(make())))))  # as it will be read again
-        self._write({"place": asdict(found)})
-        return found
+        return place_of(self._write({"place": asdict(make())})["place"])
 
-    def _write(self, value: dict[str, Any]) -> None:
-        line = json.loads(json.dumps(plain({"job": self._digest, **value})))
-        self._lines.append(line)
+    def _write(self, value: dict[str, Any]) -> dict[str, Any]:
+        """The line as it will be read again."""
+        text = json.dumps(plain({"job": self._digest, **value}), allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())
+        line: dict[str, Any] = json.loads(text)
+        self._lines.append(line)
+        return line

@@ -8,7 +8,6 @@ trained, and with *planted massive columns*, as large models have them, which ar
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +16,17 @@ import numpy as np
 from schemas.errors import ArgumentError
 from vllm_tap.fidelity.texts import Corpus, standard_library
 from vllm_tap.progress import ProgressReport, reporting
-from vllm_tap.tiny_model import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, LAYERS, VOCABULARY, cache_dir
+from vllm_tap.tiny_model import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INTERMEDIATE,
+    KV_HEADS,
+    LAYERS,
+    VOCABULARY,
+    cache_dir,
+    made_once,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -44,31 +53,11 @@ def pilot_model(planted: bool = False, steps: int = STEPS, progress: ProgressRep
     if steps < 1:
         raise ArgumentError("steps", steps, "at least 1")
     corpus = standard_library()
-    root = cache_dir() / "pilots"
-    folder = root / f"qwen3-{corpus.digest[:12]}-{steps}-v{RECIPE}"
-    root.mkdir(parents=True, exist_ok=True)
-    if not folder.is_dir():
-        _made(folder, lambda building: _train(building, corpus, steps, progress))
+    folder = made_once(cache_dir() / "pilots" / f"qwen3-{corpus.digest[:12]}-{steps}-v{RECIPE}",
+                       lambda building: _train(building, corpus, steps, progress))
     if not planted:
         return folder
-    hard = folder.with_name(folder.name + "-planted")
-    if not hard.is_dir():
-        _made(hard, lambda building: _write_planted(folder, building))
-    return hard
-
-
-def _made(folder: Path, make: Any) -> None:
-    building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-    try:
-        make(building)
-        building.chmod(0o755)
-        try:
-            building.rename(folder)
-        except OSError:  # another process was faster
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    return made_once(folder.with_name(folder.name + "-planted"), lambda building: _write_planted(folder, building))
 
 
 def _train(folder: Path, corpus: Corpus, steps: int, progress: ProgressReport) -> None:

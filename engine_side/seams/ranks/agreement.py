@@ -4,8 +4,8 @@ waits for one that does not come. Nothing here is called in a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -32,17 +32,11 @@ def the_same(text: str) -> str:
     return of_shares(of_stages(text)[0])[0]
 
 
-@contextmanager
-def together() -> Iterator[None]:
+def together() -> AbstractContextManager[None]:
     """StartError on every rank of a stage where one of them raised anything: it raises that, and the others would wait
     for it in the next step.
     """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    _raise_first(error, of_shares(_said(error)), "tensor-parallel rank")
+    return _agreed(of_shares, "tensor-parallel rank")
 
 
 @contextmanager
@@ -50,22 +44,22 @@ def all_together() -> Iterator[None]:
     """StartError on every rank of the engine where one of them raised anything. Stages go different ways in what is
     within: none of them may wait for another there.
     """
+    with _agreed(of_stages, "pipeline stage"), together():
+        yield
+
+
+@contextmanager
+def _agreed(tell: Callable[[str], list[str]], who: str) -> Iterator[None]:
+    """What all whom ``tell`` reaches come out of: with their own error, or with the first that another told."""
     error: Exception | None = None
     try:
-        with together():
-            yield
+        yield
     except Exception as raised:
         error = raised
-    _raise_first(error, of_stages(_said(error)), "pipeline stage")
-
-
-def _said(error: Exception | None) -> str:
-    return "" if error is None else str(error) if isinstance(error, StartError) else f"vllm-tap: {error!r}"
-
-
-def _raise_first(own: Exception | None, told: list[str], who: str) -> None:
-    if own is not None:
-        raise own
+    said = "" if error is None else str(error) if isinstance(error, StartError) else f"vllm-tap: {error!r}"
+    told = tell(said)
+    if error is not None:
+        raise error
     rank, other = next(((rank, text) for rank, text in enumerate(told) if text), (0, ""))
     if other:
         raise StartError(f"{other} (said by {who} {rank})")

@@ -23,6 +23,7 @@ from schemas.manifest import FINAL
 from schemas.zarr_view.view import NotFinalError
 from tests.support.store_helpers import SITE, Sender, WriterProcess, until
 from vllm_tap import Store, open_store
+from vllm_tap.export.array_files import replacing_folder
 from vllm_tap.export.command import choose
 from vllm_tap.export.zarr_export import export_zarr
 
@@ -114,6 +115,22 @@ def test_what_still_runs_is_refused(tmp_path: Path) -> None:
         with pytest.raises(NotFinalError, match="is running"):
             export_zarr(writer.store, capture, str(tmp_path / "out"), lambda _: {SITE: [0]}, False)
         assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "old").touch()
+    with pytest.raises(FileNotFoundError), replacing_folder(target):
+        pass  # nothing was made that could take its place
+    with pytest.raises(KeyboardInterrupt), replacing_folder(target) as made:
+        made.mkdir()
+        raise KeyboardInterrupt
+    assert [path.name for path in target.iterdir()] == ["old"]
+    with replacing_folder(target) as made:
+        made.mkdir()
+        (made / "new").touch()
+    assert [path.name for path in target.iterdir()] == ["new"] and list(tmp_path.iterdir()) == [target]
 
 
 def test_a_bucket_gets_an_object_a_key(store: Store, tmp_path: Path) -> None:
