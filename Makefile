@@ -25,7 +25,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test page-test compose-test soak faults mutants demo docs parity survey fidelity lens versions bench bench-gpu bench-two-gpus lock lock-gpu clean
+.PHONY: help setup fix check test page-test bucket-test ray-test compose-test soak faults mutants demo docs parity survey fidelity lens versions bench bench-gpu bench-two-gpus lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -47,7 +47,13 @@ test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest, W
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(if $(K),-k "$(K)") $(ARGS)
 
 page-test: $(STAMP) $(VENV)/.installed-page  ## the page at / in a real browser (needs Chromium: apt-get install chromium, or TAP_CHROMIUM=…)
-	$(PY) -m pytest tests/api/page/test_page.py $(if $(K),-k "$(K)") $(ARGS)
+	$(PY) -m pytest tests/api/page $(if $(K),-k "$(K)") $(ARGS)
+
+bucket-test: $(STAMP) .s3/.installed  ## a store in a bucket over a real S3 server, in an environment of its own, and a network that fails
+	$(PY) -m pytest tests/vllm_tap/bucket $(if $(K),-k "$(K)") $(ARGS)
+
+ray-test: $(STAMP) $(VENV)/.installed-ray  ## captures through Ray Data, on a Ray of two workers here; installs Ray into .venv
+	$(PY) -m pytest tests/vllm_tap/ray tests/engine/serving/test_ray.py $(if $(K),-k "$(K)") $(ARGS)
 
 compose-test: $(STAMP)  ## docker/compose.yml for real: Docker, or root with podman buildah runc netavark aardvark-dns iptables debootstrap
 	@command -v podman-compose >/dev/null || docker info >/dev/null 2>&1 || \
@@ -78,9 +84,11 @@ parity: $(STAMP)  ## every site, architecture and scheduler feature against Hugg
 survey: $(STAMP)  ## a small model of every architecture that vLLM knows: are its sites found? writes docs/evidence/models.md (A="Qwen3ForCausalLM …" chooses)
 	$(PY) -m tests.survey $(A)
 
-fidelity: $(STAMP)  ## what codecs cost two small models trained here, with all controls; writes docs/evidence/fidelity.md
+fidelity: $(STAMP)  ## what codecs cost two small models trained here, with all controls; writes docs/evidence/fidelity.md and kv.md
 	$(PY) -m vllm_tap fidelity --pilot --out build/fidelity
 	$(PY) -m bench.fidelity_page build/fidelity
+	$(PY) -m vllm_tap fidelity kv --pilot --out build/fidelity/kv
+	$(PY) -m bench.kv_page build/fidelity/kv
 
 lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by its names; writes docs/evidence/parity.md
 	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/evidence/parity.json $(PY) -m pytest -m "not faults" tests/engine/test_lens.py \
@@ -159,10 +167,20 @@ $(VENV)/.installed-page: requirements/page.lock $(STAMP)
 	@$(uv) pip install --quiet --python $(PY) --no-deps -r requirements/page.lock
 	@touch $@
 
+$(VENV)/.installed-ray: requirements/ray.lock $(STAMP)
+	@$(uv) pip install --quiet --python $(PY) --no-deps -r requirements/ray.lock
+	@touch $@
+
 .lens/.installed: requirements/lens.lock | $(UV)
 	@echo "setup: TransformerLens into .lens"
 	@test -x .lens/bin/python || $(UV) venv --quiet --python $(PYTHON) .lens
 	@$(uv) pip install --quiet --compile-bytecode --python .lens/bin/python --no-deps $(torch_index) -r requirements/lens.lock
+	@touch $@
+
+.s3/.installed: requirements/s3.lock | $(UV)
+	@echo "setup: an S3 server into .s3"
+	@test -x .s3/bin/python || $(UV) venv --quiet --python $(PYTHON) .s3
+	@$(uv) pip install --quiet --python .s3/bin/python --no-deps -r requirements/s3.lock
 	@touch $@
 
 compile = pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
@@ -174,6 +192,10 @@ lock: | $(UV)  ## resolve requirements/*.lock again
 	    --custom-compile-command "make lock" $(torch_index) -o requirements/lens.lock requirements/lens.in
 	@$(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-config \
 	    --custom-compile-command "make lock" -c requirements/cpu.lock -o requirements/page.lock requirements/page.in
+	@$(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-config \
+	    --custom-compile-command "make lock" -o requirements/s3.lock requirements/s3.in
+	@$(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-config \
+	    --custom-compile-command "make lock" -c requirements/cpu.lock -o requirements/ray.lock requirements/ray.in
 	@$(MAKE) --no-print-directory lock-gpu ENGINE=gpu
 
 lock-gpu: | $(UV)
@@ -181,4 +203,4 @@ lock-gpu: | $(UV)
 	@$(uv) $(compile) --no-config --extra gpu -o requirements/gpu.lock
 
 clean:  ## remove what setup made
-	rm -rf .lens .venv .uv .versions
+	rm -rf .lens .s3 .venv .uv .versions

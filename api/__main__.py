@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,38 +25,47 @@ from schemas.codecs import check_installed
 from schemas.errors import StartError
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Serves until SIGTERM or SIGINT; prints ``api ready URL`` when it accepts connections."""
-    parser = argparse.ArgumentParser("api", description="The HTTP service of vllm-tap.")
-    parser.add_argument("--store", type=Path, required=True, help="the writer's store, read only here")
-    parser.add_argument("--endpoint", required=True, help="the writer's socket, ipc://…")
-    parser.add_argument("--upstream", default=Config.__dataclass_fields__["upstream"].default, help="vLLM's server")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8100, help="0 takes any free one")
+def flags() -> argparse.ArgumentParser:
+    """The flags of the process."""
+    parser = argparse.ArgumentParser("python -m api", description="The HTTP service of vllm-tap.")
+    parser.add_argument("--store", required=True, metavar="DIR", help="the writer's store, read only here; or the URL "
+                        "of a bucket that a writer elsewhere pushes to: s3://BUCKET/PREFIX, gs://…, az://…, file:///PATH")
+    parser.add_argument("--endpoint", metavar="ipc://PATH", help="the writer's socket; none with a bucket")
+    parser.add_argument("--upstream", action="append", metavar="URL", help="vLLM's server (default: "
+                        "http://127.0.0.1:8101); of several each with its name: --upstream a=URL --upstream b=URL")
+    parser.add_argument("--host", default="127.0.0.1", help="where the service listens; beyond loopback only with keys")
+    parser.add_argument("--port", type=int, default=8100, metavar="P", help="0 takes any free one")
     parser.add_argument("--keys", type=Path, metavar="FILE", help="the API keys (default: keys.json of the store, "
                                                                   "if it has one); needed to listen beyond loopback")
     parser.add_argument("--requests-in-flight-max", type=int, default=limits.requests_in_flight_max, metavar="N",
-                        help="requests of one key at a time")
+                        help="requests of one key at a time; more are answered 429")
     parser.add_argument("--generations-in-flight-max", type=int, default=limits.generations_in_flight_max, metavar="N",
-                        help="generations of one key at a time")
+                        help="generations of one key at a time; more are answered 429")
     parser.add_argument("--slice-bytes-max", type=int, default=limits.slice_bytes_max, metavar="N",
-                        help="largest slice that is answered")
+                        help="bytes of the largest slice that is answered")
     parser.add_argument("--slices-in-flight-bytes-max", type=int, default=limits.slices_in_flight_bytes_max,
-                        metavar="N", help="memory of all slices being answered together")
+                        metavar="N", help="bytes of memory of all slices being answered together")
     parser.add_argument("--slice-stall-s", type=float, default=Config.__dataclass_fields__["slice_stall_s"].default,
-                        metavar="S", help="cut off a caller who takes nothing of a slice for so long")
+                        metavar="S", help="cut off a caller who takes nothing of a slice for S seconds: its memory "
+                        "counts until the last byte is sent")
     parser.add_argument("--head-s", type=float, default=Config.__dataclass_fields__["head_s"].default, metavar="S",
-                        help="cut off a connection whose request's head is not whole after so long")
+                        help="cut off a connection whose request's head is not whole after S seconds")
     parser.add_argument("--body-s", type=float, default=Config.__dataclass_fields__["body_s"].default, metavar="S",
-                        help="refuse a request whose body is not whole after so long")
+                        help="refuse a request whose body is not whole after S seconds")
     parser.add_argument("--capture-all", default="", metavar="SPEC",
-                        help="capture every request that brings no spec of its own, as this one says")
-    args = parser.parse_args(argv)
+                        help="capture every request that brings no spec of its own, as this one says (JSON)")
+    _add_bucket_options(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; prints ``api ready URL`` when it accepts connections."""
+    args = flags().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         check_installed()
-        config = Config(**vars(args))
+        config = _config(vars(args))
         app = create_app(config)
         listening = _listen(config)
     except StartError as error:
@@ -63,6 +73,32 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     asyncio.run(_serve(app, config, listening))
     return 0
+
+
+def _add_bucket_options(parser: argparse.ArgumentParser) -> None:
+    default = Config.__dataclass_fields__
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="of a bucket, also of rows that were evicted to one: "
+                        "the folder on a local disk that rows are kept in (default: ~/.cache/vllm-tap)")
+    parser.add_argument("--cache-bytes", type=int, metavar="N", help="of a bucket: at most so many bytes of them "
+                        f"(default: {limits.bucket_cache_bytes})")
+    parser.add_argument("--bucket-look-s", type=float, metavar="S", help="look for a newer head so often (default: "
+                        f"{default['bucket_look_s'].default:g})")
+    parser.add_argument("--bucket-answer-s", type=float, metavar="S", help="give up a read of the bucket after so long "
+                        f"(default: {default['bucket_answer_s'].default:g})")
+
+
+def _config(given: dict[str, Any]) -> Config:
+    """The settings that the options say; StartError where some do not belong together."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if "://" in given["store"]:
+        bucket = given.pop("store")
+        return Config(Path(), given.pop("endpoint", ""), given.pop("upstream", ()), bucket=bucket, **given)
+    if "bucket_look_s" in given:
+        raise StartError(f"bucket_look_s = {given['bucket_look_s']!r}: taken with a bucket's URL as --store alone")
+    if "endpoint" not in given:
+        raise StartError("endpoint: missing; name the writer's socket, such as ipc:///tmp/vllm-tap/writer.sock, or "
+                         "give the URL of a bucket as --store")
+    return Config(store=Path(given.pop("store")), **given)
 
 
 def _listen(config: Config) -> socket.socket:

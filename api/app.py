@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import anyio
 import httpx
 from fastapi import FastAPI
 
 from api import errors
-from api.auth.guard import AccessGuard, Who, by_key
+from api.auth.guard import AccessGuard, Who, by_address, by_key
 from api.auth.keys import KeyFile
+from api.bucket.followed import FollowedBucket, check_bucket
+from api.bucket.read_only import ReadOnly
 from api.config import Config, is_loopback
 from api.description import REFUSED, describe
-from api.generate.upstream import new_client
+from api.engines.told import TellEngine
+from api.engines.upstreams import Upstreams
 from api.metrics import CountRequests, Metrics
-from api.routes import about, captures, generate, holds, live, maps, page, slices, vectors, zarr
+from api.routes import about, attention, captures, generate, holds, live, maps, page, slices, vectors, zarr
 from api.service import ApiService
 from schemas.wire.control_channel import ControlChannel
 
@@ -26,21 +30,32 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
     """The ASGI application; connects to the writer when it starts, and needs neither writer nor upstream to start.
 
     ``who`` says whose a request is (default: by the keys of ``config``); ``transport`` leads to upstream where that is
-    no other process. StartError where it needs keys and has none.
+    no other process. With a bucket nothing but reading is served. StartError where it needs keys and has none.
     """
-    metrics = Metrics()
+    names = [name for name in config.engines if name]
+    metrics = Metrics(names, bool(config.bucket))
     keys = None
-    if who is None:
+    if config.bucket:
+        check_bucket(config.bucket)
+    if who is None and config.bucket and config.keys is None:
+        who = by_address(lambda: False)
+    elif who is None:
         keys = KeyFile(config.keys_file, needed=config.keys is not None or not is_loopback(config.host))
         who = by_key(keys)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.service = ApiService(config, metrics, ControlChannel(config.endpoint, "api"),
-                                    new_client(config.upstream, config.upstream_connect_s, transport))
+        bucket = None if metrics.bucket is None else FollowedBucket(config, metrics.bucket)
+        app.state.service = ApiService(config, metrics, ControlChannel(config.endpoint, "api") if bucket is None else
+                                       None, Upstreams(config, metrics, transport), bucket)
         if keys is not None:
             app.state.service.quotas.of = keys.quota_bytes
         app.state.service.spawn(app.state.service.keep_tidy())
+        if bucket is not None:
+            await anyio.to_thread.run_sync(bucket.look)
+            app.state.service.spawn(bucket.follow())
+        if names:
+            app.state.service.spawn(app.state.service.upstreams.watch())
         try:
             yield
         finally:
@@ -51,8 +66,12 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
     errors.install(app)
     describe(app)
     # What is asked most is found first.
-    for part in (slices, zarr, generate, captures, holds, live, maps, vectors, about, page):
+    for part in (slices, zarr, generate, captures, holds, live, maps, attention, vectors, about, page):
         app.include_router(part.router)
+    if config.bucket:
+        app.add_middleware(ReadOnly, url=config.bucket)
     app.add_middleware(AccessGuard, config=config, who=who)
     app.add_middleware(CountRequests, metrics=metrics)
+    if names:
+        app.add_middleware(TellEngine)
     return app

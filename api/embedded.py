@@ -85,6 +85,7 @@ class Embedded:
         else:
             if path in ("/metrics", "/metrics/") and (service := self._running()) is not None:
                 service.metrics.look(service.channel)
+                service.pressure.tell()
             await self.app(scope, receive, send)
 
     def _running(self) -> ApiService | None:
@@ -117,7 +118,7 @@ class Embedded:
             else:
                 refusal += message.get("body", b"")
 
-        if service.channel.alive:  # else each would wait for the writer, and be refused in the end
+        if service.writer_alive:  # else each would wait for the writer, and be refused in the end
             try:
                 await self._answer(request, path, again(messages.copy(), receive), upstreams)
             except Exception:  # it is logged where it is made an answer

@@ -2,6 +2,7 @@
 
     ApiError                 an answer decided on in this package, with its status
     ├── BadParam             a query parameter or body field: 400, naming field, value and what would be valid
+    ├── PartLost             a capture that needs a rank whose sender is gone: 503
     └── OverQuota            the caller's captures would take more bytes than its key allows: 413
     schemas.errors.TapError  mapped by ``status_of``
     └── NotCaptured          a site or layer that the capture does not have: 404
@@ -13,7 +14,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -23,6 +24,7 @@ from starlette.routing import Match
 
 from schemas.errors import (
     ArgumentError,
+    BucketError,
     ConflictError,
     CorruptError,
     EditError,
@@ -36,10 +38,90 @@ from schemas.errors import (
     shown,
 )
 
-__all__ = ["BROKEN", "ApiError", "BadParam", "Json", "NotCaptured", "OverQuota", "body_of", "error_response", "install",
-           "several_captures", "stopped"]
+__all__ = ["BROKEN", "CODES", "ApiError", "BadParam", "Json", "NotCaptured", "OverQuota", "PartLost", "as_api_error",
+           "body_of", "error_response", "install", "several_captures", "stopped"]
 
 log = logging.getLogger("vllm_tap.api")
+
+class Code(NamedTuple):
+    """What docs/reference/errors.md says of a code: its status, when it comes, and what helps."""
+
+    status: int  # 0: of several
+    when: str
+    cure: str
+
+
+CODES: Final[dict[str, Code]] = {
+    "malformed_json": Code(400, "The body is not a JSON object.", "Send a JSON object."),
+    "invalid_capture": Code(400, "The spec has a field or value that is not valid, or that this model cannot serve.",
+                            "Change what the message names."),
+    "invalid_edit": Code(400, "The edits are not valid, or this model cannot make them. What only the engine can tell "
+                         "comes with vLLM's own code, and `param`; so does lack of room for rows of edits, where the "
+                         "message says whether to ask again.", "Change what the message names."),
+    "not_armed": Code(400, "The engine was started without this tap, or without this place armed for edits.",
+                      "Ask for armed sites (`GET /v1/capabilities`), or start the engine with more in `--arm` or "
+                      "`--edit`."),
+    "invalid_parameter": Code(400, "A query parameter or a field of the body is unknown, or has a value that it cannot "
+                              "have.", "Use a value that the message lists."),
+    "several_captures": Code(400, "The name stands for several captures, and the route reads one.",
+                             "Ask for one of the ids in the message."),
+    "invalid_key": Code(401, "No key in use came with the request.",
+                        "Send `Authorization: Bearer KEY` or `x-api-key: KEY`; `vllm-tap keys ls` lists keys."),
+    "read_only": Code(403, "The service reads a bucket, and the request needs a writer or an engine.",
+                      "Ask the service beside the writer."),
+    "foreign_host": Code(403, "The service has no keys, and the request came from another machine, or from another "
+                         "page in a browser (`Host`, `Origin`).", "Ask from this machine, or make a key."),
+    "not_found": Code(404, "No such capture, site, layer, row, vector or route, or it belongs to another key. Or no "
+                      "engine serves the model.", "Check the name; `GET /v1/captures` and `GET /v1/models` list them."),
+    "no_such_key": Code(404, "The capture is there, and its Zarr view has no such key.",
+                        "Open the hierarchy's root; its metadata names every array."),
+    "method_not_allowed": Code(405, "The route has other methods.", "Use one that the header `Allow` lists."),
+    "http_error": Code(0, "Any other refusal of the web framework.", "Read the message."),
+    "not_acceptable": Code(406, "No format of the `Accept` header can be had.", "Give `format`, or another `Accept`."),
+    "too_slow": Code(408, "The body did not come in time (`--body-s`).", "Send it faster, or in a smaller request."),
+    "conflict": Code(409, "The capture id is taken; or the capture is held, or not final; or the vector's name has "
+                     "other numbers.", "Choose another id or name; release the hold; wait for the end."),
+    "gone": Code(410, "A chunk of a capture that is not there, or no longer.", "Open the capture anew."),
+    "changed": Code(412, "`If-Match` names something else than what is there.", "Read it again."),
+    "over_quota": Code(413, "The captures of the key would take more bytes than its quota.",
+                       "Delete captures, ask for fewer rows, or raise the quota (`vllm-tap keys set`). Waiting helps "
+                       "only if requests in flight end with less than they might have taken."),
+    "too_large": Code(413, "Over a limit, decided before memory is taken.",
+                      "Ask for less; `GET /v1/capabilities` has the limits."),
+    "out_of_range": Code(416, "`start` or `Range` lies past everything that is there.",
+                         "`Content-Range` says how much there is."),
+    "too_many_slices": Code(429, "Slices being sent take too much memory. With keys, one key has half of it at most.",
+                            "Ask again after `Retry-After`."),
+    "too_many_followers": Code(429, "Too many streams of events are open. With keys, one key has half of them at most.",
+                               "Ask again after `Retry-After`; one stream can follow many captures (`also`)."),
+    "too_many_requests": Code(429, "More requests of one key are in flight than `--requests-in-flight-max`.",
+                              "Ask again after `Retry-After`."),
+    "too_many_generations": Code(429, "More generations of one key are in flight than `--generations-in-flight-max`.",
+                                 "Ask again after `Retry-After`."),
+    "corrupt": Code(500, "Stored bytes do not match their checksum.", "Run `vllm-tap fsck`; it names every bad row."),
+    "internal": Code(500, "A fault of the service.", "Its log says which; report it."),
+    "upstream_broken": Code(502, "The model server broke off, or its answer was not JSON.",
+                            "See the engine's log; a generation may have begun."),
+    "no_engine": Code(503, "No engine has connected to the writer, so nobody knows what it can do.",
+                      "Wait for the engine's start. It needs the plugin and `VLLM_TAP_ENDPOINT`."),
+    "upstream_unavailable": Code(503, "No connection to the model server.", "Ask again after `Retry-After`."),
+    "missing_rows": Code(409, "A query of attention lacks rows, which the message names.",
+                         "Ask with `missing=leave_out`: it leaves these queries out."),
+    "store_unavailable": Code(503, "The writer is away, or the store cannot be read now.",
+                              "Ask again; then see the writer's log."),
+    "bucket_unavailable": Code(503, "The bucket refuses, does not answer in time, or has lost what its head names. The "
+                               "message says which.",
+                               "Ask again after `Retry-After`; then run `vllm-tap fsck --bucket`."),
+    "writer_refused": Code(503, "The writer refused a record of the service.", "See both logs; report it."),
+    "part_lost": Code(503, "A rank of the engine that the capture needs has lost its sender. The message names "
+                      "the rank, and what can still be asked for.", "Start the engine again; waiting does not help."),
+    "captures_unavailable": Code(503, "On vLLM's own port: the service could not be started.",
+                                 "Mend the reason in the message, and start vLLM again."),
+    "not_ready": Code(503, "`GET /readyz`: the writer, the engine or the model server is not ready.",
+                      "Wait for what the message names."),
+    "stopping": Code(503, "The service is being stopped.", "Ask again after `Retry-After`."),
+    "timeout": Code(504, "`wait` took longer than `timeout`.", "Ask again, or with a larger `timeout`."),
+}
 
 # The first class that fits wins, so a subclass stands before its base.
 _STATUS: tuple[tuple[type[TapError], int, str], ...] = (
@@ -52,6 +134,7 @@ _STATUS: tuple[tuple[type[TapError], int, str], ...] = (
     (LimitError, 413, "too_large"),
     (CorruptError, 500, "corrupt"),
     (StoreError, 503, "store_unavailable"),
+    (BucketError, 503, "bucket_unavailable"),
     (ProtocolError, 503, "writer_refused"),
 )
 
@@ -93,6 +176,13 @@ def stopped() -> ApiError:
     return ApiError(503, "stopping", "the service is being stopped", headers={"Retry-After": "5"})
 
 
+class PartLost(ApiError):
+    """Refusal of a capture that needs rows of a rank whose sender is gone: only a new start of its engine helps."""
+
+    def __init__(self, message: str, param: str = "capture") -> None:
+        super().__init__(503, "part_lost", message, param)
+
+
 class OverQuota(ApiError):
     """Refusal of captures that an owner's quota has no room for; not 429, since asking again changes little."""
 
@@ -123,11 +213,15 @@ BROKEN: Final = (ApiError, TapError, sqlite3.Error, OSError)  # what reading the
 
 def body_of(error: Exception) -> dict[str, Any]:
     """The error object of what is in ``BROKEN``, where it is a part of an answer that has begun."""
-    if isinstance(error, ApiError):
-        return body(error.status, error.code, error.message, error.param)
-    if isinstance(error, TapError):
-        return body(*status_of(error), str(error), _param_of(error))
+    if isinstance(error, ApiError | TapError):
+        told = as_api_error(error)
+        return body(told.status, told.code, told.message, told.param)
     return body(503, "store_unavailable", f"the store cannot be read now: {error}")
+
+
+def as_api_error(error: ApiError | TapError) -> ApiError:
+    """An error of any kind as the answer that it is."""
+    return error if isinstance(error, ApiError) else ApiError(*status_of(error), str(error), _param_of(error))
 
 
 def _param_of(error: TapError) -> str | None:

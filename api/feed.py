@@ -14,8 +14,8 @@ import anyio
 from api.auth.limits import fits, share
 from api.errors import ApiError
 from schemas import limits
+from schemas.bucket.reader import AnyReader
 from schemas.errors import TapError
-from schemas.read.reader import StoreReader
 
 __all__ = ["Feed", "Moved"]
 
@@ -45,7 +45,7 @@ class Moved(asyncio.Event):
 class Feed:
     """Wakes followers; ``reader`` gives the store's reader as it is now."""
 
-    def __init__(self, reader: Callable[[], StoreReader]) -> None:
+    def __init__(self, reader: Callable[[], AnyReader]) -> None:
         self._reader = reader
         self._followers: dict[str, set[Moved]] = {}
         self._pump: asyncio.Task[None] | None = None

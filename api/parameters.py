@@ -101,7 +101,7 @@ class Parameters(BaseModel):
 def digits(value: object) -> object:
     """``value`` if it is a number in plain ASCII digits, or no text; ValueError where pydantic might take it as one."""
     if isinstance(value, str) and not (value.isascii() and value.isdecimal() and len(value) <= 18):
-        raise ValueError("no whole number")
+        raise ValueError("must be a whole number")
     return value
 
 

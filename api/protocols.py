@@ -45,7 +45,7 @@ class Protocol:
         """Number of captures that a request makes; BadParam where that cannot be told."""
         n = _n(body.get("n"))
         if n > 1 and not self.samples:
-            raise BadParam("n", n, f"{self.path} has one answer, and would not heed it; leave it out")
+            raise BadParam("n", n, f"{self.path} gives one answer and would ignore it; leave it out")
         return (_prompts(body.get("prompt")) if self.lists else 1) * n
 
     def named(self, event: bytes, field: dict[str, Any]) -> bytes:

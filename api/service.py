@@ -1,9 +1,10 @@
-"""The service behind every request: the store's reader, the channel to the writer, the upstream client, the metrics."""
+"""The service behind every request: the store's reader, the channel to the writer, the model servers, the metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import threading
@@ -17,12 +18,16 @@ import httpx
 from fastapi import Request
 
 from api.auth.limits import Quotas, share
+from api.bucket.followed import FollowedBucket
 from api.config import Config
+from api.engines.pressure import Pressure
+from api.engines.upstreams import Upstreams
 from api.errors import ApiError, stopped
 from api.feed import Feed
 from api.metrics import Metrics
 from schemas import limits
-from schemas.errors import StoreError, TapError
+from schemas.bucket.reader import AnyReader
+from schemas.errors import BucketError, StoreError, TapError
 from schemas.ids import split_capture_id
 from schemas.lru import Lru
 from schemas.read.reader import StoreReader
@@ -31,9 +36,11 @@ from schemas.wire.messages import Abandon, Record
 
 __all__ = ["ApiService", "owner_of", "service_of"]
 
+log = logging.getLogger("vllm_tap.api")
 T = TypeVar("T")
 
 _TIDY_S: Final = 5.0  # between two looks for files that were removed
+_BUCKET_READS: Final = 32  # slices at a time, where each may wait for a bucket
 _MAPS: Final = 2  # that are computed at a time, each by a core
 _TOKEN_TEXTS_MAX: Final = 1 << 16
 
@@ -44,18 +51,20 @@ class ApiService:
 
     config: Config
     metrics: Metrics
-    channel: ControlChannel
-    upstream: httpx.AsyncClient
+    channel: ControlChannel | None  # None where a bucket is read
+    upstreams: Upstreams
+    bucket: FollowedBucket | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     streams: set[httpx.Response] = field(default_factory=set)  # answers being passed on
     unsettled: dict[str, str] = field(default_factory=dict)  # captures that no engine began yet → why none may
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     feed: Feed = field(init=False)
+    pressure: Pressure = field(init=False)
     quotas: Quotas = field(init=False)
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     slice_bytes: Counter[str] = field(default_factory=Counter)  # by owner; ``slice_lock`` is held to change it
     slice_lock: threading.Lock = field(default_factory=threading.Lock)
-    token_texts: Lru[int, str] = field(default_factory=lambda: Lru(_TOKEN_TEXTS_MAX))
+    token_texts: Lru[tuple[str, str, int], str] = field(default_factory=lambda: Lru(_TOKEN_TEXTS_MAX))
     map_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(_MAPS))
     map_turns: dict[str, anyio.CapacityLimiter] = field(default_factory=dict)  # by owner
     # Decoding is work for a core: more of it at a time than there are cores makes every answer as late as the last.
@@ -68,15 +77,21 @@ class ApiService:
     _submit_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(64))
 
     def __post_init__(self) -> None:
+        if self.bucket is not None:  # most of the time a read waits for bytes
+            self.slice_limit.total_tokens = max(_BUCKET_READS, self.slice_limit.total_tokens)
         self.feed = Feed(self.reader)
+        self.pressure = Pressure(self.channel, self.upstreams, self.metrics, self.spawn)
         self.quotas = Quotas(self.reader)
 
-    def reader(self) -> StoreReader:
+    def reader(self) -> AnyReader:
         """The store's reader; opened on first use, since the writer makes the store. StoreError while there is none.
 
         A writer that had to rebuild the catalog puts a new file in its place: then a new reader is opened. The old one
-        closes when the last request that uses it ends.
+        closes when the last request that uses it ends. Of a bucket that of its newest head; BucketError while there is
+        none.
         """
+        if self.bucket is not None:
+            return self.bucket.reader()
         with self._reader_lock:
             try:
                 found = (self.config.store / "catalog.sqlite").stat()
@@ -84,15 +99,31 @@ class ApiService:
                 raise StoreError("open the store", self.config.store, "there is none yet",
                                  "the writer makes it when it starts") from None
             if self._reader is None or self._catalog != (found.st_dev, found.st_ino):
-                self._reader = StoreReader(self.config.store)
+                config = self.config
+                self._reader = StoreReader(config.store, config.cache, config.cache_bytes, config.bucket_answer_s)
                 self._catalog = (found.st_dev, found.st_ino)
             return self._reader
 
-    async def read(self, call: Callable[[StoreReader], T], limiter: anyio.CapacityLimiter | None = None) -> T:
+    async def read(self, call: Callable[[AnyReader], T], limiter: anyio.CapacityLimiter | None = None) -> T:
         """``call(reader)`` in a thread, since reading blocks."""
-        return await anyio.to_thread.run_sync(lambda: call(self.reader()), limiter=limiter)
+        return await anyio.to_thread.run_sync(lambda: self._read(call), limiter=limiter)
 
-    async def read_map(self, call: Callable[[StoreReader], T], owner: str) -> T:
+    def _read(self, call: Callable[[AnyReader], T]) -> T:
+        """``call(reader)``; once more where a push has meanwhile removed what the head before named."""
+        if self.bucket is None:
+            return call(self.reader())
+        reader = self.bucket.reader()
+        seen = reader.head.push
+        try:
+            return call(reader)
+        except BucketError as error:
+            if not error.passing:
+                self.bucket.look()
+            if reader.head.push == seen:
+                raise
+        return call(reader)
+
+    async def read_map(self, call: Callable[[AnyReader], T], owner: str) -> T:
         """``read``, for what takes a core for a while: an owner's calls take turns before they wait for a core."""
         turns = self.map_turns.setdefault(owner, anyio.CapacityLimiter(share(_MAPS, owner)))
         async with turns:
@@ -100,8 +131,11 @@ class ApiService:
 
     async def submit(self, make: Callable[[int], Record]) -> None:
         """The record, durable with the writer; raises what ``ControlChannel.submit`` raises, and 503 at a stop."""
+        channel = self.channel
+        if channel is None:
+            raise StoreError("change the store", self.config.bucket, "a bucket is read only")
         work = asyncio.ensure_future(anyio.to_thread.run_sync(
-            lambda: self.channel.submit(make, self.config.submit_s), limiter=self._submit_limit,
+            lambda: channel.submit(make, self.config.submit_s), limiter=self._submit_limit,
             abandon_on_cancel=True))
         stopping = asyncio.ensure_future(self.stopping.wait())
         try:
@@ -114,6 +148,11 @@ class ApiService:
                 each.cancel()
             await asyncio.gather(work, stopping, return_exceptions=True)
 
+    @property
+    def writer_alive(self) -> bool:
+        """Whether there is a writer that answers."""
+        return self.channel is not None and self.channel.alive
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs ``work`` beside the requests; cancelled when the process stops."""
         task = asyncio.get_running_loop().create_task(work)
@@ -125,7 +164,10 @@ class ApiService:
         while True:
             await asyncio.sleep(_TIDY_S)
             if self._reader is not None:
-                await anyio.to_thread.run_sync(self._reader.tidy)
+                try:
+                    await anyio.to_thread.run_sync(self._reader.tidy)
+                except (TapError, OSError) as error:
+                    log.warning("files that others removed are still held: %s", error)
 
     async def stop(self) -> None:
         """Ends the generations in flight, which makes the engine close their captures."""
@@ -135,6 +177,8 @@ class ApiService:
 
     def abandon(self, capture: str, reason: str) -> None:
         """Closes a capture that no engine began; the writer refuses it, harmlessly, where one did."""
+        if self.channel is None:
+            return
         with contextlib.suppress(TapError):  # the writer is away and its queue full: no more can be done
             self.channel.post(lambda seq: Abandon(seq=seq, capture=capture, reason=reason[:500]))
 
@@ -146,8 +190,11 @@ class ApiService:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self.feed.close()
-        await self.upstream.aclose()
-        await anyio.to_thread.run_sync(self.channel.close)
+        await self.upstreams.close()
+        if self.channel is not None:
+            await anyio.to_thread.run_sync(self.channel.close)
+        if self.bucket is not None:
+            self.bucket.close()
         if self._reader is not None:
             self._reader.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def _pilot(report: Report) -> dict[str, Any]:
                      for name, one in place.rows.items() if "probe" in one],
             "middle": {one.name: one.kl.value for one in lines_of(report) if one.kind == "codec"
                        and one.site == "mlp_post" and one.structure is not None},
-            "told": [{"place": f"{place.site}.{place.layer}", **place.told} for place in report.places
+            "told": [{"place": place.name, **place.told} for place in report.places
                      if "shuffled" in place.told]}
 
 
@@ -78,8 +79,8 @@ def _patched(found: dict[str, Any]) -> str:
             lines.append(
                 f"| {name}, `{one['site']}.{one['layer']}` | {one['name'] if control else _code(one['name'])} "
                 f"| {size} "
-                f"| {_nats(one['kl'])} | {_number(one['kl']['value'], pilot['bar'])} | {_number(one['tail']['p99'])} "
-                f"| {_percent(one['top1'])} | {_percent(one['perplexity'], sign=True)} "
+                f"| {nats(one['kl'])} | {number(one['kl']['value'], pilot['bar'])} | {number(one['tail']['p99'])} "
+                f"| {percent(one['top1'])} | {percent(one['perplexity'], sign=True)} "
                 f"| {'' if one['structure'] is None or control else format(one['structure'], '.2g')} | {word} |")
     return "\n".join(lines)
 
@@ -87,7 +88,7 @@ def _patched(found: dict[str, Any]) -> str:
 def _changed(found: dict[str, Any]) -> str:
     plain_, planted = (found["pilots"][name]["middle"] for name in PILOTS)
     lines = ["| codec | KL, plain | KL, planted | times |", "|---|---|---|---|"]
-    lines += [f"| `{name}` | {_number(cost)} | {_number(planted.get(name))} | {_number(planted.get(name), cost)} |"
+    lines += [f"| `{name}` | {number(cost)} | {number(planted.get(name))} | {number(planted.get(name), cost)} |"
               for name, cost in sorted(plain_.items(), key=lambda one: float("inf") if one[1] is None else one[1])]
     return "\n".join(lines)
 
@@ -128,16 +129,16 @@ def _code(name: str | None) -> str:
     return "none of these" if name is None else f"`{name}`"
 
 
-def _number(value: float | None, of: float | None = 1.0) -> str:
+def number(value: float | None, of: float | None = 1.0) -> str:
     """A cost over another; null is what a report has for a codec that broke the model."""
     return "broken" if value is None or of is None else f"{value / of:.2g}" if of else ""
 
 
-def _nats(one: dict[str, float | None]) -> str:
-    return _number(one["value"]) + ("" if one["value"] is None else f" [{one['low']:.2g}, {one['high']:.2g}]")
+def nats(one: dict[str, float | None]) -> str:
+    return number(one["value"]) + ("" if one["value"] is None else f" [{one['low']:.2g}, {one['high']:.2g}]")
 
 
-def _percent(one: dict[str, float], sign: bool = False) -> str:
+def percent(one: dict[str, float], sign: bool = False) -> str:
     if one["value"] is None:
         return "broken"
     value, low, high = (100 * one[part] for part in ("value", "low", "high"))
@@ -161,15 +162,18 @@ def written(page: str, parts: dict[str, str]) -> str:
     return page
 
 
-def main() -> None:
-    """Write the page's tables and what they are made of."""
-    parser = argparse.ArgumentParser(prog="python -m bench.fidelity_page", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where vllm-tap fidelity --pilot wrote its reports")
+def write_page(page: Path, what: str | None, command: str, summarise: Callable[[dict[str, Report]], dict[str, Any]],
+               tabulate: Callable[[dict[str, Any]], dict[str, str]]) -> None:
+    """Write a page's tables, and what they are made of, from the reports of both pilots in the folder that is named on
+    the command line; ``command`` wrote them, ``what`` is said of this one.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{page.stem}_page", description=what)
+    parser.add_argument("folder", type=Path, help=f"where {command} wrote its reports")
     folder = parser.parse_args().folder
-    found = summary({name: load_report(folder / name / "report.json") for name in PILOTS})
-    PAGE.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    PAGE.write_text(written(PAGE.read_text(), tables(found)))
+    found = summarise({name: load_report(folder / name / "report.json") for name in PILOTS})
+    page.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    page.write_text(written(page.read_text(), tabulate(found)))
 
 
 if __name__ == "__main__":
-    main()
+    write_page(PAGE, __doc__, "vllm-tap fidelity --pilot", summary, tables)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Final
 
 from engine_side.tap.budget import STAGING_BYTES_MAX
 from schemas import legacy, limits
-from schemas.checks import OnFull, check_one_of, parse_arm
+from schemas.checks import OnFull, Setting, check_name, check_one_of, parse_arm
 from schemas.edits.arms import parse_edit_places
 from schemas.errors import StartError
 from schemas.probes import Registered, parse_probes, place_of
@@ -20,18 +23,61 @@ from schemas.wire.curve import check_sender
 
 TAP_VERSION: Final = "7"  # part of the compile-cache salt: change it when traced code changes
 
+DRAWN: Final = "."  # begins a group that nobody named: engines that one process starts one after the other share it
 GROUP: Final = "VLLM_TAP_GROUP"  # the same in all processes of an engine: who starts it draws it
+ENGINE: Final = "VLLM_TAP_ENGINE"  # its name, where a gateway has several engines behind it
 
-VARIABLES: Final = (
-    "VLLM_TAP_ENDPOINT", "VLLM_TAP_CURVE", "VLLM_TAP_ARM", "VLLM_TAP_RING_BYTES", "VLLM_TAP_SCRATCH_BYTES",
-    "VLLM_TAP_ON_FULL", "VLLM_TAP_STAGING_BYTES_MAX", "VLLM_TAP_PROBES", "VLLM_TAP_OWN_GROUP",
-    "VLLM_TAP_EDIT", "VLLM_TAP_EDIT_DEPTH", "VLLM_TAP_EDIT_ROWS", "VLLM_TAP_VECTORS", GROUP,
-)
+# Read in all processes of an engine; docs/reference/settings.md has them in this order.
+SETTINGS: Final[dict[str, Setting]] = {
+    "VLLM_TAP_ENDPOINT": Setting(
+        "", "`ipc://PATH` or `tcp://HOST:PORT`", "The writer's address. Without it the plugin does nothing. An "
+        "engine on several hosts takes both, with `|` between them: a process uses the socket if a writer listens "
+        "there."),
+    "VLLM_TAP_CURVE": Setting(
+        "", "folder", "The keys for a writer on another host, made by `vllm-tap curve-keys`. `tcp://` needs them."),
+    "VLLM_TAP_ARM": Setting(
+        "resid_post", "sites, by commas", "What to arm: a site in every layer, or in one layer (`resid_post.12`, "
+        "`blocks.12.hook_out`).", "--arm"),
+    "VLLM_TAP_RING_BYTES": Setting(
+        "the engine's own", "bytes", "Memory for encoded rows that wait for the writer, of all ranks of a host "
+        "together. On a CPU: 256 MiB. On a GPU: by [what the store takes]"
+        "(../explain/tap.md#what-it-costs-when-it-cannot-keep-up), 2 to 4.2 times the scratch, 256 MiB to 16 GiB, "
+        "at most a quarter of the free memory. If it is full, `VLLM_TAP_ON_FULL` decides.", "--ring-bytes"),
+    "VLLM_TAP_SCRATCH_BYTES": Setting(
+        "the engine's own", "bytes", "Memory on a GPU for encoded rows that wait for their copy to the CPU. Default: "
+        "9/16 of the largest site's staging, 16 MiB to 4 GiB: a full step in the default codec."),
+    "VLLM_TAP_ON_FULL": Setting(
+        "drop", "`drop` or `wait`", "What a full ring means. `drop` loses rows, and manifests name them; `wait` makes "
+        "generation wait.", "--on-full"),
+    "VLLM_TAP_STAGING_BYTES_MAX": Setting(
+        "8 GiB", "bytes", "Budget of staging and scratch together. An engine that would need more does not start.",
+        "--staging-bytes-max"),
+    "VLLM_TAP_PROBES": Setting(
+        "", "`NAME=FILE` or `NAME=FILE@resid_post.12`, by commas", "Probes to register.", "--probe"),
+    "VLLM_TAP_OWN_GROUP": Setting(
+        "0", "0 or 1", "1: vLLM's processes leave the process group of whoever started them, so that Ctrl-C does not "
+        "reach them. `vllm-tap capture` sets it."),
+    "VLLM_TAP_EDIT": Setting(
+        "", "sites, by commas", "Places that requests may edit: a site in every layer, or in one layer.", "--edit"),
+    "VLLM_TAP_EDIT_DEPTH": Setting("2", "edits, 1 to 8", "Edits that one row may have at one site and layer.",
+                                   "--edit-depth"),
+    "VLLM_TAP_EDIT_ROWS": Setting(
+        "256", "rows", "Rows that edits with one row for each position may hold at once, of all requests together.",
+        "--edit-rows"),
+    "VLLM_TAP_VECTORS": Setting("", "`NAME=FILE`, by commas", "Vectors that edits may name.", "--vector"),
+    "VLLM_TAP_GROUP": Setting(
+        "drawn at the start", "text", "Name of an engine on several ranks, the same in all of its processes. Set it if "
+        "they do not inherit it, as on several hosts, and choose a new one for every start."),
+    "VLLM_TAP_ENGINE": Setting("", "name", "Name of the engine, if a gateway has several; the name in `--upstream`."),
+}
+VARIABLES: Final = tuple(SETTINGS)
 
 TESTED_VERSIONS: Final = ((0, 26), (0, 32))  # of vLLM, first and last
 TESTED_ON_GPU: Final = ((0, 26), (0, 26))  # and what `pip install vllm-tap[gpu]` brings
 
 _MIB: Final = 1 << 20
+_SOCKET_PATH_MAX: Final = 100
+_PROBE_S: Final = 5.0
 _VERSION: Final = re.compile(r"([0-9]+)\.([0-9]+)", re.ASCII)
 
 
@@ -52,12 +98,13 @@ class EngineConfig:
     edit_depth: int = 2  # edits of one row at one site and layer
     edit_rows: int = 256  # of all requests at once, that edits set rows to
     vectors: tuple[Registered, ...] = ()  # that edits name
+    name: str = ""  # by which a gateway knows the engine; "" where it is the only one
     own_group: bool = False  # each of vLLM's processes in a process group of its own: Ctrl-C is for who started them
 
     def __post_init__(self) -> None:
         if not self.endpoint.startswith(("ipc://", "tcp://")):
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: must be ipc://PATH, or tcp://HOST:PORT of a writer "
-                             "on another host")
+                             "on another host, or both with | between them")
         if self.endpoint.startswith("tcp://") and self.endpoint.count(":") > 2 and "[" not in self.endpoint:
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: an address of IPv6 stands in brackets, as in "
                              "tcp://[2001:db8::1]:5570")
@@ -73,9 +120,12 @@ class EngineConfig:
         if (folder := _no_folder(self.endpoint)) is not None:
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: {folder} is not a folder, so no writer can listen "
                              "there")
-        if len(self.endpoint) - len("ipc://") > 100:
-            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: a socket path has at most 100 characters")
+        if len(self.endpoint) - len("ipc://") > _SOCKET_PATH_MAX:
+            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: a socket path has at most {_SOCKET_PATH_MAX} "
+                             "characters")
         check_one_of("VLLM_TAP_ON_FULL", self.on_full, OnFull)
+        if self.name:
+            check_name(ENGINE, self.name)
         if self.capture_all and legacy.SITE not in layers_by_site(self.arm):
             raise StartError(f"VLLM_TAP_ARM={','.join(self.arm)!r}: must have {legacy.SITE}, which VLLM_ACT_CAPTURE=1 "
                              "captures")
@@ -108,9 +158,10 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
                          "`vllm-tap serve` starts one beside the engine")
     if not endpoint:
         return None
+    endpoint, curve = nearest(endpoint, environment.get("VLLM_TAP_CURVE", ""))
     return EngineConfig(
         endpoint=endpoint,
-        curve=Path(environment["VLLM_TAP_CURVE"]) if environment.get("VLLM_TAP_CURVE") else None,
+        curve=Path(curve) if curve else None,
         arm=parse_arm("VLLM_TAP_ARM", environment.get("VLLM_TAP_ARM", "resid_post")),
         ring_bytes=_number(environment, "VLLM_TAP_RING_BYTES", 0),
         scratch_bytes=_number(environment, "VLLM_TAP_SCRATCH_BYTES", 0),
@@ -122,8 +173,63 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
         edit_depth=_number(environment, "VLLM_TAP_EDIT_DEPTH", 2),
         edit_rows=_number(environment, "VLLM_TAP_EDIT_ROWS", 256),
         vectors=parse_probes(environment.get("VLLM_TAP_VECTORS", "").split(","), "VLLM_TAP_VECTORS", "vector"),
+        name=environment.get(ENGINE, ""),
         own_group=environment.get("VLLM_TAP_OWN_GROUP", "") == "1",
     )
+
+
+def nearest(endpoint: str, curve: str = "") -> tuple[str, str]:
+    """One endpoint and its keys, of ``ipc://PATH|tcp://HOST:PORT``: the socket where a writer listens at it now.
+
+    One setting serves every host of an engine: those beside the writer use shared memory, others the network.
+    StartError where it reads otherwise.
+    """
+    here, both, there = endpoint.partition("|")
+    if not both:
+        return endpoint, curve
+    if not (here.startswith("ipc:///") and there.startswith("tcp://")) or {"|", " "} & set(there + here) or (
+            len(here) - len("ipc://") > _SOCKET_PATH_MAX):
+        raise StartError(f"VLLM_TAP_ENDPOINT={endpoint!r}: of two, the first must be ipc:///PATH of the writer, of at "
+                         f"most {_SOCKET_PATH_MAX} characters, then | and tcp://HOST:PORT of the same one")
+    if _listens(here.removeprefix("ipc://")):
+        return here, ""
+    try:
+        check_sender(Path(curve))
+    except StartError as error:
+        raise StartError(f"VLLM_TAP_ENDPOINT={endpoint!r}: no writer listens at {here}: if this is its host, start it "
+                         f"first; on any other, VLLM_TAP_CURVE={curve!r} must name a folder of keys: {error}") from None
+    return there, curve
+
+
+def _listens(path: str) -> bool:
+    """Whether a process of this user listens at a socket; StartError where another user's does, or it cannot be told.
+    """
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            _connect(probe, path)
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):  # none, or one that a dead writer left
+            return False
+        except OSError as error:
+            raise StartError(f"VLLM_TAP_ENDPOINT: whether a writer listens at {path} cannot be told: "
+                             f"{error.strerror or error}") from None
+        owner = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    if owner not in (os.geteuid(), 0):
+        raise StartError(f"VLLM_TAP_ENDPOINT: {path} is another user's (uid {owner}; this engine's is {os.geteuid()}): "
+                         "name a path that nobody else uses")
+    return True
+
+
+def _connect(probe: socket.socket, path: str) -> None:
+    """Connect, without waiting for ever where a writer lets nobody in; OSError."""
+    probe.setblocking(False)
+    deadline = time.monotonic() + _PROBE_S
+    while True:
+        try:
+            return probe.connect(path)
+        except BlockingIOError:  # as many wait as may
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def untested(vllm_version: str, on_gpu: bool) -> str:

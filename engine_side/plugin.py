@@ -16,7 +16,7 @@ _registered = False
 def register() -> None:
     """Install the seams where VLLM_TAP_ENDPOINT is set; otherwise do nothing."""
     global _registered
-    from engine_side.config import GROUP, from_environment
+    from engine_side.config import DRAWN, GROUP, from_environment
     from schemas.ids import new_ulid
 
     config = from_environment()  # a setting that is no good ends the start here
@@ -24,7 +24,7 @@ def register() -> None:
         return
     if config.own_group:
         _leave_group()
-    os.environ.setdefault(GROUP, new_ulid())  # vLLM's processes inherit it
+    os.environ.setdefault(GROUP, f"{DRAWN}{new_ulid()}")  # vLLM's processes inherit it
     if _registered:
         return
     _check_own_packages()

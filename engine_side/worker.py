@@ -18,7 +18,7 @@ from engine_side.edits.conditions import Conditions
 from engine_side.edits.editor import Editor
 from engine_side.step.recorder import Recorder
 from engine_side.tap.architectures import Embedding, Sum
-from engine_side.tap.budget import ring_bytes
+from engine_side.tap.budget import ring_choice
 from engine_side.tap.shares import layers_sent
 from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost, Scratch
@@ -28,10 +28,14 @@ from engine_side.transport.sender_process import SenderProcess
 from engine_side.transport.shared_memory import Outbox
 from schemas.errors import StartError
 from schemas.sites import PROBE
+from schemas.wire import messages
+from schemas.wire.ask_store import ask_store
 from schemas.wire.layout import Part
 from schemas.wire.messages import EngineInfo
 
 logger = logging.getLogger("vllm.tap")
+
+_ASK_S = 3.0  # that a start waits for what the store takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,8 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, tapped
         for name, kept in (("switches", made.switches), ("unseen", made.unseen)):  # see below
             model.register_buffer(f"vllm_tap_{name}", kept, persistent=False)
     part = info.layout[seat.rank] if info.layout else None
-    ring = _ring(config, staging, scratch, part, seat.on_host)
+    ring, why = _ring(config, staging, scratch, part, seat.on_host)
+    info = msgspec.structs.replace(info, ring=messages.Ring(ring.capacity, why, config.on_full))
     device = next(model.parameters()).device
     to_host = DeviceToHost(device, ring, scratch, Outbox(ring.shared))
     if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers
@@ -104,9 +109,10 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, tapped
     atexit.register(stop)
 
 
-def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part: Part | None, ranks: int) -> Ring:
-    """The worker's ring, its share of what the ``ranks`` of this host have; StartError where the settings or the
-    machine leave no room for it.
+def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part: Part | None, ranks: int
+          ) -> tuple[Ring, str]:
+    """The worker's ring, its share of what the ``ranks`` of this host have, and why it has this size; StartError where
+    the settings or the machine leave no room for it.
     """
     row = max(len(layers_sent(part, site, staging.layers[site])) * buffer.shape[2] * buffer.element_size()
               for site, buffer in staging.buffers.items()) if staging.buffers else 0
@@ -114,12 +120,25 @@ def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part:
         if 0 < value < 4 * row * among:
             raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row * among} bytes; at least "
                              f"{4 * row * among}")
-    size = (config.ring_bytes or ring_bytes(0 if scratch is None else scratch.capacity, free_bytes())) // ranks
+    nbytes, why = ring_size(config, 0 if scratch is None else scratch.capacity)
+    size = nbytes // ranks
+    logger.info("vllm-tap: a ring of %s MiB for rows on their way to the writer: %s%s", f"{size / 2**20:,.0f}", why,
+                f"; shared by {ranks} ranks" if ranks > 1 else "")
     try:
-        return Ring(size, pinned=scratch is not None)
+        return Ring(size, pinned=scratch is not None), why
     except OSError as error:
         raise StartError(f"vllm-tap: no ring of {size / 2**20:,.0f} MiB in shared memory ({error}): lower "
                          "VLLM_TAP_RING_BYTES, or give /dev/shm more (containers: --shm-size)") from None
+
+
+def ring_size(config: EngineConfig, step: int) -> tuple[int, str]:
+    """Bytes of the rings of this host's ranks, and why so many: as set, else for steps of ``step`` bytes (0 on a CPU)
+    by what the store takes, for which the writer is asked.
+    """
+    if config.ring_bytes:
+        return config.ring_bytes, "VLLM_TAP_RING_BYTES"
+    rate = ask_store(config.endpoint, config.curve, _ASK_S).bytes_s if step else 0.0
+    return ring_choice(step, free_bytes(), rate)
 
 
 def announce(runner: str) -> None:

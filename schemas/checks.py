@@ -1,6 +1,6 @@
-"""Settings held against what they may be, in the same words by every process.
+"""Settings: what a page says of each, and checks of their values, in the same words by every process.
 
-Each raises StartError with the setting's name, its value and what would be valid.
+Each check raises StartError with the setting's name, its value and what would be valid.
 """
 
 from __future__ import annotations
@@ -8,17 +8,26 @@ from __future__ import annotations
 import re
 import socket
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from schemas import limits
 from schemas.errors import SpecError, StartError
 from schemas.sites import is_probe, parse_site
 
-__all__ = ["NAME", "Durability", "LogFormat", "OnFull", "check_can_listen", "check_one_of", "check_port",
-           "check_positive", "check_seconds", "is_name", "parse_arm"]
+__all__ = ["NAME", "Durability", "LogFormat", "OnFull", "Setting", "check_can_listen", "check_name", "check_one_of",
+           "check_port", "check_positive", "check_seconds", "is_name", "parse_arm"]
 
-NAME: Final = rf"[A-Za-z0-9][A-Za-z0-9_\-]{{0,{limits.probe_name_chars_max - 1}}}"  # of a probe or a vector
+NAME: Final = rf"[A-Za-z0-9][A-Za-z0-9_\-]{{0,{limits.probe_name_chars_max - 1}}}"  # of a probe, a vector, an engine
 _NAME: Final = re.compile(NAME, re.ASCII)
+
+
+class Setting(NamedTuple):
+    """A variable: its default as a reader would write it, "" where there is none, its unit or form, and its meaning."""
+
+    default: str
+    unit: str
+    meaning: str
+    flag: str = ""  # of ``vllm-tap serve``, where one means the same
 
 
 def is_name(text: str) -> bool:
@@ -51,6 +60,13 @@ def check_one_of(name: str, value: str, words: type[StrEnum]) -> None:
     """One of a few words."""
     if value not in (valid := list(words)):
         raise StartError(f"{name} = {value!r}: valid: {', '.join(valid)}")
+
+
+def check_name(setting: str, name: str) -> None:
+    """A name that is safe in a header, a path and a metric's label."""
+    if not is_name(name):
+        raise StartError(f"{setting} = {name[:100]!r}: a name is 1 to {limits.probe_name_chars_max} of A-Z a-z "
+                         "0-9 _ -, and does not begin with _ or -")
 
 
 def check_positive(name: str, value: float | None) -> None:

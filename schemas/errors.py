@@ -11,20 +11,28 @@
     ├── ProtocolError        a message that breaks the frame protocol
     ├── StoreError           a file operation failed; says which, where, and what to do
     │   └── CorruptError     bytes that do not match their checksum
+    ├── BucketError          an object store refused, or did not answer; says which object, and what to do
+    │   ├── OutrunError      … because another has written the object since it was read
+    │   └── FencedError      … because its head is of a later state of the store, or of another folder
     └── StartError           the engine, writer or API cannot start as configured
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "ArgumentError",
+    "BucketError",
     "ConflictError",
     "CorruptError",
     "EditError",
+    "FencedError",
     "LimitError",
     "Missing",
     "NotArmedError",
     "NotFoundError",
+    "OutrunError",
     "ProtocolError",
     "SpecError",
     "StartError",
@@ -41,7 +49,18 @@ class Missing:
 
 
 class TapError(Exception):
-    """Base of every error raised on purpose by this project."""
+    """Base of every error raised on purpose by this project; goes whole from a worker process to who waits for it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (type(self), self.args, self.__dict__)
+
+
+def _made_again(kind: type[TapError], args: tuple[object, ...], fields: dict[str, Any]) -> TapError:
+    """An error of another process: its message is made, and ``__init__`` takes what it is made from."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 class SpecError(TapError, ValueError):
@@ -112,6 +131,22 @@ class StoreError(TapError):
 
 class CorruptError(StoreError):
     """Stored bytes that do not match their checksum or their declared shape."""
+
+
+class BucketError(TapError):
+    """A request to an object store that failed; ``passing`` where it may succeed another time."""
+
+    def __init__(self, op: str, url: str, reason: object, hint: str = "", passing: bool = False) -> None:
+        super().__init__(f"{op} {url}: {reason}" + (f" ({hint})" if hint else ""))
+        self.op, self.url, self.reason, self.hint, self.passing = op, url, reason, hint, passing
+
+
+class OutrunError(BucketError):
+    """A conditional write that came too late: another has written since."""
+
+
+class FencedError(BucketError):
+    """A head that a store's folder does not know: the folder was put back to an earlier state, or is a copy."""
 
 
 class StartError(TapError):

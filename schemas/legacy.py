@@ -7,17 +7,14 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from schemas.checks import Setting
 from schemas.codecs import DEFAULT_CODEC, Codec, parse_codec
 from schemas.errors import SpecError, StartError
 
-__all__ = ["FLAGS", "MODES", "SITE", "act_codec", "capture_all", "error_text"]
+__all__ = ["FLAGS", "MODES", "SETTINGS", "SITE", "act_codec", "capture_all", "error_text"]
 
 MODES: Final = ("rp8", "full8", "topk8")
 SITE: Final = "resid_post"  # what capturing every request captures, of all layers at all positions
-FLAGS: Final[dict[str, str]] = {
-    "VLLM_ACT_CAPTURE": "--activation-capture", "VLLM_ACT_MODE": "--act-mode", "VLLM_ACT_RP_K": "--rp-k",
-    "VLLM_ACT_RP_SEED": "--rp-seed", "VLLM_ACT_TOPK_K": "--topk-k", "VLLM_ACT_BITS": "--act-bits",
-}
 _PARAMETERS: Final[dict[str, dict[str, str]]] = {  # of each mode: our parameter and the variable that gives it
     "rp8": {"k": "VLLM_ACT_RP_K", "seed": "VLLM_ACT_RP_SEED"},
     "topk8": {"k": "VLLM_ACT_TOPK_K"},
@@ -29,6 +26,25 @@ _REFUSED: Final[dict[str, tuple[tuple[str, ...], str]]] = {  # what each may say
     "VLLM_ACT_ATTNM": (("", "0"), "valid: unset; capture q_rot and k_rot as qk8, and compute attention when reading"),
     "VLLM_ACT_RETURN": (("", "sharded"), "valid: sharded; what several ranks wrote is gathered when it is read"),
 }
+SETTINGS: Final[dict[str, Setting]] = {
+    "VLLM_ACT_CAPTURE": Setting(
+        "0", "0 or 1", "1: capture `resid_post` of every request that brings no spec, in all armed layers, at all "
+        "positions.", "--activation-capture"),
+    "VLLM_ACT_MODE": Setting(
+        "int8b64", "`rp8`, `full8` or `topk8`", "The codec of these captures. All of them lose data.", "--act-mode"),
+    "VLLM_ACT_RP_K": Setting("512", "numbers", "Of `rp8`: numbers that a row becomes.", "--rp-k"),
+    "VLLM_ACT_RP_SEED": Setting("0", "seed", "Of `rp8`: seed of the projection.", "--rp-seed"),
+    "VLLM_ACT_TOPK_K": Setting("4 % of the width", "entries", "Of `topk8`: entries kept of a row.", "--topk-k"),
+    "VLLM_ACT_BITS": Setting("8", "bits", "Bits of a stored number. No other value is accepted.", "--act-bits"),
+    "VLLM_ACT_OUTDIR": Setting("./captures", "folder", "The store, of every command.", "--act-outdir"),
+    "VLLM_ACT_PER_DIM": Setting(
+        "0", "0", "1 is refused: a scale for each dimension cannot be known while rows stream past."),
+    "VLLM_ACT_ATTNM": Setting(
+        "", "unset", "Refused: capture `q_rot` and `k_rot` as `qk8`, and compute attention when you read."),
+    "VLLM_ACT_RETURN": Setting(
+        "", "`sharded`", "Anything else is refused: what several ranks wrote is put together when it is read."),
+}
+FLAGS: Final = {name: of.flag for name, of in SETTINGS.items() if of.flag and name != "VLLM_ACT_OUTDIR"}
 
 
 def capture_all(environment: Mapping[str, str]) -> str | None:

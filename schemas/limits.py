@@ -30,6 +30,7 @@ vectors_max: Final = 1024  # that one key has stored
 vectors_bytes_max: Final = 256 * 1024 * 1024  # of the files of them
 vector_width_max: Final = 1 << 19  # of a stored one: as base64 it fits edit_json_bytes_max
 vector_body_bytes_max: Final = 32 * 1024 * 1024
+engines_max: Final = 64  # behind one gateway
 layers_max: Final = 1024
 width_max: Final = 1 << 20
 parts_max: Final = 1024  # ranks of one engine that send
@@ -66,13 +67,33 @@ segment_bytes_target: Final = 256 * 1024 * 1024
 commit_bytes_target: Final = 32 * 1024 * 1024
 commit_delay_ms: Final = 50
 
+# What lies in a bucket.
+bucket_head_bytes_max: Final = 64 * 1024
+bucket_known_heads_max: Final = 1024  # that a store's folder remembers to have pushed, the latest
+bucket_known_bytes_max: Final = 8 * 1024 * 1024
+bucket_shown_max: Final = 1000  # captures that are lost, and foreign objects, in a report
+bucket_epoch_max: Final = 10**9
+bucket_index_bytes_max: Final = 512 * 1024 * 1024  # a block's small arrays
+bucket_index_sides_bytes: Final = 16 * 1024 * 1024  # of side arrays that are in it whole, so that they take no request
+bucket_catalog_bytes_max: Final = 64 << 30
+bucket_chunk_bytes: Final = 256 * 1024  # of rows, in a reader's cache
+bucket_request_bytes_max: Final = 8 * 1024 * 1024
+bucket_batch_bytes: Final = 64 * 1024 * 1024  # of chunks in memory at once
+bucket_cache_bytes_min: Final = 16 * 1024 * 1024
+bucket_cache_bytes: Final = 4 << 30  # of a reader that names no other
+
 # What a reader may take at once.
 slice_bytes_max: Final = 1 << 30
+attention_bytes_max: Final = 64 * 1024 * 1024  # of weights that are computed at a time
+attention_weights_max: Final = (1 << 26) + (1 << 16)  # that a request may make: some ten seconds of a core
+attention_heads_max: Final = 1 << 10  # named in one request
 slices_in_flight_bytes_max: Final = 2 << 30
 slice_ranges_max: Final = 256
 slice_json_numbers_max: Final = 1 << 18
 zarr_chunk_bytes_target: Final = 4 << 20  # of a chunk of rows in the Zarr view, where one row is not larger
 zarr_chunk_tokens_max: Final = 1 << 16  # of a chunk of its coordinates
+ray_task_bytes_max: Final = 256 << 20  # of decoded rows, that one task of Ray Data reads
+ray_tasks_max: Final = 100_000  # that a dataset is read by
 map_positions_max: Final = 1 << 12
 map_numbers_max: Final = 1 << 28  # that are read for one map
 map_direction_bytes_max: Final = 32 * 1024 * 1024

@@ -91,7 +91,7 @@ def parse_probes(texts: Iterable[str], what: str = "probes", kind: str = "probe"
                              + (", or NAME=FILE@resid_post.12" if kind == "probe" else ""))
         if not is_name(name):
             raise StartError(f"{what}: {name!r}: a {kind}'s name is 1 to {limits.probe_name_chars_max} of "
-                             "A-Z a-z 0-9 _ -, and begins with none of the last two")
+                             "A-Z a-z 0-9 _ -, and does not begin with _ or -")
         if name in found:
             raise StartError(f"{what}: {name!r} is named twice")
         path, place = rest, ""
@@ -99,8 +99,8 @@ def parse_probes(texts: Iterable[str], what: str = "probes", kind: str = "probe"
             path, _, place = rest.rpartition("@")
         absolute = Path(path).absolute()  # which is how an engine is told of it
         if "," in str(absolute):
-            raise StartError(f"{what}: {str(absolute)!r}: a {kind}'s path has no comma, which parts one from the "
-                             "next; nor has the working folder of a relative one")
+            raise StartError(f"{what}: {str(absolute)!r}: the path of a {kind} must have no comma, because commas "
+                             f"separate {kind}s; nor may the working folder of a relative path")
         found[name] = Registered(name, Path(path), place, kind)
     if len(found) > limits.probes_max:
         raise StartError(f"{what}: {len(found)} {kind}s, limit {limits.probes_max}")

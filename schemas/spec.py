@@ -97,13 +97,16 @@ def armed_at(places: Iterable[str], n_layers: int, head: int, probes: dict[str, 
                  dict.fromkeys(filter(has_heads, asked), head), probes, dict(names or {}))
 
 
-class Resolved(msgspec.Struct, frozen=True):
-    """A spec held against one engine: every site with its layers and its codec's identity, positions as asked."""
+class Resolved(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A spec held against one engine and one prompt: every site with its layers and its codec's identity, positions as
+    asked; ``images``: positions ``[start, stop)`` of the prompt whose rows were made of an image, not of their token.
+    """
 
     layers: dict[str, list[int]]
     codec: dict[str, str]
     positions: str | list[tuple[int, int]]
     prefix_cache: str
+    images: list[tuple[int, int]] = []
 
     @property
     def empty(self) -> bool:
@@ -170,7 +173,7 @@ def validated(kind: type[_Model], value: Mapping[Any, Any], valid: Mapping[str, 
 def _check_values(spec: CaptureSpec) -> None:
     for name in spec.sites or ():
         if is_probe(ask_site(name)[0]):
-            raise SpecError("sites", name, f'a probe is named under probe, as in "probe": ["{name[len(PROBE):]}"]')
+            raise SpecError("sites", name, f'name a probe in the field probe, as in "probe": ["{name[len(PROBE):]}"]')
     _check_layers(spec)
     _check_positions(spec.positions)
     for site, codec in (spec.codec if isinstance(spec.codec, dict) else {"": spec.codec}).items():
@@ -184,8 +187,8 @@ def _check_values(spec: CaptureSpec) -> None:
 
 def _check_layers(spec: CaptureSpec) -> None:
     if spec.probe and spec.sites is None and spec.layers != "all":
-        raise SpecError("layers", spec.layers, "with probe and no sites only scores are taken, of the layer that each "
-                                               "probe has; name the sites whose layers are meant")
+        raise SpecError("layers", spec.layers, "without sites, a spec with probe captures only scores, of each "
+                                               "probe's own layer; name the sites whose layers you mean")
     if isinstance(spec.layers, str) and spec.layers != "all":
         match = _SLICE.fullmatch(spec.layers)
         if match is None or match[3] == "0" or (match[3] or "1").strip("0") == "":
@@ -195,8 +198,9 @@ def _check_layers(spec: CaptureSpec) -> None:
 def _check_positions(positions: str | list[int] | list[tuple[int, int]]) -> None:
     if isinstance(positions, str):
         if positions == "last":
-            raise SpecError("positions", positions, '"last_prompt" is the last token of the prompt; which one is the '
-                            'last of all is known at the end: take "generated", and the last of its rows')
+            raise SpecError("positions", positions, '"last_prompt" is the last token of the prompt; nobody knows '
+                            'before the end which token is the last of all: ask for "generated", and take the last of '
+                            'its rows')
         if positions not in NAMED_POSITIONS:
             raise SpecError("positions", positions, f"valid: {_VALID['positions']}")
         return
@@ -286,7 +290,8 @@ def _layers_asked(layers: str | list[int], n_layers: int) -> set[int] | None:
         assert match is not None  # checked when parsed
         parts = [None if part is None else int(part) for part in match.groups()]
         if not (chosen := set(range(n_layers)[slice(*parts)])):
-            raise SpecError("layers", layers, f"selects none of the layers 0 to {n_layers - 1}; [] is none on purpose")
+            raise SpecError("layers", layers, f"selects none of the layers 0 to {n_layers - 1}; write [] if you mean "
+                                              f"none")
         return chosen
     if out := [layer for layer in layers if layer >= n_layers]:
         raise SpecError("layers", out, f"out of range; the model has layers 0 to {n_layers - 1}")
@@ -307,7 +312,7 @@ def _codecs(spec: CaptureSpec, layers: dict[str, set[int]], names: Mapping[str, 
     if extra := sorted(set(named) - set(sites)):
         raise SpecError("codec", extra, f"names sites that are not captured; captured: {', '.join(sites)}")
     if coded := {site: codec for site, codec in named.items() if SITES[site].ids and codec != "raw"}:
-        raise SpecError("codec", coded, "these are ids, which no codec may change; valid: raw")
+        raise SpecError("codec", coded, "its rows are ids, which other codecs would change; valid: raw")
     return {site: named.get(site, "raw" if SITES[site].ids else DEFAULT_CODEC) for site in sites}
 
 
@@ -316,7 +321,7 @@ def _identity(text: str, site: str, armed: Armed, width: int | None) -> str:
     codec = parse_codec(text)
     family = codec.family
     if family.sites and site not in family.sites:
-        raise SpecError("codec", text, f"{site} has no heads that it could encode; {family.name} is for "
+        raise SpecError("codec", text, f"{site} has no heads for it to encode; {family.name} is for "
                                        f"{', '.join(family.sites)}")
     if family.sites:
         head, asked = armed.heads.get(site), codec.parameters.get("head")

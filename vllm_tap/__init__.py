@@ -13,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from schemas.attended import Attention, Unattended
+    from schemas.attention import AttentionRule
     from schemas.errors import NotFoundError, SpecError, TapError
     from schemas.ids import new_ulid
     from schemas.manifest import Manifest, Missing
@@ -29,10 +31,11 @@ if TYPE_CHECKING:
     from vllm_tap.store import Store, open_store
 
 __all__ = [
-    "Activations", "AsyncCapture", "AsyncClient", "AsyncGeneration", "BadRequest", "Capture", "CaptureRow", "Client",
-    "Conflict", "Generation", "LogitDifference", "Manifest", "Missing", "MissingRows", "NotComplete", "NotFound",
-    "NotFoundError", "PatchSweep", "Recording", "RowDataset", "Rows", "ServiceError", "SpecError", "Store", "TapError",
-    "Unavailable", "activations", "capture_args", "manifest", "new_ulid", "open_store", "recording", "rows",
+    "Activations", "AsyncCapture", "AsyncClient", "AsyncGeneration", "Attention", "AttentionRule", "BadRequest",
+    "Capture", "CaptureRow", "Client", "Conflict", "Generation", "LogitDifference", "Manifest", "Missing",
+    "MissingRows", "NotComplete", "NotFound", "NotFoundError", "PatchSweep", "Recording", "RowDataset", "Rows",
+    "ServiceError", "SpecError", "Store", "TapError", "Unattended", "Unavailable", "activations", "capture_args",
+    "manifest", "new_ulid", "open_store", "recording", "rows",
 ]
 
 # Imported when first used: the command line starts without loading what it does not need.
@@ -48,6 +51,8 @@ _MODULES: Final = {
     "vllm_tap.offline.recording": ("Recording", "capture_args", "manifest", "recording"),
     "vllm_tap.loader.dataset": ("Activations", "RowDataset", "activations", "rows"),
     "vllm_tap.store": ("Store", "open_store"),
+    "schemas.attended": ("Attention", "Unattended"),
+    "schemas.attention": ("AttentionRule",),
     "schemas.errors": ("NotFoundError", "SpecError", "TapError"),
     "schemas.ids": ("new_ulid",),
     "schemas.manifest": ("Manifest", "Missing"),

@@ -29,7 +29,7 @@ class MissingRows(TapError):
         ranges = ", ".join(f"[{gap.start}, {gap.stop}) {gap.reason}" for gap in missing[:8])
         more = f" and {len(missing) - 8} more ranges" if len(missing) > 8 else ""
         super().__init__(f"{what} of capture {capture} lacks positions {ranges}{more}; "
-                         "use slice(…, allow_missing=True) for the rows that are there")
+                         "allow_missing=True (of slice, attention, rows or read_captures) takes those that are there")
         self.capture, self.missing = capture, list(missing)
 
 

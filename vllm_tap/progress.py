@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["ProgressFunction", "ProgressReport", "reporting"]
+__all__ = ["ProgressFunction", "ProgressReport", "counting", "reporting"]
 
 ProgressFunction = Callable[[int, int], None]  # (done, of how many)
 ProgressReport = bool | ProgressFunction
@@ -26,3 +26,17 @@ def reporting(report: ProgressReport, what: str) -> Iterator[ProgressFunction]:
                       console=Console(stderr=True)) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def counting(report: ProgressReport, what: str, total: int) -> Iterator[Callable[[], None]]:
+    """The function to call after each step of about ``total``; what is shown is never above it."""
+    done = 0
+    with reporting(report, what) as tell:
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            tell(min(done, total), total)
+
+        yield step

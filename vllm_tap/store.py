@@ -1,4 +1,4 @@
-"""A store on disk, read without any server: the same interface as over HTTP."""
+"""A store on disk or in a bucket, read without any server: the same interface as over HTTP."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from schemas.errors import ArgumentError, NotFoundError
+from schemas import limits
+from schemas.attended import Attention, AttentionAsked, LackingRows, attend, reading
+from schemas.bucket.reader import BucketReader
+from schemas.errors import ArgumentError, NotFoundError, StoreError
 from schemas.manifest import FINAL, Manifest
 from schemas.read.reader import CaptureRow, StoreReader
 from schemas.sites import site_meant
+from schemas.store.paths import NOT_A_FOLDER, url_of
 from schemas.wire.messages import EngineInfo
 from schemas.zarr_view.view import CaptureView
 from vllm_tap.client.captures import F32, Capture, Layers, Rows, check_range, drop_layer_axis, site_and_layers
 from vllm_tap.client.listing import Filters
-from vllm_tap.errors import not_complete
+from vllm_tap.errors import MissingRows, not_complete
 from vllm_tap.progress import ProgressReport, reporting
 from writer_service.recover.store_lock import is_free
 
-__all__ = ["Store", "open_store"]
+__all__ = ["Store", "folder_of", "open_store"]
 
 _LOOK_EVERY_S: Final = 0.5
 _AWAY_S: Final = 3.0  # a writer that died is back sooner, where something starts it again
 
 
 class Store:
-    """Captures of one store; made by ``open_store``. May be read while a writer writes to it.
+    """Captures of one store; made by ``open_store``. May be read while a writer writes to it; one in a bucket is as its
+    head was when it was opened, until ``refresh``.
 
     Examples:
         >>> with open_store("captures") as store:                                     # doctest: +SKIP
@@ -35,8 +40,17 @@ class Store:
         ...         print(row.id, store[row.id]["resid_post", 12].shape)
     """
 
-    def __init__(self, path: str | Path, wait_s: float = 10.0) -> None:
-        self.path, self.wait_s, self.reader = Path(path), wait_s, StoreReader(path)
+    def __init__(self, path: str | Path, wait_s: float = 10.0, cache: str | Path | None = None,
+                 cache_bytes: int | None = None) -> None:
+        self.wait_s, self._opened = wait_s, (path, wait_s, cache, cache_bytes)
+        self.reader: StoreReader | BucketReader
+        if isinstance(path, str) and "://" in path:
+            self.path: str | Path = path
+            self.reader = BucketReader(path, cache, cache_bytes)
+            return
+        if cache_bytes is not None and cache_bytes < limits.bucket_cache_bytes_min:
+            raise ArgumentError("cache_bytes", cache_bytes, f"at least {limits.bucket_cache_bytes_min:,}")
+        self.path, self.reader = Path(path), StoreReader(path, cache, cache_bytes)
 
     def __enter__(self) -> Store:
         return self
@@ -68,6 +82,10 @@ class Store:
                 found.append(self.final(ref, end_s - time.monotonic()))
                 tell(len(found), len(names))
         return found
+
+    def refresh(self) -> bool:
+        """See what was pushed to the bucket since; whether there was any. One in a folder is always as it is."""
+        return isinstance(self.reader, BucketReader) and self.reader.refresh()
 
     def samples(self, ref: str) -> list[str]:
         """The capture ids of a request that made several."""
@@ -105,6 +123,8 @@ class Store:
         A capture that is not there yet may be on its way: it is waited for too. Nothing is any longer once no writer
         has had the store for 3 seconds.
         """
+        if isinstance(self.reader, BucketReader):
+            return self.reader.manifest(ref)  # what is in a bucket is final
         look_s = had_s = time.monotonic()  # when to look again for a writer, and when one had the store last
         end_s = had_s + (wait_s or 0.0)
         while True:
@@ -117,7 +137,7 @@ class Store:
                     raise
             if now_s >= look_s:
                 look_s = now_s + _LOOK_EVERY_S
-                had_s = had_s if is_free(self.path) else now_s
+                had_s = had_s if is_free(self.reader.path) else now_s
             if now_s - had_s >= _AWAY_S:
                 end_s = 0.0  # read once more: the writer may have ended just after it had made the capture final
             else:
@@ -142,21 +162,49 @@ class Store:
         return Rows(piece.capture, piece.site, piece.layers, piece.start, piece.stop, piece.positions, piece.token_ids,
                     piece.values(), piece.missing, piece.clipped)
 
+    def attention(self, ref: str, asked: AttentionAsked, wait_s: float) -> Attention:
+        """``Capture.attention``, computed here; the capture may take ``wait_s`` seconds to become final, unless
+        ``asked.allow_missing``.
+        """
+        manifest = self.manifest(ref) if asked.allow_missing else self.final(ref, wait_s)
+        try:
+            return attend(manifest, asked, reading(self.reader, manifest.id, asked.layer))
+        except LackingRows as error:
+            raise MissingRows(manifest.id, error.what, error.missing) from None
 
     def zarr_value(self, ref: str, key: str, span: slice) -> bytes | None:
         """Some bytes of what lies under a key of a capture's Zarr view; None where nothing does."""
         found = CaptureView(self.reader, ref).value(key)
         return None if found is None else found.read()[span]
 
-    def __reduce__(self) -> tuple[type[Store], tuple[Path, float]]:
-        return Store, (self.path, self.wait_s)  # a worker of dask opens it anew
+    @property
+    def opened(self) -> tuple[str | Path, str | Path | None, int | None]:
+        """The folder or URL, the cache and its bytes as they were given."""
+        path, _, cache, cache_bytes = self._opened
+        return path, cache, cache_bytes
+
+    def __reduce__(self) -> tuple[type[Store], tuple[object, ...]]:
+        return Store, self._opened  # a worker of dask opens it anew
 
 
-def open_store(path: str | Path) -> Store:
+def folder_of(store: str | Path | Store) -> Path:
+    """The folder of a store; StoreError of one in a bucket."""
+    path = Path(store.path if isinstance(store, Store) else store)
+    if (url := url_of(path)) is not None:
+        raise StoreError("open store", url, NOT_A_FOLDER)
+    return path
+
+
+def open_store(path: str | Path, cache: str | Path | None = None, cache_bytes: int | None = None) -> Store:
     """The store at ``path``, read-only; StoreError where there is none.
+
+    ``path`` is a folder, or the URL that ``vllm-tap push`` brought a store to: s3://bucket/prefix, and what else
+    obstore knows. Then rows are read by ranges through a ``cache`` on a local disk (default: ~/.cache/vllm-tap) of at
+    most ``cache_bytes`` (default: 4 GiB); BucketError where the bucket does not answer.
+    Rows of a folder that were evicted to a bucket are read in the same way.
 
     Examples:
         >>> open_store("captures")["chatcmpl-01J…"]["resid_post", 12].shape          # doctest: +SKIP
         (37, 4096)
     """
-    return Store(path)
+    return Store(path, cache=cache, cache_bytes=cache_bytes)

@@ -20,25 +20,40 @@ from writer_service.config import Config
 from writer_service.server import Writer
 
 
+def flags() -> argparse.ArgumentParser:
+    """The flags of the process."""
+    parser = argparse.ArgumentParser(prog="python -m writer_service", description="The writer of a store.")
+    parser.add_argument("--store", type=Path, required=True, metavar="DIR", help="the folder of captures; one "
+                        "writer at a time")
+    parser.add_argument("--endpoint", required=True, metavar="ipc://PATH", help="where it listens, in a "
+                        "folder of mode 0700")
+    parser.add_argument("--listen", default="", metavar="tcp://HOST:PORT",
+                        help="for engines on other hosts; with --curve")
+    parser.add_argument("--curve", type=Path, metavar="DIR", help="keys of those engines: `vllm-tap curve-keys NAME`")
+    parser.add_argument("--durability", default="fsync", help="what an acknowledgement means: fsync, on the disk; os, "
+                        "with the operating system")
+    parser.add_argument("--segment-bytes", type=int, default=limits.segment_bytes_target, metavar="N",
+                        help="seal a file at N bytes")
+    parser.add_argument("--seal-idle-s", type=float, default=5.0, metavar="S",
+                        help="turn what was written into Zarr after S seconds without new rows")
+    parser.add_argument("--engine-lost-s", type=float, default=limits.engine_lost_after_ms / 1000, metavar="S",
+                        help="close captures of an engine that is silent for S seconds")
+    parser.add_argument("--retain-days", type=float, metavar="D", help="delete captures that are older than D days")
+    parser.add_argument("--retain-bytes", type=int, metavar="N",
+                        help="delete the oldest captures while the store's rows take more than N bytes")
+    parser.add_argument("--quota-bytes", type=int, metavar="N",
+                        help="take no rows of new captures while the store's rows take more than N bytes")
+    parser.add_argument("--metrics-port", type=int, default=0, metavar="P", help="metrics for Prometheus; 0 for none")
+    parser.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST",
+                        help="where metrics answer, to anybody: no key is asked")
+    parser.add_argument("--log-format", default="text", help="text or json, on standard error")
+    parser.add_argument("--keep-s", type=float, default=1.0, metavar="S", help="seconds between two rounds of erasing")
+    return parser
+
+
 def parse(argv: list[str]) -> Config:
     """Flags as a Config; argparse ends the process with status 2 on a bad one."""
-    parser = argparse.ArgumentParser(prog="python -m writer_service", description=__doc__)
-    parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--endpoint", required=True, help="ipc://PATH in a directory of mode 0700")
-    parser.add_argument("--listen", default="", metavar="tcp://HOST:PORT", help="for engines on other hosts")
-    parser.add_argument("--curve", type=Path, metavar="DIR", help="keys of those engines: `vllm-tap curve-keys NAME`")
-    parser.add_argument("--durability", default="fsync", help="what an Ack means: fsync (default) or os")
-    parser.add_argument("--segment-bytes", type=int, default=limits.segment_bytes_target)
-    parser.add_argument("--seal-idle-s", type=float, default=5.0)
-    parser.add_argument("--engine-lost-s", type=float, default=limits.engine_lost_after_ms / 1000)
-    parser.add_argument("--retain-days", type=float, help="delete captures that are older")
-    parser.add_argument("--retain-bytes", type=int, help="delete the oldest captures while the store takes more")
-    parser.add_argument("--quota-bytes", type=int, help="take no rows of new captures while the store takes more")
-    parser.add_argument("--metrics-port", type=int, default=0, help="metrics for Prometheus; 0 for none")
-    parser.add_argument("--metrics-host", default="127.0.0.1", help="where they answer, to anybody: no key is asked")
-    parser.add_argument("--log-format", default="text", help="text (default) or json, on standard error")
-    parser.add_argument("--keep-s", type=float, default=1.0, help="between two rounds of erasing")
-    return Config(**vars(parser.parse_args(argv)))
+    return Config(**vars(flags().parse_args(argv)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,7 +91,10 @@ def main(argv: list[str] | None = None) -> int:
     except StoreError as error:
         log.warn("ended", str(error))
         return 1
-    counts = " ".join(f"{key}={value}" for key, value in dataclasses.asdict(writer.counters).items() if value)
+    counts = " ".join(f"{key}={round(value, 3) if isinstance(value, float) else value}"
+                      for key, value in dataclasses.asdict(writer.counters).items() if value)
+    if (times := writer.times()).waited:
+        print(times.line())
     print(f"writer stopped {counts}", flush=True)
     return 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from schemas import limits
 from schemas.checks import Durability, LogFormat, check_one_of, check_port, check_positive
 from schemas.errors import StartError
+from schemas.store.paths import NOT_A_FOLDER, url_of
 
 lanes_max = 4  # files of one site that are written side by side
 ipc_path_bytes_max = 105  # sun_path of Linux, less its final zero and what names the socket behind it
@@ -38,6 +39,8 @@ class Config:
     lanes: int = min(lanes_max, os.cpu_count() or 1)
 
     def __post_init__(self) -> None:
+        if (url := url_of(self.store)) is not None:
+            raise StartError(f"--store = {url!r}: {NOT_A_FOLDER}")
         check_one_of("--durability", self.durability, Durability)
         if self.segment_bytes < limits.section_align_bytes:
             raise StartError(f"--segment-bytes = {self.segment_bytes}: at least {limits.section_align_bytes}")

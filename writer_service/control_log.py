@@ -74,11 +74,18 @@ class PartsLost(msgspec.Struct, tag="parts_lost", forbid_unknown_fields=True):
     parts: list[int]
 
 
+class RanksLost(msgspec.Struct, tag="ranks_lost", forbid_unknown_fields=True):
+    """The ranks of a group whose senders are gone while others go on, all of them: none where they send again."""
+
+    group: str
+    ranks: list[int]
+
+
 Message = (Open | Finish | Join | PartFinish | Dropped | Own | ClientFinish | Abandon | Delete | Hold | Hello | Bye
-           | CapturesLost | Refused | RowsOverQuota | PartsLost)
+           | CapturesLost | Refused | RowsOverQuota | PartsLost | RanksLost)
 
 
-_WITHOUT_NUMBER: Final = (Hello, CapturesLost, Bye, RowsOverQuota, PartsLost)
+_WITHOUT_NUMBER: Final = (Hello, CapturesLost, Bye, RowsOverQuota, PartsLost, RanksLost)
 
 
 class LogEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -173,7 +180,8 @@ def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, Lo
     """``(offset after it, entry)`` of the longest valid prefix from byte ``start`` on.
 
     A scrubbed log is read from its beginning: an offset in it may be of before, where power was lost before the catalog
-    was synced. StoreError where the file is not a log of this store; a torn or damaged record ends the walk.
+    was synced. A torn or damaged record ends the walk. StoreError where the file is not a log of this store, or has a
+    whole record that this version does not know: to take that for the end would cut what a newer one has written.
     """
     data = path.read_bytes()  # logs are rotated at a bounded size
     if len(data) < _HEAD.size:
@@ -193,8 +201,9 @@ def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, Lo
             return
         try:
             entry = unpack(_decoder, body)
-        except msgspec.MsgspecError:
-            return
+        except msgspec.MsgspecError as error:
+            raise StoreError("read control log", path, f"at byte {offset} a record that this version does not know "
+                             f"({error})", "a newer version wrote it: run that one, or one newer still") from None
         yield end, entry
         offset = end
 

@@ -96,6 +96,14 @@ def write_blocks(fd: int, blocks: Sequence[memoryview], offset: int) -> int:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
 
+def write_synced(file: int, buffers: Sequence[Buffer]) -> int:
+    """Write a file's beginning and put it on the disk, to see how long that takes; bytes written. OSError as it comes.
+    """
+    written = os.pwritev(file, buffers, 0)
+    os.fdatasync(file)
+    return written
+
+
 def datasync(fd: int) -> None:
     """The file's bytes and its size are on the disk; an OSError means that they may not be, now or ever."""
     os.fdatasync(fd)

@@ -18,14 +18,16 @@ from schemas.wire.messages import TapState
 
 requests_max: Final = 16  # at a time
 PREFIX: Final = "vllm_tap_writer_"
+
+
 @dataclass(slots=True)
 class Counters:
     """Counts of the main loop since the writer's start, each the metric ``vllm_tap_writer_FIELD_total``."""
 
     frames: Annotated[int, "Frames appended."] = 0
-    rows: Annotated[int, "Rows in them; a row is a position with all layers of its frame."] = 0
+    rows: Annotated[int, "Rows in frames; a row here is a position with all layers of its frame."] = 0
     frames_checksummed: Annotated[
-        int, "Frames whose rows got checksums as they came; others are read again to be sealed."] = 0
+        int, "Frames whose rows got checksums as they came; other frames are read again when they are sealed."] = 0
     records: Annotated[int, "Control records accepted."] = 0
     payload_bytes: Annotated[int, "Bytes of rows in frames."] = 0
     acks: Annotated[int, "Acknowledgements sent."] = 0
@@ -37,6 +39,10 @@ class Counters:
     rows_over_quota: Annotated[int, "Rows that were not taken because the store was over its quota."] = 0
     disk_errors: Annotated[int, "File operations that failed."] = 0
     commits: Annotated[int, "Group commits that reached the disk."] = 0
+    appending_seconds: Annotated[float, "Seconds in which frames were checked and written to segments."] = 0.0
+    syncing_seconds: Annotated[float, "Seconds in which a group commit was synced."] = 0.0
+    held_seconds: Annotated[
+        float, "Seconds in which nothing was received, because syncing or sealing had to catch up."] = 0.0
     sealed: Annotated[int, "Segments that became blocks."] = 0
     expired: Annotated[int, "Captures deleted by retention."] = 0
     rows_erased: Annotated[int, "Rows of deleted captures that were erased inside blocks."] = 0
@@ -51,24 +57,36 @@ class Counters:
 
 HELP: Final = {name: hint.__metadata__[0] for name, hint in get_type_hints(Counters, include_extras=True).items()}
 GAUGES: Final = {
-    "lag_seconds": "Age of the oldest thing received that is not durable.",
+    "lag_seconds": "Age in seconds of the oldest message received that is not durable.",
     "catalog_lag_commits": "Durable commits that readers do not see yet.",
-    "store_bytes": "What the store takes of the disk.",
-    "recovery_seconds": "How long the start took to make journal and catalog whole.",
-    "recovery_cut_bytes": "Bytes that the start cut off because they were not whole.",
+    "store_bytes": "Bytes that the store takes of the disk, measured every second.",
+    "store_bytes_per_second": "Bytes of rows a second that the store was measured to take; 0: not measured yet.",
+    "ranks_lost": "Ranks of engines whose sender is gone while the others go on.",
+    "recovery_seconds": "Seconds that the last start took to make journal and catalog whole.",
+    "recovery_cut_bytes": "Bytes that the last start cut off because they were not whole.",
 }
+
+SYNC_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 TAP_PREFIX: Final = "vllm_tap_engine_"
 TAP_HELP: Final = {
     "steps": "Steps of the model with rows taken.",
     "rows": "Rows taken, each layer counted.",
-    "bytes": "Encoded bytes of them.",
+    "bytes": "Encoded bytes of those rows.",
     "dropped": "Rows that found no room.",
-    "failures": "Failures in capture, beside which generation went on.",
+    "failures": "Failures in capture; generation went on.",
     "position_mismatches": "Frames whose positions were not the expected ones; the model's own were stored.",
-    "waits": "Steps that waited for room (on_full = wait).",
+    "waits": "Steps that waited for room (--on-full wait).",
     "captures_refused": "Captures not begun, because too much waited for a writer that was away.",
+    "waited_copies_seconds": "Seconds of those waits in which copies from the device were under way.",
+    "waited_sender_seconds": "Seconds of those waits in which the sender had not taken all rows.",
+    "waited_writer_seconds": "Seconds of those waits in which the writer alone had to make room.",
 }
+
+
+def sync_seconds() -> Histogram:
+    """The times of syncs, nothing counted yet."""
+    return Histogram(f"{PREFIX}sync_seconds", "Seconds of one file's sync.", registry=None, buckets=SYNC_BUCKETS_S)
 
 
 class State(Protocol):
@@ -83,7 +101,7 @@ class State(Protocol):
     def gauges(self) -> dict[str, float]: ...
 
 
-class _Reader(Collector):
+class Reader(Collector):
     """Reads plain numbers of the main loop when asked: nothing is counted twice, nothing is locked."""
 
     def __init__(self, state: State) -> None:
@@ -111,8 +129,8 @@ def _tap_metrics(taps: dict[str, TapState]) -> Iterator[Metric]:
         for stream, tap in taps.items():
             counter.add_metric([stream], getattr(tap.counters, name))
         yield counter
-    for name, text in (("ring_bytes", "Memory for rows on their way to the writer."),
-                       ("ring_used_bytes", "How much of it is taken."),
+    for name, text in (("ring_bytes", "Bytes of memory for rows on their way to the writer."),
+                       ("ring_used_bytes", "Bytes of that memory that are taken."),
                        ("waiting", "Messages that are not durable yet.")):
         gauge = GaugeMetricFamily(TAP_PREFIX + name, text, labels=["engine"])
         for stream, tap in taps.items():
@@ -156,6 +174,6 @@ class _Handler(WSGIRequestHandler):
 def serve_metrics(host: str, port: int, state: State) -> None:
     """Answer on ``host``:``port`` from a thread until the process ends; OSError where that cannot be."""
     registry = CollectorRegistry()
-    registry.register(_Reader(state))
+    registry.register(Reader(state))
     server = make_server(host, port, make_wsgi_app(registry), _Server6 if ":" in host else _Server, _Handler)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

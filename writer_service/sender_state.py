@@ -85,6 +85,8 @@ class SenderState:
     ring: MappedRing | None = None
     last_seen: float = 0.0
     tap: TapState | None = None  # what an engine said of itself with its last Ping
+    name: str = ""  # of the engine, where a gateway has several behind it
+    asks: bool = False  # its next Ack is to tell of the store
     must_greet: bool = False  # told to start again from ``durable``; nothing is taken before its Hello, logged anew
     ended: bool = False
     open_captures: set[str] = field(default_factory=set)

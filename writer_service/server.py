@@ -10,7 +10,8 @@ import zmq
 from schemas.catalog.records import connect_read
 from schemas.errors import StartError, StoreError
 from schemas.store.paths import endpoint_name
-from schemas.wire.messages import TapState
+from schemas.wire.line_times import LineTimes
+from schemas.wire.messages import StoreState, TapState
 from writer_service import fs, log
 from writer_service.config import Config
 from writer_service.journal.group_commit import Batch, Waker
@@ -19,6 +20,7 @@ from writer_service.journal.open_segments import open_max
 from writer_service.metrics import serve_metrics
 from writer_service.receive.absent_parts import AbsentParts
 from writer_service.receive.capture_rules import CaptureRules
+from writer_service.receive.lost_ranks import LostRanks
 from writer_service.receive.receiver import Receiver
 from writer_service.receive.senders import Acks, Senders
 from writer_service.receive.sockets import Sockets, check_sockets
@@ -32,6 +34,7 @@ from writer_service.upkeep.usage import Quota, disk_bytes
 idle_poll_ms: Final = 200
 drain_s: Final = 2.0
 settle_s: Final = 8.0
+measure_after_s: Final = 2.0  # of its start: what comes at once is not to share the disk with that
 
 
 class Writer:
@@ -56,6 +59,7 @@ class Writer:
         self._sealer = Sealer(config.store, state.uuid, state.epoch, self._db, self._waker, self._journal)
         self._senders = Senders(self._db, self._journal, config.engine_lost_s)
         self._absent_parts = AbsentParts(self._db, self._journal, config.engine_lost_s)
+        self._lost_ranks = LostRanks(self._db, self._journal, self._senders, config.engine_lost_s)
         self._senders.restore(state.streams, self._rules.open_captures())
         self._upkeep = Upkeep(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
                               config.retain_bytes, self._journal.segments.take_number)
@@ -74,10 +78,31 @@ class Writer:
         return {state.stream: state.tap for state in self._senders
                 if state.tap is not None and state.address is not None and not state.ended}
 
+    def times(self) -> LineTimes:
+        """How long engines waited for room in their rings, and what was at work here."""
+        told = [state.tap.counters for state in self._senders if state.tap is not None]
+        waited = max(((one.waited_copies_seconds, one.waited_sender_seconds, one.waited_writer_seconds)
+                      for one in told), key=sum, default=(0.0, 0.0, 0.0))
+        counters = self.counters
+        return LineTimes(*waited, counters.appending_seconds, counters.syncing_seconds, counters.held_seconds,
+                         counters.payload_bytes)
+
+    def store_state(self) -> StoreState:
+        """How fast the store takes rows, and the rings of the engines that are connected."""
+        rings, now = dict[str, tuple[int, int]](), time.monotonic()
+        for state in self._senders:
+            if state.tap is not None and state.address is not None and not state.ended and (
+                    now - state.last_seen <= self.config.engine_lost_s):
+                room, taken = rings.get(state.name, (0, 0))
+                rings[state.name] = room + _ring_bytes(state.tap.ring_bytes), taken + _ring_bytes(
+                    state.tap.ring_used_bytes)
+        return StoreState(self._journal.rate.bytes_s, self._journal.rate.measured, rings)
+
     def gauges(self) -> dict[str, float]:
         """Numbers of now, by the names of metrics.GAUGES."""
         return {"lag_seconds": self._journal.lag_s(time.monotonic()),
                 "catalog_lag_commits": self._journal.catalog.backlog, "store_bytes": self._quota.used,
+                "store_bytes_per_second": self._journal.rate.bytes_s, "ranks_lost": self._lost_ranks.count,
                 "recovery_seconds": self._recovery_s, "recovery_cut_bytes": self._recovery_cut_bytes}
 
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,28 +112,34 @@ class Writer:
         context: zmq.Context[Any] = zmq.Context()
         self._sockets = Sockets(context, self.config)
         self._senders.rings_max = self._sockets.shares.rings
-        self._acks = Acks(self._sockets, self.counters, self.config.durability == "os")
+        self._acks = Acks(self._sockets, self.counters, self.config.durability == "os", self.store_state)
         self._receiver = Receiver(self._sockets, self._acks, self._journal, self._rules, self._senders, self._quota,
                                     self._uuid, self.config.commit_bytes)
         poller = zmq.Poller()
         poller.register(self._waker.read_fd, zmq.POLLIN)
         self._announce()
+        self._measure_s = time.monotonic() + measure_after_s
         last = time.monotonic()
         try:
             while not self.stop:
                 behind = self._behind()
                 self._sockets.poll_on(poller, listening=not behind)
-                wait = self._journal.wait_s(time.monotonic())
+                began = time.monotonic()
+                wait = self._journal.wait_s(began)
                 poller.poll(idle_poll_ms if wait is None else min(int(wait * 1000) + (wait > 0), idle_poll_ms))
                 self._waker.drain()
                 now = time.monotonic()
                 if now - last > 1.0:  # this process stood still: the senders are not to blame for their silence
                     self._senders.forgive(now - last)
                     self._absent_parts.forgive(now - last)
+                    self._lost_ranks.forgive(now - last)
                 last = now
                 if behind:
+                    self.counters.held_seconds += now - began
                     self._receiver.collect()
-                self._step(now, quiet=not behind and self._receiver.receive())
+                if quiet := not behind and self._receiver.receive():
+                    self._journal.rate.quiet()
+                self._step(now, quiet)
             self._finish()
         finally:
             self._journal.give_up_append()
@@ -135,7 +166,10 @@ class Writer:
 
     def _step(self, now: float, quiet: bool) -> None:
         """Do everything that is due between two receptions."""
-        self._senders.forgive(self._sockets.look(now))
+        if (silent := self._sockets.look(now)) > 0:  # the socket was away: nobody could be heard
+            self._senders.forgive(silent)
+            self._absent_parts.forgive(silent)
+            self._lost_ranks.forgive(silent)
         self.counters.connections_refused = self._sockets.refused
         self._end_commit()
         self._take_catalog()
@@ -148,10 +182,14 @@ class Writer:
             self._receiver.heard = 0
             self._senders.find_lost(now)
             self._absent_parts.find(now)
+            self._lost_ranks.find(now)
         self._sealer.submit(self._journal.take_sealable(now, self.config.seal_idle_s))
         self._journal.commit_if_due(now)
         self._rules.batch = self._journal.batch_number
         self._acks.flush()
+        if quiet and now > self._measure_s and self._journal.idle:
+            self._measure_s = float("inf")
+            self._journal.rate.begin(self._journal.folder)
         if self._journal.catalog.failed is not None:
             raise StoreError("write catalog", self.config.store / "catalog.sqlite", self._journal.catalog.failed,
                              "start again: a damaged catalog is rebuilt")
@@ -199,6 +237,7 @@ class Writer:
         self._receiver.forget()
         self._take_catalog()
         self._rules.forget()
+        self._lost_ranks.forget()
         self._senders.own_captures(self._rules.open_captures())
         for state in self._senders:
             state.rewind()
@@ -237,3 +276,8 @@ class Writer:
             if self._journal.idle:
                 return
             time.sleep(0.002)
+
+
+def _ring_bytes(told: int) -> int:
+    """Bytes that an engine says of its ring, as far as a sum of them can be sent."""
+    return min(max(told, 0), 1 << 50)

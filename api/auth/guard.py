@@ -108,13 +108,13 @@ def by_address(keyed: Callable[[], bool]) -> Who:
             return ""
         client, headers = scope.get("client"), Headers(scope=scope)
         if client is not None and not is_loopback(client[0]):  # on a Unix socket there is no address
-            raise ApiError(403, "foreign_host", f"without a key captures are there for this machine alone, not for "
+            raise ApiError(403, "foreign_host", "without a key only this machine may ask for captures, not "
                            f"{client[0]}; start the server with --api-key")
         _check_host(headers)
         origin = headers.get("origin")
         if origin is not None and not _local(origin.partition("://")[2]):
-            raise ApiError(403, "foreign_host", f"Origin = {origin[:100]!r}: without keys captures are not there for "
-                           "web pages of others", "Origin")
+            raise ApiError(403, "foreign_host", f"Origin = {origin[:100]!r}: without keys other web pages may not "
+                           "ask for captures; use the page of this service, or a client", "Origin")
         return ""
 
     return who

@@ -89,8 +89,8 @@ def make_key(path: Path, name: str, replace: bool = False, quota_bytes: int | No
     text = _PREFIX + secrets.token_urlsafe(32)
     with _changing(path) as keys:
         if any(key.name == name for key in keys) and not replace:
-            raise TapError(f"NAME = {name!r}: has had a key; --replace ends it and makes a new one, which reads the "
-                           "same captures")
+            raise TapError(f"NAME = {name!r}: this name has had a key; --replace ends that key and makes a new one, "
+                           f"which reads the same captures")
         if quota_bytes is None:
             quota_bytes = next((key.quota_bytes for key in reversed(keys) if key.name == name), 0)
         keys[:] = [_ended(key) if key.name == name else key for key in keys]

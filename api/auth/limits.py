@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import anyio
 
 from api.errors import OverQuota
-from schemas.read.reader import StoreReader
+from schemas.bucket.reader import AnyReader
 
 __all__ = ["Quotas", "fits", "share"]
 
@@ -38,7 +38,7 @@ class _Reserved:
 class Quotas:
     """Room for requests in flight; ``of`` says how many bytes an owner's captures may take, 0 for any."""
 
-    def __init__(self, reader: Callable[[], StoreReader]) -> None:
+    def __init__(self, reader: Callable[[], AnyReader]) -> None:
         self.of: Callable[[str], int] = lambda owner: 0
         self._reader = reader
         self._in_flight: defaultdict[str, list[_Reserved]] = defaultdict(list)

@@ -18,16 +18,17 @@ from api.errors import ApiError
 from api.generate.stored_vectors import StoredVectors
 from api.service import check_ref
 from schemas import limits
+from schemas.bucket.reader import AnyReader
 from schemas.codecs import identified
 from schemas.edits.forms import no_vector
 from schemas.edits.resolve import layers_meant
 from schemas.edits.spec import Base64, EditSpec, Source, each_position, parse_edits
 from schemas.errors import EditError, LimitError, NotFoundError
-from schemas.read.reader import RowsAt, StoreReader
+from schemas.read.reader import RowsAt
 from schemas.sites import ask_site, site_meant
 from schemas.wire.messages import EngineInfo
 
-__all__ = ["Asked", "ask_edits", "edits_text", "is_exact"]
+__all__ = ["Asked", "ask_edits", "check_armed", "edits_text", "is_exact"]
 
 Asked = list[tuple[EditSpec, dict[str, Any]]]  # each edit as it was checked, and as it was sent
 F32 = npt.NDArray[np.float32]
@@ -40,14 +41,26 @@ def ask_edits(value: object) -> Asked:
     sent = json.loads(value) if isinstance(value, str) else value
     for number, spec in enumerate(specs):
         if spec.from_ is not None and spec.rows is not None:
-            raise EditError(f"[{number}].from", spec.from_.capture, "rows from a capture, or rows, and not both")
+            raise EditError(f"[{number}].from", spec.from_.capture, "give rows of a capture, or rows, not both")
         if isinstance(spec.vector, Base64) and spec.vector.name is not None:
-            raise EditError(f"[{number}].vector.name", spec.vector.name, "the service gives it to a stored vector; "
-                            "store this one with PUT /v1/vectors/NAME to have the name in manifests, or leave it out")
+            raise EditError(f"[{number}].vector.name", spec.vector.name, "only the service names a vector so, after "
+                                                                         "a stored one; store yours with PUT "
+                                                                         "/v1/vectors/NAME, or leave the name out")
     return list(zip(specs, sent if isinstance(sent, list) else [], strict=True))
 
 
-def edits_text(asked: Asked, reader: StoreReader, owner: str, engine: EngineInfo) -> str:
+def check_armed(asked: Asked, engine: EngineInfo) -> None:
+    """EditError where an engine has not armed what edits need, as far as it has told: the rest it refuses itself."""
+    armed = {} if engine.edits is None else engine.edits.layers
+    for number, (spec, _) in enumerate(asked):
+        if spec.op != "stop":
+            layers_meant(f"[{number}]", spec, armed, engine.armed.names, engine.n_layers)
+        if spec.when is not None and spec.when.probe not in engine.armed.probes:
+            raise EditError(f"[{number}].when.probe", spec.when.probe, "no such probe; registered: "
+                            f"{', '.join(engine.armed.probes) or 'none'}")
+
+
+def edits_text(asked: Asked, reader: AnyReader, owner: str, engine: EngineInfo) -> str:
     """The JSON of edits for the engine. It reads files: not for the event loop.
 
     EditError for what cannot be had, LimitError where it is too much, ApiError 404 for a capture or rows that are not
@@ -96,7 +109,7 @@ def _text(numbers: F32) -> str:
     return base64.b64encode(np.ascontiguousarray(numbers, "<f4").tobytes()).decode()
 
 
-def _with_rows(at: str, spec: EditSpec, source: Source, sent: Mapping[str, Any], reader: StoreReader, owner: str,
+def _with_rows(at: str, spec: EditSpec, source: Source, sent: Mapping[str, Any], reader: AnyReader, owner: str,
                engine: EngineInfo) -> list[dict[str, Any]]:
     """``set`` with the rows that it names: an edit for each layer, or one where all layers get the same rows."""
     armed = engine.edits
@@ -115,7 +128,7 @@ def _with_rows(at: str, spec: EditSpec, source: Source, sent: Mapping[str, Any],
             for layer, of_layer, rows in zip(layers, of_layers, values, strict=False)]
 
 
-def _meant(field: str, source: Source, site: str, layers: Sequence[int], reader: StoreReader, owner: str
+def _meant(field: str, source: Source, site: str, layers: Sequence[int], reader: AnyReader, owner: str
            ) -> tuple[str, list[int]]:
     """The site and the layers whose rows are taken: one layer for all, or as many as are edited."""
     if source.site is None:
@@ -129,7 +142,7 @@ def _meant(field: str, source: Source, site: str, layers: Sequence[int], reader:
     return found, list(layers) if chosen is None else [chosen]
 
 
-def _rows(field: str, source: Source, site: str, layers: Sequence[int], positions: Sequence[int], reader: StoreReader,
+def _rows(field: str, source: Source, site: str, layers: Sequence[int], positions: Sequence[int], reader: AnyReader,
           owner: str) -> F32:
     """Rows of a capture, float32 [layers, positions, width]; EditError where they are not what the model had."""
 

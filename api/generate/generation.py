@@ -6,13 +6,16 @@ import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
+from api.engines.pressure import Demand
 from api.errors import ApiError, BadParam
 from api.generate.edits import Asked, ask_edits
+from api.generate.rank_checks import check_ranks
 from api.protocols import PROTOCOLS, RESPONSES, Protocol
 from api.service import is_alias
 from schemas import limits
@@ -47,6 +50,8 @@ class Plan:
     inline: bool = False  # whether the answer is to hold the rows too
     probes: tuple[str, ...] = ()  # the names of those asked for
     nbytes: int = 0  # that the captures will take, as far as that can be told
+    engine: str = ""  # that it is for, "" where there is but one
+    demand: Demand = field(default_factory=Demand)  # on the store, as long as it is in flight
 
     @property
     def ids(self) -> list[str]:
@@ -113,8 +118,8 @@ def check_owned(body: dict[str, Any], protocol: Protocol, owner: str, engine: En
 def known(engine: EngineInfo | None) -> EngineInfo:
     """The engine that serves; ApiError 503 as long as there is none."""
     if engine is None:
-        raise ApiError(503, "no_engine", "no engine has connected to the writer yet, so it is not known what it "
-                       "can do; is vLLM still starting? It has to run with the plugin and VLLM_TAP_ENDPOINT",
+        raise ApiError(503, "no_engine", "no engine has connected to the writer yet, so what it can do is unknown; "
+                                         "is vLLM still starting? It needs the plugin and VLLM_TAP_ENDPOINT",
                        headers={"Retry-After": "2"})
     return engine
 
@@ -163,21 +168,23 @@ def capture_request(body: dict[str, Any], protocol: Protocol, request_id: str | 
     if request_id is not None and any(split_capture_id(request_id.removeprefix(prefix)) is not None
                                       for prefix in _PREFIXES):
         # Whoever asks for that capture would get the rows of this one.
-        raise BadParam("X-Request-Id", request_id, "this is the form of capture and response ids, which it could be "
-                       "taken for; send another, or a ULID of your own as capture.id")
+        raise BadParam("X-Request-Id", request_id, "it has the form of a capture or response id, and could be "
+                                                   "mistaken for one; send another, or a ULID of your own as "
+                                                   "capture.id")
     if not isinstance(body.get("vllm_xargs") or {}, dict):
         raise BadParam("vllm_xargs", body["vllm_xargs"], "must be an object")
     return CaptureRequest(spec, count, protocol, request_id, body, edits)
 
 
-def plan(asked: CaptureRequest, engine: EngineInfo, edits: str = "") -> Plan:
-    """Words for the writer and upstream, ``edits`` being JSON; SpecError, NotArmedError or ApiError where the engine
-    cannot do it.
+def plan(asked: CaptureRequest, engine: EngineInfo, edits: str = "", lost: Collection[int] = ()) -> Plan:
+    """Words for the writer and upstream, ``edits`` being JSON, ``lost`` the ranks of the engine that have no sender;
+    SpecError, NotArmedError or ApiError where the engine cannot do it.
     """
     if _is_before(engine, asked.protocol.captured_from):
         raise BadParam("edit" if edits else "capture", "…", f"requests of {asked.protocol.path} have no field "
                        f"for it in vLLM {engine.vllm_version}; use /v1/chat/completions, or a newer vLLM")
     resolved = resolve(asked.spec, engine.armed, engine.widths)
+    check_ranks(resolved, engine, lost, "edit" if edits and resolved.empty else "capture")
     if asked.spec.return_ == "inline":
         check_inline(asked, resolved, engine)
     ulid = asked.spec.id or new_ulid()
@@ -197,7 +204,7 @@ def plan(asked: CaptureRequest, engine: EngineInfo, edits: str = "") -> Plan:
     body = json.dumps({**asked.body, **named_after, "vllm_xargs": xargs}).encode()
     return Plan(ulid, asked.count, response_id, aliases, dict(asked.spec.tags), body, asked.protocol,
                 asked.spec.return_ == "inline", tuple(dict.fromkeys(asked.spec.probe)),
-                stored_bytes(asked, resolved, engine, len(spec)))
+                stored_bytes(asked, resolved, engine, len(spec)), demand=demand_of(asked, resolved, engine))
 
 
 def check_inline(asked: CaptureRequest, resolved: Resolved, engine: EngineInfo) -> None:
@@ -218,17 +225,44 @@ def stored_bytes(asked: CaptureRequest, resolved: Resolved, engine: EngineInfo, 
     Of prompt and, where the caller bounds them, generated tokens. What is text counts as long as text mostly is.
     """
     longest = engine.max_model_len
-    lengths = [min(each if isinstance(each, int) else -(-len(each) // _TEXT_TOKEN_BYTES), longest)
-               for each in asked.protocol.texts(asked.body)]
-    bounds = [asked.body.get(name) for name in asked.protocol.bounds]
-    generated = next((bound for bound in bounds if type(bound) is int and bound > 0), 0)
-    token_bytes = sum(len(layers) * row_bytes(resolved.codec[site], engine.widths[site], engine.dtype_of(site))
-                      for site, layers in resolved.layers.items())
+    lengths, generated = _lengths(asked, longest)
+    token_bytes = _token_bytes(resolved, engine)
     # The last token that is generated is never put through the model.
     rows = _rows(resolved.positions, lengths, max(generated - 1, 0), longest)
     tokens = sum(min(length + generated, longest) for length in lengths)
     beside = CAPTURE_BYTES + spec_bytes + len(json.dumps(asked.spec.tags))
     return (rows * token_bytes + tokens * 4) * (asked.count // len(lengths)) + asked.count * beside
+
+
+def demand_of(asked: CaptureRequest, resolved: Resolved, engine: EngineInfo) -> Demand:
+    """Bytes of rows for each token of the prompts, and each that is generated, of those that the spec selects.
+
+    Without a bound an answer may become as long as the model takes it.
+    """
+    longest, token_bytes = engine.max_model_len, _token_bytes(resolved, engine)
+    lengths, bound = _lengths(asked, longest)
+    prompt, of_prompt = sum(lengths), _rows(resolved.positions, lengths)
+    generated = sum(min(length + (bound or longest), longest) - length for length in lengths)
+    of_generated = _rows(resolved.positions, lengths, bound or longest, longest) - of_prompt
+    on_full = engine.ring.on_full if engine.ring else ""
+    return Demand(asked.count * token_bytes * of_prompt / max(prompt, 1),
+                  asked.count * token_bytes * of_generated / max(generated, 1), on_full)
+
+
+def _token_bytes(resolved: Resolved, engine: EngineInfo) -> int:
+    """Bytes of the rows of one token, as they are stored."""
+    return sum(len(layers) * row_bytes(resolved.codec[site], engine.widths[site], engine.dtype_of(site))
+               for site, layers in resolved.layers.items())
+
+
+def _lengths(asked: CaptureRequest, longest: int) -> tuple[list[int], int]:
+    """Tokens of each prompt, as far as that can be told, and of an answer at most: 0 where the caller does not bound
+    them.
+    """
+    lengths = [min(each if isinstance(each, int) else -(-len(each) // _TEXT_TOKEN_BYTES), longest)
+               for each in asked.protocol.texts(asked.body)]
+    bounds = [asked.body.get(name) for name in asked.protocol.bounds]
+    return lengths, next((bound for bound in bounds if type(bound) is int and bound > 0), 0)
 
 
 def _rows(positions: str | list[tuple[int, int]], lengths: list[int], generated: int = 0,

@@ -46,7 +46,7 @@ class InProcess(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """The answer, its body not yet read; RemoteProtocolError where the application gives none."""
         assert self.app is not None
-        server_request.get().upstream = True
+        server_request.get().upstream |= request.method == "POST"  # not a look at its metrics
         outer, (path, _, query) = server_request.get().scope, request.url.raw_path.partition(b"?")
         root = outer.get("root_path", "")
         call = _AppCall(await request.aread())

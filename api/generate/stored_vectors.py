@@ -142,8 +142,8 @@ class StoredVectors:
             finally:
                 os.close(held)
         except OSError as error:
-            raise StoreError("write vector", folder, error.strerror or error, "is the disk full, or the store not this "
-                             "service's to write to?") from None
+            raise StoreError("write vector", folder, error.strerror or error, "is the disk full? may this service "
+                                                                              "write to the store?") from None
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,10 +1,10 @@
-"""The upstream server: requests passed on, answers passed back, and a caller who leaves takes the request along."""
+"""Upstream servers: requests passed on, answers passed back, and a caller who leaves takes the request along."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
@@ -15,11 +15,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from api.engines.route import Route
+from api.engines.upstreams import ENGINE_HEADER, Upstream
 from api.errors import ApiError, stopped
 from api.service import ApiService, owner_of, service_of
 
-__all__ = ["ClientGone", "Relay", "caller_headers", "forward_headers", "new_client", "read_body", "send",
-           "while_connected"]
+__all__ = ["ClientGone", "Relay", "caller_headers", "forward_headers", "passed", "read_body", "send",
+           "served_by", "while_connected"]
 
 T = TypeVar("T")
 
@@ -35,21 +37,17 @@ _HOP: Final = frozenset((
 _KEYS: Final = frozenset(("authorization", "x-api-key"))
 
 
+_UPSTREAM: Final = "vllm_tap.upstream"  # of an answer: who gave it
+
+Build = Callable[[Upstream], Awaitable[httpx.Request]]
+
+
+class _Unreachable(ApiError):
+    """No connection was made, so nothing was sent."""
+
+
 class ClientGone(Exception):
     """The caller closed the connection before the answer."""
-
-
-def new_client(base_url: str, connect_s: float, transport: httpx.AsyncBaseTransport | None = None
-               ) -> httpx.AsyncClient:
-    """A client without a read time-out, since a generation may take long; through ``transport`` where that is given.
-
-    Idle connections are dropped before the server (5 s in vLLM) does, so that no request is lost on a closing one.
-    """
-    return httpx.AsyncClient(
-        base_url=base_url, timeout=httpx.Timeout(None, connect=connect_s, write=60.0),
-        limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0), trust_env=False, follow_redirects=False,
-        transport=transport,
-    )
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
@@ -87,31 +85,73 @@ def forward_headers(headers: Iterable[tuple[str, str]], drop: frozenset[str] = f
     return [(name, value) for name, value in headers if name.lower() not in _HOP and name.lower() not in drop]
 
 
-def caller_headers(request: Request, drop: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
+def caller_headers(request: Request, drop: frozenset[str] = frozenset()) -> list[tuple[bytes, bytes]]:
     """A caller's headers for upstream: without the key of this service, which is no business of the model server."""
-    return forward_headers(request.headers.items(), drop | _KEYS if owner_of(request) else drop)
+    if service_of(request).upstreams.named:
+        drop |= {ENGINE_HEADER.lower()}  # it was for this service
+    passed_on = forward_headers(request.headers.items(), drop | _KEYS if owner_of(request) else drop)
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in passed_on]  # as they came
 
 
-async def send(service: ApiService, request: httpx.Request) -> httpx.Response:
-    """The upstream's answer, its body not yet read; ApiError 503 or 502 where there is none."""
+async def send(service: ApiService, request: Request, route: Route, build: Build) -> httpx.Response:
+    """The answer of the best engine that takes a connection, its body not yet read; ApiError 503 or 502 without one.
+
+    ``build`` makes the request for an engine. It is sent to another only where nothing was sent before: a generation is
+    never made twice.
+    """
+    while True:
+        asked = await build(route.upstream)
+        upstream = route.upstream  # what the request needs may have ruled the best out
+        try:
+            return await _sent(service, request, upstream, asked)
+        except _Unreachable as error:
+            route.refused(error)
+
+
+async def _sent(service: ApiService, request: Request, upstream: Upstream, asked: httpx.Request) -> httpx.Response:
     try:
-        return await service.upstream.send(request, stream=True)
+        answer = await upstream.client.send(asked, stream=True)
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        service.metrics.upstream_failures.labels("connect").inc()
-        raise ApiError(503, "upstream_unavailable", f"no connection to the model server at {service.config.upstream} "
-                       f"({str(error) or type(error).__name__}); is it running?",
-                       headers={"Retry-After": "2"}) from None
+        failed(service, upstream, "connect")
+        raise _Unreachable(503, "upstream_unavailable", f"no connection to {upstream} "
+                           f"({str(error) or type(error).__name__}); is it running?",
+                           headers={"Retry-After": "2"}) from None
     except httpx.HTTPError as error:
-        raise broken(service, error) from None
+        _tell(service, request, upstream)
+        raise broken(service, upstream, error) from None
+    _tell(service, request, upstream)
+    answer.extensions[_UPSTREAM] = upstream
+    return answer
 
 
-def broken(service: ApiService, error: httpx.HTTPError | httpx.StreamError) -> ApiError:
+def _tell(service: ApiService, request: Request, upstream: Upstream) -> None:
+    """Notes that an engine has a request."""
+    if upstream.name:
+        request.state.engine = upstream.name
+        service.metrics.engine_requests.labels(upstream.name).inc()
+
+
+def served_by(answer: httpx.Response) -> Upstream:
+    """The model server that an answer is from."""
+    upstream = answer.extensions[_UPSTREAM]
+    assert isinstance(upstream, Upstream)
+    return upstream
+
+
+def failed(service: ApiService, upstream: Upstream, kind: str) -> None:
+    """Counts a failure of a model server."""
+    service.metrics.upstream_failures.labels(kind).inc()
+    if upstream.name:
+        service.metrics.engine_failures.labels(upstream.name, kind).inc()
+
+
+def broken(service: ApiService, upstream: Upstream, error: httpx.HTTPError | httpx.StreamError) -> ApiError:
     """The answer where upstream broke off, or was closed because the service stops."""
     if service.stopping.is_set():
         return stopped()
-    service.metrics.upstream_failures.labels("broken").inc()
-    return ApiError(502, "upstream_broken", f"the model server at {service.config.upstream} broke off: "
-                    f"{str(error) or type(error).__name__}")
+    failed(service, upstream, "broken")
+    upstream.doubted.set()
+    return ApiError(502, "upstream_broken", f"{upstream} broke off: {str(error) or type(error).__name__}")
 
 
 async def while_connected(service: ApiService, request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -157,23 +197,26 @@ class Relay(StreamingResponse):
             await super().__call__(scope, receive, send)
         except* (httpx.HTTPError, httpx.StreamError) as errors:
             # The answer has begun: leaving it unfinished makes the server cut the connection, which callers notice.
-            log.warning("%s: %s", scope["path"], broken(self.service, errors.exceptions[0]))  # type: ignore[arg-type]
+            log.warning("%s: %s", scope["path"], broken(
+                self.service, served_by(self.upstream), errors.exceptions[0]))  # type: ignore[arg-type]
         finally:
             self.service.streams.discard(self.upstream)
             with anyio.CancelScope(shield=True):
                 await self.upstream.aclose()
 
 
-async def passed(service: ApiService, request: Request, data: bytes) -> Response:
+async def passed(service: ApiService, request: Request, data: bytes, route: Route) -> Response:
     """A request that is none of our business: passed on and back, byte by byte."""
     path = request.scope["path"]  # as it was asked for: that of ``request.url`` is made with what Host says
     if not {".", ".."}.isdisjoint(path.split("/")):  # they would be resolved on the way, to a route that is not ours
         raise ApiError(404, "not_found", f"nothing is served at {path[:200]!r}; see /openapi.json")
     query = request.scope["query_string"].decode("latin-1")
     path = quote(path, safe="/:@+=~!$&'()*,;") + (f"?{query}" if query else "")
-    asked = service.upstream.build_request(request.method, path, content=data,
-                                           headers=caller_headers(request))
-    answer = await while_connected(service, request, send(service, asked))
+
+    async def build(upstream: Upstream) -> httpx.Request:
+        return upstream.client.build_request(request.method, path, content=data, headers=caller_headers(request))
+
+    answer = await while_connected(service, request, send(service, request, route, build))
     if answer.is_redirect:  # to an address that is nobody's but ours
         await answer.aclose()
         raise ApiError(404, "not_found", f"nothing is served at {request.scope['path'][:200]!r}; see /openapi.json")

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from api.errors import BadParam
 from api.slices.query import SiteQuery
 from schemas import limits
+from schemas.bucket.reader import AnyReader
 from schemas.errors import CorruptError, NotFoundError, StoreError
 from schemas.read.journal_tail import FrameAt
-from schemas.read.reader import LiveRows, PartsCursor, StoreReader
+from schemas.read.reader import LiveRows, PartsCursor
 
 __all__ = ["Follower", "choose"]
 
 
-def choose(reader: StoreReader, capture: str, owner: str, query: SiteQuery) -> tuple[str, list[int]] | None:
+def choose(reader: AnyReader, capture: str, owner: str, query: SiteQuery) -> tuple[str, list[int]] | None:
     """The site and the layers asked for; None while no engine has begun the capture."""
     manifest = reader.manifest(capture, owner)
     if not manifest.resolved:
@@ -43,7 +44,7 @@ class Follower:
         self._first = 0  # so many of the capture's rows in the first of them were sent
         self._sent: set[int] = set()  # numbers above ``durable`` that were sent before they were durable
 
-    def look(self, reader: StoreReader) -> str:
+    def look(self, reader: AnyReader) -> str:
         """The capture's status; finds what there is to send."""
         try:
             # Looked at before the rows: what is final then has all its rows in the store.
@@ -66,7 +67,7 @@ class Follower:
                 self.newly_durable = True
         return status
 
-    def _moved(self, reader: StoreReader, frame: FrameAt) -> bool:
+    def _moved(self, reader: AnyReader, frame: FrameAt) -> bool:
         """Whether compaction moved a frame since it was found; then its rows are looked for where they are now.
 
         Frames are joined by that: some of their rows may come once more.
@@ -77,7 +78,7 @@ class Follower:
         self.todo, self._first = deque(found), 0
         return True
 
-    def take(self, reader: StoreReader) -> bytes:
+    def take(self, reader: AnyReader) -> bytes:
         """The next events, of a megabyte or so: who takes them slowly holds no more, who is late catches up at once."""
         events, size = list[bytes](), 0
         while self.todo and size < limits.live_event_bytes_max:

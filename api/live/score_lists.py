@@ -12,8 +12,8 @@ from api.errors import BROKEN, body_of
 from api.generate.generation import Plan
 from api.service import ApiService
 from schemas import limits
+from schemas.bucket.reader import AnyReader
 from schemas.probes import Probe
-from schemas.read.reader import StoreReader
 from schemas.sites import PROBE
 
 __all__ = ["about", "answer_scores", "missing_scores", "rows_of", "url_of"]
@@ -46,7 +46,7 @@ async def answer_scores(service: ApiService, planned: Plan, owner: str) -> list[
     From the first list on with which they were more than ``limits.answer_scores_max`` numbers together, lists have a
     ``url`` in the place of their numbers.
     """
-    def read(reader: StoreReader) -> list[dict[str, Any]]:
+    def read(reader: AnyReader) -> list[dict[str, Any]]:
         room, found = limits.answer_scores_max, []
         for index, capture in enumerate(planned.ids):
             registered = reader.probes(capture, owner)
@@ -74,7 +74,7 @@ async def missing_scores(service: ApiService, planned: Plan, owner: str) -> list
 
     Of those beyond ``limits.score_lists_streamed_max``, which did not come with the tokens, where they can be read.
     """
-    def read(reader: StoreReader) -> list[dict[str, Any]]:
+    def read(reader: AnyReader) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for index, capture in enumerate(planned.ids):
             streamed = len(found) < limits.score_lists_streamed_max

@@ -26,8 +26,9 @@ from api.live.score_lists import about, rows_of
 from api.service import ApiService
 from api.slices.query import SiteQuery
 from schemas import limits
+from schemas.bucket.reader import AnyReader
 from schemas.probes import Probe
-from schemas.read.reader import LiveRows, StoreReader
+from schemas.read.reader import LiveRows
 from schemas.sites import PROBE
 from schemas.wire.row_table import FLAG_DRAFT
 
@@ -59,13 +60,13 @@ class _Scored:
         self._drops = 0  # number of the last that was told
         self.follower = Follower(capture, events.owner, SiteQuery(site=[self.site]), 0, self._event)
 
-    def look(self, reader: StoreReader) -> None:
+    def look(self, reader: AnyReader) -> None:
         """Finds what there is to send."""
         self.follower.look(reader)
         if self._probe is None and self.follower.site:
             self._probe = reader.probes(self.capture, self._events.owner).get(self.name)
 
-    def dropped(self, reader: StoreReader) -> bytes:
+    def dropped(self, reader: AnyReader) -> bytes:
         """Event of scores that are known by now not to come."""
         if not self.follower.site or not (drops := reader.drops(self.capture, self.site, self._drops)):
             return b""
@@ -73,7 +74,7 @@ class _Scored:
         return self._events.event({**about(self.index, self.capture, self.name, self._probe), "missing": [
             {"start": drop.start, "stop": drop.stop, "reason": drop.reason} for drop in drops]})
 
-    def end(self, reader: StoreReader) -> bytes:
+    def end(self, reader: AnyReader) -> bytes:
         """Event of waiting drafts that were accepted; to be called when the capture is final."""
         waiting, self._waiting = self._waiting, {}
         if not waiting:
@@ -241,14 +242,14 @@ class ScoreEvents:
             self._filled.set()
 
 
-def _look(lists: list[_Scored], reader: StoreReader) -> bytes:
+def _look(lists: list[_Scored], reader: AnyReader) -> bytes:
     """A look at all of them, and the first of what was found."""
     for each in lists:
         each.look(reader)
     return _take(lists, reader)
 
 
-def _take(lists: list[_Scored], reader: StoreReader) -> bytes:
+def _take(lists: list[_Scored], reader: AnyReader) -> bytes:
     """The next events of all of them, of a megabyte or two."""
     events, size = list[bytes](), 0
     for each in lists:
@@ -259,7 +260,7 @@ def _take(lists: list[_Scored], reader: StoreReader) -> bytes:
     return b"".join(events)
 
 
-def _end(lists: list[_Scored], reader: StoreReader) -> bytes:
+def _end(lists: list[_Scored], reader: AnyReader) -> bytes:
     return b"".join([each.end(reader) for each in lists])
 
 

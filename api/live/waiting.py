@@ -12,8 +12,8 @@ import anyio
 
 from api.service import ApiService
 from schemas import manifest
+from schemas.bucket.reader import AnyReader
 from schemas.errors import NotFoundError, TapError
-from schemas.read.reader import StoreReader
 
 __all__ = ["FINAL", "poll", "settle", "status_of_all"]
 
@@ -61,7 +61,7 @@ async def status_of_all(service: ApiService, ids: Sequence[str], timeout_s: floa
         return "pending"  # the answer of a generation does not fail because its capture cannot be looked up
 
 
-def _status(reader: StoreReader, capture: str) -> str:
+def _status(reader: AnyReader, capture: str) -> str:
     try:
         return reader.capture(capture).status
     except NotFoundError:

@@ -6,7 +6,7 @@ import { json, key } from "./service.js";
 import { OpenSweep, SweepView } from "./sweep.js";
 import { View } from "./view.js";
 
-const NOTHING = { armed: {}, probes: {}, limits: {}, model: null };
+const NOTHING = { armed: {}, probes: {}, limits: {}, engines: {}, model: null };
 
 const opened = () => {
   const [ref, compared] = decodeURIComponent(location.hash.slice(1)).split("~");
@@ -28,7 +28,8 @@ function App() {
   }, []);
   useEffect(() => {
     Promise.all([json("v1/capabilities"), json("v1/models").catch(() => ({ data: [] }))])
-      .then(([{ armed, probes, limits }, models]) => setAbout({ armed, probes, limits, model: models.data[0]?.id ?? null }))
+      .then(([{ armed, probes, limits, engines = {} }, models]) =>
+        setAbout({ armed, probes, limits, engines, model: models.data[0]?.id ?? null }))
       .catch((error) => setAbout({ ...NOTHING, error }));
   }, [visit]);
   const open = (id) => {
@@ -40,6 +41,7 @@ function App() {
     <header class="top">
       <a class="brand" href="#" onClick=${() => setSweep(null)}><img src="page/icon.svg" alt="" width="22" height="22" /> vllm-tap</a>
       <span class="soft model">${about.model?.replace(/^\/.*\//, "") ?? (about.error ? "" : "no model")}</span>
+      <${Engines} engines=${about.engines} />
       <${Key} onChange=${() => setVisit((n) => n + 1)} needed=${about.error?.status === 401} />
     </header>
     <div class="columns">
@@ -53,6 +55,14 @@ function App() {
         cell; the scores of a probe are drawn as its text in colours. Move with the mouse or the arrow keys; Enter opens a
         row; ⇄ holds a second capture against the first.</p></section>`}</main>
     </div>`;
+}
+
+// Of several engines behind the service which are up; one that is away says why.
+function Engines({ engines }) {
+  const names = Object.keys(engines);
+  return names.length ? html`<ul class="engines" aria-label="engines">${names.map((name) => html`<li key=${name}
+    class=${engines[name].up ? "soft" : "lack"} title=${engines[name].away ?? `serves ${engines[name].models.join(", ")}`}>
+    ${name}${engines[name].up ? "" : " (away)"}</li>`)}</ul>` : null;
 }
 
 function Key({ needed, onChange }) {

@@ -10,10 +10,10 @@ export function Choice({ label, value, options, onChange, disabled }) {
 }
 
 /** Goes through a capture of `end` positions, `step` of which are shown at a time. */
-export function Pager({ page, step, end, onChange }) {
+export function Pager({ page, step, end, onChange, what = "positions" }) {
   if (end <= step) return null;
   const stop = Math.min((page + 1) * step, end);
-  return html`<span class="pager"><button class="plain" aria-label="earlier positions" disabled=${page === 0} onClick=${() => onChange(page - 1)}>‹</button>
-    positions ${page * step}–${stop - 1} of ${end}
-    <button class="plain" aria-label="later positions" disabled=${stop >= end} onClick=${() => onChange(page + 1)}>›</button></span>`;
+  return html`<span class="pager"><button class="plain" aria-label=${`earlier ${what}`} disabled=${page === 0} onClick=${() => onChange(page - 1)}>‹</button>
+    ${what} ${page * step}–${stop - 1} of ${end}
+    <button class="plain" aria-label=${`later ${what}`} disabled=${stop >= end} onClick=${() => onChange(page + 1)}>›</button></span>`;
 }

@@ -14,7 +14,7 @@ const JUMP = 10;
 export const tokenText = (text, id) => (text === undefined || text === null ? `#${id ?? "?"}` : text);
 export const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
 
-/** What a row of a map is of: a layer, or in a map with `names` what it names. */
+/** What a row of a map is of: a layer, or in a map with `names` what it names; `rowKind` says what they all are. */
 export const rowName = (map, layer) => map.names?.[layer] ?? `layer ${layer}`;
 
 /** What a cell says, in words. */
@@ -23,10 +23,12 @@ export function cellText(map, reasons, texts, layer, position) {
   const value = map.values[row]?.[column];
   const token = visible(tokenText(texts[position], map.token_ids[column]));
   const gap = reasons[row]?.[column];
-  const what = value !== null && value !== undefined ? `${map.names ? "" : `${map.measure} `}${shown(value)}`
-    : gap ? `missing: ${REASONS[gap.reason] ?? gap.reason}${gap.capture && gap.capture !== map.capture ? " (in the other capture)" : ""}`
+  const unshown = value === null ? map.told?.(row, column) : "";
+  const what = value !== null && value !== undefined ? `${map.names && !map.rowKind ? "" : `${map.measure} `}${shown(value)}`
+    : unshown ? unshown : gap ? `missing: ${REASONS[gap.reason] ?? gap.reason}${gap.capture && gap.capture !== map.capture ? " (in the other capture)" : ""}`
       : "no number";
-  const [where, told] = map.names ? [`position ${position}`, `${rowName(map, layer)} ${what}`]
+  const [where, told] = map.rowKind ? [`position ${position}`, `${map.rowKind === "query" ? "from query " : ""}${rowName(map, layer)}: ${what}`]
+    : map.names ? [`position ${position}`, `${rowName(map, layer)} ${what}`]
     : [`position ${position} · ${rowName(map, layer)}`, what];
   return { token, where, what: told, spoken: `token ${token}, position ${position}, ${map.names ? "" : `${rowName(map, layer)}, `}${told}` };
 }
@@ -67,6 +69,7 @@ function draw(canvas, gutter, { map, texts, scale, selected, size, prompt }) {
     const top = (rows - 1 - row) * size.height;
     for (let column = 0; column < columns; column += 1) {
       const value = map.values[row][column] ?? null;
+      if (value === null && map.told?.(row, column)) continue; // nothing is missing there
       pen.fillStyle = value === null ? missing : scale.colour(value, row);
       pen.fillRect(column * size.width, top, size.width - gapX, size.height - gapY);
     }
@@ -208,8 +211,8 @@ export function HeatMap({ id, title, map, span, texts, scale, prompt, selected, 
             onClick=${(event) => { const cell = cellAt(event); if (cell) { onSelect(cell); onOpen?.(cell); } }}></canvas>
         </div>
       </div>
-      <p class="sr" id=${`${id}-how`}>Arrow keys move by ${map.names ? "score" : "layer"} and token, Page Up and Page Down by ten tokens, Home and End
-        to the ends${onOpen && ", Enter opens the row"}.</p>
+      <p class="sr" id=${`${id}-how`}>Arrow keys move by ${map.rowKind ?? (map.names ? "score" : "layer")} and token, Page Up and Page Down by ten tokens, Home and End
+        to the ends${onOpen && `, ${map.rowKind === "head" ? "Enter shows the head" : "Enter opens the row"}`}.</p>
       <p class="sr" aria-live="polite" id=${`${id}-told`}>${told && told.spoken}</p>
       ${tip && html`<div class=${`tip${hover.flip ? " flip" : ""}`} role="presentation" style=${{ left: `${hover.x}px`, top: `${hover.y}px` }}>
         <b>${tip.token}</b><span>${tip.where}</span><span>${tip.what}</span></div>`}
@@ -233,12 +236,13 @@ export function ValueTable({ title, map, texts, selected }) {
   const first = Math.max(map.start, Math.min((selected?.position ?? map.start) - 12, map.stop - 24));
   const positions = Array.from({ length: Math.min(24, map.stop - first) }, (_, i) => first + i);
   return html`<div class="table-scroll" tabindex="0" role="region" aria-label=${`values as a table: ${title}`}><table class="values">
-    <thead><tr><th scope="col">${map.names ? "score" : "layer"}</th>${positions.map((at) => html`<th scope="col"><span class="position">${at}</span>
+    <thead><tr><th scope="col">${map.rowKind ?? (map.names ? "score" : "layer")}</th>${positions.map((at) => html`<th scope="col"><span class="position">${at}</span>
       ${visible(tokenText(texts[at], map.token_ids[at - map.start]))}</th>`)}</tr></thead>
     <tbody>${[...map.layers].reverse().map((layer) => {
     const row = map.layers.indexOf(layer);
     return html`<tr><th scope="row">${map.names?.[layer] ?? layer}</th>${positions.map((at) => {
       const value = map.values[row][at - map.start] ?? null;
+      if (value === null && map.told?.(row, at - map.start)) return html`<td></td>`;
       return value === null ? html`<td class="hatch">${reasons[row][at - map.start]?.reason ?? "no number"}</td>` : html`<td>${shown(value)}</td>`;
     })}</tr>`;
   })}</tbody></table></div>`;

@@ -14,52 +14,60 @@ from starlette.responses import Response
 
 from api.auth.guard import GENERATIONS
 from api.description import answers, body, json_content
-from api.errors import BadParam, Json
+from api.engines.route import not_served, pinned, route_of
+from api.engines.upstreams import Upstream
+from api.errors import BadParam, Json, PartLost
 from api.generate.generation import parse_body
+from api.generate.rank_checks import check_ranks
 from api.generate.upstream import ClientGone, passed, read_body
 from api.service import ApiService, service_of
 from api.slices.formats import DTYPES, FORMATS, available_formats
 from schemas import limits
 from schemas.bodies import named
+from schemas.bucket.reader import AnyReader
 from schemas.codecs import CODECS, DEFAULT_CODEC
 from schemas.errors import TapError
 from schemas.sites import SITES, lens_name
 from schemas.spec import parse_spec, resolve
+from schemas.wire.layout import LEADER
 from schemas.wire.messages import EngineInfo
 
 router = APIRouter(tags=["service"])
 _OBJECT: Final = {"type": "object"}
 
-_LIMITS = ("spec_", "edit", "vector", "tag_", "capture", "slice", "map", "wait_", "alias_")
+_LIMITS = ("attention_", "spec_", "edit", "vector", "tag_", "capture", "slice", "map", "wait_", "alias_")
 
 
 @router.get("/v1/capabilities", responses=answers(json_content({
     "armed": {"resid_post": {"layers": [0, 1], "width": 1024, "meaning": "residual stream leaving the block",
                              "transformer_lens": "blocks.{l}.hook_resid_post", "source": "table"}},
+    "store": {"bytes_s": 1200000000, "measured": "start"},
     "formats": list(FORMATS),
     "limits": {"slice_bytes_max": 1 << 30}})))
 async def capabilities(request: Request) -> Json:
-    """Sites that can be captured here and how rows can be read; ``engine`` is null until one has connected."""
+    """Sites that can be captured here and how rows can be read; ``engine`` is null until one has connected. ``bucket``
+    says which head of which bucket is read, null where it is a store.
+    """
+    # Of several engines about the one that the request names, else the first that is up; ``engines`` is about all.
     service = service_of(request)
-    try:
-        engine = await service.read(lambda reader: reader.engine())
-    except TapError:
-        engine = None
+    upstreams = service.upstreams
+    await upstreams.begun()
+    found = {each.name: await _described(service, each) for each in upstreams}
+    engine, lost = None, list[int]()
+    if service.bucket is None:
+        shown = pinned(request, upstreams) or next((each for each in upstreams if not each.away), upstreams.only)
+        engine, lost = found[shown.name]
     return Json({
-        "engine": None if engine is None else msgspec.to_builtins(engine),
-        "armed": {} if engine is None else {site: _armed(engine, site) for site in engine.armed.sites},
-        "probes": {} if engine is None else {
-            name: {"site": probe.site, "layer": probe.layer, "k": len(probe.names), "names": probe.names,
-                   "activation": probe.activation, "meaning": probe.meaning}
-            for name, probe in engine.armed.probes.items()},
-        "edits": {} if engine is None or engine.edits is None else {
-            "armed": engine.edits.layers, "depth": engine.edits.depth, "rows": engine.edits.rows,
-            "vectors": engine.edits.vectors},
+        **_can(engine, lost),
+        "bucket": None if service.bucket is None else service.bucket.told(),
+        **({"engines": {each.name: {"up": not each.away, "away": each.away or None, "models": list(each.models),
+                                    **_can(*found[each.name])} for each in upstreams}} if upstreams.named else {}),
         "codecs": {name: {"meaning": codec.meaning, "error": codec.error, "default": name == DEFAULT_CODEC,
                           "sites": list(codec.sites), "decoded": codec.decoded,
                           "parameters": {p.name: {"meaning": p.meaning, "min": p.low, "max": p.high,
                                                   "default": p.default} for p in codec.parameters}}
                    for name, codec in CODECS.items()},
+        "store": service.pressure.store(),
         "formats": list(available_formats()),
         "dtypes": list(DTYPES),
         "limits": {**{name: value for name, value in vars(limits).items() if name.startswith(_LIMITS)},
@@ -71,6 +79,37 @@ async def capabilities(request: Request) -> Json:
                      "vllm_tap": engine.tap_version if engine else None,
                      "vllm": engine.vllm_version if engine else None},
     })
+
+
+async def _described(service: ApiService, upstream: Upstream) -> tuple[EngineInfo | None, list[int]]:
+    """What the engine there says of itself, None as long as that is not known, and its ranks without a sender."""
+
+    try:
+        return await service.read(lambda reader: _engine_and_lost(reader, upstream.name))
+    except TapError:
+        return None, []
+
+
+def _engine_and_lost(reader: AnyReader, name: str) -> tuple[EngineInfo | None, list[int]]:
+    engine = reader.engine(name)
+    return engine, [] if engine is None else reader.lost_ranks(engine.group)
+
+
+def _can(engine: EngineInfo | None, lost_ranks: list[int]) -> dict[str, Any]:
+    """What an engine is, and can capture and edit."""
+    if engine is None:
+        return {"engine": None, "lost_ranks": [], "armed": {}, "probes": {}, "edits": {}}
+    return {
+        "engine": msgspec.to_builtins(engine),
+        "lost_ranks": lost_ranks,
+        "armed": {site: _armed(engine, site) for site in engine.armed.sites},
+        "probes": {name: {"site": probe.site, "layer": probe.layer, "k": len(probe.names), "names": probe.names,
+                          "activation": probe.activation, "meaning": probe.meaning}
+                   for name, probe in engine.armed.probes.items()},
+        "edits": {} if engine.edits is None else {
+            "armed": engine.edits.layers, "depth": engine.edits.depth, "rows": engine.edits.rows,
+            "vectors": engine.edits.vectors},
+    }
 
 
 def _armed(engine: EngineInfo, site: str) -> dict[str, Any]:
@@ -88,47 +127,83 @@ async def healthz() -> Json:
 @router.get("/readyz", responses=answers(json_content({
     "status": "ready", "checks": {"writer": "ok", "engine": "ok", "upstream": "ok"}})))
 async def readyz(request: Request) -> Json:
-    """200 when a generation with a capture can be served, else 503 naming what is not ready."""
+    """200 when a generation with a capture can be served, else 503 naming what is not ready. Of a bucket: when the last
+    look at its head succeeded.
+    """
     service = service_of(request)
-    checks = {"writer": _writer(service), "engine": await _engine(service), "upstream": await _upstream(service)}
-    if service.config.capture_all:
-        checks["capture_all"] = await _capture_all(service)
-    ready = all(state == "ok" for state in checks.values())
+    if service.bucket is not None:
+        checks = {"bucket": service.bucket.failed or "ok"}
+        return _ready(not service.bucket.failed, _lacking(checks), {"checks": checks})
+    await service.upstreams.begun()
+    await service.upstreams.look()
+    writer = {"writer": _writer(service)}
+    engines = {each.name: await _checks(service, each) for each in service.upstreams}
+    if not service.upstreams.named:
+        checks = {**writer, **engines[""]}
+        return _ready(not (lacking := _lacking(checks)), lacking, {"checks": checks})
+    lacking = [*_lacking(writer), *(f"engine {name}: {'; '.join(found)}" for name, checks in engines.items()
+                                    if (found := _lacking(checks)))]
+    serve = any(not _lacking(checks) for checks in engines.values())  # one is enough
+    return _ready(not _lacking(writer) and serve, lacking, {"checks": writer, "engines": engines})
+
+
+def _ready(ready: bool, lacking: list[str], told: dict[str, Any]) -> Json:
     if ready:
-        return Json({"status": "ready", "checks": checks})
-    lacking = "; ".join(f"{name}: {state}" for name, state in checks.items() if state != "ok")
-    return Json({"status": "not ready", "checks": checks, "error": {
-        "message": f"not ready: {lacking}", "type": "server_error", "param": None, "code": "not_ready"}}, 503)
+        return Json({"status": "ready", **told})
+    message = f"not ready: {'; '.join(lacking)}"
+    return Json({"status": "not ready", **told, "error": {
+        "message": message, "type": "server_error", "param": None, "code": "not_ready"}}, 503)
+
+
+def _lacking(checks: dict[str, str]) -> list[str]:
+    """What is not as it must be, and how it is."""
+    return [f"{name}: {state}" for name, state in checks.items() if state != "ok"]
+
+
+async def _checks(service: ApiService, upstream: Upstream) -> dict[str, str]:
+    """What is checked of an engine."""
+    checks = {"engine": await _engine(service, upstream), "upstream": await _upstream(upstream)}
+    if service.config.capture_all:
+        checks["capture_all"] = await _capture_all(service, upstream)
+    return checks
 
 
 def _writer(service: ApiService) -> str:
-    return "ok" if service.channel.alive else f"no answer at {service.config.endpoint}"
+    return "ok" if service.writer_alive else f"no answer at {service.config.endpoint}"
 
 
-async def _engine(service: ApiService) -> str:
+async def _engine(service: ApiService, upstream: Upstream) -> str:
     try:
-        engine = await service.read(lambda reader: reader.engine())
+        engine, lost = await service.read(lambda reader: _engine_and_lost(reader, upstream.name))
     except TapError as error:
         return str(error)
-    return "ok" if engine is not None else "none has connected to the writer"
+    if engine is None:
+        none = f"none with VLLM_TAP_ENGINE={upstream.name}" if upstream.name else "none"
+        return f"{none} has connected to the writer"
+    return f"rank {LEADER} has no sender any more: start it again" if LEADER in lost else "ok"
 
 
-async def _capture_all(service: ApiService) -> str:
+async def _capture_all(service: ApiService, upstream: Upstream) -> str:
     """Whether the engine can do what is to be captured of requests that bring no spec."""
     try:
-        engine = await service.read(lambda reader: reader.engine())
+        engine, lost = await service.read(lambda reader: _engine_and_lost(reader, upstream.name))
         if engine is not None:
-            resolve(parse_spec(service.config.capture_all), engine.armed, engine.widths)
+            resolved = resolve(parse_spec(service.config.capture_all), engine.armed, engine.widths)
+            check_ranks(resolved, engine, lost)
+    except PartLost as error:
+        return error.message
     except TapError as error:
         return str(error)
     return "ok"
 
 
-async def _upstream(service: ApiService) -> str:
+async def _upstream(upstream: Upstream) -> str:
+    if upstream.name:
+        return upstream.away or "ok"
     try:
-        answer = await service.upstream.get("/health", timeout=2.0)
+        answer = await upstream.client.get("/health", timeout=2.0)
     except httpx.HTTPError as error:
-        return f"no answer at {service.config.upstream} ({error or type(error).__name__})"
+        return f"no answer at {upstream.url} ({error or type(error).__name__})"
     return "ok" if answer.status_code == 200 else f"/health answers {answer.status_code}"
 
 
@@ -137,6 +212,11 @@ async def metrics(request: Request) -> Response:
     """Prometheus text."""
     service = service_of(request)
     service.metrics.look(service.channel)
+    if service.bucket is None:
+        service.pressure.tell()
+    else:
+        service.bucket.tell()
+    service.upstreams.tell()
     text = await anyio.to_thread.run_sync(generate_latest, service.metrics.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
@@ -160,14 +240,33 @@ async def others(request: Request) -> Response:
     service = service_of(request)
     try:
         data = await read_body(request, service.config.body_bytes_max)
+        model = request.path_params.get("model")
         if request.method == "POST":
             asked = parse_body(data)
+            model = asked.get("model")
             for each in named(asked):
                 if each.is_sure:
                     raise BadParam(each.param, each.value, f"taken by {', '.join(GENERATIONS)} only")
-        return await passed(service, request, data)
+        if service.upstreams.named and request.url.path == "/v1/models":
+            return await _models(request)
+        return await passed(service, request, data, await route_of(
+            service, request, model, any_model=request.method == "GET"))
     except ClientGone:
         return Response(status_code=499)
+
+
+async def _models(request: Request) -> Json:
+    """Models of all engines that are up, or of the one that the request names: each with the names of who serves it."""
+    upstreams = service_of(request).upstreams
+    await upstreams.look()
+    one = pinned(request, upstreams)
+    found: dict[str, dict[str, Any]] = {}
+    if not (up := [each for each in ([one] if one is not None else upstreams) if not each.away]):
+        raise not_served(upstreams, one)
+    for upstream in up:
+        for name, model in upstream.models.items():
+            found.setdefault(name, {**model, "engines": []})["engines"].append(upstream.name)
+    return Json({"object": "list", "data": list(found.values())})
 
 
 router.include_router(_upstream_routes)

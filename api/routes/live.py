@@ -25,9 +25,10 @@ from api.slices.formats import cast
 from api.slices.query import OneSiteQuery, SiteQuery
 from api.slices.sending import StallLimited
 from schemas import limits
+from schemas.bucket.reader import AnyReader
 from schemas.errors import ArgumentError, NotFoundError
 from schemas.manifest import Manifest
-from schemas.read.reader import LiveRows, Progress, StoreReader
+from schemas.read.reader import LiveRows, Progress
 from schemas.sites import ask_site, names_of
 
 router = APIRouter(route_class=Route)
@@ -117,7 +118,7 @@ class _Watched:
         self.told: Progress | None = None
         self.followers: list[Follower] | None = None  # of the sites that it has, once it is known which
 
-    def look(self, reader: StoreReader) -> Progress:
+    def look(self, reader: AnyReader) -> Progress:
         """Progress of the capture; finds rows to send. What is final by then has all its rows among them."""
         try:
             found = reader.progress(self.capture, self.owner)

@@ -12,20 +12,20 @@ from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from starlette.responses import Response
 
 from api.description import answers, json_content
+from api.engines.upstreams import Upstream
 from api.errors import BadParam, Json
 from api.generate.token_text import texts
 from api.generate.upstream import ClientGone, read_body
 from api.live.waiting import FINAL
 from api.parameters import REF_SCHEMA, ULID, Position, RangeParameters, Ref, Route
-from api.service import check_ref, owner_of, service_of
+from api.service import ApiService, check_ref, owner_of, service_of
 from api.slices.measures import F64, Cells, MapRequest, cells, read_direction
 from api.slices.query import OneSiteQuery, SiteQuery
 from api.slices.reading import captured, end_of, past_the_end, sole
 from schemas import limits
+from schemas.bucket.reader import AnyReader
 from schemas.errors import LimitError, NotFoundError
 from schemas.manifest import Manifest
-from schemas.read.reader import StoreReader
-from schemas.wire.messages import EngineInfo
 
 router = APIRouter(route_class=Route)
 
@@ -89,21 +89,35 @@ async def tokens(request: Request, ref: Ref, query: Annotated[RangeParameters, Q
     last = query.start + limits.map_positions_max
     last = last if query.stop is None else min(last, query.stop)
 
-    def read(reader: StoreReader) -> tuple[Manifest, EngineInfo | None, list[int]]:
+    def read(reader: AnyReader) -> tuple[Manifest, Upstream | None, list[int]]:
         found = sole(reader, ref, owner)
         known = [*found.prompt_token_ids, *found.output_token_ids]
         if found.status in FINAL and 0 < query.start >= len(known):
             raise past_the_end("start", query.start, len(known))
         more = _tokens_of_rows(reader, found, max(query.start, len(known)), last)
-        return found, reader.engine(), known[query.start : last] + more
+        return found, _speaker(service, reader, found), known[query.start : last] + more
 
-    found, engine, ids = await service.read(read)
-    same = engine is not None and engine.model == found.engine.get("model")
+    found, upstream, ids = await service.read(read)
+    told: list[str | None] = [None] * len(ids)
+    if upstream is not None:
+        told = await texts(service, upstream, found.engine["tokenizer"], ids)
     return Json({"capture": found.id, "start": query.start, "stop": query.start + len(ids), "token_ids": ids,
-                 "texts": await texts(service, ids) if same else [None] * len(ids)})
+                 "texts": told})
 
 
-def _tokens_of_rows(reader: StoreReader, running: Manifest, start: int, stop: int) -> list[int]:
+def _speaker(service: ApiService, reader: AnyReader, capture: Manifest) -> Upstream | None:
+    """Who has the tokenizer of the model that made a capture, its own engine before others; None where nobody has."""
+    its = capture.engine.get("name", "")
+    for upstream in sorted(service.upstreams, key=lambda each: each.name != its):
+        engine = None if upstream.away else reader.engine(upstream.name)
+        if engine is not None and engine.model == capture.engine.get("model") and (
+                not upstream.name or (engine.tokenizer == capture.engine.get("tokenizer") and
+                                      engine.fingerprint == capture.engine.get("fingerprint", engine.fingerprint))):
+            return upstream
+    return None
+
+
+def _tokens_of_rows(reader: AnyReader, running: Manifest, start: int, stop: int) -> list[int]:
     """The ids at ``start`` and on, as far as there are rows of them, of a capture whose output is not known yet."""
     if start >= stop or running.status in FINAL or not running.sites:
         return []
@@ -119,7 +133,7 @@ async def _answer(request: Request, ref: str, query: MapParameters | ProjectionP
     service, owner = service_of(request), owner_of(request)
     other, position = (query.against, query.position) if isinstance(query, MapParameters) else (None, None)
 
-    def read(reader: StoreReader) -> dict[str, Any]:
+    def read(reader: AnyReader) -> dict[str, Any]:
         shown = sole(reader, ref, owner)
         against = None if other is None else sole(reader, other, owner)
         site, layers = _chosen(shown, query)

@@ -18,8 +18,8 @@ from api.slices.formats import MEDIA_TYPES
 from api.slices.parts import asked_part, head_of, sent_part
 from api.slices.query import SliceQuery
 from api.slices.reading import SliceMemory, captured, end_of, past_the_end, read_slices, slice_bytes, sole
+from schemas.bucket.reader import AnyReader
 from schemas.manifest import Manifest
-from schemas.read.reader import StoreReader
 from schemas.sites import SITES
 
 router = APIRouter(route_class=Route)
@@ -69,7 +69,7 @@ def _rows_there(manifest: Manifest, query: SliceQuery) -> bool:
     )
 
 
-def _answer(request: Request, reader: StoreReader, manifest: Manifest, query: SliceQuery) -> Response:
+def _answer(request: Request, reader: AnyReader, manifest: Manifest, query: SliceQuery) -> Response:
     """Reads and encodes what the capture has of it; runs in a thread."""
     service, owner = service_of(request), owner_of(request)
     if not manifest.resolved:

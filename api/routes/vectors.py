@@ -20,7 +20,8 @@ from schemas import limits
 from schemas.checks import NAME, is_name
 from schemas.edits.vectors import F32, read_vector
 from schemas.errors import ConflictError, NotFoundError
-from schemas.read.reader import StoreReader
+from schemas.sites import has_heads
+from schemas.wire.messages import EngineInfo
 
 router = APIRouter(route_class=Route, tags=["vectors"])
 T = TypeVar("T")
@@ -67,8 +68,8 @@ async def put(request: Request, name: Name) -> Response:
     started with a vector of that name.
     """
     if not is_name(name):
-        raise BadParam("name", name, f"valid: 1 to {limits.probe_name_chars_max} of A-Z a-z 0-9 _ -, and none of the "
-                       "last two first")
+        raise BadParam("name", name, f"valid: 1 to {limits.probe_name_chars_max} of A-Z a-z 0-9 _ -, not beginning "
+                                     f"with _ or -")
     kind = request.headers.get("content-type", "")
     try:
         data = await read_body(request, limits.vector_body_bytes_max)
@@ -79,10 +80,16 @@ async def put(request: Request, name: Name) -> Response:
         numbers: F32 = read_vector(data, kind)
         return stored.put(owner, name, numbers)
 
-    if name in await service_of(request).read(_registered):
-        raise ConflictError(f"vector {name!r}: the engine was started with one of this name; take another")
+    service = service_of(request)
+    engines = await service.read(lambda reader: {each.name: reader.engine(each.name) for each in service.upstreams})
+    if having := [each for each, engine in engines.items() if name in _registered(engine)]:
+        who = f"engine {', '.join(having)}" if service.upstreams.named else "the engine"
+        raise ConflictError(f"vector {name!r}: {who} was started with one of this name; take another")
     about, new = await _stored(request, store)
-    return Json(msgspec.to_builtins(about), 201 if new else 200)
+    told = msgspec.to_builtins(about)
+    if service.upstreams.named:
+        told["engines"] = {each: _usable(engine, about.width) for each, engine in engines.items()}
+    return Json(told, 201 if new else 200)
 
 
 @router.delete("/v1/vectors/{name}", status_code=204, response_class=Response,
@@ -99,7 +106,19 @@ async def _stored(request: Request, call: Callable[[StoredVectors, str], T]) -> 
     return await service_of(request).read(lambda reader: call(StoredVectors(reader.path), owner))
 
 
-def _registered(reader: StoreReader) -> list[str]:
+def _registered(engine: EngineInfo | None) -> list[str]:
     """Names of the vectors that the engine was started with."""
-    engine = reader.engine()
     return [] if engine is None or engine.edits is None else engine.edits.vectors
+
+
+def _usable(engine: EngineInfo | None, width: int) -> str:
+    """Whether edits on an engine can use a vector of this width: "ok", or why not. It goes there with each edit."""
+    if engine is None:
+        return "no engine of this name has connected to the writer yet"
+    if engine.edits is None:
+        return "it was started without edits (VLLM_TAP_EDIT)"
+    sites = engine.edits.layers
+    widths = {engine.widths.get(site, 0) for site in sites}  # 0: not captured, so not told
+    if not widths & {0, width} and not any(map(has_heads, sites)):  # an edit of a head takes a vector of its width
+        return f"its rows have {', '.join(map(str, sorted(widths)))} numbers, the vector {width}"
+    return "ok"

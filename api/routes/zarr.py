@@ -14,8 +14,8 @@ from api.service import owner_of, service_of
 from api.slices.entity_tags import check_match, same_entity
 from api.slices.parts import asked_part, head_of, sent_part
 from api.slices.reading import SliceMemory
+from schemas.bucket.reader import AnyReader
 from schemas.errors import NotFoundError
-from schemas.read.reader import StoreReader
 from schemas.zarr_view.arrays import Value, is_chunk
 from schemas.zarr_view.view import CaptureView
 
@@ -44,7 +44,7 @@ async def zarr_key(request: Request, ref: Ref, key: _Key) -> Response:
     return await service.read(lambda reader: _answer(request, reader, ref, key), service.slice_limit)
 
 
-def _answer(request: Request, reader: StoreReader, ref: str, key: str) -> Response:
+def _answer(request: Request, reader: AnyReader, ref: str, key: str) -> Response:
     """Runs in a thread."""
     service, owner = service_of(request), owner_of(request)
     media_type = "application/octet-stream" if is_chunk(key) else "application/json"
@@ -71,7 +71,7 @@ def _answer(request: Request, reader: StoreReader, ref: str, key: str) -> Respon
     return sent_part(request, [body], part, held, headers, media_type)
 
 
-def _value(reader: StoreReader, ref: str, owner: str, key: str) -> Value:
+def _value(reader: AnyReader, ref: str, owner: str, key: str) -> Value:
     names = reader.samples(ref, owner)
     if len(names) > 1:
         raise several_captures(ref, names)

@@ -13,9 +13,9 @@ from api.service import ApiService
 from api.slices.query import SliceQuery
 from api.slices.reading import SliceMemory, captured, read_slices, slice_bytes
 from schemas import limits
+from schemas.bucket.reader import AnyReader
 from schemas.errors import LimitError
 from schemas.manifest import Manifest
-from schemas.read.reader import StoreReader
 
 __all__ = ["inline"]
 
@@ -42,7 +42,7 @@ async def inline(service: ApiService, ids: Sequence[str], owner: str) -> dict[st
     return {"format": _ALL.format, "dtype": _ALL.dtype, "captures": found}
 
 
-def _choose(service: ApiService, reader: StoreReader, ids: Sequence[str], owner: str) -> tuple[Chosen, int]:
+def _choose(service: ApiService, reader: AnyReader, ids: Sequence[str], owner: str) -> tuple[Chosen, int]:
     """Layers to read of each capture, and the memory they take; LimitError where that is too much for an answer."""
     manifests = [reader.manifest(capture, owner) for capture in ids]
     chosen = [(each, _ALL.choose(captured(each), each.engine)) for each in manifests]
@@ -54,7 +54,7 @@ def _choose(service: ApiService, reader: StoreReader, ids: Sequence[str], owner:
     return chosen, sum(slice_bytes(service.config, each, layers, _ALL) for each, layers in chosen)
 
 
-def _read(reader: StoreReader, manifest: Manifest, layers: dict[str, list[int]], owner: str) -> dict[str, Any]:
+def _read(reader: AnyReader, manifest: Manifest, layers: dict[str, list[int]], owner: str) -> dict[str, Any]:
     answer = read_slices(reader, manifest, layers, _ALL, owner)
     return {"rows": answer.rows, "start": answer.start, "stop": answer.stop, "missing": msgspec.to_builtins(
         answer.missing), "data": base64.b64encode(b"".join(answer.buffers)).decode()}

@@ -22,8 +22,8 @@ from safetensors.numpy import load as load_safetensors
 
 from api.errors import BadParam
 from api.slices.reading import end_of
+from schemas.bucket.reader import AnyReader
 from schemas.manifest import Manifest, Missing, SiteInfo
-from schemas.read.reader import StoreReader
 from schemas.spec import intervals
 
 __all__ = ["Cells", "MapRequest", "cells", "read_direction"]
@@ -69,7 +69,7 @@ class Cells:
     missing: list[tuple[int, Missing, int]]
 
 
-def cells(reader: StoreReader, owner: str, asked: MapRequest, direction: F64 | None = None) -> Cells:
+def cells(reader: AnyReader, owner: str, asked: MapRequest, direction: F64 | None = None) -> Cells:
     """The numbers of a map, read block by block so that little of it is in memory at a time.
 
     ``direction`` float64 ``[width]`` or ``[layers, width]``. BadParam where a row that is needed for every cell is
@@ -121,7 +121,7 @@ def read_direction(data: bytes) -> F64:
         raise BadParam("body", f"{array.dtype} {list(array.shape)}", "numbers [width] or [layers, width]")
     numbers = array.astype(np.float64)
     if not np.isfinite(numbers).all() or not np.linalg.norm(numbers, axis=-1).all():
-        raise BadParam("body", f"{array.dtype} {list(array.shape)}", "finite numbers, of a length other than 0")
+        raise BadParam("body", f"{array.dtype} {list(array.shape)}", "finite numbers, with a norm other than 0")
     return numbers
 
 
@@ -174,7 +174,7 @@ def _fitting(direction: F64, asked: MapRequest) -> F64:
     return np.broadcast_to(direction, (n_layers, info.width))
 
 
-def _row_at(reader: StoreReader, owner: str, asked: MapRequest, layers: list[int]) -> F64:
+def _row_at(reader: AnyReader, owner: str, asked: MapRequest, layers: list[int]) -> F64:
     position = asked.position or 0
     found = reader.slice(asked.shown.id, asked.site, layers, position, position + 1, owner)
     if not len(found.positions):

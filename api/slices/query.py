@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, WithJsonSchema, model_validator
@@ -16,7 +16,7 @@ from schemas.errors import ArgumentError, NotFoundError
 from schemas.sites import ask_site, names_of, site_meant
 from schemas.spec import merged
 
-__all__ = ["OneSiteQuery", "SiteQuery", "SliceQuery"]
+__all__ = ["OneSiteQuery", "RangesQuery", "SiteQuery", "SliceQuery", "accepted_format"]
 
 _SLICE: Final = re.compile(r"(-?[0-9]{1,4})?:(-?[0-9]{1,4})?(?::([1-9][0-9]{0,3}))?", re.ASCII)
 _LAYER: Final = r"^(all|[0-9]{1,4}(,[0-9]{1,4})*|(-?[0-9]{1,4})?:(-?[0-9]{1,4})?(:[1-9][0-9]{0,3})?)$"
@@ -76,19 +76,12 @@ class OneSiteQuery(SiteQuery):
     site: OneSite = []
 
 
-class SliceQuery(RangeParameters, SiteQuery):
-    """Rows that a slice is to hold, and their format."""
+class RangesQuery(RangeParameters):
+    """Positions by one range or by several."""
 
     positions: str | None = Field(default=None, pattern=_POSITIONS, examples=["0,5,8:12"], description=(
         f'positions and ranges, such as "0,5,8:12", at most {limits.slice_ranges_max} of them; instead of start and '
         "stop"))
-    format: Format = Field(default="safetensors", description=(
-        f"{', '.join(FORMATS)}; default by Accept, else safetensors"))
-    dtype: Dtype = Field(default="float32", description=", ".join(DTYPES))
-    wait: Literal["complete", "rows"] | None = Field(default=None, description="complete, rows")
-    timeout: Seconds = 10.0
-    rows: Literal["accepted", "rejected"] = Field(default="accepted", description=(
-        "accepted, rejected (the drafts of speculative decoding that were not accepted)"))
     _ranges: list[tuple[int, int]] = []
 
     @property
@@ -96,13 +89,8 @@ class SliceQuery(RangeParameters, SiteQuery):
         """The positions asked for, as ``[start, stop)``, ascending and disjoint."""
         return self._ranges
 
-    @property
-    def rejected(self) -> bool:
-        """Whether drafts that were not accepted are asked for, instead of the sequence's own rows."""
-        return self.rows == "rejected"
-
     @model_validator(mode="after")
-    def _find_ranges(self) -> SliceQuery:
+    def _find_ranges(self) -> RangesQuery:
         if self.positions is None:
             self._ranges = [(self.start, limits.position_max if self.stop is None else self.stop)]
         elif self.model_fields_set & {"start", "stop"}:
@@ -112,13 +100,31 @@ class SliceQuery(RangeParameters, SiteQuery):
             self.start, self.stop = self._ranges[0][0], self._ranges[-1][1]
         return self
 
+
+class SliceQuery(RangesQuery, SiteQuery):
+    """Rows that a slice is to hold, and their format."""
+
+    format: Format = Field(default="safetensors", description=(
+        f"{', '.join(FORMATS)}; default by Accept, else safetensors"))
+    dtype: Dtype = Field(default="float32", description=", ".join(DTYPES))
+    wait: Literal["complete", "rows"] | None = Field(default=None, description="complete, rows")
+    timeout: Seconds = 10.0
+    rows: Literal["accepted", "rejected"] = Field(default="accepted", description=(
+        "accepted, rejected (the drafts of speculative decoding that were not accepted)"))
+
+    @property
+    def rejected(self) -> bool:
+        """Whether drafts that were not accepted are asked for, instead of the sequence's own rows."""
+        return self.rows == "rejected"
+
     def accepting(self, accept: str | None) -> SliceQuery:
         """The query in the format of an Accept header, where it names none itself.
 
         BadParam where the format cannot hold the dtype, ApiError 406 where none of the header's types can be had.
         """
         query, available = self, available_formats()
-        if accept and "format" not in self.model_fields_set and (found := _accepted_format(accept)) != self.format:
+        if accept and "format" not in self.model_fields_set and (
+                found := accepted_format(accept, available)) != self.format:
             query = self.model_copy(update={"format": found})
         if query.format not in available:
             raise BadParam("format", query.format, f"needs pyarrow on the server; valid: {', '.join(available)}")
@@ -139,14 +145,13 @@ def _ranges_of(text: str) -> list[tuple[int, int]]:
     return merged(ranges)
 
 
-def _accepted_format(accept: str) -> Format:
-    """The first format that can be had of an Accept header's types, best first."""
+def accepted_format(accept: str, available: Sequence[Format]) -> Format:
+    """The first of the formats ``available`` that is one of an Accept header's types, best first; ApiError 406."""
     ranked: list[tuple[float, str]] = []
     for part in accept[:4096].split(","):
         media_type, _, rest = part.partition(";")
         quality = re.search(r"\bq=([01](?:\.[0-9]{0,3})?)", rest)
         ranked.append((-float(quality[1]) if quality else -1.0, media_type.strip().lower()))
-    available = available_formats()
     wanted = [name for name in available if (0.0, MEDIA_TYPES[name][0]) not in ranked]
     for weight, media_type in sorted(ranked, key=lambda pair: pair[0]):
         for name in wanted if weight else ():

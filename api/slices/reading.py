@@ -23,15 +23,17 @@ from api.service import ApiService
 from api.slices.formats import Arrays, encode, itemsize, narrow
 from api.slices.query import SliceQuery
 from schemas import limits
+from schemas.bucket.reader import AnyReader
 from schemas.codecs import identified
 from schemas.errors import LimitError
 from schemas.manifest import Manifest, Missing
-from schemas.read.reader import Slice, StoreReader
+from schemas.read.reader import Slice
 
-__all__ = ["EncodedSlice", "SliceMemory", "captured", "encoded", "read_slices", "slice_bytes", "sole"]
+__all__ = ["JSON_TIMES", "TIMES", "EncodedSlice", "SliceMemory", "captured", "encoded", "read_slices", "slice_bytes",
+           "sole"]
 
 # While it is made, a slice lies in memory as stored, as float32 and as what is sent; measured, per float32.
-_TIMES, _JSON_TIMES = 4, 20
+TIMES, JSON_TIMES = 4, 20
 _CAST_NUMBERS = 1 << 17  # at a time: few enough that they stay in the processor's cache
 
 
@@ -46,7 +48,7 @@ def past_the_end(name: str, start: int, end: int) -> ApiError:
                     {"Content-Range": f"positions */{end}"})
 
 
-def sole(reader: StoreReader, ref: str, owner: str) -> Manifest:
+def sole(reader: AnyReader, ref: str, owner: str) -> Manifest:
     """The manifest of the one capture that a name stands for; ApiError 400 where it stands for several."""
     found = reader.sole(ref, owner)
     if isinstance(found, list):
@@ -75,7 +77,7 @@ def slice_bytes(config: Config, manifest: Manifest, chosen: dict[str, list[int]]
     if numbers * itemsize(query.dtype) > config.slice_bytes_max:
         raise LimitError("bytes of the slice", numbers * itemsize(query.dtype), config.slice_bytes_max,
                          "ask for fewer positions (start, stop), layers or sites at a time")
-    return numbers * 4 * (_JSON_TIMES if query.format == "json" else _TIMES)
+    return numbers * 4 * (JSON_TIMES if query.format == "json" else TIMES)
 
 
 class SliceMemory:
@@ -156,13 +158,13 @@ class EncodedSlice:
         }
 
 
-def read_slices(reader: StoreReader, manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery,
+def read_slices(reader: AnyReader, manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery,
                 owner: str) -> EncodedSlice:
     """Rows present at every site and layer asked for, encoded."""
     shared = sorted(info.site for info in manifest.sites if info.site in chosen and info.shared_out)
     if query.dtype == "codes" and shared:
         raise BadParam("dtype", "codes", f"ranks share out the columns of {', '.join(shared)}, and each encodes its "
-                       "own: whole rows are there decoded, as float32, float16 or bfloat16")
+                                         f"own; ask for decoded rows: float32, float16 or bfloat16")
     return encoded(manifest, [
         _joined([reader.slice(manifest.id, site, layers, start, stop, owner, query.rejected)
                  for start, stop in query.ranges]) for site, layers in chosen.items()], query)

@@ -55,12 +55,15 @@ class Contradicted(StartError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a model's configuration says of it. ``factors``: numbers that what is added may be multiplied by."""
+    """What a model's configuration says of it. ``factors``: numbers that what is added may be multiplied by.
+    ``within``: the part of the model in which its blocks are, where it has blocks of others (a tower for images).
+    """
 
     n_layers: int
     width: int
     dtype: torch.dtype
     factors: Sequence[float]
+    within: nn.Module | None = None
 
 
 class Discovery:
@@ -76,7 +79,7 @@ class Discovery:
         self._sums = sums
         self.dtype, self.tolerance = shape.dtype, ROUNDINGS[shape.dtype]
         self.kernels = {id(module) for module in model.modules() if roles.is_kernel(module)}
-        self.layers, self.blocks = self._find_blocks(shape.n_layers)
+        self.layers, self.blocks = self._find_blocks(shape.n_layers, shape.within or model)
         self.streams: list[Stream] | None = None
         self.refused: StartError | None = None
         self._claims: dict[int, list[Claim]] = {}
@@ -94,11 +97,12 @@ class Discovery:
         """The recording, for the length of one step."""
         return Recording(self.model, len(self.ids), self.blocks, self.kernels, self._claims, noise, self._block_ended)
 
-    def _find_blocks(self, n_layers: int) -> tuple[str, list[str]]:
+    def _find_blocks(self, n_layers: int, within: nn.Module) -> tuple[str, list[str]]:
         named = dict(self.model.named_modules())  # each module once, by its first path
+        inside = {id(module) for module in within.modules()}
         lists = [path for path, module in named.items()
                  if isinstance(module, nn.ModuleList) and len(module) == n_layers and f"{path}.0" in named
-                 and self._attends(module)]
+                 and id(module) in inside and self._attends(module)]
         outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
         if len(outer) != 1:
             raise _refused(f"looked for one list of {n_layers} blocks with attention in them, found "
@@ -304,11 +308,9 @@ class Discovery:
         found = {site: places for site, places in found.items() if places and site not in absent}
         entered = _entered(forms(self._first.given, "argument", self.width), stream)
         bare = entered is not None and torch.equal(entered, begins[1])
-        raw = {f"{part}.hook_out": f"{site}_raw" if f"{site}_raw" in found else site
-               for part, site in (("attn", "attn_out"), ("mlp", "mlp_out"))}
         return Family(
             self.layers, {}, {}, begins[0], ("embed", "resid_pre") if bare else ("embed",),
-            {**raw, "hook_embed": "embed"}, absent, sums, found, of_stream(stream, explained, found, bare, norm_off))
+            _names(found, entered, begins[1]), absent, sums, found, of_stream(stream, explained, found, bare, norm_off))
 
     def _unlike(self, found: Mapping[str, Mapping[int, ModulePath]]) -> dict[str, str]:
         """Sites inside attention and the MLP that blocks of the same modules have in different places: one of them was
@@ -346,6 +348,22 @@ class Discovery:
 def _wide(call: Call, width: int) -> list[Value]:
     """What a call has made of that width."""
     return [value for value in call.made if value.rows.shape[1] == width]
+
+
+def _names(found: Mapping[str, Mapping[int, ModulePath]], entered: torch.Tensor | None, embedded: torch.Tensor
+           ) -> dict[str, str]:
+    """``Family.names``, without those that no site here is: what a module returns before it is multiplied by a number
+    on its way into the stream, and embeddings that are (by more than what positions add can be taken for).
+    """
+    names = {}
+    for part, site in (("attn", "attn_out"), ("mlp", "mlp_out")):
+        if f"{site}_raw" in found:
+            names[f"{part}.hook_out"] = f"{site}_raw"
+        elif not any(" × " in place.rule for place in found.get(site, {}).values()):
+            names[f"{part}.hook_out"] = site
+    if entered is not None and 0.5 < float((entered * embedded).sum() / (embedded * embedded).sum()) < 1.5:
+        names["hook_embed"] = "embed"
+    return names
 
 
 def _entered(given: Mapping[str, torch.Tensor], stream: Stream) -> torch.Tensor | None:

@@ -141,7 +141,7 @@ def _replaced(module: Any, call: EditedCall, given: taps.Call) -> tuple[list[Any
         raise StartError(f"vllm-tap: a {type(module).__name__} was called without what {call.name} edits: "
                          f"{' and '.join(name or 'its first argument' for name, _ in call.given)}")
     tensors: list[torch.Tensor] = [given.kwargs[key] if isinstance(key, str) else given.args[key] for key in keys]
-    own = [tensor.clone() for tensor in tensors] if call.lent and acts_on(tensors[0]) else tensors
+    own = [_own(tensor, call.lent) for tensor in tensors] if acts_on(tensors[0]) and not call.in_place else tensors
     if change(*own, tables=_tables(module, call), heads=_heads(module, call)):
         return _with(given, dict(zip(keys, own, strict=True)))
     rows = tensors[0] if len(tensors) == 1 else tensors[0] + tensors[1]
@@ -172,17 +172,20 @@ def _changed(module: Any, call: EditedCall, result: Any, given: Iterable[Any]) -
     can be done.
     """
     whole = list(result) if isinstance(result, tuple | list) else [result]
-    if call.lent or any(whole[part] is other for part in call.parts for other in given):
-        if not acts_on(whole[call.parts[0]]):
-            return None
-        for part in call.parts:
-            whole[part] = whole[part].clone()
-    rows = [whole[part] for part in call.parts]
-    if call.columns:
-        rows = [rows[0][..., slice(*call.columns)]]
-    if not change(*rows, tables=_tables(module, call), heads=_heads(module, call)):
+    if not acts_on(whole[call.parts[0]]):
+        return None
+    lent = call.lent or any(whole[part] is other for part in call.parts for other in given)
+    for part in call.parts:
+        whole[part] = _own(whole[part], lent)
+    if not change(*(whole[part] for part in call.parts), tables=_tables(module, call), heads=_heads(module, call),
+                  columns=call.columns):
         return None
     return type(result)(whole) if isinstance(result, tuple | list) else whole[0]
+
+
+def _own(tensor: torch.Tensor, lent: bool) -> torch.Tensor:
+    """A tensor that may be changed where it lies: not one that is ``lent``, nor a part of another."""
+    return tensor.clone(memory_format=torch.contiguous_format) if lent or not tensor.is_contiguous() else tensor
 
 
 def _put_back(module: Any, call: EditedCall, result: Any) -> Any:

@@ -204,6 +204,12 @@ def with_told(text: str, **told: str | int) -> str:
     return encode(msgspec.structs.replace(decode(text), **told))
 
 
+def with_images(text: str, images: list[tuple[int, int]]) -> str:
+    """Add to a ticket's JSON the positions of its prompt that images fill."""
+    ticket = decode(text)
+    return encode(msgspec.structs.replace(ticket, resolved=msgspec.structs.replace(ticket.resolved, images=images)))
+
+
 def forget(text: str) -> None:
     """Free the id of a request that was refused after ``admit``."""
     ticket = decode(text)

@@ -24,6 +24,7 @@ from engine_side.edits.edited import cut
 from engine_side.front import admission
 from engine_side.front.rows_in_use import OF_ENGINE
 from engine_side.front.ticket import COUNT_KEY, EDIT_KEY, KEY, LISTED_KEY, find
+from engine_side.seams.media.prompts import image_positions, resend
 from engine_side.seams.patching import wrap_when_imported
 from engine_side.seams.ranks.pipeline import stages_of
 from engine_side.tap.architectures import SHARED_OUT, lens_names
@@ -158,6 +159,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
                 return edited(self, extra, request_id, prompt, params, *args, **kwargs)
             return plain(self, extra, request_id, prompt, params, *args, **kwargs)
         except SpecError as error:
+            resend(self, prompt)
             raise _client_error(error) from None
 
     def plain(self: Any, extra: dict[str, Any], request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
@@ -191,18 +193,32 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             request = original(self, request_id, prompt, _without_spec(params, rest), *args, **kwargs)
             if request.prompt_token_ids is None and own:
                 raise SpecError("", extra[KEY], "a prompt of embeddings has no token ids, which every row is named by")
+            images = _images(request, own)
         except BaseException:
             admission.forget(text)
             raise
-        if request.prompt_token_ids is None:
+        if request.prompt_token_ids is None or images is None:
             admission.forget(text)
             return request
         if (adapter := getattr(request, "lora_request", None)) is not None:
             text = admission.with_told(text, adapter=str(adapter.lora_name))
+        if images:
+            text = admission.with_images(text, images)
         request.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), KEY: text}
         return request
 
     return process_inputs
+
+
+def _images(request: Any, own: bool) -> list[tuple[int, int]] | None:
+    """Positions of a prompt that images fill; None where a request that brings no spec of its ``own`` has other media.
+    """
+    try:
+        return image_positions(request.mm_features or ())
+    except SpecError:
+        if own:
+            raise
+        return None
 
 
 def _hand_on(request: Any, edits: Edits) -> None:

@@ -19,6 +19,8 @@ from engine_side.discovery.identities import ROUNDINGS
 from engine_side.discovery.nudge import Nudge
 from engine_side.discovery.outcome import Outcome, proved_sites
 from engine_side.discovery.parts import Roles
+from engine_side.front.media import EMBEDDED_OUTSIDE, EXPERTS_APART
+from engine_side.seams.media.models import check_media, embeds_outside, language_model, positions_of, takes_media
 from engine_side.seams.ranks.pipeline import arriving, stage_of
 from engine_side.tap import taps
 from engine_side.tap.architectures import Family, TapPoint, every_point, family_of, is_known
@@ -61,7 +63,7 @@ def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], su
     model_config, draws = vllm_config.model_config, torch.Generator().manual_seed(0)
     ids = _ids(vllm_config, draws)
     shape = Shape(model_config.get_total_num_hidden_layers(), model_config.get_hidden_size(), model_config.dtype,
-                  _factors(model_config))
+                  _factors(model_config), language_model(model, model_config))
     search = Discovery(model, shape, ids, _roles(), claims, sums)
 
     def noise(result: torch.Tensor) -> None:
@@ -133,8 +135,8 @@ def _a_step(model: nn.Module, vllm_config: Any) -> Iterator[Callable[[torch.Tens
 
     def step(ids: torch.Tensor) -> None:
         # As vLLM's runners call it: there are models that take no less.
-        model(input_ids=ids.to(device), positions=torch.arange(len(ids), device=device), intermediate_tensors=given,
-              inputs_embeds=None)
+        model(input_ids=ids.to(device), positions=positions_of(len(ids), vllm_config.model_config, device),
+              intermediate_tensors=given, inputs_embeds=None)
 
     with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=ROWS), _as_written(model):
         yield step
@@ -182,8 +184,7 @@ def search(model: nn.Module, vllm_config: Any) -> Outcome:
 
     model_config = vllm_config.model_config
     names, n_layers = list(model_config.architectures), model_config.get_total_num_hidden_layers()
-    if getattr(model_config, "is_multimodal_model", False):
-        raise StartError(f"vllm-tap: {', '.join(names)} takes images or sound, whose positions are not looked into")
+    check_media(model_config)
     outcome = Outcome(str(model_config.dtype).removeprefix("torch."), ROUNDINGS[model_config.dtype],
                       str(vllm.__version__), n_layers)
     known = family_of(names, model_config.hf_text_config) if is_known(names) else None
@@ -199,5 +200,12 @@ def search(model: nn.Module, vllm_config: Any) -> Outcome:
         others = [site for site in (*known.block, *known.model) if site not in sites]
         sites |= proved_sites(model, known, names, others, n_layers, model_config.get_hidden_size())
         refused |= known.refused
+    if embeds_outside(model_config):
+        sites.pop("embed", None)
+        refused["embed"] = EMBEDDED_OUTSIDE
+    if takes_media(model_config):
+        for site in {"router_logits", "experts"} & set(sites):
+            del sites[site]
+            refused[site] = EXPERTS_APART
     return msgspec.structs.replace(outcome, sites=sites, names=dict((known or family).names), refused={
         site: why for site, why in refused.items() if site not in sites})

@@ -169,6 +169,13 @@ def _with_stopped(output: Any, conditions: Conditions) -> Any:
     return output
 
 
+def rows_of_step(runner: Any, prepared: Any) -> tuple[Any, Any, torch.Tensor]:
+    """Of a step that either runner has laid out, with what that returned: its requests, the offsets of their rows and
+    the positions of these, on the device.
+    """
+    return (_rows_v1 if hasattr(runner, "_prepare_inputs") else _rows_v2)(runner, prepared)
+
+
 def _rows_v1(runner: Any, _: Any) -> tuple[Any, Any, torch.Tensor]:
     batch = runner.input_batch
     return batch.req_ids[: batch.num_reqs], runner.query_start_loc.np, getattr(runner.positions, "gpu",

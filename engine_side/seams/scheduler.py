@@ -39,6 +39,7 @@ def connect() -> None:
     wrap_when_imported("vllm.v1.engine.core", {
         "EngineCore.preprocess_add_request": _preprocess_add_request,
         "EngineCoreProc.run_busy_loop": _run_busy_loop,
+        "DPEngineCoreProc.run_busy_loop": _run_busy_loop,  # its own, of experts
         "EngineCoreProc.has_work": _has_work,
     })
     wrap_when_imported("vllm.v1.engine.core_client", {

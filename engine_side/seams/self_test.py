@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from engine_side.seams.media.models import embed_noise, embeds_outside
 from engine_side.seams.ranks.agreement import all_together, together
 from engine_side.seams.ranks.pipeline import fill
 from engine_side.seams.runner import check_fills, check_wrapped, input_ids
@@ -27,6 +28,7 @@ _MIXES: Final = "conv_ssm_forward"  # vLLM's name for what a state-space mixer d
 _NOISE_ROWS: Final = 64  # a graph is padded to no more
 _PLAIN_STEPS: Final = 4  # show how much a step differs by itself: not all kernels are deterministic
 _FAR: Final = 8  # times that: more than chance
+_UNLIKE: Final = 0.5  # of a row's length: more than rounding makes, or than one expert that is chosen otherwise
 
 
 def self_test(runner: Any, current: Worker) -> None:
@@ -56,6 +58,7 @@ def _test(runner: Any, current: Worker) -> None:
     for _ in range(2):
         current.staging.poison()
         _hand_on_noise(runner)
+        embed_noise(runner)
         with torch.inference_mode(), _noisy_attention(current.model):
             runner._dummy_run(_ROWS)
             if torch.cuda.is_initialized():
@@ -101,6 +104,7 @@ def check_edits(runner: Any, current: Worker, where: str) -> None:
         with torch.inference_mode(), _noisy_attention(current.model), _heard_attention(current.model):
             return _returned(runner, options)
 
+    _check_compiled(current.model, lambda: returned(attended=True), where)
     places, before, noise = current.editor.tables.slots, dict[bool, torch.Tensor](), dict[bool, torch.Tensor]()
     for kind in sorted({site in _ATTENDED for site, _ in places}):
         returned(kind)  # the first may still record a graph
@@ -120,6 +124,29 @@ def check_edits(runner: Any, current: Worker, where: str) -> None:
                 raise StartError("vllm-tap: the compiled model returns other rows after edits than before them, though "
                                  f"none is made; looked at it in {where}")
     logger.info("vllm-tap: edits act at %d places", len(current.editor.tables.slots))
+
+
+def _check_compiled(model: torch.nn.Module, returned: Callable[[], torch.Tensor], where: str) -> None:
+    """StartError where the compiled model, with places to edit in it, returns other rows than line by line."""
+    parts = [module for module in model.modules() if getattr(module, "do_not_compile", True) is False]
+    if not parts:
+        return
+    rows = returned().float()
+    for part in parts:
+        part.do_not_compile = True
+    try:
+        right = returned().float()
+    finally:
+        for part in parts:
+            part.do_not_compile = False
+    off = _distance(rows, right) / right.norm(dim=-1)
+    with together():
+        if bool((right.isfinite().all(dim=-1) & (off > _UNLIKE)).any()):
+            raise StartError("vllm-tap: with places to edit in it the compiled model returns other rows than the same "
+                             f"model run line by line, {float(off.nan_to_num().max()):.1e} of their length apart; "
+                             f"looked at it in {where}. A stale compile cache (VLLM_DISABLE_COMPILE_CACHE=1 rules it "
+                             "out) or a fault of the compiler does that: arm fewer places (VLLM_TAP_EDIT), or start "
+                             "with --enforce-eager")
 
 
 def _returned(runner: Any, options: dict[str, Any]) -> torch.Tensor:
@@ -311,5 +338,5 @@ def _named(place: tuple[str, int]) -> str:
 def _takes_token_ids(runner: Any) -> bool:
     """Whether dummy steps run on token ids through the plain embedding table: what rows can be held against."""
     model = runner.model_config
-    return not (getattr(model, "enable_prompt_embeds", False) or getattr(model, "is_multimodal_model", False)
+    return not (getattr(model, "enable_prompt_embeds", False) or embeds_outside(model)
                 or getattr(runner, "lora_config", None) is not None)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from msgspec import structs
+from msgspec import UNSET, structs
 from torch import nn
 
 from engine_side import worker
@@ -20,8 +20,11 @@ from engine_side.edits.tables import Size, room, tables
 from engine_side.seams import fusions, projections, residuals, unchanged
 from engine_side.seams.front_end import widths_of
 from engine_side.seams.kept import finite
+from engine_side.seams.kept.attends import attends_of, joined
+from engine_side.seams.media.models import check_media
 from engine_side.seams.ranks import tensor
 from engine_side.seams.ranks.agreement import all_together, of_stages
+from engine_side.seams.ranks.data import check_exchange
 from engine_side.seams.ranks.pipeline import stage_of, stages_of
 from engine_side.seams.recorded_step import discover, prove
 from engine_side.tap.architectures import (
@@ -87,7 +90,10 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
                       dict(_family(plan).names))
         editable = _check_edits(vllm_config, config, survey)
         tapped = _tap(model, vllm_config, plan, survey, stage, armed)
-    info = structs.replace(_info(model, vllm_config, armed, plan, survey), edits=editable)
+        attending = set(layers.get("q_rot", ())) & set(layers.get("k_rot", ()))
+        mine = attends_of(model, vllm_config, attending)
+    attention = joined(each for told in of_stages(mine) for each in told)
+    info = structs.replace(_info(model, vllm_config, armed, plan, survey), edits=editable, attention=attention)
     with all_together():
         worker.start(config, info, model, tapped, tensor.seat_of(vllm_config.parallel_config))
 
@@ -226,7 +232,10 @@ def plan_arming(vllm_config: Any, config: EngineConfig) -> ArmingPlan:
     family = family_of(names, model_config.hf_text_config) if known else None
     plan = ArmingPlan(config, family, layers_by_site(config.arm),
                       {probe: load_probe(probe) for probe in config.probes})
+    check_media(model_config, plan.touched, bool(config.edit), vllm_config.lora_config is not None,
+                vllm_config.parallel_config.tensor_parallel_size)
     _check_parallel(plan, vllm_config)
+    check_exchange(vllm_config)
     if family is None:
         _check_unknown(names, vllm_config)
     return plan
@@ -236,8 +245,6 @@ def _check_unknown(names: list[str], vllm_config: Any) -> None:
     """StartError where sites of an architecture that is not in the table cannot be found by structure."""
     start = (f"vllm-tap: {', '.join(names)} is not in the table of architectures, and its sites cannot be found by "
              "structure")
-    if getattr(vllm_config.model_config, "is_multimodal_model", False):
-        raise StartError(f"{start}: it takes images or sound, whose positions are not looked into")
     if vllm_config.parallel_config.data_parallel_size > 1:
         raise StartError(f"{start} with data_parallel_size={vllm_config.parallel_config.data_parallel_size}: valid: 1")
     if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
@@ -275,9 +282,25 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: an engine takes steps there "
                          "that are nobody's, in which edits have not been shown to be right; leave --edit "
                          "(VLLM_TAP_EDIT) out, or run without")
-    if parallel.data_parallel_size > 1 and ids:
-        raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: the rows that a router sees are "
-                         f"those of every rank; arm other sites than {', '.join(ids)}, or run without")
+    _check_routed(tapped, parallel)
+
+
+def _check_routed(tapped: list[str], parallel: Any) -> None:
+    """StartError for what routers say where theirs are not the rows of the engine's own tokens.
+
+    With experts on several ranks and the tokens of all (expert and tensor parallelism alone) every rank's router sees
+    all rows of a step, and chooses alike.
+    """
+    if not (routed := [site for site in tapped if SITES[site].width in ("experts", "chosen_experts")]):
+        return
+    if (engines := parallel.data_parallel_size) > 1:
+        raise StartError(f"vllm-tap: data_parallel_size={engines}: the rows that a router sees are those of other "
+                         f"engines too, or a rank's share of them; arm other sites than {', '.join(routed)}, or run "
+                         "with data_parallel_size=1")
+    if getattr(parallel, "use_sequence_parallel_moe", False):
+        raise StartError("vllm-tap: enable_expert_parallel with sequence parallelism: a rank's router sees its share "
+                         f"of a step's tokens; arm other sites than {', '.join(routed)}, or choose another "
+                         "all2all_backend")
 
 
 def _check_stages(plan: ArmingPlan, vllm_config: Any) -> None:
@@ -358,6 +381,7 @@ def _info(model: nn.Module, vllm_config: Any, armed: Armed, plan: ArmingPlan, su
                  **{site: loaded.about.meaning for site, loaded in probes.items()}},
         sources={site: each.source for site, each in has.items()},
         group=tensor.group_of(vllm_config),
+        name=plan.config.name or UNSET,
         layout=layout_of(layers, {site: each.width for site, each in has.items()} | scores, whole,
                          parallel.tensor_parallel_size, stages if len(stages) > 1 else ()),
     )

@@ -222,12 +222,31 @@ class Bursts:
         ring = self.to_host.ring
         region = ring.allocate(nbytes, alignment)
         if region is None and wait and self.on_full == "wait" and nbytes <= ring.capacity // 2:
-            self.counters.waits += 1
-            self.to_host.before_step(0, 0.0)  # what has not gone yet cannot be released
-            while region is None and not ring.shared.abandoned:
-                time.sleep(WAIT_S)
-                self.to_host.push()
-                region = ring.allocate(nbytes, alignment)
+            region = self._await(nbytes, alignment)
+        return region
+
+    def _await(self, nbytes: int, alignment: int) -> tuple[int, int] | None:
+        """A region once there is room, and note for whom it was waited; None where nobody makes room any more."""
+        ring, counters = self.to_host.ring, self.counters
+        counters.waits += 1
+        began, region = time.monotonic(), None
+        self.to_host.before_step(0, 0.0)  # what has not gone yet cannot be released
+        while region is None and not ring.shared.abandoned:
+            behind = ring.shared.behind()
+            time.sleep(WAIT_S)
+            self.to_host.push()
+            region = ring.allocate(nbytes, alignment)
+            now = time.monotonic()
+            match behind:
+                case "copies":
+                    counters.waited_copies_seconds += now - began
+                case "sender":
+                    counters.waited_sender_seconds += now - began
+                case "writer":
+                    counters.waited_writer_seconds += now - began
+            began = now
+            if now > self.schedule.report_at:
+                self.schedule.report()
         return region
 
     def _lose(self, entry: Entry, selected: Selected, rows: slice) -> None:

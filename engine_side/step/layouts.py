@@ -93,7 +93,7 @@ class Layouts:
             self.matrices.ensure(entry.codec, entry.site)
             layout = layout_of(entry, self._staging, self._dtype, self.bytes_max, compiled)
         except (SpecError, MemoryError, torch.OutOfMemoryError) as error:
-            logger.warning("vllm-tap: rows of %s cannot be %s, so they are dropped: %s", entry.site, entry.codec, error)
+            logger.error("vllm-tap: rows of %s cannot be %s, so they are dropped: %s", entry.site, entry.codec, error)
         self._made[entry] = layout
         if compiled != self.kernel_cache.has(entry.codec, entry.site):  # its kernel came in between: look again
             self._made.pop(entry, None)

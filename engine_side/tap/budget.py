@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["RING_BYTES_MIN", "STAGING_BYTES_MAX", "ring_bytes", "scratch_bytes", "staging_sizes"]
+__all__ = ["RING_BYTES_MAX", "RING_BYTES_MIN", "STAGING_BYTES_MAX", "ring_bytes", "ring_choice", "scratch_bytes",
+           "staging_sizes"]
 
 STAGING_BYTES_MAX: Final = 8 << 30  # with scratch, on the device
 RING_BYTES_MIN: Final = 256 << 20
+RING_BYTES_MAX: Final = 16 << 30
+_RING_STEPS_MIN: Final = 2.0
+_RING_STEPS_MAX: Final = 4.0
+_RING_SYNC_S: Final = 0.5
 _SCRATCH_BYTES_MIN: Final = 16 << 20
 _SCRATCH_BYTES_MAX: Final = 4 << 30
 
@@ -27,9 +32,29 @@ def scratch_bytes(site: int) -> int:
     return min(max(site * 9 // 16, _SCRATCH_BYTES_MIN), _SCRATCH_BYTES_MAX)
 
 
-def ring_bytes(scratch: int, free: int) -> int:
-    """Host memory for two full steps on their way, at most a quarter of the ``free`` bytes of shared memory.
+def ring_bytes(scratch: int, free: int, rate: float = 0.0) -> int:
+    """Host memory for rows on their way: ``ring_choice`` without its reason."""
+    return ring_choice(scratch, free, rate)[0]
 
-    ``scratch`` is 0 on a CPU.
+
+def ring_choice(scratch: int, free: int, rate: float = 0.0) -> tuple[int, str]:
+    """Bytes of a ring that nobody set, and why so many.
+
+    Room for two full steps, of ``scratch`` bytes each (0 on a CPU). If the store's ``rate`` (bytes a second) is known,
+    it is for more steps, up to four, where a step takes the store longer than a second, since the next prompts come
+    meanwhile; and for what the store takes in half a second, up to a step, which is held until it is synced. At most a
+    quarter of the ``free`` bytes of memory.
     """
-    return max(RING_BYTES_MIN, min(2 * scratch, free // 4))
+    if not scratch:
+        return RING_BYTES_MIN, "the least, as on every CPU"
+    steps = min(max(_RING_STEPS_MIN, 1 + scratch / rate), _RING_STEPS_MAX) if rate else _RING_STEPS_MIN
+    wanted = round(steps * scratch + min(rate * _RING_SYNC_S, scratch))
+    found = max(RING_BYTES_MIN, min(wanted, free // 4, RING_BYTES_MAX))
+    known = f"the store takes {rate / 1e6:,.0f} MB/s" if rate else "what the store takes was not known"
+    why = f"room for {steps:.3g} full steps of {scratch / 2**20:,.0f} MiB, as {known}"
+    if found > wanted:
+        return found, f"the least; {why}, would be less"
+    if found < wanted:
+        most = "the most" if found == RING_BYTES_MAX else "a quarter of the free memory"
+        return found, f"{most}; {why}, would be more"
+    return found, why

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -20,8 +21,29 @@ def directory() -> Path:
 
 
 def free_bytes() -> int:
-    """Free bytes of the file system that rings lie in."""
-    return shutil.disk_usage(directory()).free
+    """Free bytes of the file system that rings lie in, or of this process's memory where that is less."""
+    return min(shutil.disk_usage(directory()).free, _system_free_bytes(), group_free_bytes())
+
+
+def _system_free_bytes() -> int:
+    """Bytes that programs of this system may still take; 2^63 - 1 where it does not say."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return sys.maxsize
+
+
+def group_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that the memory limit of this process's control group leaves, with what the system can take back; 2^63 - 1
+    without a limit.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, StopIteration):
+        group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip().lstrip("/")
+        folder = next(each for each in (root / group, root) if (each / "memory.max").exists())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        taken = int((folder / "memory.current").read_text()) - int(statistics["inactive_file"])
+        return max(int((folder / "memory.max").read_text()) - taken, 0)  # "max" is no number
+    return sys.maxsize
 
 
 def remove_orphans() -> None:

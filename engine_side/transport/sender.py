@@ -120,6 +120,7 @@ class Sender:
                     end_s = min(end_s, time.monotonic() + _FLUSH_S)
                     if time.monotonic() > end_s or not (self.window.unacked or self.frames.open or self._events):
                         break
+            self.connection.say(Ping(self._state()))  # what was counted since the last one
             self.connection.say(Bye(self.window.last))
             if self.window.unacked:
                 logger.warning("vllm-tap: %d messages were not acknowledged before the end", len(self.window.unacked))
@@ -295,7 +296,9 @@ class Sender:
         for answer in self.connection.receive():
             if isinstance(answer, Ack):
                 for seq, code, reason in answer.refused:
-                    logger.warning("vllm-tap: the writer refused message %d (%s): %s", seq, code, reason)
+                    # Malformed is a fault of ours, which loses rows; others may be nobody's fault.
+                    logger.log(logging.ERROR if code == "malformed" else logging.WARNING,
+                               "vllm-tap: the writer refused message %d (%s): %s", seq, code, reason)
                     self._take_refusal(seq, code)
                 self._cover(answer.durable)
             elif isinstance(answer, messages.Welcome):

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +89,12 @@ class Shared:
         """Number of copies that are over; fewer than ``COPIES`` are under way at any time."""
         made = self.made  # read first: where it is old by then, the answer is too low, and asked for again
         return made - (made - self.copied) % COPIES
+
+    def behind(self) -> Literal["copies", "sender", "writer"]:
+        """Who must go on before the ring has room: the copies, the sender that takes events, or the writer."""
+        if self.over() < self.made:
+            return "copies"
+        return "writer" if self.taken == self.put else "sender"
 
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the ring themselves, for checksums and for sending across hosts."""

@@ -6,7 +6,7 @@ by triggers, so that whatever changes extents or captures keeps it true. An owne
 rows a capture has what it is known by (beside): records, index and names are taken to be CAPTURE_BYTES, and what the
 caller chose the size of is counted. A capture of an engine on several ranks has a row in parts for each of them that
 joined, beside the one that leads (schemas.wire.layout); rows and drops are those of the part that sent them, and
-``every_part`` is said of all.
+``every_part`` is said of all. Ranks whose senders are gone while others of their group go on are in lost_ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 __all__ = ["CAPTURE_BYTES", "CATALOG_VERSION", "DDL", "EVERY_PART"]
 
-CATALOG_VERSION: Final = 11
+CATALOG_VERSION: Final = 12
 CAPTURE_BYTES: Final = 1024
 EVERY_PART: Final = -1  # in drops
 DDL: Final = f"""
@@ -28,6 +28,7 @@ CREATE TABLE engines (
     stream TEXT PRIMARY KEY, epoch INTEGER NOT NULL, rank INTEGER NOT NULL, shard INTEGER NOT NULL, info TEXT NOT NULL,
     "group" TEXT NOT NULL DEFAULT ''
 );
+CREATE TABLE lost_ranks ("group" TEXT NOT NULL, rank INTEGER NOT NULL, PRIMARY KEY ("group", rank)) WITHOUT ROWID;
 CREATE TABLE captures (
     id TEXT PRIMARY KEY, ulid TEXT NOT NULL, sample INTEGER NOT NULL,
     owner TEXT NOT NULL DEFAULT '', status TEXT NOT NULL, created_ms INTEGER NOT NULL,

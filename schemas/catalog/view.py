@@ -25,9 +25,9 @@ class Moment(NamedTuple):
 class CatalogView:
     """One connection for all threads; whoever uses it holds ``lock``."""
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, path: Path) -> None:
         self.lock = threading.RLock()
-        self._path = store / "catalog.sqlite"
+        self.path = path
         self._connection, self._seen = self._open()
         self._reopened = 0
         self._closed = False
@@ -35,16 +35,16 @@ class CatalogView:
     def _open(self) -> tuple[ReadConnection, tuple[int, ...]]:
         """A connection, and what it stands for until that changes."""
         # Before it is opened: what changes meanwhile is a change. Where there is none, opening says so.
-        seen = self._look(everything=True) if self._path.exists() else ()
-        connection = connect_read(self._path)
+        seen = self._look(everything=True) if self.path.exists() else ()
+        connection = connect_read(self.path)
         return connection, seen if connection.immutable else seen[:1]
 
     def _look(self, everything: bool) -> tuple[int, ...]:
         """Identity of the catalog's file; with ``everything``, another once it was written to."""
-        stat = self._path.stat()
+        stat = self.path.stat()
         if not everything:
             return (stat.st_ino,)
-        log = self._path.with_name(f"{self._path.name}-wal")
+        log = self.path.with_name(f"{self.path.name}-wal")
         try:
             beside = log.stat()
         except FileNotFoundError:
@@ -66,6 +66,11 @@ class CatalogView:
             self._reopened += 1
         return self._connection
 
+    def move_to(self, path: Path) -> None:
+        """Show another file from now on."""
+        with self.lock:
+            self.path = path
+
     def version(self) -> int:
         """A number that changes with the catalog."""
         with self.moment() as now:
@@ -76,7 +81,7 @@ class CatalogView:
         """Everything that is read of it inside is of one moment; nobody else reads meanwhile."""
         with self.lock:
             if self._closed:
-                raise StoreError("read", self._path.parent, "this reader was closed", "open the store again: that of a "
+                raise StoreError("read", self.path.parent, "this reader was closed", "open the store again: that of a "
                                  "recording is open until its end")
             db = self.db
             db.execute("BEGIN")

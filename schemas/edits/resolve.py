@@ -38,9 +38,8 @@ def resolve_edits(specs: Sequence[EditSpec], arms: Arms) -> Edits:
         told.append(_told(spec, one))
     found = Edits(placed, vectors, json.dumps(told), _condition(specs, arms))
     if found.rows_kept > arms.rows:
-        raise EditError("", f"{found.rows_kept} rows", f"the engine keeps {arms.rows} for all its requests: edits with "
-                        "rows of their own have a place for each of their positions together (VLLM_TAP_EDIT_ROWS, "
-                        "--edit-rows, raises that)")
+        raise EditError("", f"{found.rows_kept} rows", f"the engine keeps {arms.rows} for all requests together; "
+                        "name fewer positions, or start it with more (--edit-rows, VLLM_TAP_EDIT_ROWS)")
     _check_depth(found, arms)
     return found
 
@@ -64,7 +63,7 @@ def _condition(specs: Sequence[EditSpec], arms: Arms) -> Condition | None:
     at, when, stops = conditions[0]
     for other, *said in conditions:
         if said != [when, stops]:
-            raise EditError(other, "…", "a request has one condition, of edits or of its end: the same in all")
+            raise EditError(other, "…", "a request has one condition, the same for all of its edits and for its end")
     if arms.without_when:
         raise EditError(at, when.probe, arms.without_when)
     if when.probe not in arms.probes:
@@ -145,6 +144,6 @@ def _check_depth(edits: Edits, arms: Arms) -> None:
         for layer, place in zip(one.layers, one.places, strict=True):
             seen[place] = count = seen.get(place, 0) + 1
             if count > arms.depth:
-                raise EditError(f"[{number}].layers", layer, f"edit {count} of {place[0]}.{place[1]}: the engine makes "
-                                f"{arms.depth} of one site and layer (--edit-depth, or VLLM_TAP_EDIT_DEPTH, raises "
-                                "that)")
+                raise EditError(f"[{number}].layers", layer, f"edit {count} of {place[0]}.{place[1]}: the engine "
+                                f"makes at most {arms.depth} at one site and layer; start it with more (--edit-depth, "
+                                "VLLM_TAP_EDIT_DEPTH)")

@@ -189,20 +189,20 @@ def _check_when(at: str, spec: EditSpec) -> None:
     if below is not None:
         check_float32(f"{at}.when.below", below)
         if spec.op == "stop":
-            raise EditError(f"{at}.when.below", below, "what has ended does not go on: leave it out")
+            raise EditError(f"{at}.when.below", below, "stop ends the request, so no later score counts; leave it out")
         if below > above:
             raise EditError(f"{at}.when.below", below, f"is beyond above = {above}")
     if spec.positions == "prompt":
-        raise EditError(f"{at}.positions", "prompt", "a condition is asked from the prompt's last token on: nothing of "
-                                                     "a prompt is edited by it")
+        raise EditError(f"{at}.positions", "prompt", "a condition counts from the prompt's last token on, so it "
+                                                     'never edits a prompt; valid: "all", "generated", or a list')
 
 
 def _check_rows(at: str, spec: EditSpec) -> None:
     if spec.vector is not None:
-        raise EditError(f"{at}.rows", "…", "set has vector, one row for all positions, or rows, its own or from a "
-                                           "capture, and not both")
+        raise EditError(f"{at}.rows", "…", "set takes vector, one row for all positions, or rows, given or from a "
+                                           "capture, not both")
     if isinstance(spec.positions, str):
-        raise EditError(f"{at}.positions", spec.positions, "rows are of positions that are listed; valid: a list of "
+        raise EditError(f"{at}.positions", spec.positions, "rows need listed positions; valid: a list of "
                                                            "positions, or [[start, stop], …]")
     if (count := _count(spec.positions)) > limits.edit_rows_max:
         raise LimitError(f"edit{at}.positions", count, limits.edit_rows_max)
@@ -212,7 +212,7 @@ def _check_rows(at: str, spec: EditSpec) -> None:
         _check_positions(f"{at}.from.positions", spec.from_.positions)
         if (named := _count(spec.from_.positions)) != count:
             raise EditError(f"{at}.from.positions", f"{named} of them", f"the edit has {count}; name as many, in their "
-                            "order, or none where they are the same")
+                            "order, or none if they are the same")
 
 
 def _check_positions(field: str, positions: str | Positions) -> None:

@@ -25,6 +25,8 @@ from schemas.read.coverage_cache import CoverageCache, CoveredCapture
 from schemas.read.manifests import aliases_of, manifest_of, shape_of
 from schemas.sites import names_of
 from schemas.spec import Resolved
+from schemas.store.paths import NOT_A_FOLDER, url_of
+from schemas.wire.layout import siblings
 from schemas.wire.messages import EngineInfo
 
 __all__ = ["CaptureRow", "CatalogReader", "Progress", "read_store_uuid"]
@@ -65,6 +67,8 @@ class Progress:
 def read_store_uuid(path: Path) -> bytes:
     """The 16 bytes that name the store; StoreError where ``path`` is no store of a known version."""
     file = path / "store.json"
+    if (url := url_of(path)) is not None:
+        raise StoreError("open store", url, NOT_A_FOLDER)
     try:
         document = json.loads(file.read_text())
         version, uuid = document["version"], bytes.fromhex(document["uuid"].replace("-", ""))
@@ -87,10 +91,10 @@ class CatalogReader:
     captures, None means any. NotFoundError is raised for what is not there, is deleted or belongs to others.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, uuid: bytes | None = None, catalog: Path | None = None) -> None:
         self.path = Path(path)
-        self.uuid = read_store_uuid(self.path)
-        self._catalog = CatalogView(self.path)
+        self.uuid = read_store_uuid(self.path) if uuid is None else uuid
+        self._catalog = CatalogView(catalog or self.path / "catalog.sqlite")
         self._scanning: CatalogView | None = None
         self._coverage_cache = CoverageCache()
 
@@ -166,7 +170,7 @@ class CatalogReader:
         """The catalog for what looks at thousands of captures: everybody else reads on meanwhile."""
         with self._catalog.moment():  # refused where this reader was closed
             if self._scanning is None:
-                self._scanning = CatalogView(self.path)
+                self._scanning = CatalogView(self._catalog.path)
             return self._scanning
 
     def owner_bytes(self, owner: str) -> int:
@@ -202,11 +206,36 @@ class CatalogReader:
         ulid, _ = split_capture_id(samples[0]) or ("", None)
         return ulid, samples[-1]
 
-    def engine(self) -> EngineInfo | None:
-        """The newest engine that the store knows: the one that came last, whatever the clock of its host says."""
+    def engine(self, name: str = "") -> EngineInfo | None:
+        """The newest engine that the store knows: the one that came last, whatever the clock of its host says.
+
+        With a ``name`` the newest of that name, None where none with it ever came.
+        """
+        query = "SELECT info FROM engines {} ORDER BY rowid DESC LIMIT 1"
         with self._catalog.moment() as now:
-            row = now.db.execute("SELECT info FROM engines ORDER BY rowid DESC LIMIT 1").fetchone()
+            if name:
+                named = query.format("WHERE json_extract(info, '$.name') = ?")
+                row = now.db.execute(named, (name,)).fetchone()
+            else:
+                row = now.db.execute(query.format("")).fetchone()
         return None if row is None else msgspec.json.decode(row["info"], type=EngineInfo)
+
+    def lost_ranks(self, group: str) -> list[int]:
+        """The ranks of an engine's group whose senders are gone while others go on; none of an engine of one.
+
+        Of data-parallel engines those of each: a request may go to any of them.
+        """
+        if not group:
+            return []
+        with self._catalog.moment() as now:
+            rows = now.db.execute('SELECT "group", rank FROM lost_ranks WHERE "group" >= ? AND "group" < ?',
+                                  (siblings(group), siblings(group) + "\U0010ffff")).fetchall()
+        return sorted({int(row["rank"]) for row in rows if siblings(row["group"]) == siblings(group)})
+
+    def engine_name(self, ref: str, owner: str | None = None) -> str | None:
+        """The name that the engine of a capture gave itself, "" for none; None while no engine has begun it."""
+        info = self._info(ref, owner)
+        return info.get("name", "") if info else None
 
     def probes(self, ref: str, owner: str | None = None) -> dict[str, Probe]:
         """The probes that the capture's own engine has registered; none while no engine has begun it."""

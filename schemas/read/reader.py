@@ -18,6 +18,7 @@ from schemas import limits
 from schemas.catalog.records import load_segment
 from schemas.errors import StoreError
 from schemas.read.captures import CaptureRow, Progress, read_store_uuid
+from schemas.read.evicted.segments import LocalSegments
 from schemas.read.journal_tail import FrameAt, JournalTail
 from schemas.read.live_rows import LiveRows, PartsCursor, live_of
 from schemas.read.row_locations import UnsettledError
@@ -31,8 +32,13 @@ __all__ = ["CaptureRow", "LiveRows", "PartsCursor", "Places", "Progress", "RowsA
 class StoreReader(RowReader):
     """A store opened read-only: its captures, their rows, and what comes while they are made; safe for threads."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, cache: str | Path | None = None, cache_bytes: int | None = None,
+                 answer_s: float | None = None) -> None:
+        """``cache`` keeps at most ``cache_bytes`` (4 GiB) of rows that were evicted to a bucket; a read of that which
+        takes longer than ``answer_s`` seconds is given up.
+        """
         super().__init__(path)
+        self._maps = LocalSegments(self.path, self.uuid, None if cache is None else Path(cache), cache_bytes, answer_s)
         self._tail = JournalTail(self.path, self.uuid, self._durable_end)
 
     def appended(self) -> set[str]:

@@ -27,7 +27,8 @@ from schemas.read.row_locations import (
     known,
 )
 from schemas.read.segment_maps import SegmentMaps
-from schemas.store.compressed import CompressedChunks
+from schemas.store.block import Block
+from schemas.store.cold_block import ColdBlock
 from schemas.store.paths import block_name
 from schemas.store.row_checksums import piece_digests, side_digests
 from schemas.wire.row_table import FLAG_ERASED
@@ -59,7 +60,7 @@ def copy_rows(maps: SegmentMaps, segments: Mapping[int, Segment | None], located
     columns = columns.reshape(-1, len(layers)).T  # also of no rows at all
     used = np.flatnonzero(np.bincount(which, minlength=len(located.segments))).tolist()
     groups = [(number, known(segments, located.segments[number]), np.flatnonzero(which == number)) for number in used]
-    loop = None if any(segment.cold for _, segment, _ in groups) else loops_for(0)
+    loop = None if any(maps.by_block(segment) for _, segment, _ in groups) else loops_for(0)
     digests = None if loop is None else _copy_together(loop, maps, groups, table, columns, found)
     for _, segment, at in groups:
         try:
@@ -84,7 +85,7 @@ def _flat(pieces: Bytes) -> Bytes:
 
 def _copy_together(loop: Loops, maps: SegmentMaps, groups: Sequence[tuple[int, Segment, I64]], table: I64, columns: I64,
                    found: list[Bytes]) -> U64:
-    """``_copy_of`` for rows of several segments, none of them cold, in one call a stream; ``piece_digests`` of
+    """``_copy_of`` for rows of several segments, none of them ``by_block``, in one call a stream; ``piece_digests`` of
     what was copied.
     """
     held = []  # the maps, while they are read
@@ -119,24 +120,31 @@ def _copy_of(maps: SegmentMaps, segment: Segment, table: I64, layers: Sequence[i
     """
     target = (np.arange(len(layers))[:, None] * found[0].shape[1] + at).reshape(-1)
     flat = [array.reshape(-1, array.shape[2]) for array in found]
-    if segment.cold:
-        block = maps.cold(segment.number)
-        path, pieces = block.main, block.pieces(table[ROW], layers).reshape(-1)
-        take = _copy if _count_up(pieces, target) else _gather
-        for number, out in enumerate(flat):
-            section = block.section(number)
-            if isinstance(section, CompressedChunks):
-                out[target] = section[pieces]
-            else:
-                take(section.reshape(-1).data, pieces * out.shape[1], out, target, path)
-    else:
-        path, data = maps.data(segment)
-        pieces = pieces_of(table, columns).reshape(-1)
-        parts = np.tile(table[PARTS:], len(layers))
-        # Rows of a prompt lie side by side in their one frame.
-        take = _copy if _count_up(pieces, target) and (table[OFFSET] == table[OFFSET, 0]).all() else _gather
-        for number, out in enumerate(flat):
-            take(data, parts[number] + pieces * out.shape[1], out, target, path)
+    if maps.by_block(segment):
+        block = maps.block(segment)
+        assert block is not None, segment
+        _copy_of_block(block, table[ROW], block.columns(layers), flat, target)
+        return
+    path, data = maps.data(segment)
+    pieces = pieces_of(table, columns).reshape(-1)
+    parts = np.tile(table[PARTS:], len(layers))
+    # Rows of a prompt lie side by side in their one frame: then they are copied in one piece.
+    take = _copy if _step_by(1, pieces, target) and (table[OFFSET] == table[OFFSET, 0]).all() else _gather
+    for number, out in enumerate(flat):
+        take(data, parts[number] + pieces * out.shape[1], out, target, path)
+
+
+def _copy_of_block(block: Block, rows: I64, columns: I64, flat: list[Bytes], target: I64) -> None:
+    """Copy a block's ``rows`` in ``columns`` of its layers to ``target`` of ``flat``, ``[n, piece bytes]`` each."""
+    if isinstance(block, ColdBlock) and block.compressed is not None:
+        flat[0][target] = block.compressed[block.pieces_at(rows, columns).reshape(-1)]
+        return
+    places = [(name, starts.reshape(-1)) for name, starts in block.places(rows, columns)]
+    # As the main pieces lie in a cold block, so do all others.
+    take = _copy if block.alike and _step_by(flat[0].shape[1], places[0][1]) and _step_by(1, target) else _gather
+    for (name, starts), out in zip(places, flat, strict=True):
+        for which, data, at in block.files.batches(name, starts, out.shape[1]):
+            take(data, at, out, target[which], block.files.where(name))
 
 
 def _expect(maps: SegmentMaps, segment: Segment, table: I64, layers: Sequence[int], columns: I64, found: list[Bytes],
@@ -144,9 +152,9 @@ def _expect(maps: SegmentMaps, segment: Segment, table: I64, layers: Sequence[in
     """Write the checksums that rows of ``table`` must have, those at ``at`` of ``found`` as in ``_copy_of``, to
     ``expected`` ``[layers, n]``.
     """
-    checksums = maps.checksums(segment)
-    if checksums is not None and (table[ROW] >= 0).all():
-        expected[:, at] = checksums.of_rows(table[ROW], layers)
+    block = maps.block(segment)
+    if block is not None and (table[ROW] >= 0).all():
+        expected[:, at] = block.checksums_of(table[ROW], layers)
         return
     of_frame = pieces_of(table, columns)
     for offset in np.unique(table[OFFSET]).tolist():
@@ -161,25 +169,25 @@ def pieces_of(table: I64, columns: I64) -> I64:
     return found
 
 
-def beyond(path: Path, nbytes: int) -> CorruptError:
+def beyond(path: Path | str, nbytes: int) -> CorruptError:
     """The error where a file is too short for rows that are said to be in it."""
     return CorruptError("read rows", path, f"it has {nbytes} bytes, rows lie beyond")
 
 
-def _count_up(*numbers: I64) -> bool:
-    return all(len(each) > 0 and (np.diff(each) == 1).all() for each in numbers)
-
-
-def _copy(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) -> None:
+def _copy(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path | str) -> None:
     """``_gather`` where one begins as another ends, here and there: in one piece."""
     rows = out[target[0]:target[0] + len(target)]
-    piece = data[starts[0]:starts[0] + rows.nbytes]
+    piece = data[max(starts[0], 0):max(starts[0] + rows.nbytes, 0)]
     if len(piece) < rows.nbytes:
         raise beyond(path, len(data))
     rows[:] = np.frombuffer(piece, np.uint8).reshape(rows.shape)
 
 
-def _gather(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path) -> None:
+def _step_by(step: int, *numbers: I64) -> bool:
+    return all(len(each) > 0 and bool((np.diff(each) == step).all()) for each in numbers)
+
+
+def _gather(data: memoryview, starts: I64, out: Bytes, target: I64, path: Path | str) -> None:
     """Copy the bytes that begin at each of ``starts`` to those rows of ``out``, uint8 ``[rows, piece bytes]``.
 
     Little by little: what is copied on the way stays in the processor's cache, and in memory that is there already.

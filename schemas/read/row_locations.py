@@ -1,8 +1,8 @@
 """Locations of a capture's rows, down to the byte: found out once, then any of the rows are copied together.
 
 They are a table with a column of int64 each, ``[columns, n]``. A row's piece of a layer in stream s is the bytes from
-``PARTS + s`` on, ``(FIRST + column of the layer × STEP) × piece bytes`` further. In a cold block
-(schemas.store.cold_block) it follows from ROW alone; the others are 0 there.
+``PARTS + s`` on, ``(FIRST + column of the layer × STEP) × piece bytes`` further. Where rows are copied by
+their numbers in a block (``SegmentMaps.by_block``) it follows from ROW alone; the others are 0 there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from schemas.catalog.records import Extent, Segment
 from schemas.codecs import Stream
 from schemas.errors import CorruptError, StoreError
 from schemas.read.coverage import Rows
-from schemas.read.segment_maps import SegmentMaps, View
+from schemas.read.segment_maps import FrameRows, SegmentMaps
 from schemas.store.paths import open_name
 from schemas.store.segment import FrameView
 
@@ -90,7 +90,7 @@ def locate(maps: SegmentMaps, segments: Mapping[int, Segment | None], extents: S
         extent = extents[rows.extent[at[0]]]
         segment = known(segments, extent.segment)
         try:
-            view = maps.frame(segment, extent.offset)
+            view = maps.rows_of(segment, extent.offset)
             if view.declared != declared:
                 has = f"rows in {view.frame.codec} of width {view.frame.width}, the capture says otherwise"
                 raise CorruptError("read slice", f"{open_name(segment.number)} at byte {extent.offset}", has)
@@ -102,13 +102,13 @@ def locate(maps: SegmentMaps, segments: Mapping[int, Segment | None], extents: S
     return RowLocations(rows.positions, tuple(numbers), tuple(layer_sets), table)
 
 
-def _table_of(maps: SegmentMaps, segment: Segment, view: View, rows: I64) -> I64:
+def _table_of(maps: SegmentMaps, segment: Segment, view: FrameRows, rows: I64) -> I64:
     """The table of rows of a frame; SEGMENT and LAYERS are left 0."""
     table = np.zeros((PARTS + len(view.declared), len(rows)), np.int64)
     table[OFFSET] = view.offset
     table[TOKEN], table[FLAGS] = view.table.token_id[rows], view.table.flags[rows]
-    checksums = maps.checksums(segment)
-    table[ROW] = -1 if checksums is None else checksums.start(view.offset) + rows
+    block = maps.block(segment)
+    table[ROW] = -1 if block is None else block.start(view.offset) + rows
     if isinstance(view, FrameView):
         table[FIRST], table[STEP] = view.runs_of(rows)
         table[PARTS:] = np.asarray(view.layout.parts, np.int64)[:, None] + view.offset

@@ -57,9 +57,10 @@ class Placed(NamedTuple):
 class RowReader(CatalogReader):
     """A store's captures and their rows; safe for threads."""
 
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
-        self._maps = SegmentMaps(self.path, self.uuid)
+    def __init__(self, path: str | Path, *, uuid: bytes | None = None, catalog: Path | None = None,
+                 maps: SegmentMaps | None = None) -> None:
+        super().__init__(path, uuid=uuid, catalog=catalog)
+        self._maps = maps or SegmentMaps(self.path, self.uuid)
 
     def close(self) -> None:
         """Release files; slices taken before stay valid."""
@@ -116,7 +117,7 @@ class RowReader(CatalogReader):
                 wait = 0.005 if erasing else next(waits, None)
                 if wait is None:
                     raise error.cause from None
-                if time.monotonic() > deadline:
+                if erasing and time.monotonic() > deadline:
                     raise StoreError("read slice", self.path, f"rows beside these in segment {error.segment} are being "
                                      "erased", "a writer that was killed in the middle of it ends it at its next start"
                                      ) from None

@@ -9,17 +9,20 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from schemas.codecs import Stream
 from schemas.lru import Lru
-from schemas.store.cold_block import ColdBlock, ColdFrame
-from schemas.store.row_checksums import BlockChecksums
+from schemas.store.block import Block
+from schemas.store.cold_block import ColdFrame
 from schemas.store.segment import FrameView
+from schemas.wire.messages import Frame
+from schemas.wire.row_table import RowTable
 
-__all__ = ["CachedSegment", "SegmentCache", "View"]
+__all__ = ["CachedSegment", "FrameRows", "SegmentCache", "View"]
 
 files_max: Final = 512  # that are mapped, each by a descriptor: half of what a process may have where nobody raised it
 frames_max: Final = 4096
@@ -27,6 +30,28 @@ proved_bytes_max: Final = 16 * 1024 * 1024  # of checksums of frames in open seg
 _PROOF_BYTES: Final = 256  # that an array takes beside its numbers
 
 View = FrameView | ColdFrame
+
+
+class FrameRows(Protocol):
+    """What is said of the rows of a frame."""
+
+    @property
+    def offset(self) -> int:
+        """What the catalog calls the frame by."""
+
+    @property
+    def frame(self) -> Frame:
+        """Its message."""
+
+    @property
+    def table(self) -> RowTable:
+        """Its rows."""
+
+    @property
+    def declared(self) -> tuple[Stream, ...]:
+        """The streams that they are stored in."""
+
+
 U64 = npt.NDArray[np.uint64]
 
 
@@ -35,16 +60,15 @@ class CachedSegment:
     """One segment's open files, and the offsets of its cached frames and proofs."""
 
     mapped: tuple[Path, memoryview] | None = None
-    checksums: BlockChecksums | None = None
-    checksums_known: bool = False  # blocks of an early version have none
-    cold: ColdBlock | None = None
+    block: Block | None = None
+    block_known: bool = False  # blocks of an early version are none that rows can be told of
     frames: set[int] = field(default_factory=set)
     proofs: set[int] = field(default_factory=set)
 
     @property
     def files(self) -> int:
         """Number of mapped files; a cold block has one a stream."""
-        return sum(1 for each in (self.mapped, self.checksums) if each) + (len(self.cold.declared) if self.cold else 0)
+        return int(self.mapped is not None) + (0 if self.block is None else self.block.weight)
 
 
 class SegmentCache:
@@ -62,7 +86,7 @@ class SegmentCache:
         return self._segments.get(number)
 
     def frame(self, number: int, offset: int) -> View | None:
-        """A cached frame; its segment is used with its file or its checksums."""
+        """A cached frame; its segment is used with its file or its block."""
         found = self._frames.get((number, offset))
         return None if found is None else found[1]
 
@@ -81,20 +105,15 @@ class SegmentCache:
                     _in_map(found[1], segment)
             self._put(number, segment)
 
-    def put_checksums(self, number: int, found: BlockChecksums | None) -> None:
-        """A block's; None where it has none. It was sealed: what was proved of its frames is not needed any more."""
+    def put_block(self, number: int, found: Block | None) -> None:
+        """A segment's block; None where its rows have no checksums. It was sealed: what was proved of its frames is not
+        needed any more.
+        """
         with self._lock:
             segment = self._taken_out(number)
-            segment.checksums, segment.checksums_known = found, True
+            segment.block, segment.block_known = found, True
             if found is not None:
                 self._drop_proofs(number, segment)
-            self._put(number, segment)
-
-    def put_cold(self, number: int, block: ColdBlock) -> None:
-        """A cold block, whose streams are a file each."""
-        with self._lock:
-            segment = self._taken_out(number)
-            segment.cold = block
             self._put(number, segment)
 
     def put_frame(self, number: int, offset: int, view: View) -> None:
@@ -110,7 +129,7 @@ class SegmentCache:
         """The checksums of a frame's rows, of an open segment."""
         with self._lock:
             segment = self._segments.get(number)
-            if segment is not None and segment.checksums is None:
+            if segment is not None and segment.block is None:
                 segment.proofs.add(offset)
                 for (_, dropped), (owner, _) in self.proofs.put((number, offset), (segment, found)):
                     owner.proofs.discard(dropped)

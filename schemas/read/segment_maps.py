@@ -12,21 +12,24 @@ import numpy.typing as npt
 
 from schemas.catalog.records import Segment
 from schemas.errors import CorruptError, StoreError
-from schemas.read.segment_cache import SegmentCache, View
-from schemas.store.cold_block import ColdBlock
+from schemas.read.segment_cache import FrameRows, SegmentCache, View
+from schemas.store.block import Block
+from schemas.store.block_files import MappedFolder, is_stub
+from schemas.store.cold_block import ColdBlock, open_cold
 from schemas.store.frame_hashes import prove_frame
 from schemas.store.map_file import map_file
-from schemas.store.paths import block_name, open_name, segment_places
-from schemas.store.row_checksums import BlockChecksums, piece_bytes_min, piece_digests
+from schemas.store.paths import block_name, main_chunk, open_name, segment_places
+from schemas.store.row_checksums import piece_bytes_min, piece_digests
 from schemas.store.segment import FrameView, parse_frame, verify_payload
 
-__all__ = ["SegmentMaps", "View", "map_file", "opened"]
+__all__ = ["FrameRows", "SegmentMaps", "View", "opened"]
 
 _TIDY_S: Final = 1.0  # between two looks for what was removed, while files are opened
 Bytes = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 T = TypeVar("T")
+_EVICTED: Final = "open the bucket's URL, or vllm-tap recall brings them back"
 _GONE: Final = "the block was compacted or taken away since, or the store is not complete"
 
 
@@ -48,11 +51,17 @@ class SegmentMaps:
         bytes do not match.
         """
         if (view := self._cache.frame(segment.number, offset)) is None:
-            view = self.cold(segment.number).frame(offset) if segment.cold else self._parse(segment, offset)
+            view = self._parse(segment, offset)
             self._cache.put_frame(segment.number, offset, view)
         return view
 
-    def _parse(self, segment: Segment, offset: int) -> FrameView:
+    def rows_of(self, segment: Segment, offset: int) -> FrameRows:
+        """What is said of the rows of the frame at ``offset``; as ``frame``."""
+        return self.frame(segment, offset)
+
+    def _parse(self, segment: Segment, offset: int) -> View:
+        if segment.cold:
+            return self.cold(segment).frame(offset)
         path, data = self.data(segment)
         try:
             return parse_frame(data, offset, self._uuid, segment.number, path)
@@ -66,12 +75,12 @@ class SegmentMaps:
 
         ``copied`` are rows of layers by stream, ``[layers, rows, piece bytes]``.
         """
-        checksums = self.checksums(segment)
-        if checksums is None:
+        block = self.block(segment)
+        if block is None:
             columns = np.searchsorted(view.frame.layers, layers)
             expected = self.expected(segment, view, view.pieces(columns, rows), copied, slice(None))
         else:
-            expected = checksums.of(view.offset, layers, rows)
+            expected = block.checksums_of(block.start(view.offset) + rows, layers)
         main, *sides = (array.reshape(-1, array.shape[2]) for array in copied)
         if (piece_digests(main, sides).reshape(expected.shape) != expected).any():
             raise self.mismatch(segment, view.offset)
@@ -112,36 +121,48 @@ class SegmentMaps:
         self._cache.put_map(segment.number, mapped)
         return mapped
 
-    def checksums(self, segment: Segment) -> BlockChecksums | None:
-        """Checksums of a block's rows; None where a segment is not sealed, or is of an early version."""
+    def by_block(self, segment: Segment) -> bool:
+        """Whether rows are copied by their numbers in the block, and not by the places that their frames say."""
+        return segment.cold
+
+    def block(self, segment: Segment) -> Block | None:
+        """The block of a segment, with its rows' checksums; None where it is not sealed, or its block of an early
+        version. StoreError where it is not there or not whole.
+        """
         if not segment.sealed:
             return None
-        if segment.cold:
-            return self.cold(segment.number).checksums
         cached = self._cache.get(segment.number)
-        if cached is not None and cached.checksums_known:
-            return cached.checksums
+        if cached is not None and cached.block_known:
+            return cached.block
         self._look()
-        try:
-            found = BlockChecksums.open(self._store / block_name(segment.number))
-        except (OSError, ValueError, KeyError) as error:
-            raise StoreError("read checksums", self._store / block_name(segment.number), repr(error)) from None
-        self._cache.put_checksums(segment.number, found)
+        found = self._open(segment)
+        self._cache.put_block(segment.number, found)
         return found
 
-    def cold(self, number: int) -> ColdBlock:
-        """A cold block; StoreError where it is not there or not whole."""
-        cached = self._cache.get(number)
-        if cached is not None and cached.cold is not None:
-            return cached.cold
-        self._look()
-        folder = self._store / block_name(number)
+    def _open(self, segment: Segment) -> Block | None:
+        folder = self._store / block_name(segment.number)
+        if segment.cold:
+            try:
+                main = folder / main_chunk(segment.main)
+                if is_stub(main):
+                    raise StoreError("open segment", main, "its rows were evicted to a bucket", _EVICTED)
+                return open_cold(folder)
+            except FileNotFoundError as error:
+                raise StoreError("open segment", error.filename, "no such file", _GONE) from None
         try:
-            found = ColdBlock(folder)
-        except FileNotFoundError as error:
-            raise StoreError("open segment", error.filename, "no such file", _GONE) from None
-        self._cache.put_cold(number, found)
-        return found
+            block = Block(MappedFolder(folder))
+            if block.first is None:
+                return None
+            _ = block.frames, block.checksum_now
+        except (OSError, ValueError, KeyError) as error:
+            raise StoreError("read checksums", folder, repr(error)) from None
+        return block
+
+    def cold(self, segment: Segment) -> ColdBlock:
+        """The block of a cold segment."""
+        block = self.block(segment)
+        assert isinstance(block, ColdBlock)
+        return block
 
     def forget(self, number: int) -> None:
         """Look at a segment's files anew: they were erased from, or moved."""
@@ -169,6 +190,8 @@ def opened(store: Path, segment: Segment, how: Callable[[Path], T]) -> tuple[Pat
     # first and then once more finds it wherever it is at that moment.
     for path in (*places[::-1], *places):
         try:
+            if segment.sealed and is_stub(path):
+                raise StoreError("open segment", path, "its rows were evicted to a bucket", _EVICTED)
             return path, how(path)
         except FileNotFoundError:
             continue

@@ -11,7 +11,6 @@ are compressed (schemas.store.compressed).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,15 +23,15 @@ import xxhash
 from schemas.codecs import Stream
 from schemas.errors import CorruptError, StoreError
 from schemas.store.block import MISSING, Block
+from schemas.store.block_files import BlockFiles, MappedFolder
 from schemas.store.compressed import CompressedChunks
-from schemas.store.map_file import map_file
 from schemas.store.paths import main_chunk
-from schemas.store.row_checksums import BlockChecksums, piece_digests
+from schemas.store.row_checksums import piece_digests
 from schemas.store.segment import FrameHeader
 from schemas.wire.messages import Frame
 from schemas.wire.row_table import NO_STEP, RowTable, steps_of
 
-__all__ = ["CHUNK_ROWS", "ColdBlock", "ColdFrame", "cold_attributes", "frame_digest"]
+__all__ = ["CHUNK_ROWS", "ColdBlock", "ColdFrame", "cold_attributes", "frame_digest", "open_cold"]
 
 CHUNK_ROWS: Final = 64
 FORMAT: Final = "vllm-tap cold block"
@@ -65,7 +64,7 @@ class ColdFrame:
     @property
     def stale(self) -> bool:
         """Whether another block has taken the place of this one: rows may have been deleted."""
-        return not self.block.folder.exists()
+        return not self.block.files.there()
 
     def pieces(self, layers: npt.ArrayLike, rows: npt.ArrayLike) -> Index:
         """Numbers of the pieces of each (layer, row) in any of the streams, ``[layers, rows]``, as FrameView.pieces."""
@@ -89,7 +88,7 @@ class ColdFrame:
         """``[layers, rows]``: where a row's bytes do not match its checksum."""
         rows = np.arange(self.rows)
         pieces = self.pieces(np.arange(len(self.columns)), rows)
-        expected = self.block.checksums.of(self.offset, self.frame.layers, rows)
+        expected = self.block.checksums_of(self.offset + rows, self.frame.layers)
         found = np.empty(expected.shape, np.uint64)
         sections = [section.lenient() if isinstance(section, CompressedChunks) else section
                     for section in map(self.section, range(len(self.declared)))]
@@ -105,23 +104,23 @@ class ColdBlock(Block):
     FileNotFoundError where there is none, StoreError where its files are not whole.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, files: BlockFiles) -> None:
         try:
-            super().__init__(folder)
+            super().__init__(files)
             if self.attributes["format"] != FORMAT:
-                raise StoreError("open cold block", folder, "it is none")
+                raise StoreError("open cold block", files.where(), "it is none")
             # By frame: its first row, its number in its stream, an index into the attribute streams, its hash.
-            self.first, self.seq, self.stream, self.digest = (
+            self.frames, self.seq, self.stream, self.digest = (
                 self.column(name, "<u8") for name in ("frame_row", "frame_seq", "frame_stream", "frame_xxh3"))
-            self.checksums = BlockChecksums(np.asarray(self.layers, np.int64), self.first, self.first, self.checksum)
-            rows, layers = self.present.shape
-            chunks = -(-rows // CHUNK_ROWS) * layers
-            data = map_file(self.main)
-            index = np.frombuffer(data, "<u8", 2 * chunks, len(data) - 16 * chunks - 4).reshape(-1, layers, 2)
+            self.first = self.frames
+            self.checksum_now = self.checksum  # nothing of it ever changes
+            layers = len(self.layers)
+            footer = files.end(self.main_name, self.index_bytes)
+            index = np.frombuffer(footer, "<u8", (self.index_bytes - 4) // 8).reshape(-1, layers, 2)
         except FileNotFoundError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreError("open cold block", folder, repr(error), "vllm-tap fsck says what is lost") from None
+            raise StoreError("open cold block", files.where(), repr(error), "vllm-tap fsck says what is lost") from None
         self.compressed: CompressedChunks | None = None
         self._sections: dict[int, Bytes] = {}
         nbytes = self.declared[0].nbytes
@@ -134,17 +133,35 @@ class ColdBlock(Block):
             chunk = np.full(there.shape, -1, np.int64)
             chunk[there] = np.argsort(order)
             starts, sizes = index[there][order].T
-            self.compressed = CompressedChunks(self.main, data, starts, sizes, CHUNK_ROWS, nbytes)
+            self.compressed = CompressedChunks(files, self.main_name, starts, sizes, CHUNK_ROWS, nbytes)
         self.chunk: Index = chunk  # [chunks, L]: number of the chunk among those in the file, -1 where it is not there
 
-    def pieces(self, rows: Index, layers: Sequence[int]) -> Index:
-        """Index of the piece of each (layer, row of the block) in any of the streams: ``[len(layers), len(rows)]``."""
-        return self.pieces_at(rows, np.searchsorted(self.checksums.layers, layers))
+    @property
+    def index_bytes(self) -> int:
+        """As of a sealed block; an index has an entry a chunk."""
+        return 16 * -(-len(self.present) // CHUNK_ROWS) * len(self.layers) + 4
+
+    @property
+    def weight(self) -> int:
+        """As of a sealed block; it maps a file a stream."""
+        return self.files.weight(len(self.declared))
 
     def pieces_at(self, rows: Index, columns: Index) -> Index:
-        """``pieces`` for columns of the block's layers."""
+        """Index of the piece of each (layer, row of the block) in any of the streams: ``[layers, rows]``; ``columns``
+        are those of the block's layers.
+        """
         found: Index = self.chunk[rows // CHUNK_ROWS, columns[:, None]] * CHUNK_ROWS + rows % CHUNK_ROWS
         return found
+
+    @property
+    def alike(self) -> bool:
+        """They do, by chunks."""
+        return True
+
+    def places(self, rows: Index, columns: Index) -> list[tuple[str, Index]]:
+        """As of a sealed block; every stream is a shard of its own."""
+        pieces = self.pieces_at(rows, columns)
+        return [(main_chunk(stream.name), pieces * stream.nbytes) for stream in self.declared]
 
     def section(self, stream: int) -> Bytes | CompressedChunks:
         """All pieces of a stream, uint8 ``[pieces, piece bytes]``: a view of the file, or what is indexed as one."""
@@ -154,19 +171,20 @@ class ColdBlock(Block):
             return known
         declared = self.declared[stream]
         pieces = CHUNK_ROWS * (int(self.chunk.max(initial=-1)) + 1)
-        path = self.folder / main_chunk(declared.name)
-        data = map_file(path)
+        name = main_chunk(declared.name)
+        data = self.files.view(name)
         if len(data) < pieces * declared.nbytes:
-            raise CorruptError("read rows", path, f"{len(data)} bytes, its index needs {pieces * declared.nbytes}")
+            raise CorruptError("read rows", self.files.where(name),
+                               f"{len(data)} bytes, its index needs {pieces * declared.nbytes}")
         made = np.frombuffer(data, np.uint8, pieces * declared.nbytes).reshape(pieces, declared.nbytes)
         return self._sections.setdefault(stream, made)
 
     def frame(self, offset: int) -> ColdFrame:
         """The frame whose first row is ``offset``; CorruptError where what is said of it does not match its hash."""
-        number = int(np.searchsorted(self.first, offset))
-        stop = int(self.first[number + 1]) if number + 1 < len(self.first) else len(self.present)
-        where = f"{self.folder} at row {offset}"
-        if number >= len(self.first) or self.first[number] != offset or not offset < stop <= len(self.present):
+        number = int(np.searchsorted(self.frames, offset))
+        stop = int(self.frames[number + 1]) if number + 1 < len(self.frames) else len(self.present)
+        where = f"{self.files.where()} at row {offset}"
+        if number >= len(self.frames) or self.frames[number] != offset or not offset < stop <= len(self.present):
             raise CorruptError("read frame", where, "no frame starts here")
         rows = slice(offset, stop)
         try:
@@ -190,10 +208,15 @@ class ColdBlock(Block):
                          *(self.row[name][rows] for name in ("position", "token_id", "flags")))
         whole = bool((self.present[rows] == self.present[offset]).all()) and not (self.chunk[
             offset // CHUNK_ROWS : (stop - 1) // CHUNK_ROWS + 1, columns] < 0).any()
-        if not whole or frame_digest(header, table, self.checksums.checksum[rows][:, columns]) != self.digest[number]:
+        if not whole or frame_digest(header, table, self.checksum[rows][:, columns]) != self.digest[number]:
             raise CorruptError("read frame", where, "what the block says of these rows does not match its checksum",
                                "the rows of this frame are lost; others are not affected")
         return ColdFrame(self, offset, stop - offset, header, table, columns)
+
+
+def open_cold(folder: Path) -> ColdBlock:
+    """The cold block in a folder; FileNotFoundError where there is none, StoreError where its files are not whole."""
+    return ColdBlock(MappedFolder(folder))
 
 
 def cold_attributes(folder: Path) -> dict[str, Any] | None:

@@ -6,9 +6,8 @@ It is worth it for rows that are stored as they are; the codes of the other code
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from schemas.codecs import Stream
 from schemas.errors import CorruptError, StoreError
+from schemas.store.block_files import BlockFiles
 
 __all__ = ["CompressedChunks", "compressor", "library", "pack"]
 
@@ -59,8 +59,8 @@ class CompressedChunks:
     not ``strict`` its rows are zeros, for who holds them against their checksums row by row.
     """
 
-    path: Path
-    data: memoryview
+    files: BlockFiles
+    name: str
     starts: npt.NDArray[np.uint64]
     sizes: npt.NDArray[np.uint64]
     rows: int
@@ -77,26 +77,40 @@ class CompressedChunks:
         out = np.empty((len(flat), self.nbytes), np.uint8)
         order = np.argsort(flat // self.rows, kind="stable")
         chunks = flat[order] // self.rows
-        for begin, end in pairwise(np.flatnonzero(np.diff(chunks, prepend=-2, append=-2)).tolist()):
+        bounds = np.flatnonzero(np.diff(chunks, prepend=-2, append=-2))
+        needed = chunks[bounds[:-1]]
+        known = (needed >= 0) & (needed < len(self.starts))
+        if self.strict and not known.all():
+            raise self._broken(int(needed[~known][0]), "there is no such chunk")
+        out[order[~np.repeat(known, np.diff(bounds))]] = 0
+        spans = np.stack([bounds[:-1], bounds[1:]], axis=1)[known]
+        for chunk, packed, (begin, end) in zip(needed[known].tolist(), self._packed(needed[known]), spans.tolist(),
+                                               strict=True):
             at = order[begin:end]
             try:
-                out[at] = self._unpacked(int(chunks[begin]))[flat[at] % self.rows]
+                out[at] = self._unpacked(chunk, packed)[flat[at] % self.rows]
             except CorruptError:
                 if self.strict:
                     raise
                 out[at] = 0
         return out.reshape(*pieces.shape, self.nbytes)
 
-    def _unpacked(self, chunk: int) -> Bytes:
-        where, wanted = f"{self.path}, chunk {chunk}", self.rows * self.nbytes
-        if not 0 <= chunk < len(self.starts):
-            raise CorruptError("read compressed rows", where, "there is no such chunk")
-        start, size = int(self.starts[chunk]), int(self.sizes[chunk])
-        source = self.data[start:start + size]
+    def _packed(self, chunks: Index) -> Iterator[memoryview]:
+        """The bytes of chunks; fewer where the file is too short."""
+        starts, sizes = (each[chunks].astype(np.int64) for each in (self.starts, self.sizes))
+        for which, data, at in self.files.batches(self.name, starts, sizes):
+            for begin, size in zip(at.tolist(), sizes[which].tolist(), strict=True):
+                yield data[max(begin, 0):max(begin + size, 0)]
+
+    def _broken(self, chunk: int, why: object) -> CorruptError:
+        return CorruptError("read compressed rows", f"{self.files.where(self.name)}, chunk {chunk}", why)
+
+    def _unpacked(self, chunk: int, source: memoryview) -> Bytes:
+        wanted, size = self.rows * self.nbytes, int(self.sizes[chunk])
         if len(source) != size or size < 16 or _SIZES.unpack_from(source) != (wanted, size):
-            raise CorruptError("read compressed rows", where, "its bytes do not say what they must of their size")
+            raise self._broken(chunk, "its bytes do not say what they must of their size")
         try:
-            unpacked = library(self.path).decompress(source)
+            unpacked = library(self.files.where(self.name)).decompress(source)
         except (RuntimeError, ValueError) as error:
-            raise CorruptError("read compressed rows", where, error) from None
+            raise self._broken(chunk, error) from None
         return np.frombuffer(unpacked, np.uint8).reshape(self.rows, self.nbytes)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, ParamSpec
 
 import msgspec
 
-__all__ = ["KEYS_FILE", "VECTORS_FOLDER", "WRITER", "array_document", "array_metadata", "block_name", "group_metadata",
-           "main_chunk", "open_name", "segment_places", "zarr_json"]
+__all__ = ["KEYS_FILE", "NOT_A_FOLDER", "VECTORS_FOLDER", "WRITER", "array_document", "array_metadata", "block_name",
+           "group_metadata", "main_chunk", "open_name", "segment_places", "url_of", "zarr_json"]
 
 P = ParamSpec("P")
 
 WRITER: Final = "w0"
 KEYS_FILE: Final = "keys.json"  # the API's, where no other is named; the writer leaves it alone
 VECTORS_FOLDER: Final = "vectors"  # the API's as well
+NOT_A_FOLDER: Final = ("this is done with a folder, not with a bucket: "
+                       "vllm-tap push brings a store there, and vllm_tap.open_store(URL) reads it")
 BYTES: Final = {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+def url_of(path: Path) -> str | None:
+    """The URL that a path was made of by mistake; None of any other."""
+    match = re.match(r"([a-z][a-z0-9+.-]+):/+", str(path))
+    return None if match is None else f"{match[1]}://{str(path)[match.end():]}"
 
 
 def journal_folder() -> str:
@@ -27,6 +36,16 @@ def journal_folder() -> str:
 def endpoint_name() -> str:
     """Path below the store of the file that says where its writer listens, while one has the lock."""
     return f"writers/{WRITER}/endpoint"
+
+
+def pushed_name() -> str:
+    """Path below the store of the file that says which heads of buckets it pushed."""
+    return f"writers/{WRITER}/pushed.json"
+
+
+def evicted_name(number: int) -> str:
+    """Path below the store of the record that says where an evicted block's rows lie."""
+    return f"writers/{WRITER}/evicted/{number:08d}.json"
 
 
 def open_name(number: int) -> str:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +24,7 @@ import zmq
 from schemas import limits
 from schemas.errors import ConflictError, NotFoundError, ProtocolError, StartError, StoreError, TapError
 from schemas.wire.connection import Connection
-from schemas.wire.messages import Ack, Bye, Connect, Ping, Record, encode
+from schemas.wire.messages import Ack, Bye, Connect, Ping, Record, StoreState, encode
 from schemas.wire.send_window import SendWindow
 
 __all__ = ["ControlChannel"]
@@ -76,7 +77,9 @@ class ControlChannel:
         self._empty = threading.Condition(self._lock)
         self._queued: deque[_PendingRecord] = deque()
         self.window: SendWindow[_PendingRecord] = SendWindow()
-        self.connection = Connection(endpoint, self.window, Connect("", role, 0, pid=os.getpid()), Ping, curve)
+        self.store = StoreState()  # as the writer told it last; only the API asks
+        self.connection = Connection(endpoint, self.window, Connect("", role, 0, pid=os.getpid()),
+                                     partial(Ping, asks=role == "api"), curve)
         self._fatal: TapError | None = None
         self._closing = False
         self._waiting = 0  # callers that wait for their records
@@ -237,6 +240,8 @@ class ControlChannel:
                     self.window.add(item)
 
     def _cover(self, ack: Ack) -> None:
+        if isinstance(ack.store, StoreState):
+            self.store = ack.store
         with self._lock:
             for seq, code, reason in ack.refused:
                 if (item := self.window.unacked.get(seq)) is not None:

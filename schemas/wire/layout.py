@@ -18,7 +18,7 @@ from schemas.sites import is_site
 from schemas.spec import Resolved
 
 __all__ = ["LEADER", "WHOLE", "Columns", "Part", "Share", "check_codecs", "check_layout", "places_of", "share_of",
-           "share_widths"]
+           "share_widths", "siblings"]
 
 LEADER: Final = 0
 
@@ -114,6 +114,14 @@ def _check_columns(place: str, found: Sequence[Columns], width: int) -> None:
               f"{one.part}")
         at, before = one.stop, one.part
     _need(at == width, f"columns {at} to {width} of {place} are sent by no rank")
+
+
+def siblings(group: str) -> str:
+    """What the groups of one server's data-parallel engines have in common: they differ behind the last "-".
+
+    The whole name of a group that has none.
+    """
+    return group[: group.rfind("-") + 1] or group
 
 
 def check_codecs(layout: Sequence[Part], resolved: Resolved) -> None:

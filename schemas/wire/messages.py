@@ -34,6 +34,31 @@ class Editable(msgspec.Struct, frozen=True):
     rows: int = 0
 
 
+class Ring(msgspec.Struct, frozen=True):
+    """Memory of a rank for rows on their way to the writer: its bytes, ``why`` so many, and what happens when it is
+    full ("drop": rows are dropped; "wait": generation waits).
+    """
+
+    nbytes: int
+    why: str
+    on_full: str
+
+
+class Attends(msgspec.Struct, frozen=True):
+    """How attention of some layers weighs keys, as ``schemas.attention.AttentionRule`` has it; ``beyond`` names what no
+    such rule says ("attention sinks"), "" where there is nothing of the kind. ``cache``: the dtype that the engine's
+    cache rounds keys to ("fp8"), "" where they stay as they were computed.
+    """
+
+    layers: list[int]
+    head_size: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    beyond: str = ""
+    cache: str = ""
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """Description of an engine by itself: enough to name every number it sends."""
 
@@ -57,6 +82,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     edits: Editable | None = None  # None: nothing is armed for edits
     group: str = ""  # the same on all ranks of an engine whose rows several of them send, else ""
     layout: list[Part] = []  # what each of these sends: all ranks name the whole of it, and Hello.rank which they are
+    attention: list[Attends] = []  # of the layers whose q_rot and k_rot are armed; one of none is not known
+    name: str | msgspec.UnsetType = msgspec.UNSET  # by which a gateway in front of several engines knows it
+    ring: Ring | msgspec.UnsetType = msgspec.UNSET  # of this rank
 
     def dtype_of(self, site: str) -> str:
         """The dtype of a site's rows before their codec: the model's, and float32 of a probe's scores."""
@@ -103,6 +131,9 @@ class TapCounters(msgspec.Struct):
     position_mismatches: int = 0  # frames whose positions were not those that the host expected
     waits: int = 0  # steps that waited for room (on_full = wait)
     captures_refused: int = 0  # not begun, because too much waits for a writer that is away
+    waited_copies_seconds: float = 0.0  # those waits, by what room had to wait for: copies from the device,
+    waited_sender_seconds: float = 0.0  # the sender, which had not taken all that it was given,
+    waited_writer_seconds: float = 0.0  # or the writer, who had all of it, or was away
 
 
 class TapState(msgspec.Struct):
@@ -115,9 +146,10 @@ class TapState(msgspec.Struct):
 
 
 class Ping(msgspec.Struct, tag="ping"):
-    """Heartbeat; answered by an Ack."""
+    """Heartbeat; answered by an Ack, in which is ``Ack.store`` where it ``asks``."""
 
     tap: TapState | None = None  # of an engine
+    asks: bool = False
 
 
 class Bye(msgspec.Struct, tag="bye", forbid_unknown_fields=True):
@@ -285,16 +317,30 @@ class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
     version: int = PROTOCOL_VERSION
 
 
+class StoreState(msgspec.Struct, frozen=True):
+    """How fast a store takes rows, and how much of engines' rings waits for it.
+
+    ``bytes_s``: bytes of rows a second that become durable, 0.0 where that is not known yet. ``measured``: "start", by
+    what the writer wrote at its start for this; "traffic", by rows that came as fast as they were taken; else "".
+    """
+
+    bytes_s: float = 0.0
+    measured: str = ""
+    rings: dict[str, tuple[int, int]] = {}  # by the engine's name: bytes of its ranks' rings, and how many are taken
+
+
 class Ack(msgspec.Struct, tag="ack", forbid_unknown_fields=True):
     """Everything of the stream up to ``durable`` survives power loss, up to ``visible`` a crash of the writer.
 
     ``refused`` lists (seq, code, reason) of messages that were taken off the wire but not stored; codes: conflict,
-    malformed, stale, not_found, held. They count as covered.
+    malformed, stale, not_found, held. They count as covered. ``store`` is there for a Ping that asks alone: senders of
+    earlier versions do not know it.
     """
 
     durable: int
     visible: int
     refused: list[tuple[int, str, str]] = []
+    store: StoreState | msgspec.UnsetType = msgspec.UNSET
 
 
 class Refuse(msgspec.Struct, tag="refuse", forbid_unknown_fields=True, omit_defaults=True):

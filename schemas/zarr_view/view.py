@@ -24,7 +24,7 @@ from schemas import limits
 from schemas.errors import ConflictError, StoreError
 from schemas.manifest import FINAL
 from schemas.read.coverage import LayerGroup
-from schemas.read.reader import StoreReader
+from schemas.read.row_reader import RowReader
 from schemas.sites import site_named
 from schemas.store.paths import zarr_json
 from schemas.zarr_view.arrays import Value, ViewArray, chunk_of, document_value
@@ -55,7 +55,7 @@ class CaptureView:
     ``chosen``: sites, and which of their layers; all of them where not given.
     """
 
-    def __init__(self, reader: StoreReader, ref: str, owner: str | None = None,
+    def __init__(self, reader: RowReader, ref: str, owner: str | None = None,
                  chosen: Mapping[str, Sequence[int]] | None = None) -> None:
         covered, self._widths = reader.covered(ref, owner)
         self._reader, self._owner, self.capture = reader, owner, covered.capture

@@ -309,7 +309,7 @@ def capturing_all(folder: Path, **settings: Any) -> Iterator[tuple[Stack, Embedd
     app = Starlette(routes=[Route("/v1/completions", application, methods=["POST"])])
     with tempfile.TemporaryDirectory(prefix="tap-") as sockets:
         stack = Stack(folder / "store", f"ipc://{sockets}/writer.sock")
-        config = Config(stack.store, stack.endpoint, "http://vllm", capture_all=json.dumps(SPEC), **settings)
+        config = Config(stack.store, stack.endpoint, ("http://vllm",), capture_all=json.dumps(SPEC), **settings)
         try:
             yield stack, Embedded(app, **embeddable(config, lambda: False)), bodies
         finally:

@@ -26,6 +26,7 @@ from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.families import CONFIGURATIONS, FAMILIES, family_model
 from tests.support.models.features import FEATURES, GROUPS, LAYOUTS, Feature, not_run, options, tokens
 from tests.support.models.heads import check_heads
+from tests.support.models.imaged import IMAGED, NO_VISION
 from tests.support.models.reference import Reference
 from tests.support.models.unlisted import UNLISTED
 from tests.support.pages import parity_page
@@ -62,6 +63,8 @@ def tolerance(family: str) -> float:
 
 def why_not(family: str, feature: Feature) -> str:
     """Why a feature is not run on a family on this machine; empty where it is."""
+    if family in IMAGED and NO_VISION:
+        return NO_VISION
     here = UNLISTED[family].not_run if family in UNLISTED else {}
     return not_run(GROUPS[feature.group]) or here.get(feature.group, here.get(feature.name, ""))
 
@@ -128,8 +131,8 @@ def started(family: str, group: str, reader: StoreReader, tapped: bool = True) -
             patch.delenv(name)
         if not tapped:
             patch.delenv("VLLM_TAP_ENDPOINT")
-        llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, seed=0,
-                       max_logprobs=512, **memory, **LAYOUTS[LAYOUT], **options(family, group))
+        llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=family not in IMAGED, max_model_len=256,
+                       max_num_seqs=8, seed=0, max_logprobs=512, **memory, **LAYOUTS[LAYOUT], **options(family, group))
     return Engine(llm, reader, BlocksReference(folder, unlisted) if unlisted else Reference(folder))
 
 

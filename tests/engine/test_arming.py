@@ -13,6 +13,7 @@ from engine_side import worker
 from engine_side.seams import runner
 from schemas.errors import SpecError
 from schemas.read.reader import StoreReader
+from schemas.wire.messages import Ring
 from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Engine, in_this_process, refused_start
 from tests.support.models.families import family_model
 from tests.support.models.features import RAW, tokens
@@ -63,6 +64,8 @@ def test_chosen_layers_are_armed(reader: StoreReader, tmp_path: Path, monkeypatc
         assert {(row.site, row.layer) for row in every.manifest.rows} == {
             *((site, layer) for site, layers in ARMED.items() for layer in layers), ("probe.tone", 1)}
         assert [(row.site, row.layer) for row in some.manifest.rows] == [("resid_post", 2)]
+        info = reader.engine()
+        assert info is not None and info.ring == Ring(64 << 20, "VLLM_TAP_RING_BYTES", "wait")
         for one in (every, some):
             right = reference.rows(one.tokens)
             for row in one.manifest.rows:

@@ -18,6 +18,8 @@ from tests.engine.test_architectures import SITES as SITES_OF
 from tests.support.engines.engines import Engine, in_this_process
 from tests.support.models.families import FAMILIES, family_model
 from tests.support.models.features import RAW, tokens
+from tests.support.models.imaged import IMAGED
+from tests.support.models.unlisted import UNLISTED
 from tests.support.pages import parity_page
 from tests.support.store_helpers import ROOT
 
@@ -31,9 +33,11 @@ pytestmark = [
 UNKNOWN = {"phi3": {"blocks.{l}.attn.hook_rot_q", "blocks.{l}.attn.hook_rot_k"}}
 # Names that are refused of a family, because they are no site of it.
 REFUSED = {family: {"hook_embed", "embed.hook_out"} for family in ("gemma2", "gemma3_text")}
+# In no table, their sites are found by structure. Not Cohere 2, whose window vLLM and Hugging Face count otherwise.
+BY_STRUCTURE = [name for name in UNLISTED if name not in (*IMAGED, "cohere2")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *BY_STRUCTURE])
 def test_captured_rows_are_transformer_lenss_hooks(
     family: str, reader: StoreReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,13 +48,18 @@ def test_captured_rows_are_transformer_lenss_hooks(
                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                          env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""})
     said = [line for line in run.stdout.splitlines() if line.startswith("ERRORS ")]
+    if family in UNLISTED and not said:
+        pytest.skip(f"TransformerLens does not run it: {run.stdout.strip().splitlines()[-1][:300]}")
     assert run.returncode == 0 and said, run.stdout[-3000:]
     errors = worst_layer(json.loads(said[0].removeprefix("ERRORS ")))
     if table := os.environ.get("TAP_PARITY"):
         parity_page.merge_lens(Path(table), family, errors, version())
+    bar = 1e-4
+    if family in UNLISTED:  # a name that TransformerLens does not know of one is no wrong name
+        bar, errors = UNLISTED[family].tolerance, {name: error for name, error in errors.items() if error is not None}
     for name, error in errors.items():
         assert (error is None) is (name in UNKNOWN.get(family, ())), f"{name}: {error}"
-        assert error is None or error <= 1e-4, f"{name}: {error}"
+        assert error is None or error <= bar, f"{name}: {error}"
 
 
 def captured_by_name(family: str, folder: Path, reader: StoreReader, monkeypatch: pytest.MonkeyPatch
@@ -59,17 +68,20 @@ def captured_by_name(family: str, folder: Path, reader: StoreReader, monkeypatch
     from vllm import LLM
 
     monkeypatch.setenv("VLLM_TAP_ARM", ",".join(SITES_OF[family]))
-    with in_this_process(family != "gpt_neox"):  # which vLLM runs by Hugging Face's classes, and changes them
+    # Not where vLLM runs Hugging Face's classes, and changes them.
+    with in_this_process(UNLISTED[family].here if family in UNLISTED else family != "gpt_neox"):
         llm: Any = LLM(str(folder), dtype="float32", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=4,
                        block_size=32)
     engine = Engine(llm, reader, None)  # type: ignore[arg-type]
     try:
         prompt, length = tokens(60, seed=6), {"max_tokens": 8, "ignore_eos": True, "detokenize": False}
-        one, few = engine.run([prompt, prompt], [length] * 2, [RAW, {**RAW, "sites": ["blocks.1.attn.hook_out"]}])
+        few = [] if family in UNLISTED else [{**RAW, "sites": ["blocks.1.attn.hook_out"]}]
+        one, *fewer = engine.run([prompt] * (1 + len(few)), [length] * (1 + len(few)), [RAW, *few])
     finally:
         engine.close()
     names = names_of(one.manifest.engine)
-    assert list(few.manifest.resolved["layers"]) == [names["attn.hook_out"]], "a spec means another site than a reader"
+    for short in fewer:
+        assert list(short.manifest.resolved["layers"]) == [names["attn.hook_out"]], "a spec means another than a reader"
     found: dict[str, Any] = {"tokens": np.asarray(one.tokens[:-1], np.int64)}
     there, refused = {(entry.site, entry.layer) for entry in one.manifest.rows}, set[str]()
     for short in ALL:

@@ -43,10 +43,11 @@ def engine(reader: StoreReader, reference_of: Callable[[str], Reference], tmp_pa
     save_file({"directions": DIRECTIONS.astype("f4")}, folder / "inner.safetensors")
     os.environ["VLLM_TAP_PROBES"] = (f"tone={folder}/tone.safetensors, lie={folder}/lie.safetensors,"
                                      f"inner={folder}/inner.safetensors@resid_mid.3")
+    os.environ["VLLM_TAP_ENGINE"] = "gauge"
     try:
         made = start(reader, reference_of("qwen3"), "qwen3", dtype="bfloat16", max_num_batched_tokens=48)
     finally:
-        del os.environ["VLLM_TAP_PROBES"]
+        del os.environ["VLLM_TAP_PROBES"], os.environ["VLLM_TAP_ENGINE"]
     yield made
     made.close()
 
@@ -108,6 +109,10 @@ def test_a_probe_alone_stores_scores_and_no_row(engine: Engine) -> None:
     assert [(info.site, info.width, info.dtype, info.codec) for info in manifest.sites] == [
         ("probe.tone", 3, "float32", "raw")]
     assert manifest.resolved["layers"] == {"probe.tone": [2]} and manifest.captured == 79
+    assert manifest.engine["name"] == "gauge" and engine.reader.engine_name(alone.id) == "gauge"
+    found = engine.reader.engine("gauge")
+    assert found is not None and found.armed.probes.keys() == KNOWN.keys()
+    assert engine.reader.engine("gaug") is None
     about = manifest.engine["armed"]["probes"]["tone"]
     assert about["names"] == ["glad", "sad", "angry"] and about["fingerprint"]
     assert "directions @ (x - mean) + bias" in manifest.sites[0].meaning

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import socket
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +20,8 @@ from engine_side.tap.staging import allocate
 from schemas.errors import StartError
 from schemas.sites import layers_by_site
 from schemas.spec import armed_at
+from schemas.wire.curve import make_sender
+from tests.support.store_helpers import until
 
 ENDPOINT = {"VLLM_TAP_ENDPOINT": "ipc:///tmp/t/writer.sock"}
 
@@ -37,6 +44,56 @@ def test_defaults_and_spellings() -> None:
     assert armed_at(some.arm, 4, 8, {}).sites == {"resid_post": [0, 3], "mlp_out": [0, 1, 2, 3]}
 
 
+def test_one_setting_for_hosts_beside_the_writer_and_others(tmp_path: Path) -> None:
+    """The socket where somebody listens at it; TCP where it is not there, and where a dead writer left it."""
+    keys, path = str(make_sender(tmp_path / "keys", "gpu")), tmp_path / "w"
+    settings = {"VLLM_TAP_ENDPOINT": f"ipc://{path}|tcp://store:5570", "VLLM_TAP_CURVE": keys}
+
+    def chosen() -> tuple[str, Path | None]:
+        config = from_environment(settings)
+        assert config is not None
+        return config.endpoint, config.curve
+
+    assert chosen() == ("tcp://store:5570", Path(keys))
+    with socket.socket(socket.AF_UNIX) as writer:
+        writer.bind(str(path))
+        writer.listen()
+        assert chosen() == (f"ipc://{path}", None)
+    assert path.exists() and chosen() == ("tcp://store:5570", Path(keys))
+
+
+def test_a_writer_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket is full: neither waited for without end, nor taken for none."""
+    monkeypatch.setattr("engine_side.config._PROBE_S", 0.2)
+    settings = {"VLLM_TAP_ENDPOINT": f"ipc://{tmp_path}/w|tcp://store:5570",
+                "VLLM_TAP_CURVE": str(make_sender(tmp_path / "keys", "gpu"))}
+    with socket.socket(socket.AF_UNIX) as writer, ExitStack() as waiting:
+        writer.bind(str(tmp_path / "w"))
+        writer.listen(0)
+        waiting.enter_context(socket.socket(socket.AF_UNIX)).connect(str(tmp_path / "w"))
+        with pytest.raises(StartError, match=r"whether a writer listens at .*/w cannot be told: Resource temp"):
+            from_environment(settings)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone starts a process of another user")
+def test_another_users_socket_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        if not (child := os.fork()):
+            os.setuid(65534)
+            other = socket.socket(socket.AF_UNIX)
+            other.bind(f"{folder}/w")
+            other.listen()
+            signal.pause()
+        try:
+            assert until(lambda: Path(folder, "w").exists(), 30)
+            with pytest.raises(StartError, match=r"another user's \(uid 65534; this engine's is 0\)"):
+                from_environment({"VLLM_TAP_ENDPOINT": f"ipc://{folder}/w|tcp://store:5570"})
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
 def test_probes_in_another_order_are_another_graph(tmp_path: Path) -> None:
     """Taps are made in their order: a cached graph of the other order would write each one's rows into the other's."""
     save_file({"directions": np.ones(8, np.float32)}, tmp_path / "p")
@@ -53,6 +110,12 @@ def test_probes_in_another_order_are_another_graph(tmp_path: Path) -> None:
         ({"VLLM_TAP_ENDPOINT": "tcp://::1:5570"}, "stands in brackets"),
         ({"VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "needs a folder of keys"),
         ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x", "VLLM_TAP_CURVE": "keys"}, "no other does"),
+        ({"VLLM_TAP_ENDPOINT": "tcp://h:5555|ipc:///tmp/x"}, "of two, the first must be ipc:///PATH"),
+        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x|ipc:///tmp/y"}, "then | and tcp://HOST:PORT"),
+        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x |tcp://h:1"}, "of two, the first must be ipc:///PATH"),
+        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x|tcp://h:1|tcp://h:2"}, "of two, the first must be ipc:///PATH"),
+        ({"VLLM_TAP_ENDPOINT": f"ipc:///{'x' * 120}|tcp://h:1"}, "at most 100 characters"),
+        ({"VLLM_TAP_ENDPOINT": "ipc:///nobody/here|tcp://h:5555"}, "no writer listens at ipc:///nobody/here"),
         ({"VLLM_TAP_CURVE": "/x", "VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "/x/sender.key_secret: no key"),
         ({"VLLM_TAP_ENDPOINT": "ipc://" + "x" * 120}, "at most 100 characters"),
         ({"VLLM_TAP_ENDPOINT": "ipc:///dev/null/tap/writer.sock"}, "/dev/null is not a folder"),
@@ -62,6 +125,7 @@ def test_probes_in_another_order_are_another_graph(tmp_path: Path) -> None:
         ({"VLLM_TAP_ARM": "probe.tone"}, "a probe is registered by --probe NAME=FILE (VLLM_TAP_PROBES)"),
         ({"VLLM_TAP_PROBES": "tone"}, "valid: NAME=FILE, or NAME=FILE@resid_post.12"),
         ({"VLLM_TAP_PROBES": "tone=a, tone=b"}, "named twice"),
+        ({"VLLM_TAP_ENGINE": "a b"}, "a name is 1 to 64 of"),
         ({"VLLM_TAP_ON_FULL": "maybe"}, "valid: drop, wait"),
         ({"VLLM_TAP_RING_BYTES": "1GB"}, "must be a number of bytes"),
         ({"VLLM_TAP_RING_BYTES": "100"}, "at least"),

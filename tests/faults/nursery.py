@@ -30,8 +30,8 @@ class Nursery:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.nursery"], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            [sys.executable, "-m", "tests.faults.nursery"], cwd=ROOT, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True)
         self._lock = threading.Lock()
 
     def fork(self, store: Path, endpoint: str, log: Path, environment: dict[str, str], flags: Sequence[str]) -> int:

@@ -336,8 +336,9 @@ def warm_up(traffic: Traffic, store: Path) -> None:
 
 
 def memory(writer: Forked) -> int:
-    """Resident bytes of the writer."""
-    return int(Path(f"/proc/{writer.pid}/statm").read_text().split()[1]) * 4096
+    """Bytes of the writer that are no file's: the kernel keeps pages of libraries (LLVM's are 90 MB) as it likes."""
+    resident, shared = Path(f"/proc/{writer.pid}/statm").read_text().split()[1:3]
+    return (int(resident) - int(shared)) * 4096
 
 
 def test_row_34_missing_files_and_stray_ones(store: Path) -> None:
@@ -380,7 +381,7 @@ def test_row_32_a_clock_that_jumps(writer: Forked, traffic: Traffic, store: Path
 
 
 @pytest.mark.parametrize("rounds", [
-    pytest.param(60, marks=pytest.mark.faults),
+    pytest.param(300, marks=pytest.mark.faults),  # the caches are full after 2,500 captures: from a third on it is flat
     pytest.param(4000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
 ])
 def test_row_36_nothing_grows(
@@ -407,6 +408,6 @@ def test_row_36_nothing_grows(
     until(lambda: not list((store / "writers/w0/journal").glob("*.open")))
     after = used()
     assert after[0] <= before[0] * 1.05 + 4e6 and after[1] <= before[1] + 4, (before, after)
-    record_property("times", f"{25 * rounds} captures; RSS {before[0] / 1e6:.0f} → {after[0] / 1e6:.0f} MB, "
+    record_property("times", f"{25 * rounds} captures; memory {before[0] / 1e6:.0f} → {after[0] / 1e6:.0f} MB, "
                     f"descriptors {before[1]} → {after[1]}")
     traffic.close()

@@ -35,8 +35,7 @@ def traced(store: Path, inject: str) -> Iterator[tuple[str, subprocess.Popen[str
     process = subprocess.Popen(
         ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={calls}", "-e", f"inject={inject}", sys.executable,
          "-m", "writer_service", "--store", str(store), "--endpoint", endpoint, *FLAGS],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True)
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     try:
         yield endpoint, process

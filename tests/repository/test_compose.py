@@ -11,11 +11,14 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
+from api.config import Config
 from tests.support.api_stack import ROOT
 from tests.support.compose import SERVICES, Compose, engine
 from tests.support.processes import free_port
@@ -133,6 +136,23 @@ def test_only_the_api_can_be_reached(service: tuple[Compose, httpx.Client]) -> N
         assert not any(info["NetworkSettings"].get("Ports", {}).values())
 
 
+def test_the_gateway_names_its_engines_as_they_name_themselves() -> None:
+    services = yaml.safe_load((ROOT / "docker" / "compose.yml").read_text())["services"]
+    words = services["gateway"]["command"]
+    given = dict(words[i + 1].split("=", 1) for i, word in enumerate(words) if word == "--upstream")
+    engines = {name: each for name, each in services.items() if "VLLM_TAP_ENGINE" in (each.get("environment") or {})}
+    assert given == {each["environment"]["VLLM_TAP_ENGINE"]: f"http://{name}:8101" for name, each in engines.items()}
+    assert set(services["gateway"]["depends_on"]) == {"writer", *engines}
+    for each in (*engines.values(), services["gateway"]):
+        assert each["profiles"] == ["two-engines"]
+    for mine, usual in (("engine-a", "engine"), ("engine-b", "engine"), ("gateway", "api")):
+        differ = {key for key in {**services[mine], **services[usual]}
+                  if services[mine].get(key) != services[usual].get(key)}
+        assert differ <= {"profiles", "environment", "command", "depends_on"}
+    config = Config(Path("/nowhere"), "ipc:///tmp/x", [f"{name}={url}" for name, url in given.items()])
+    assert config.engines == given
+
+
 def asked() -> set[str]:
     """The metrics of ours that the dashboard asks for."""
     board = json.loads((ROOT / "docker" / "grafana" / "dashboards" / "vllm-tap.json").read_text())
@@ -151,13 +171,13 @@ def test_the_scraper_finds_what_the_dashboard_asks_for(service: tuple[Compose, h
 
 
 def test_the_dashboard_and_the_scraper_name_what_exists() -> None:
-    page = "".join((ROOT / "docs" / name).read_text() for name in ("reference/operations.md", "reference/http.md"))
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     for name in asked():
         assert f"`{re.sub('_bucket$', '', name)}`" in page, name
     compose_file = (ROOT / "docker" / "compose.yml").read_text()
     targets = re.findall(r'targets: \["([a-z]+):[0-9]+"\]', (ROOT / "docker" / "prometheus.yml").read_text())
     assert sorted(targets) == ["api", "engine", "writer"]
-    assert all(f"\n  {target}:\n" in compose_file for target in targets)
+    assert all(re.search(rf"\n  {target}:( &\w+)?\n", compose_file) for target in targets)
 
 
 def test_every_variable_is_described_with_its_default() -> None:

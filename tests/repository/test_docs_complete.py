@@ -13,21 +13,28 @@ from typing import Final
 
 import httpx
 import pytest
+import typer.main
 from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.app import create_app
 from api.config import Config
+from api.errors import CODES
 from api.metrics import Metrics
 from api.slices.formats import DTYPES, FORMATS
+from engine_side.config import SETTINGS as ENGINE
+from engine_side.config import from_environment
 from schemas.codecs import CODECS
+from schemas.legacy import SETTINGS as EARLIER
 from schemas.manifest import REASONS, STATUSES
 from schemas.sites import SITES
 from schemas.spec import CaptureSpec
 from tests.support.pages import walk
-from tests.support.pages.reference_pages import DOCS, PARTS, commands, commands_page, with_parts
+from tests.support.pages.reference_pages import DOCS, PAGES, PARTS, SETTINGS, commands, with_parts
+from tests.support.pages.settings import TESTS
 from tests.support.processes import free_port
 from tests.support.store_helpers import WriterProcess
+from vllm_tap.cli.main import app
 
 ROOT: Final = Path(__file__).parents[2]
 SHIPPED: Final = ("engine_side", "writer_service", "api", "schemas", "vllm_tap")
@@ -76,7 +83,8 @@ def writer_metrics() -> frozenset[str]:
 
 def metrics() -> set[str]:
     """Of the service and of the writer; the engine tells its own to them."""
-    service = {metric.name + ("_total" if metric.type == "counter" else "") for metric in Metrics().registry.collect()}
+    found = Metrics(["a", "b"]).registry.collect()
+    service = {metric.name + ("_total" if metric.type == "counter" else "") for metric in found}
     return service | {name for name in writer_metrics() if not name.endswith("_created")}
 
 
@@ -88,20 +96,30 @@ def routes() -> set[str]:
 
 def codes() -> set[str]:
     """Of error answers: a status and then a code, the table of shared errors, and what is an error object by itself."""
-    found = set()
+    found = {code for _, code in answered()}
     for path, tree in sources("api"):
         for node in ast.walk(tree):
-            parts = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.Tuple) else []
-            values = [part.value if isinstance(part, ast.Constant) else None for part in parts]
-            found |= {code for status, code in pairwise(values)
-                      if isinstance(status, int) and 400 <= status < 600 and isinstance(code, str)}
             if isinstance(node, ast.Dict):
                 found |= {value.value for key, value in zip(node.keys, node.values, strict=True)
-                          if isinstance(key, ast.Constant) and key.value == "code" and isinstance(value, ast.Constant)}
-        if path.name == "errors.py":
-            found |= set(re.findall(r'"\s*, "([a-z_]+)"\)', path.read_text()))
-            found |= set(re.findall(r'\), "([a-z_]+)"\)', path.read_text()))
-    return {code for code in found if isinstance(code, str)}
+                          if isinstance(key, ast.Constant) and key.value == "code" and isinstance(value, ast.Constant)
+                          and isinstance(value.value, str)}
+            if path.name == "errors.py" and isinstance(node, ast.Tuple) and len(node.elts) == 2:
+                found |= {part.value for part in node.elts[1:] if isinstance(part, ast.Constant)
+                          and isinstance(part.value, str) and part.value.isidentifier()}
+        if path.name == "guard.py":
+            found |= {f"too_many_{counted}" for counted in re.findall(r'\(+"([a-z]+)", self\._', path.read_text())}
+    return found
+
+
+def answered() -> set[tuple[int, str]]:
+    """Statuses and codes that stand side by side in the code."""
+    pairs = set()
+    for _, tree in sources("api"):
+        for node in ast.walk(tree):
+            parts = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.Tuple) else []
+            pairs |= set(pairwise(part.value if isinstance(part, ast.Constant) else None for part in parts))
+    return {(status, code) for status, code in pairs  # type: ignore[misc]
+            if isinstance(status, int) and 400 <= status < 600 and isinstance(code, str) and code.isidentifier()}
 
 
 def spec_fields() -> set[str]:
@@ -117,19 +135,20 @@ def targets() -> set[str]:
     return {f"make {name}" for name in re.findall(r"^([a-z-]+):.*##", text, re.MULTILINE)}
 
 
+HTTP: Final = tuple(f"docs/reference/http/{page}.md" for page in ("generate", "read", "live", "edits", "operate"))
 # By kind: what there is, and the pages where one looks for it, each name in a span or block of code.
 KINDS: Final[dict[str, tuple[Callable[[], Iterable[str]], tuple[str, ...]]]] = {
-    "settings": (settings, ("docs/explain/tap.md", "docs/reference/operations.md", "docs/reference/http.md")),
-    "flags of processes": (process_flags, ("docs/reference/http.md", "docs/reference/operations.md")),
-    "metrics": (metrics, ("docs/reference/http.md", "docs/reference/operations.md")),
-    "routes": (routes, ("docs/reference/http.md",)),
-    "error codes": (codes, ("docs/reference/http.md",)),
+    "settings": (settings, ("docs/reference/settings.md",)),
+    "flags of processes": (process_flags, ("docs/reference/commands.md",)),
+    "metrics": (metrics, ("docs/reference/metrics.md",)),
+    "routes": (routes, HTTP),
+    "error codes": (codes, ("docs/reference/errors.md",)),
     "reasons of missing rows": (lambda: REASONS, ("docs/reference/store.md",)),
-    "statuses": (lambda: STATUSES, ("docs/reference/http.md",)),
+    "statuses": (lambda: STATUSES, HTTP),
     "fields of a spec": (spec_fields, ("docs/reference/spec.md",)),
     "sites": (lambda: SITES, ("docs/reference/spec.md",)),
     "codecs": (lambda: CODECS, ("docs/reference/codecs.md",)),
-    "formats and dtypes": (lambda: [*FORMATS, *DTYPES], ("docs/reference/http.md",)),
+    "formats and dtypes": (lambda: [*FORMATS, *DTYPES], HTTP),
     "settings of the compose file": (compose_settings, ("docs/howto/containers.md",)),
     "make targets": (targets, ("CONTRIBUTING.md",)),
 }
@@ -160,10 +179,43 @@ def test_what_is_taken_off_its_page_is_missed(kind: str) -> None:
         assert lacking([name], [_word(name).sub("", page) for page in pages]) == [name]
 
 
-def test_every_command_and_flag_is_on_its_page_as_the_code_has_it() -> None:
-    page = (DOCS / "reference/commands.md").read_text()
-    assert page == commands_page(), "python -m tests.support.pages.reference_pages"
-    assert all(f"`{name.rpartition(' ')[2]}`" in page for name in flags())
+@pytest.mark.parametrize("name", PAGES)
+def test_a_written_page_is_as_the_code_has_it(name: str) -> None:
+    assert (DOCS / name).read_text() == PAGES[name](), "python -m tests.support.pages.reference_pages"
+
+
+def test_every_setting_is_declared() -> None:
+    declared = [name for _, _, found in SETTINGS for name in found if found is not TESTS]
+    assert set(declared) == settings() and len(declared) == len(set(declared))
+    assert all(of.unit and of.meaning.endswith(".") for of in [*ENGINE.values(), *EARLIER.values(), *TESTS.values()])
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    known = {flag for param in serve.params for flag in param.opts}
+    assert {of.flag for of in [*ENGINE.values(), *EARLIER.values()]} - {""} <= known
+
+
+def test_every_setting_of_tests_is_declared() -> None:
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("*.py") if path.name != "settings.py"]
+    found = {name for text in texts for name in re.findall(r'"(TAP_[A-Z0-9_]+)"', text)}
+    assert set(re.findall(r"\b(TAP_[A-Z0-9_]+)=", (ROOT / "Makefile").read_text())) <= found
+    assert found == set(TESTS)
+
+
+def test_defaults_of_settings_are_those_of_the_engine(tmp_path: Path) -> None:
+    """An engine that is told the defaults is as one that is told nothing."""
+    endpoint = {"VLLM_TAP_ENDPOINT": f"ipc://{tmp_path}/writer.sock"}
+    said = {name: of.default.replace("8 GiB", str(8 << 30)) for name, of in ENGINE.items()
+            if of.default and of.default not in ("the engine's own", "drawn at the start")}
+    assert len(said) == 6 and from_environment({**said, **endpoint}) == from_environment(endpoint)
+    for name in said.keys() - {"VLLM_TAP_OWN_GROUP"}:
+        other = {"VLLM_TAP_ARM": "embed", "VLLM_TAP_ON_FULL": "wait"}.get(name, "7")
+        assert from_environment({**endpoint, name: other}) != from_environment(endpoint), name
+
+
+def test_every_error_code_is_declared_with_its_status() -> None:
+    declared = {(of.status, code) for code, of in CODES.items()}
+    assert set(CODES) == codes()
+    assert answered() <= declared and len(answered()) > 25
+    assert all(of.when.endswith(".") and of.cure.endswith(".") for of in CODES.values())
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -203,7 +255,13 @@ def test_messages_are_quoted_as_the_code_says_them() -> None:
 # Pages of plain sentences: others join as they are rewritten.
 PLAIN: Final = ("README.md", "SECURITY.md", *(f"docs/{page}" for page in (
     "index.md", "concepts.md", "tutorials/first-capture.md", "howto/coming-from.md", "howto/troubleshooting.md",
-    "reference/sizes.md", "reference/spec.md", "explain/what-it-does-not-do.md", "evidence/production-checklist.md")))
+    "reference/sizes.md", "reference/spec.md", "explain/what-it-does-not-do.md", "evidence/production-checklist.md",
+    "howto/edits.md", "howto/look-inside.md", "explain/tap.md", "reference/operations.md", "reference/protocol.md",
+    "reference/store.md", "reference/errors.md", "reference/settings.md", "reference/metrics.md", "reference/limits.md",
+    "reference/codecs.md", "explain/security.md", "explain/walk.md", "tutorials/logit-lens.md", "howto/containers.md",
+    "howto/extend.md", "howto/operate.md", "howto/patching.md", "howto/probes.md", "howto/ray.md",
+    "howto/sae-training.md", "howto/several-engines.md", "howto/several-hosts.md", "howto/verify.md",
+    "howto/xarray.md")), *HTTP)
 WORDS_MAX: Final = 30  # of a sentence; 25 is the aim
 
 

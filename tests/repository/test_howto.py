@@ -1,6 +1,7 @@
-"""The pages for researchers, SAE and safety teams: every block of Python of theirs, run as it stands.
+"""The pages for researchers, SAE and safety teams, and those about HTTP: every block of Python, run as it stands.
 
-Blocks that need vLLM itself are run beside a real engine: tests/engine/serving/test_recording.py and test_serve.py.
+Blocks that need vLLM itself are run beside a real engine: tests/engine/serving/test_recording.py, test_serve.py and
+test_ray.py. The page about Ray is run on a real one: tests/vllm_tap/ray/test_howto.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vllm_tap import Client
 LACKING = [name for name in ("torch", "xarray", "datasets", "zarr", "tensorstore") if find_spec(name) is None]
 needs_more = pytest.mark.skipif(bool(LACKING), reason=f"not installed: {', '.join(LACKING)}")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-NEEDS_VLLM = ("from vllm import", "vllm_xargs")
+NEEDS_VLLM = ("from vllm import", "vllm_xargs", "AutoModelForCausalLM")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def run(page: str, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
     space: dict[str, Any] = {"__name__": page}
     for number, block in enumerate(blocks("python", page)):
         if not any(word in block for word in NEEDS_VLLM):
-            text = block.replace("http://127.0.0.1:8100", stack.url)
+            text = block.replace("http://127.0.0.1:8100", stack.url).replace('model="tiny"', 'model="played"')
             exec(compile(text, f"{page}, block {number}", "exec"), space)  # noqa: S102
     if "client" in space:
         space["client"].close()
@@ -79,6 +80,17 @@ def test_the_page_for_those_who_come_from_elsewhere(stack: Stack, monkeypatch: p
     assert space["last"].shape == (WIDTH,) and f"blocks.{LAYERS - 1}.hook_resid_post" in space["cache"]
 
 
+@needs_more
+def test_the_pages_about_http(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = run("docs/reference/http/read.md", stack, monkeypatch)
+    assert space["generation"].capture.id and len(space["prompts"]) == 2
+    assert len(run("docs/reference/http/edits.md", stack, monkeypatch)["direction"]) == WIDTH
+    space = run("docs/reference/http/generate.md", stack, monkeypatch)
+    assert space["answer"].model_extra["capture"]["id"] != space["message"].capture["id"]
+    space["openai"].close()
+    space["claude"].close()
+
+
 def test_the_page_for_safety_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The played engine has a probe of that name, of which the page's own file is no part."""
     space = run("docs/howto/probes.md", stack, monkeypatch)
@@ -92,7 +104,8 @@ def test_the_page_for_safety_teams(stack: Stack, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_block_is_left_out_by_accident() -> None:
-    pages = ("docs/howto/sae-training.md", "docs/howto/look-inside.md", "docs/howto/probes.md", "docs/howto/xarray.md")
+    pages = ("docs/howto/sae-training.md", "docs/howto/look-inside.md", "docs/howto/probes.md", "docs/howto/xarray.md",
+             "docs/howto/ray.md")
     left = [block for page in pages for block in blocks("python", page)
             if any(word in block for word in NEEDS_VLLM)]
-    assert len(left) == 3
+    assert len(left) == 4

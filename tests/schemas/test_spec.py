@@ -69,7 +69,7 @@ def test_layers_resolve(spec: dict[str, Any], layers: dict[str, list[int]]) -> N
         ({"prefix_cache": "off"}, "prefix_cache", "recompute"),
         ({"return": "file"}, "return", "inline"),
         ({"probe": "toxicity"}, "probe", "a list of at most 64 names"),
-        ({"sites": ["probe.toxicity"]}, "sites", "named under probe"),
+        ({"sites": ["probe.toxicity"]}, "sites", "name a probe in the field probe"),
         ({"probe": ["toxicity"], "layers": [1]}, "layers", "name the sites whose layers"),
         ({"id": "../../etc/passwd"}, "id", "ULID"),
         ({"id": new_ulid().lower()}, "id", "ULID"),
@@ -104,8 +104,8 @@ def test_codecs_resolve_to_their_identity(asked: object, codec: dict[str, str]) 
 
 
 @pytest.mark.parametrize(("asked", "says"), [
-    ("kv8", "resid_post has no heads that it could encode; kv8 is for k, k_rot, v"),
-    ({"q": "kv8"}, "q has no heads that it could encode"),
+    ("kv8", "resid_post has no heads for it to encode; kv8 is for k, k_rot, v"),
+    ({"q": "kv8"}, "q has no heads for it to encode"),
     ({"q": "qk8:head=32"}, "heads of q have 64 columns"),
     ({"resid_post": "rp8:k=9000"}, "valid at width 4096: k up to 2048"),
 ])
@@ -132,7 +132,7 @@ def test_an_unarmed_site_is_its_own_error() -> None:
 def test_ids_are_stored_raw_whatever_is_asked_for_the_rest(codec: object) -> None:
     armed = Armed({"resid_post": [0], "experts": [0]}, n_layers=1)
     assert resolve(parse_spec({"codec": codec}), armed).codec["experts"] == "raw"
-    with pytest.raises(SpecError, match="ids, which no codec may change; valid: raw"):
+    with pytest.raises(SpecError, match="ids, which other codecs would change; valid: raw"):
         resolve(parse_spec({"codec": {"experts": "raw16"}}), armed)
 
 

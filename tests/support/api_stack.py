@@ -30,8 +30,7 @@ class Process:
         with log.open("ab") as errors:
             self.child = subprocess.Popen([sys.executable, "-m", *args], cwd=ROOT, stdout=subprocess.PIPE,
                                           stderr=errors, text=True,
-                                          env={**os.environ, "PYTHONUNBUFFERED": "1",
-                                               "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"})
+                                          env={**os.environ, "PYTHONUNBUFFERED": "1"})
         self.ready = threading.Event()
         self.said = ""
         self.listener = threading.Thread(target=self._listen, daemon=True)
@@ -47,7 +46,7 @@ class Process:
 
     def wait_ready(self) -> str:
         """The last word of the ready line: its URL or endpoint."""
-        if not self.ready.wait(30) or not self.said:
+        if not self.ready.wait(120) or not self.said:
             raise AssertionError(f"not ready: {self.log.read_text()[-2000:]}")
         return self.said.split()[-1]
 
@@ -81,6 +80,7 @@ class Stack:
     endpoint: str
     url: str = ""
     upstream_url: str = ""
+    engines: dict[str, str] = field(default_factory=dict)  # URLs by name
     processes: dict[str, Process] = field(default_factory=dict)
     http: httpx.Client = field(default_factory=httpx.Client)
     key: str = ""  # where the service has keys
@@ -94,6 +94,18 @@ class Stack:
         self.processes["upstream"] = Process(args, self.store.parent / "upstream.log")
         self.upstream_url = self.processes["upstream"].wait_ready()
 
+    def start_engine(self, name: str, *more: str) -> None:
+        """An upstream of several; one that was there before comes back at its URL."""
+        port = self.engines[name].rpartition(":")[2] if name in self.engines else "0"
+        args = ["tests.support.upstream_server", "--endpoint", self.endpoint, "--engine", name, "--port", port, *more]
+        self.processes[name] = Process(args, self.store.parent / f"{name}.log")
+        self.engines[name] = self.processes[name].wait_ready()
+
+    def start_gateway(self, *more: str) -> None:
+        """The API in front of all engines that were started."""
+        first, *others = [f"{name}={url}" for name, url in self.engines.items()]
+        self.start_api(first, *(word for each in others for word in ("--upstream", each)), *more)
+
     def start_api(self, upstream: str | None = None, *more: str, program: str = "api") -> None:
         args = [program, "--store", str(self.store), "--endpoint", self.endpoint, "--port", "0",
                 "--upstream", upstream or self.upstream_url, *more]
@@ -104,7 +116,7 @@ class Stack:
 
     def wait_ready(self) -> None:
         """Until generations with captures are served."""
-        end_s = time.monotonic() + 20
+        end_s = time.monotonic() + 60
         while (answer := self.http.get("/readyz")).status_code != 200:
             assert time.monotonic() < end_s, answer.text
             time.sleep(0.05)
@@ -113,9 +125,10 @@ class Stack:
         """A completion request."""
         return self.http.post("/v1/completions", json={"model": "played", "prompt": prompt, **fields})
 
-    def seen(self) -> list[dict[str, object]]:
-        """What upstream was asked."""
-        body: list[dict[str, object]] = httpx.get(f"{self.upstream_url}/_log").json()
+    def seen(self, engine: str = "") -> list[dict[str, object]]:
+        """What upstream was asked, or one of several."""
+        url = self.engines[engine] if engine else self.upstream_url
+        body: list[dict[str, object]] = httpx.get(f"{url}/_log").json()
         return body
 
 

@@ -33,4 +33,4 @@ def install_entry_points(target: Path, name: str, groups: Mapping[str, Mapping[s
 
 def environment(*targets: Path) -> dict[str, str]:
     """The variables of a process that finds this project, and the packages in ``targets``."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*targets, ROOT)))}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*targets, ROOT / "tests/support/start", ROOT)))}

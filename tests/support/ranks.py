@@ -7,6 +7,7 @@ rank that has them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from schemas import codecs
 from schemas.ids import new_ulid
 from schemas.wire.layout import Part, Share, places_of
-from schemas.wire.messages import Dropped, EngineInfo, Join, PartFinish
+from schemas.wire.messages import Dropped, EngineInfo, Join, PartFinish, Ping, Refuse, encode
 from schemas.wire.row_table import FLAG_DRAFT, FLAG_RECOMPUTED, RowTable
 from tests.support.store_helpers import Sender, engine_info, frame_of, key_of, pieces_of
 
@@ -87,8 +88,8 @@ class Rank(Sender):
 class Ranks:
     """All of them, playing one capture; those that share nothing out of a site are silent about it."""
 
-    def __init__(self, endpoint: str, count: int) -> None:
-        self.info = info_of(count)
+    def __init__(self, endpoint: str, count: int, group: str = "", name: str = "") -> None:
+        self.info = msgspec.structs.replace(info_of(count, group), name=name)
         self.all = [Rank(endpoint, rank, self.info) for rank in range(count)]
         self.capture, self.number = new_ulid(), 1
 
@@ -133,6 +134,61 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         for rank in self.all:
             rank.close()
+
+
+class LivingRanks(Ranks):
+    """Ranks that say that they live, but for those that were killed; ``lock`` is held to speak for one."""
+
+    def __init__(self, endpoint: str, count: int, group: str = "", name: str = "") -> None:
+        super().__init__(endpoint, count, group, name)
+        self.lock, self.over, self.dead = threading.Lock(), threading.Event(), set[Rank]()
+        self.heart = threading.Thread(target=self.beat)
+
+    def beat(self) -> None:
+        while not self.over.wait(0.3):
+            with self.lock:
+                for rank in [rank for rank in self.all if rank not in self.dead]:
+                    rank.socket.send(encode(Ping()))
+                    while (answer := rank.receive(0)) is not None:
+                        if isinstance(answer, Refuse):
+                            rank.hello()
+
+    def kill(self, number: int) -> None:
+        """As kill -9 of a rank's sender: its connection goes, without a word."""
+        with self.lock:
+            self.dead.add(self.all[number])
+            self.all[number].close()
+
+    def start(self, number: int) -> None:
+        """A sender of that rank again: another stream."""
+        with self.lock:
+            self.all[number] = again = Rank(self.all[number].endpoint, number, self.info)
+            again.hello()
+
+    def send(self, capture: str, site: str, layers: list[int], prompt_len: int, end: int) -> None:
+        """A whole capture of some layers of a site, by the ranks that have them."""
+        with self.lock:
+            having = [rank for rank in self.all if set(rank.share(site)) & set(layers)]
+            self.leader.open(capture, prompt_len, {site: layers})
+            for rank in having:
+                if rank is not self.leader:
+                    rank.join(capture)
+                rank.rows(capture, 1, site, range(end), 1, layers=sorted(set(rank.share(site)) & set(layers)))
+                if rank is not self.leader:
+                    rank.part_finish(capture)
+            self.leader.finish(capture, end, end + 1 - prompt_len)
+            for rank in having:
+                rank.wait(timeout_s=60)
+
+    def __enter__(self) -> LivingRanks:
+        super().__enter__()
+        self.heart.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.heart.join()
+        super().__exit__()
 
 
 def values(ranks: int, number: int, site: str, positions: Sequence[int], layers: Sequence[int] = LAYERS,

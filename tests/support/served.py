@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 
 @contextmanager
-def serving(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+def serving(words: Sequence[str], environment: Mapping[str, str], ready_s: float = 240
+            ) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """The process of ``vllm-tap serve`` with these arguments, and the lines that it has said so far."""
     process = subprocess.Popen([sys.executable, "-m", "vllm_tap", "serve", *words], env=environment, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
@@ -29,7 +30,7 @@ def serving(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tu
 
     threading.Thread(target=read, daemon=True).start()
     try:
-        assert ready.wait(240) and process.poll() is None, "\n".join(lines[-40:])
+        assert ready.wait(ready_s) and process.poll() is None, "\n".join(lines[-40:])
         yield process, lines
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, "\n".join(lines[-40:])
@@ -37,3 +38,13 @@ def serving(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[tu
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def until_it_was_cut_off(left: Callable[[], str], reason: Callable[[str], str]) -> str:
+    """The id of a capture whose client left in time; asked again where the engine was done by then."""
+    for _ in range(8):
+        ulid = left()
+        if (ended := reason(ulid)) == "abort":
+            return ulid
+        assert ended == "length", ended
+    raise AssertionError("eight requests were generated whole before their clients had left")

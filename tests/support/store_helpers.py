@@ -53,7 +53,7 @@ SITE = "resid_post"
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], timeout_s: float = 10.0) -> T:
+def until(condition: Callable[[], T], timeout_s: float = 30.0) -> T:
     """What the condition gives once it is true, or at last after the timeout.
 
     A capture that is not there is waited for like anything else: the catalog follows an engine's Ack a moment later.
@@ -97,7 +97,6 @@ class WriterProcess:
         self.process = subprocess.Popen(
             [sys.executable, *program, "--store", str(self.store), "--endpoint", self.endpoint, *self.flags],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -24,7 +24,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.config import Config
 from api.embedded import Embedded, embeddable
 from schemas.ids import sample_id
-from schemas.spec import parse_spec, resolve
+from schemas.spec import Armed, parse_spec, resolve
+from schemas.wire.messages import TapCounters, TapState
 from tests.support.engines.engine_player import ARMED, EnginePlayer
 
 MODEL = "played"
@@ -50,12 +51,38 @@ MODEL = "played"
 class Upstream:
     """The state of the server: its engine, and what it was asked."""
 
-    def __init__(self, endpoint: str, dtype: str) -> None:
-        self.engine = EnginePlayer(endpoint, dtype) if endpoint else None
+    def __init__(self, endpoint: str, dtype: str, name: str = "", models: Sequence[str] = (MODEL,),
+                 armed: Armed = ARMED) -> None:
+        self.engine = EnginePlayer(endpoint, dtype, armed=armed, name=name, model=models[0]) if endpoint else None
+        self.listed = list(models)
         self.seen: list[dict[str, Any]] = []
+        self.speed: dict[str, float] = {}
+        self.since_s = 0.0
+
+    async def set_speed(self, request: Request) -> Response:
+        """From now on metrics tell ``prompt`` and ``generated`` tokens a second, ``running`` requests, and Pings a ring
+        of which ``used`` of ``ring`` bytes are taken.
+        """
+        self.speed, self.since_s = await request.json(), time.monotonic()
+        if self.engine is not None and "ring" in self.speed:
+            self.engine.tap = TapState(TapCounters(), int(self.speed["ring"]), int(self.speed.get("used", 0)), 0)
+        return Response()
+
+    async def metrics(self, request: Request) -> Response:
+        """As vLLM does: those of the process, or of all processes that tell them together where there are several."""
+        registry = REGISTRY
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            registry = CollectorRegistry()
+            multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        seconds = time.monotonic() - self.since_s
+        told = "".join(f'vllm:{name}{{model_name="{{played}}",engine="0"}} {value!r}\n' for name, value in (
+            ("prompt_tokens_total", seconds * self.speed["prompt"]),
+            ("generation_tokens_total", seconds * self.speed["generated"]),
+            ("num_requests_running", self.speed["running"]))) if self.speed else ""
+        return Response(generate_latest(registry) + told.encode(), media_type="text/plain")
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        return JSONResponse({"object": "list", "data": [{"id": each, "object": "model"} for each in self.listed]})
 
     async def health(self, request: Request) -> Response:
         return Response()
@@ -135,6 +162,7 @@ class Work:
 
     def __init__(self, upstream: Upstream, body: dict[str, Any], request: Request, seen: dict[str, Any]) -> None:
         self.body, self.seen, self.engine, self.request = body, seen, upstream.engine, request
+        self.model = upstream.listed[0]
         self.chat, self.path = "messages" in body, request.url.path
         self.play = body.get("play", {})
         self.name = ("chatcmpl-" if self.chat else "cmpl-") + request.headers.get("x-request-id", "none")
@@ -161,7 +189,7 @@ class Work:
             return
         cached = self.play.get("cached", 0)
         for capture, sample, prompt in self.captures():
-            adapter = "" if self.body["model"] == MODEL else self.body["model"]
+            adapter = "" if self.body["model"] == self.model else self.body["model"]
             resolved = self.engine.open(capture, self.spec, prompt, cached, adapter)
             self.engine.send_rows(capture, sample, resolved, len(prompt), prompt, list(range(cached, len(prompt))),
                                   nan=self.play.get("nan", ()))
@@ -173,7 +201,7 @@ class Work:
         if self.spec is None or self.engine is None:
             return
         for capture, sample, prompt in self.captures():
-            at, resolved = len(prompt) + len(out) - 2, resolve(self.spec, ARMED)
+            at, resolved = len(prompt) + len(out) - 2, resolve(self.spec, self.engine.armed)
             if self.play.get("guess") and at % 3 == 1:
                 continue  # the step before had guessed it
             self.engine.send_rows(capture, sample, resolved, len(prompt), prompt + out, [at])
@@ -190,7 +218,7 @@ class Work:
         for capture, sample, prompt in self.captures():
             end = len(prompt) + len(out) - (reason != "abort")
             if not self.play.get("guess"):
-                self.engine.send_rows(capture, sample, resolve(self.spec, ARMED), len(prompt), prompt + out,
+                self.engine.send_rows(capture, sample, resolve(self.spec, self.engine.armed), len(prompt), prompt + out,
                                       list(range(len(prompt), end)), nan=self.play.get("nan", ()))
             self.engine.finish(capture, reason, out, end)
 
@@ -207,19 +235,19 @@ class Work:
         if self.path == "/v1/responses":
             return JSONResponse(self.response("completed"))
         if self.path == "/v1/messages":
-            return JSONResponse({"id": self.name, "type": "message", "role": "assistant", "model": MODEL,
+            return JSONResponse({"id": self.name, "type": "message", "role": "assistant", "model": self.model,
                                  "content": [{"type": "text", "text": text}], "stop_reason": "end_turn"})
         choices = [{"index": i, "finish_reason": "stop", "logprobs": None,
                     **({"message": {"role": "assistant", "content": text}} if self.chat else {"text": text})}
                    for i in range(len(self.prompts) * self.n)]
         return JSONResponse({"id": self.name, "object": "chat.completion" if self.chat else "text_completion",
-                             "created": 1, "model": MODEL, "choices": choices, "usage": self.usage()})
+                             "created": 1, "model": self.model, "choices": choices, "usage": self.usage()})
 
     def response(self, status: str) -> dict[str, Any]:
         """As OpenAI's Responses have it."""
         text = {"type": "output_text", "text": bytes(self.out).decode(), "annotations": []}
-        return {"id": self.name, "object": "response", "created_at": 1, "model": MODEL, "status": status, "tools": [],
-                "tool_choice": "auto", "parallel_tool_calls": True, "output": [{
+        return {"id": self.name, "object": "response", "created_at": 1, "model": self.model, "status": status,
+                "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "output": [{
                     "id": "msg_1", "type": "message", "role": "assistant", "status": status, "content": [text]}]}
 
     def usage(self) -> dict[str, int]:
@@ -271,7 +299,7 @@ class Work:
             return named("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}})
         return b"data: " + json.dumps({
             "id": self.name, "object": "chat.completion.chunk" if self.chat else "text_completion", "created": 1,
-            "model": MODEL, **value}).encode() + b"\n\n"
+            "model": self.model, **value}).encode() + b"\n\n"
 
 
 _LAST = {"/v1/responses": ("response.completed", True), "/v1/messages": ("message_stop", False)}
@@ -296,15 +324,6 @@ class AsksForKey:
             await self.app(scope, receive, send)
 
 
-async def metrics(request: Request) -> Response:
-    """As vLLM does: those of the process, or of all processes that tell them together where there are several."""
-    registry = REGISTRY
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        registry = CollectorRegistry()
-        multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    return Response(generate_latest(registry), media_type="text/plain")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--endpoint", default="")
@@ -314,8 +333,12 @@ def main() -> None:
     parser.add_argument("--keyed", action="store_true", help="… which takes this server to have asked for a key")
     parser.add_argument("--key", default="", help="… which does ask for this one")
     parser.add_argument("--capture-all", default="", help="… and captures what does not ask for it as this says")
+    parser.add_argument("--engine", default="", help="the engine's name, as a gateway with several has it")
+    parser.add_argument("--model", action="append", help="what it serves: the model, then adapters")
+    parser.add_argument("--armed", action="append", help="sites that it has, all where none is named")
     args = parser.parse_args()
-    upstream = Upstream(args.endpoint, args.dtype)
+    armed = Armed({site: ARMED.sites[site] for site in args.armed}, ARMED.n_layers) if args.armed else ARMED
+    upstream = Upstream(args.endpoint, args.dtype, args.engine, args.model or [MODEL], armed)
     app = Starlette(routes=[
         Route("/v1/models", upstream.models), Route("/health", upstream.health), Route("/_log", upstream.log),
         Route("/tokenize", upstream.tokenize, methods=["POST"]),
@@ -325,10 +348,10 @@ def main() -> None:
         Route("/v1/responses", upstream.generate, methods=["POST"]),
         Route("/v1/messages", upstream.generate, methods=["POST"]),
         Route("/v1/messages/count_tokens", upstream.tokenize, methods=["POST"]),
-        Route("/metrics", metrics),
+        Route("/metrics", upstream.metrics), Route("/_speed", upstream.set_speed, methods=["POST"]),
     ], exception_handlers={HTTPException: as_json})
     if args.store:
-        config = Config(args.store, args.endpoint, "http://vllm", capture_all=args.capture_all)
+        config = Config(args.store, args.endpoint, ("http://vllm",), capture_all=args.capture_all)
         app.add_middleware(Embedded, **embeddable(config, lambda: args.keyed or bool(args.key)))
     if args.key:
         app.add_middleware(AsksForKey, key=args.key)

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from tests.survey.configs import WRAPPERS
 from tests.survey.page import JSON, write
 
 os.environ.update({
@@ -27,11 +28,12 @@ SECONDS_MAX: Final = 120
 
 
 def architectures() -> list[str]:
-    """Those that vLLM has code for, and those that it runs by Transformers' classes."""
+    """Those that vLLM has code for, those that it runs by Transformers' classes, and some that take images."""
     from vllm.model_executor.models import registry
 
     return [*registry._TEXT_GENERATION_MODELS, *(
-        name for name, (_, runs) in registry._TRANSFORMERS_SUPPORTED_MODELS.items() if "MultiModal" not in runs)]
+        name for name, (_, runs) in registry._TRANSFORMERS_SUPPORTED_MODELS.items() if "MultiModal" not in runs),
+            *WRAPPERS]
 
 
 def in_a_child(architecture: str) -> dict[str, Any]:

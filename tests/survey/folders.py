@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.survey.configs import DIFFERS, PLAIN, Differs, small
+from tests.support.models.families import family_model
+from tests.survey.configs import DIFFERS, PLAIN, WRAPPERS, Differs, small
 
 
 @cache
@@ -32,6 +34,9 @@ class Made:
 
 def make(architecture: str, folder: Path) -> Made:
     """Write a small model of ``architecture`` into ``folder``."""
+    if family := WRAPPERS.get(architecture):
+        shutil.copytree(family_model(family, "float32"), folder, dirs_exist_ok=True)
+        return Made(family, True)
     differs = DIFFERS.get(architecture, Differs())
     kind = differs.model_type or _types().get(architecture, architecture.removesuffix("ForCausalLM").lower())
     config = _config(kind, differs.said or {})

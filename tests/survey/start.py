@@ -53,9 +53,10 @@ def _start(folder: Path, dtype: str, weights: bool) -> Any:
     from vllm import LLM
 
     # vLLM's C++ rotary embedding on the CPU is wrong for queries of three dimensions: its own in torch is right.
-    return LLM(str(folder), load_format="auto" if weights else "dummy", dtype=dtype, skip_tokenizer_init=True,
-               enforce_eager=True, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=256, seed=0,
-               enable_prefix_caching=False, compilation_config={"custom_ops": ["none"]})
+    return LLM(str(folder), load_format="auto" if weights else "dummy", dtype=dtype, enforce_eager=True,
+               skip_tokenizer_init=not (folder / "tokenizer.json").is_file(), max_model_len=256, max_num_seqs=2,
+               max_num_batched_tokens=256, seed=0, enable_prefix_caching=False,
+               compilation_config={"custom_ops": ["none"]})
 
 
 @contextmanager
@@ -115,7 +116,7 @@ def _hold(row: dict[str, Any], llm: Any, folder: Path, model: nn.Module, family:
         temperature=0.0, max_tokens=GENERATED, ignore_eos=True, detokenize=False), use_tqdm=False)
     tokens = [*PROMPT, *output.outputs[0].token_ids][:-1]
     row["stage"] = "reference"
-    reference = Reference(folder, tokens, n_layers)
+    reference = Reference(folder, tokens, n_layers, row["dtype"])
     row["held"] = {site: {"error": held.error, "as": held.module} for site, held in reference.holds(
         {key: torch.cat(steps) for key, steps in rows.items()}).items()}
     row["stage"] = "held"

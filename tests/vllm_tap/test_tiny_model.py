@@ -27,7 +27,7 @@ def make_elsewhere(cache: Path, *arguments: object) -> Path:
     """The model made by a fresh process with a cache of its own."""
     text = f"from vllm_tap.tiny_model import tiny_model; print(tiny_model(*{arguments!r}))"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True,
-                          env={**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)})
+                          env={**os.environ, "XDG_CACHE_HOME": str(cache)})
     return Path(done.stdout.strip())
 
 
@@ -47,7 +47,7 @@ def test_another_seed_makes_another_model() -> None:
 
 def test_two_processes_may_make_it_at_once(tmp_path: Path) -> None:
     text = "from vllm_tap.tiny_model import tiny_model; print(tiny_model('llama', 3))"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     both = [subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, env=environment) for _ in range(2)]
     paths = {process.communicate(timeout=60)[0] for process in both}
     assert [process.returncode for process in both] == [0, 0] and len(paths) == 1
@@ -116,4 +116,4 @@ def test_bad_arguments_are_named(arguments: tuple[object, ...], names: list[str]
 
 def test_importing_it_loads_no_torch() -> None:
     text = "import sys, vllm_tap.tiny_model; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", text], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run([sys.executable, "-c", text], check=True)

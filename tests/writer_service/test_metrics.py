@@ -59,7 +59,7 @@ def test_metrics_and_json_lines(tmp_path: Path) -> None:
 
 
 def test_every_counter_has_a_help_text_and_a_line_on_the_page() -> None:
-    page = (ROOT / "docs" / "reference" / "operations.md").read_text()
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     assert all(HELP.values()) and len(HELP) > 20
     assert list(TAP_HELP) == list(TapCounters.__struct_fields__)
     for name in HELP:

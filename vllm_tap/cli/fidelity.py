@@ -13,6 +13,7 @@ import typer
 from schemas.errors import ArgumentError, TapError
 
 if TYPE_CHECKING:
+    from vllm_tap.fidelity.job import FidelityJob
     from vllm_tap.fidelity.reports.report import Report
 
 __all__ = ["add"]
@@ -32,11 +33,12 @@ def add(app: typer.Typer) -> None:
 def fidelity(
     context: typer.Context,
     what: Annotated[list[str] | None, typer.Argument(
-        metavar="MODEL | compare OLD NEW", help="A folder or a name on the Hugging Face hub; or compare and two "
-                                                "reports.")] = None,
+        metavar="MODEL | kv MODEL | compare OLD NEW", help="A folder or a name on the Hugging Face hub; with kv before "
+                                                           "it, codecs of the K/V cache; or compare and two reports.")
+        ] = None,
     pilot: Annotated[bool, typer.Option("--pilot", help="Two small models that are trained here first: plain, and with "
                                                         "massive columns planted.")] = False,
-    out: Annotated[Path, typer.Option(help="The folder of the report; a run that was ended goes on from there.")]
+    out: Annotated[Path, typer.Option(help="The folder of the report; repeat the command to resume a run there.")]
         = Path("fidelity"),
     codecs: Annotated[str, typer.Option(help="Codecs, comma-separated.")] = "",
     sites: Annotated[str, typer.Option(help="Sites, comma-separated (default: resid_post and mlp_post).")] = "",
@@ -45,59 +47,105 @@ def fidelity(
                                                    "standard library of the running Python).")] = None,
     size: Annotated[str, typer.Option(help="quick: 16 prompts of 128 tokens; standard: 200 of 512; full: 400 of "
                                            "2,048.")] = "quick",
-    prompts: Annotated[int | None, typer.Option(help="So many prompts.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Number of prompts (default: as --size says).")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt (default: as --size says).")] = None,
     bar: Annotated[float | None, typer.Option(help="KL in nats that a codec may cost (default: what bfloat16 costs).")]
         = None,
     sae: Annotated[list[str] | None, typer.Option(
         help="An autoencoder in SAELens's format: FOLDER@resid_post.12; repeatable.")] = None,
+    modes: Annotated[str, typer.Option(
+        help="Of kv: snapshot, direct, in-forward (default: these three), rolling.")] = "",
+    window: Annotated[int | None, typer.Option(help="Of kv with rolling: positions that stay exact before a step "
+                                               "(default: half of the context, at most 128).")] = None,
+    engine_dtypes: Annotated[str, typer.Option(
+        help="Of kv: vLLM's own dtypes of the cache (--kv-cache-dtype), such as fp8, each in another engine.")] = "",
+    parts: Annotated[str, typer.Option(help="Of kv: kv, k, v: both, keys or values alone (default: all three).")] = "",
+    codec: Annotated[list[str] | None, typer.Option(
+        help="Of kv: a codec of your own, NAME=PACKAGE.MODULE:CLASS; repeatable.")] = None,
 ) -> None:
-    """Measure what codecs cost MODEL: decoded rows are put back into it, and looked at as scientists do.
+    """Measure what codecs cost MODEL.
 
-    Writes report.json and report.html, once every control has behaved: rows put back as they were change nothing,
-    shuffled ones cost more than none where they are measured, one wrong row is found at its position. With compare the
-    exit code is 1 where a codec has become worse, breaks the model or is missing. Arguments after -- go to vLLM.
+    Decoded rows are put back into the model, and compared as scientists use them. The report (report.json, report.html)
+    is written once every control has held: rows put back as they were change nothing, shuffled rows cost more than
+    the engine's own noise, and one wrong row is found at its position.
+
+    With kv, keys and values go through codecs on their way into the cache: the first half of a prompt at once
+    (snapshot), all as they are computed (in-forward), all as an exact run had them (direct), or once they have left a
+    window that stays exact (rolling). With compare, the exit code is 1 if a codec has become worse, breaks the model or
+    is missing. Arguments after -- go to vLLM.
     """
     _need_lab()
     words = list(what or ())
     if words[:1] == ["compare"]:
         return _compare(words[1:])
+    of_kv = words[:1] == ["kv"]
+    words = words[of_kv:]
     if pilot == bool(words) or len(words) > 1:
-        raise TapError("name one model (MODEL), or --pilot, or compare and two reports")
+        raise TapError("name one model (MODEL, or kv MODEL), or --pilot, or compare and two reports")
+    for flag, given, fits in (("--modes", modes, of_kv), ("--parts", parts, of_kv), ("--codec", codec, of_kv),
+                              ("--window", window, of_kv), ("--engine-dtypes", engine_dtypes, of_kv),
+                              ("--sites", sites, not of_kv),
+                              ("--sae", sae, not of_kv and not pilot)):
+        if given and not fits:
+            why = "is for one model; the pilots take none" if flag == "--sae" and pilot else (
+                f"{'goes with' if not of_kv else 'does not go with'} kv: vllm-tap fidelity kv MODEL")
+            raise ArgumentError(flag, given[0] if isinstance(given, list) else given, why)
+    common: dict[str, object] = {"layers": layers, "text": text, "size": size, "prompts": prompts, "tokens": tokens,
+                                 "bar": bar}
     if pilot:
-        if sae:
-            raise ArgumentError("--sae", sae[0], "is for one model; the pilots take none")
-        return _pilots(out, sites, {"layers": layers, "codecs": codecs, "text": text, "size": size, "prompts": prompts,
-                                    "tokens": tokens, "bar": bar}, context.obj)
+        common |= {"codecs": codecs, "modes": modes, "parts": parts, "codec": codec,
+                   "window": window, "engine-dtypes": engine_dtypes}
+        return _pilots(out, None if of_kv else sites, common, context.obj)
     from vllm_tap.fidelity.job import FidelityJob
 
-    _run(FidelityJob(words[0], out, _words(sites), _numbers(layers), _words(codecs), text, size, prompts, tokens, bar,
-                     _coders(sae or []), context.obj))
-    return None
+    job = FidelityJob(words[0], out, _words(sites), _numbers(layers), () if of_kv else _words(codecs), text, size,
+                      prompts, tokens, bar, _coders(sae or []), context.obj)
+    return _run_kv(job, (modes, parts, codecs, engine_dtypes), codec or [], window) if of_kv else _run(job)
 
 
-def _pilots(out: Path, sites: str, more: dict[str, object], for_vllm: tuple[str, ...]) -> None:
-    """Both pilots, each in a process of its own: vLLM does not start well where another engine has been."""
+def _pilots(out: Path, sites: str | None, more: dict[str, object], for_vllm: tuple[str, ...]) -> None:
+    """Both pilots, each in a process of its own: vLLM does not start well where another engine has been. ``sites``
+    None: codecs of keys and values.
+    """
     from vllm_tap.fidelity.pilot import pilot_model
 
-    flags = [word for name, value in more.items() if value not in (None, "") for word in (f"--{name}", str(value))]
-    for name, planted, chosen in (("plain", False, sites), ("planted", True, sites or "mlp_post")):
+    flags = [word for name, value in more.items() if value not in (None, "")
+             for each in (value if isinstance(value, list) else [value]) for word in (f"--{name}", str(each))]
+    for name, planted in (("plain", False), ("planted", True)):
         model = pilot_model(planted, progress=sys.stderr.isatty())
-        done = subprocess.run([sys.executable, "-m", "vllm_tap", "fidelity", str(model), "--out", str(out / name),
-                               "--sites", chosen, *flags, "--", "--dtype", "float32", *for_vllm],
+        if sites is None:
+            words = ["kv", str(model)]
+        else:
+            words = [str(model), "--sites", sites or ("mlp_post" if planted else "")]
+        done = subprocess.run([sys.executable, "-m", "vllm_tap", "fidelity", *words, "--out", str(out / name), *flags,
+                               "--", "--dtype", "float32", *for_vllm],
                               env={"OMP_NUM_THREADS": "1", **os.environ})  # so small a model only waits for a second
         if done.returncode:
             raise typer.Exit(done.returncode)
 
 
-def _run(job: object) -> None:
-    from vllm_tap.fidelity.job import FidelityJob, run
+def _run(job: FidelityJob) -> None:
+    from vllm_tap.fidelity.job import run
 
-    assert isinstance(job, FidelityJob)
-    report = run(job, progress=sys.stderr.isatty())
+    _show(run(job, progress=sys.stderr.isatty()), job.out)
+
+
+def _run_kv(job: FidelityJob, words: tuple[str, ...], own: list[str], window: int | None) -> None:
+    from vllm_tap.fidelity.kv.codecs import own_codecs
+    from vllm_tap.fidelity.kv.job import KVJob, run
+    from vllm_tap.fidelity.kv.modes import MODES, PARTS
+
+    if own and (here := str(Path.cwd())) not in sys.path:  # where a codec of one's own lies, as for python -m
+        sys.path.insert(0, here)
+    modes, parts, codecs, dtypes = map(_words, words)
+    asked = KVJob(job, modes or MODES, parts or PARTS, codecs, own_codecs(own), window, dtypes)
+    _show(run(asked, progress=sys.stderr.isatty()), job.out)
+
+
+def _show(report: Report, out: Path) -> None:
     _print(report)
-    typer.echo(job.out / "report.json")
-    typer.echo(job.out / "report.html")
+    typer.echo(out / "report.json")
+    typer.echo(out / "report.html")
 
 
 def _print(report: Report) -> None:
@@ -118,13 +166,15 @@ def _print(report: Report) -> None:
         if one.kind == "noise":
             continue
         word = f"{one.verdict.word} ({one.verdict.more} prompts more)" if one.verdict.more else one.verdict.word
-        table.add_row(f"{one.site}.{one.layer}", one.name, str(one.row_bytes or ""), f"{one.kl.value:.3g}",
+        table.add_row(one.place, one.name, str(one.row_bytes or ""), f"{one.kl.value:.3g}",
                       f"{one.kl.low:.2g} to {one.kl.high:.2g}", f"{100 * one.top1.value:.2f} %",
                       f"{100 * one.perplexity.value:+.3f} %", word if one.kind == "codec" else "control")
     out.print(table, "")
     for place in report.places:
         for name, found in place.broken.items():
-            out.print(Text(f"{place.site}.{place.layer} {name}: broken here, {found['why']}"))
+            out.print(Text(f"{place.name} {name}: broken here, {found['why']}"))
+    if report.settings.get("left_out"):
+        out.print(Text(f"left out: {report.settings['left_out']}"))
     if report.settings.get("intervals"):
         out.print(Text(f"intervals: {report.settings['intervals']}"))
 
@@ -147,14 +197,14 @@ def recommend(
     reports: Annotated[list[Path], typer.Argument(metavar="REPORT", help="report.json of one run or several: what is "
                                                                         "taken holds in all of them.")],
     use: Annotated[str, typer.Option(help="audit, lens, probe, sae, neurons or geometry.")] = "lens",
-    bytes_per_token: Annotated[int | None, typer.Option(help="Bytes that a token may take, all places together.")]
+    bytes_per_token: Annotated[int | None, typer.Option(help="Bytes that a token may take, over all sites and layers.")]
         = None,
     sites: Annotated[str, typer.Option(help="Sites that are stored, comma-separated (default: all).")] = "",
     layers: Annotated[str, typer.Option(help="Layers that are stored (default: all).")] = "",
 ) -> None:
-    """Recommend the cheapest codec that meets a use's criterion, from reports of fidelity: no model runs.
+    """Recommend the cheapest codec for a use.
 
-    The exit code is 1 where nothing that fits holds.
+    It must meet the criterion of the use in reports of fidelity. No model runs. The exit code is 1 if no codec does.
     """
     _need_lab()
     from vllm_tap.fidelity.reports.recommend import recommend as of

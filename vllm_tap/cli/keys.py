@@ -15,9 +15,9 @@ __all__ = ["app"]
 
 app = typer.Typer(help="Make, list and revoke the keys of the HTTP service.", no_args_is_help=True,
                   rich_markup_mode=None)
-KeyName = Annotated[str, typer.Argument(help="Whose key it is: the owner of what is captured with it.")]
+KeyName = Annotated[str, typer.Argument(help="The key's name, which owns the captures made with it.")]
 Quota = Annotated[str | None, typer.Option(
-    help="Bytes that its captures may take, such as 50GB; none: any (default: as the name's old key).")]
+    help="Bytes that its captures may take, such as 50GB; none: no quota (default: that of the name's old key).")]
 
 
 @app.command("make")
@@ -29,7 +29,7 @@ def make(
                                                             "captures.")] = False,
     quota: Quota = None,
 ) -> None:
-    """Make a key and print it, this once: the file keeps its hash alone."""
+    """Make a key and print it, this once: the file keeps only its hash."""
     from api.auth.keys import make_key
 
     path = _file(store, keys)
@@ -39,9 +39,9 @@ def make(
 
 
 @app.command("set")
-def change_quota(name: KeyName, quota: Annotated[str, typer.Option(help="Bytes, such as 50GB; none: any.")],
+def change_quota(name: KeyName, quota: Annotated[str, typer.Option(help="Bytes, such as 50GB; none: no quota.")],
                  store: Store = Path("captures"), keys: Keys = None) -> None:
-    """Change what a key may have; a running service goes by it from the next request on."""
+    """Change the quota of a key; a running service applies it from the next request on."""
     from api.auth.keys import set_quota
 
     set_quota(_file(store, keys), name, _quota_bytes(quota))

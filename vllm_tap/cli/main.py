@@ -22,7 +22,7 @@ from schemas.errors import ArgumentError, TapError
 from schemas.legacy import FLAGS
 from schemas.manifest import STATUSES
 from schemas.probes import parse_probes
-from vllm_tap.cli import fidelity, keys, sites, sizes, upkeep, verify
+from vllm_tap.cli import bucket, fidelity, keys, sites, sizes, upkeep, verify
 from vllm_tap.cli.options import (
     ActBits,
     ActMode,
@@ -75,9 +75,9 @@ def _options(
 @app.command()
 def serve(
     context: typer.Context,
-    model: Annotated[str | None, typer.Argument(help="A folder or a name on the Hugging Face hub.")] = None,
+    model: Annotated[str | None, typer.Argument(help="The model: a folder, or a name on the Hugging Face hub.")] = None,
     tiny: Tiny = False,
-    host: Annotated[str, typer.Option(help="Where the API listens.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address of the API; beyond loopback it needs keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the API.")] = 8100,
     engine_port: Annotated[int, typer.Option(help="Port of vLLM itself, on 127.0.0.1.")] = 8101,
     store: Store = Path("captures"),
@@ -89,24 +89,29 @@ def serve(
     edit_rows: EditRows = None,
     vector: Vectors = None,
     max_model_len: MaxModelLen = None,
-    on_full: Annotated[OnFull, typer.Option(help="Drop rows (named in the manifest) or let generation wait.")]
+    on_full: Annotated[OnFull, typer.Option(
+        help="If rows come faster than the disk takes them: drop rows, which manifests name, or let generation wait.")]
         = OnFull.drop,
     ring_bytes: Annotated[str | None, typer.Option(
-        help="Bytes of activations that may wait for the writer, such as 4GiB.")] = None,
-    staging_bytes_max: Annotated[str | None, typer.Option(help="Refuse to start above this much staging.")] = None,
-    durability: Annotated[Durability, typer.Option(help="A row is safe after fsync, or once the system has it.")]
-        = Durability.fsync,
-    seal_idle_s: Annotated[float, typer.Option(help="Turn what was written into Zarr after so many quiet seconds.")]
-        = 5.0,
-    retain_days: Annotated[float | None, typer.Option(help="Delete captures that are older.")] = None,
+        help="Bytes of encoded rows that may wait for the writer, such as 4GiB (default: the engine's own).")] = None,
+    staging_bytes_max: Annotated[str | None, typer.Option(
+        help="Refuse to start if taps need more memory, such as 12GiB (default: 8 GiB).")] = None,
+    durability: Annotated[Durability, typer.Option(
+        help="When a row counts as safe: fsync, on the disk; os, with the operating system.")] = Durability.fsync,
+    seal_idle_s: Annotated[float, typer.Option(
+        help="Turn what was written into Zarr after so many seconds without new rows.")] = 5.0,
+    retain_days: Annotated[float | None, typer.Option(
+        help="Delete captures that are older than so many days (default: never).")] = None,
     retain_bytes: Annotated[str | None, typer.Option(
-        help="Delete the oldest while the store takes more, such as 2TB.")] = None,
+        help="Delete the oldest captures while the store's rows take more, such as 2TB (default: never).")] = None,
     quota_bytes: Annotated[str | None, typer.Option(
-        help="Take no rows of new captures while the store takes more.")] = None,
+        help="While the store's rows take more, new captures get no rows: their manifests say quota (default: no "
+             "quota).")] = None,
     metrics_port: Annotated[int | None, typer.Option(
         help="Port of the writer's Prometheus metrics on 127.0.0.1 (default: the next free one after the engine's; "
              "0: none).")] = None,
-    log_format: Annotated[LogFormat, typer.Option(help="What the writer says: for people, or JSON.")] = LogFormat.text,
+    log_format: Annotated[LogFormat, typer.Option(help="Format of the writer's log, on standard error.")]
+        = LogFormat.text,
     activation_capture: Annotated[bool, typer.Option(
         "--activation-capture", help="Capture resid_post of every request that brings no spec of its own.")] = False,
     act_mode: ActMode = None,
@@ -115,14 +120,18 @@ def serve(
     topk_k: TopkK = None,
     act_bits: ActBits = None,
 ) -> None:
-    """Serve MODEL (or --tiny) with captures: writer, engine and API as one. Arguments after -- go to vLLM."""
+    """Serve MODEL (or --tiny) with captures, over HTTP.
+
+    Starts the writer, the engine and the API, and supervises them. Arguments after -- go to vLLM.
+    """
     from vllm_tap.serve.command import serve as run
     from vllm_tap.serve.services import ServeConfig
 
     legacy = _legacy(activation_capture, act_mode, rp_k, rp_seed, topk_k, act_bits)
     capture_all = legacy_names.capture_all({**os.environ, **legacy}) or ""
     if legacy and not capture_all:
-        raise TapError(f"{FLAGS[next(iter(legacy))]}: says how --activation-capture captures; add that flag")
+        raise TapError(f"{FLAGS[next(iter(legacy))]}: it only chooses how --activation-capture captures; add "
+                       f"--activation-capture")
     chosen = model_of(model, tiny)
     environment, arguments = engine_of(tiny, max_model_len, context.obj)
     raise typer.Exit(run(ServeConfig(
@@ -143,47 +152,52 @@ def capture(
     prompts: Annotated[str, typer.Argument(
         help='JSON lines ({"prompt"}, {"messages"} or {"prompt_token_ids"}), a folder with a Hugging Face dataset, or '
              "hf:NAME on the hub.")],
-    model: Annotated[str | None, typer.Option(help="A folder or a name on the Hugging Face hub.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model: a folder, or a name on the Hugging Face hub.")] = None,
     tiny: Tiny = False,
     store: Store = Path("captures"),
-    sites: Annotated[str | None, typer.Option(help="Sites, comma-separated (default: what is armed).")] = None,
-    layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
+    sites: Annotated[str | None, typer.Option(help="Sites to capture, comma-separated (default: all armed ones).")]
+        = None,
+    layers: Annotated[str, typer.Option(help='Layers to capture: "all", "0,4,8" or "0:32:4".')] = "all",
     positions: Annotated[str, typer.Option(
-        help='"all", "prompt", "generated", "last_prompt", "0,5" or "[[0, 8]]".')] = "all",
+        help='Positions to capture: "all", "prompt", "generated", "last_prompt", "0,5" or "[[0, 8]]".')] = "all",
     codec: Annotated[str | None, typer.Option(
         help=f"How rows are stored: {', '.join(CODECS)}; with parameters as in rp8:k=256,seed=3 "
              f"(default: {DEFAULT_CODEC}).")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 16,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    arm: Annotated[str | None, typer.Option(help="Sites to tap, in every layer or, as resid_post.12, in one (default: "
-                                                 "what is asked for).")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
+    arm: Annotated[str | None, typer.Option(
+        help="Sites to arm, in every layer or, as resid_post.12, in one (default: the captured ones).")] = None,
     edit: Edit = "",
     edit_depth: EditDepth = None,
     edit_rows: EditRows = None,
     vector: Vectors = None,
     edits: Annotated[Path | None, typer.Option(
-        help="Edits of every prompt that brings no field edit: a file with the JSON list that requests have.")] = None,
+        help="Edits of every prompt that has no field edit: a file with a JSON list, as in requests.")] = None,
     probe: Annotated[list[str] | None, typer.Option(
         help="Take the scores of a probe: NAME=FILE, or NAME=FILE@resid_post.12; repeatable. Without --sites nothing "
              "else is taken.")] = None,
     max_model_len: MaxModelLen = None,
-    output: Annotated[Path | None, typer.Option(help="Write {line, capture, text, …} as JSON lines.")] = None,
-    durability: Annotated[Durability, typer.Option()] = Durability.fsync,
+    output: Annotated[Path | None, typer.Option(
+        help="A file to write {line, capture, text, …} to, as JSON lines (default: none).")] = None,
+    durability: Annotated[Durability, typer.Option(
+        help="When a row counts as safe: fsync, on the disk; os, with the operating system.")] = Durability.fsync,
     split: Annotated[str | None, typer.Option(help="Of a dataset: its split (default: train).")] = None,
     column: Annotated[str | None, typer.Option(
-        help="Of a dataset: what is sent (default: prompt, messages, prompt_token_ids, text or input_ids).")] = None,
-    limit: Annotated[int | None, typer.Option(help="At most so many prompts.")] = None,
+        help="Of a dataset: the column of prompts (default: prompt, messages, prompt_token_ids, text or input_ids).")]
+        = None,
+    limit: Annotated[int | None, typer.Option(help="Take at most so many prompts.")] = None,
     activation_capture: Annotated[bool, typer.Option(
-        "--activation-capture", help="Nothing more: every prompt is captured anyway.")] = False,
+        "--activation-capture", help="Changes nothing: every prompt is captured anyway.")] = False,
     act_mode: ActMode = None,
     rp_k: RpK = None,
     rp_seed: RpSeed = None,
     topk_k: TopkK = None,
     act_bits: ActBits = None,
 ) -> None:
-    """Capture a file or a dataset of prompts offline: every prompt becomes one capture. Arguments after -- go to vLLM.
+    """Capture a file or a dataset of prompts, offline.
 
-    Started again after a crash it goes on where it was: what is complete stays, nothing is captured twice.
+    Every prompt becomes one capture. Arguments after -- go to vLLM.
+    Repeat the command after a crash: complete captures stay, the others are made again, nothing is captured twice.
     """
     from vllm_tap.offline.job import CaptureJob
     from vllm_tap.offline.prompt_file import read_edits
@@ -215,16 +229,19 @@ def list_captures(
     tag: Annotated[list[str] | None, typer.Option(
         help="Only captures with this tag: KEY=VALUE, or KEY for any value; repeatable, all must be there.")] = None,
     model: Annotated[str | None, typer.Option(help="Only captures of this model or LoRA adapter.")] = None,
-    site: Annotated[str | None, typer.Option(help="Only where this site was captured.")] = None,
-    since: Annotated[str | None, typer.Option(help=f"Made at this time or later: {WHEN}.")] = None,
-    until: Annotated[str | None, typer.Option(help="Made before this time.")] = None,
-    text: Annotated[str | None, typer.Option(help="Part of an id, a name or a tag.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=limits.captures_page_max, help="At most so many, newest first.")]
+    site: Annotated[str | None, typer.Option(help="Only captures that have this site.")] = None,
+    since: Annotated[str | None, typer.Option(help=f"Only captures made at this time or later: {WHEN}.")] = None,
+    until: Annotated[str | None, typer.Option(help="Only captures made before this time.")] = None,
+    text: Annotated[str | None, typer.Option(help="Only captures with this text in an id, a name or a tag.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=limits.captures_page_max, help="Print at most so many.")]
         = 50,
     before: Annotated[str | None, typer.Option(help="Only captures older than this one.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """List the captures of a store, newest first; the filters are those of the HTTP service."""
+    """List the captures of a store, newest first.
+
+    The filters are those of the HTTP service.
+    """
     from vllm_tap.cli.show import print_captures
 
     try:
@@ -238,9 +255,9 @@ def list_captures(
 def show(
     ref: Ref,
     store: Store = Path("captures"),
-    json: Annotated[bool, typer.Option("--json", help="The whole manifest.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole manifest as JSON.")] = False,
 ) -> None:
-    """Show one capture: what was asked, what is stored, what is missing and why."""
+    """Show a capture: what is stored, what is missing, and why."""
     from vllm_tap.cli.show import print_manifest
 
     print_manifest(store, ref, json)
@@ -249,22 +266,28 @@ def show(
 @app.command()
 def export(
     ref: Annotated[str | None, typer.Argument(
-        help="A capture id, a response id or an X-Request-Id; hf: may be left out for all complete captures.")] = None,
+        help="A capture id, a response id or an X-Request-Id; hf: without it, all complete captures.")] = None,
     store: Store = Path("captures"),
     format: Annotated[Format, typer.Option(
-        help="npz, safetensors: one file; npy: one an array; npz of rp8, full8, topk8: the codes, one file a layer; "
-             "hf: a Hugging Face dataset; zarr: a folder for xarray, dask, any client of Zarr v3.",
+        help="npz, safetensors: one file; npy: a file for each array; npz of rp8, full8, topk8: the codes, a file for "
+             "each layer; hf: a Hugging Face dataset; zarr: a folder for xarray, dask or any client of Zarr v3.",
     )] = Format.npz,
     out: Annotated[str | None, typer.Option(
-        help="File or folder (default: named after the capture); zarr: also a URL, s3://BUCKET/PREFIX.")] = None,
-    sites: Annotated[str | None, typer.Option(help="Sites, comma-separated (default: all).")] = None,
-    layers: Annotated[str, typer.Option(help='"all", "0,4,8" or "0:32:4".')] = "all",
-    tag: Annotated[list[str] | None, typer.Option(help="hf: only captures with this tag, as of ls; repeatable.")]
+        help="File or folder to write (default: named after the capture); zarr: also a URL, s3://BUCKET/PREFIX.")]
         = None,
-    context: Annotated[int | None, typer.Option(help="hf: rows of so many tokens, for SAE trainers.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over what is there.")] = False,
+    sites: Annotated[str | None, typer.Option(help="Sites to write, comma-separated (default: all).")] = None,
+    layers: Annotated[str, typer.Option(help='Layers to write: "all", "0,4,8" or "0:32:4".')] = "all",
+    tag: Annotated[list[str] | None, typer.Option(
+        help="hf: only captures with this tag, KEY=VALUE or KEY; repeatable.")]
+        = None,
+    context: Annotated[int | None, typer.Option(
+        help="hf: cut captures into rows of so many tokens, for SAE trainers.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
 ) -> None:
-    """Write a capture's rows, decoded to float32, as files that other tools read."""
+    """Write a capture's rows as files for other tools.
+
+    Rows are decoded to float32.
+    """
     from vllm_tap.export.command import choose
     from vllm_tap.export.command import export as run
     from vllm_tap.export.hf_export import export_hf
@@ -277,9 +300,9 @@ def export(
         tags = dict(map(parse_tag, tag or ()))
         paths = export_hf(store, ref, place, chosen, tags, context, force, sys.stderr.isatty())
     elif tag or context is not None:
-        raise TapError(f"--{'tag' if tag else 'context'}: taken with --format hf alone")
+        raise TapError(f"--{'tag' if tag else 'context'}: only --format hf takes it")
     elif ref is None:
-        raise TapError("name a capture; only --format hf takes several")
+        raise TapError("name a capture; without one, only --format hf exports all")
     elif format is Format.zarr:
         paths = export_zarr(store, ref, out, chosen, force)
     else:
@@ -308,6 +331,7 @@ sizes.add(app)
 verify.add(app)
 fidelity.add(app)
 upkeep.add(app)
+bucket.add(app)
 
 
 def main() -> None:

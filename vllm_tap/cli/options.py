@@ -12,6 +12,7 @@ from schemas.checks import Durability, LogFormat, OnFull
 from schemas.codecs import CODECS
 from schemas.errors import TapError
 from schemas.legacy import MODES
+from schemas.store.paths import NOT_A_FOLDER, url_of
 
 __all__ = ["ActBits", "ActMode", "Arm", "Durability", "Edit", "EditDepth", "EditRows", "Format", "Keys", "LogFormat",
            "MaxModelLen", "OnFull", "Probes", "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK", "Vectors", "engine_of",
@@ -29,27 +30,33 @@ class Format(StrEnum):
 
 
 Ref = Annotated[str, typer.Argument(help="A capture id, a response id or an X-Request-Id.")]
-Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",
+def _folder(path: Path) -> Path:
+    if (url := url_of(path)) is not None:
+        raise TapError(f"--store = {url!r}: {NOT_A_FOLDER}")
+    return path
+
+
+Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR", callback=_folder,
                                      help="The folder of captures.")]
 ActMode = Annotated[str | None, typer.Option(
     help=f"Legacy codec: {', '.join(f'{mode} ({CODECS[mode].error})' for mode in MODES)}.")]
 RpK = Annotated[int | None, typer.Option(help="rp8: numbers that a row becomes (default 512).")]
 RpSeed = Annotated[int | None, typer.Option(help="rp8: seed of the projection (default 0).")]
 TopkK = Annotated[int | None, typer.Option(help="topk8: entries kept of a row (default 4 % of them).")]
-ActBits = Annotated[int | None, typer.Option(help="Bits of a stored number: 8, no other.")]
-Keys = Annotated[Path | None, typer.Option("--keys", help="The API keys (default: keys.json of the store, where there "
-                                                          "is one); needed to listen beyond loopback.")]
-Tiny = Annotated[bool, typer.Option("--tiny", help="Use a small model made on the spot instead of MODEL.")]
+ActBits = Annotated[int | None, typer.Option(help="Bits of a stored number; only 8 is accepted.")]
+Keys = Annotated[Path | None, typer.Option("--keys", help="File of the API keys (default: keys.json of the store, if "
+                                                          "there is one); needed to listen beyond loopback.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Use a small random model, made on the spot, instead of MODEL.")]
 Probes = Annotated[list[str] | None, typer.Option(
     "--probe", help="Register a probe: NAME=FILE (safetensors), or NAME=FILE@resid_post.12; repeatable.")]
-Arm = Annotated[str, typer.Option(help="Sites to tap, comma-separated: resid_post, attn_out, mlp_out, …; resid_post.12 "
-                                       "taps a layer alone.")]
-Edit = Annotated[str, typer.Option(help="Sites whose rows requests may have changed, comma-separated: resid_post, "
-                                        "attn_out, z, … (docs/howto/edits.md), each in every layer or, as "
-                                        "resid_post.12, in one.")]
-EditDepth = Annotated[int | None, typer.Option(help="Edits that a row may have at one site and layer (default 2).")]
-EditRows = Annotated[int | None, typer.Option(help="Rows that edits with one for each position (set, rows) may hold at "
-                                                   "once, of all requests together (default 256).")]
+Arm = Annotated[str, typer.Option(help="Sites to arm, comma-separated: resid_post, attn_out, mlp_out, … in every "
+                                       "layer; resid_post.12 in one layer. GPU memory: sites x layers x tokens of a "
+                                       "step x width x bytes of a number.")]
+Edit = Annotated[str, typer.Option(help="Sites that requests may edit, comma-separated: resid_post, attn_out, z, … in "
+                                        "every layer; resid_post.12 in one layer (docs/howto/edits.md).")]
+EditDepth = Annotated[int | None, typer.Option(help="Edits that one row may have at one site and layer (default 2).")]
+EditRows = Annotated[int | None, typer.Option(help="Rows that edits with one row for each position (set, rows) may "
+                                                   "hold at once, of all requests together (default 256).")]
 Vectors = Annotated[list[str] | None, typer.Option(
     "--vector", help="Register a vector that edits may name: NAME=FILE (safetensors with one tensor, vector); "
                      "repeatable.")]

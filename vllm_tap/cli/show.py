@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +20,7 @@ from schemas.manifest import STATUSES, Manifest, SiteLayer
 from schemas.read.reader import StoreReader
 from vllm_tap.client.listing import filtered
 
-__all__ = ["console", "print_captures", "print_json", "print_manifest", "ranges", "when"]
+__all__ = ["console", "print_captures", "print_json", "print_manifest", "progress_bar", "ranges", "when"]
 
 _STATUS_STYLES = {"complete": "green", "running": "cyan", "pending": "dim", "empty": "dim", "incomplete": "yellow",
                   "failed": "red"}
@@ -179,3 +180,9 @@ def console() -> Console:
     """The console that tables are printed on."""
     # A pipe gets whole lines: a program that reads them has no width.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+
+
+def progress_bar(what: str) -> Progress:
+    """A bar of bytes on stderr, where that is a terminal."""
+    return Progress(TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
+                    console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())

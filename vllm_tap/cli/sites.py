@@ -29,22 +29,25 @@ def add(app: typer.Typer) -> None:
 
 def sites(
     context: typer.Context,
-    model: Annotated[str | None, typer.Argument(help="A folder or a name on the Hugging Face hub.")] = None,
+    model: Annotated[str | None, typer.Argument(help="The model: a folder, or a name on the Hugging Face hub.")] = None,
     tiny: Tiny = False,
     prove: Annotated[bool, typer.Option(
         "--prove", help="Load the model with vLLM and search it, as an engine does when it starts: where each site is, "
                         "by which identity, and how far its rows are off.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List the sites of MODEL (or --tiny) and what each is, from its config.json. With --prove arguments after -- go to
-    vLLM, and the exit code is 1 where an identity fails.
+    """List the sites of MODEL (or --tiny), and what each is.
+
+    Without --prove it reads only config.json.
+    With --prove arguments after -- go to vLLM, and the exit code is 1 if an identity fails.
     """
     from vllm_tap.cli.show import print_json
     from vllm_tap.sites.description import as_found, describe, load_config
 
     environment, arguments = engine_of(tiny, None, context.obj)
     if context.obj and not prove:
-        raise TapError(f"arguments after -- ({context.obj[0]} …) go to vLLM, which --prove alone starts")
+        raise TapError(f"arguments after -- ({context.obj[0]} …) go to vLLM, which only --prove starts; add --prove, "
+                       f"or leave them out")
     path = model_of(model, tiny)
     listed, outcome = describe(path, load_config(path)), None
     if prove:

@@ -23,21 +23,23 @@ def add(app: typer.Typer) -> None:
 
 
 def sizes(
-    model: Annotated[str | None, typer.Argument(help="A folder or a name on the Hugging Face hub.")] = None,
+    model: Annotated[str | None, typer.Argument(help="The model: a folder, or a name on the Hugging Face hub.")] = None,
     tiny: Tiny = False,
     sites: Annotated[str | None, typer.Option(
         help="Sites to capture, comma-separated (default: resid_post, or all that --arm names).")] = None,
     layers: Annotated[str, typer.Option(help='Layers to capture: "all", "0,4,8" or "0:32:4".')] = "all",
     codec: Annotated[str, typer.Option(help="How rows are stored.")] = DEFAULT_CODEC,
     arm: Annotated[str | None, typer.Option(
-        help="Sites armed when the engine starts, as of serve (default: those captured, in the layers captured).")]
+        help="Sites armed when the engine starts, as in serve (default: the captured sites and layers).")]
         = None,
     step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step: vLLM's --max-num-batched-tokens.")] = 8192,
     rate: Annotated[float, typer.Option(min=0, help="Captured tokens a second, of prompts and answers.")] = 1000.0,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Tell what capturing from MODEL (or --tiny) takes: bytes a token, GPU memory, host memory, disk a day. Reads
-    config.json alone. The exit code is 1 if an engine with the default budget would refuse to start.
+    """Tell what memory and disk captures of MODEL take.
+
+    Prints bytes a token, GPU memory, CPU memory and disk a day. Reads config.json only. The exit code is 1 if an engine
+    with the default budget would refuse to start.
     """
     from schemas.checks import parse_arm
     from schemas.spec import parse_spec
@@ -66,12 +68,16 @@ def sizes(
 
 def lines(found: Sizes) -> list[str]:
     """The sizes as a table of sites and a line for each kind of memory."""
+    from engine_side.tap.budget import RING_BYTES_MAX, ring_bytes
     from vllm_tap.cli.show import ranges
     from vllm_tap.sizes import size_text
 
     width = max(len(each.codec) for each in found.sites)
     table = [f"{each.site:<14} {len(each.layers):>3} layers ({ranges(each.layers)}) × {each.width:<6} "
              f"{each.codec:<{width}} {each.token_bytes:>11,} bytes a token" for each in found.sites]
+    # The largest is that of a store which takes three seconds for a step.
+    most = ring_bytes(found.scratch_bytes, 4 * RING_BYTES_MAX, found.scratch_bytes / 3)
+    more = f" to {_binary(most)}, by what the store takes" if most > found.ring_bytes else ""
     armed = ", ".join(f"{site} × {layers}" for site, layers in found.armed.items())
     return [
         f"{found.model}, {found.dtype}", "", *table, "",
@@ -80,7 +86,7 @@ def lines(found: Sizes) -> list[str]:
         f"a day          {size_text(found.day_bytes)} at {found.rate:,g} tokens a second",
         f"GPU, staging   {_binary(found.staging_bytes)} ({armed}; {found.step_tokens:,} tokens a step)",
         f"GPU, scratch   {_binary(found.scratch_bytes)}",
-        f"host, ring     {_binary(found.ring_bytes)}, at most a quarter of the free shared memory",
+        f"host, ring     {_binary(found.ring_bytes)}{more}, at most a quarter of the free memory",
     ]
 
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from schemas.errors import TapError
 from vllm_tap.cli.options import Ref, Store
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from writer_service.tools.findings import Finding
     from writer_service.tools.fsck import Report
 
@@ -34,12 +33,27 @@ def add(app: typer.Typer) -> None:
 def check(
     store: Store = Path("captures"),
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    bucket: Annotated[str | None, typer.Option(
+        "--bucket", metavar="URL", help="What vllm-tap push brought to a bucket, in the store's place.")] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Of a bucket: read every byte of rows too.")] = False,
+    orphans: Annotated[bool, typer.Option(
+        "--remove-orphans", help="Of a bucket: delete what no head names; safe while others push.")] = False,
+    older_than: Annotated[str, typer.Option(
+        "--older-than", metavar="TIME", help="Only orphans written longer ago: 30m, 12h, 1d.")] = "1d",
+    forget: Annotated[str | None, typer.Option(
+        "--forget", metavar="PUSH", help="Of a bucket: give up a head that was taken over from.")] = None,
 ) -> None:
-    """Check every byte of a store and name every bad row. Exit code 1 where something is bad."""
-    from vllm_tap.cli.show import print_json
+    """Check every byte of a store, or what is in a bucket, and name what is bad. Exit code 1 where something is."""
+    from vllm_tap.cli.show import print_json, progress_bar
     from writer_service.tools.fsck import fsck
 
-    with _bar("checking") as bar:
+    if bucket is not None:
+        from vllm_tap.cli.bucket import fsck_bucket
+
+        raise typer.Exit(fsck_bucket(bucket, deep, older_than if orphans else None, forget, json))
+    if deep or orphans or forget is not None:
+        raise TapError("fsck: --deep, --remove-orphans and --forget are of a bucket: name it with --bucket URL")
+    with progress_bar("checking") as bar:
         task = bar.add_task("")
         report = fsck(store, lambda done, total: bar.update(task, completed=done, total=total))
     if json:
@@ -52,7 +66,10 @@ def check(
 
 
 def rebuild(store: Store = Path("captures")) -> None:
-    """Make the catalog again from journals and blocks; no writer may run."""
+    """Make the catalog again; no writer may run.
+
+    It is made from journals and blocks.
+    """
     from writer_service import fs
     from writer_service.tools.rebuild import rebuild as run
 
@@ -75,10 +92,14 @@ def compact(
     zstd: Annotated[bool, typer.Option(
         "--zstd", help="Compress rows that are stored as they are (raw16, raw); of cold blocks too.")] = False,
 ) -> None:
-    """Sort sealed blocks by capture and layer, joining small ones; no writer may run."""
+    """Sort and join sealed blocks; no writer may run.
+
+    Rows are sorted by capture and layer, and small blocks are joined.
+    """
+    from vllm_tap.cli.show import progress_bar
     from writer_service.tools.compaction import compact as run
 
-    with _bar("compacting") as bar:
+    with progress_bar("compacting") as bar:
         task = bar.add_task("")
         done = run(store, older_than, lambda done, total: bar.update(task, completed=done, total=total), zstd)
     before, after = done.bytes_before, done.bytes_after
@@ -93,7 +114,10 @@ def remove(
     refs: Annotated[list[str], typer.Argument(help="Capture ids, response ids or X-Request-Ids.")],
     store: Store = Path("captures"),
 ) -> None:
-    """Delete captures for good: hidden at once, erased from the disk within seconds."""
+    """Delete captures for good.
+
+    They are hidden at once, and erased from the disk within seconds.
+    """
     from vllm_tap.store_control import delete
 
     for target in delete(store, refs):
@@ -101,7 +125,10 @@ def remove(
 
 
 def hold(ref: Ref, store: Store = Path("captures")) -> None:
-    """Keep a capture from being deleted or expired until it is released."""
+    """Keep a capture until it is released.
+
+    A held capture is not deleted and does not expire.
+    """
     from vllm_tap.store_control import hold as run
 
     typer.echo(run(store, ref, True))
@@ -118,21 +145,16 @@ def curve_keys(
     name: Annotated[str, typer.Argument(help="The engine's name: letters, digits, '-' and '_'.")],
     folder: Annotated[Path, typer.Option("--folder", help="The writer's folder of keys, its --curve.")] = Path("curve"),
 ) -> None:
-    """Let an engine on another host send to this host's writer: make its keys, and print the folder to carry there."""
+    """Make keys for an engine on another host.
+
+    With them it may send to this host's writer. Prints the folder to carry there.
+    """
     from schemas.wire.curve import make_sender
 
     typer.echo(make_sender(folder, name))
     typer.echo("carry this folder to the engine's host, name it there in VLLM_TAP_CURVE, and remove it here; the "
                f"writer takes --listen tcp://HOST:PORT --curve {folder} and knows new keys from its next start on",
                err=True)
-
-
-def _bar(what: str) -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    return Progress(TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
-                    console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 def _line(bad: Finding) -> str:

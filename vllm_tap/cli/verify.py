@@ -23,19 +23,19 @@ def add(app: typer.Typer) -> None:
 
 def verify(
     context: typer.Context,
-    model: Annotated[str | None, typer.Argument(help="A folder or a name on the Hugging Face hub.")] = None,
+    model: Annotated[str | None, typer.Argument(help="The model: a folder, or a name on the Hugging Face hub.")] = None,
     tiny: Tiny = False,
     edit: Annotated[str, typer.Option(
         help="Places to verify, comma-separated: resid_post, attn_out, mlp_out, mlp_post, z, each in every layer or, "
              "as resid_post.12, in one (default: every one that the model has).")] = "",
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Verify that rows of MODEL (or --tiny) are captured and put back exactly, with this vLLM on this machine.
+    """Verify that captured rows of MODEL are exact, here.
 
-    At every place that can be edited, one after the other, each row is captured raw and set to itself: the answer,
-    its log-probabilities, the rows and the K/V cache must be the same, bit for bit. Then wrong rows are set, of seven
-    kinds, each of which must be noticed, and the prefix cache must not mix edited with unedited. The exit code is 1
-    where anything is not as it must be. Run it after an upgrade of vLLM. Arguments after -- go to vLLM.
+    MODEL (or --tiny) runs with the vLLM of this machine. At one editable place after another, each row is captured raw
+    and set to itself. The answer, its log-probabilities, the rows and the K/V cache must be the same, bit for bit. Then
+    wrong rows of seven kinds are set: each must be noticed. The prefix cache must not mix edited with unedited
+    requests. The exit code is 1 if a check fails. Run it after an upgrade of vLLM. Arguments after -- go to vLLM.
     """
     from vllm_tap.cli.show import print_json
     from vllm_tap.verify.run import VerifyJob, run

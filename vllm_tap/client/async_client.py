@@ -20,17 +20,21 @@ from typing import Any, ClassVar, Literal, overload
 import httpx
 
 from schemas import limits
+from schemas.attended import Attention, AttentionAsked
+from schemas.attention import AttentionRule
 from schemas.errors import TapError
 from schemas.manifest import FINAL, Manifest
 from schemas.read.reader import CaptureRow
 from schemas.sites import BY_MODEL, PROBE
 from vllm_tap.client import http
 from vllm_tap.client.answers import Answer
+from vllm_tap.client.attention import whole_attention
 from vllm_tap.client.captures import (
     F32,
     Key,
     Layers,
     Rows,
+    check_range,
     drop_layer_axis,
     only_layer,
     require_whole,
@@ -86,6 +90,15 @@ class AsyncCapture:
         rows = await self._client.rows(self.id, site, layers, start, stop, None if allow_missing else self.wait_s)
         return require_whole(rows, allow_missing)
 
+    async def attention(self, layer: int, rule: AttentionRule | None = None, top: int = 8, start: int = 0,
+                        stop: int | None = None, allow_missing: bool = False, check: bool = False,
+                        heads: Sequence[int] | None = None) -> Attention:
+        """``Capture.attention``."""
+        check_range(start, stop)
+        return await self._client.attention(self.id, AttentionAsked(
+            layer=layer, rule=rule, top=top, spans=[(start, stop)], heads=heads, allow_missing=allow_missing,
+            check=check), self.wait_s)
+
 
 @dataclass(frozen=True, slots=True)
 class AsyncGeneration(Answer):
@@ -105,9 +118,9 @@ class AsyncClient:
     _connection: ClassVar[type[Any]] = httpx.AsyncClient
 
     def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0, *,
-                 api_key: str | None = None, retries: int = 4) -> None:
+                 api_key: str | None = None, retries: int = 4, engine: str | None = None) -> None:
         self.base_url, self.wait_s = http.root(base_url), wait_s
-        self._http = self._connection(**http.settings(self.base_url, timeout_s, api_key))
+        self._http = self._connection(**http.settings(self.base_url, timeout_s, api_key, engine))
         self._retries = retries
         self._model: str | None = None
 
@@ -281,6 +294,13 @@ class AsyncClient:
                 return None
             raise
         return found if span.stop is None else found[:span.stop - (span.start or 0)]
+
+    async def attention(self, ref: str, asked: AttentionAsked, wait_s: float) -> Attention:
+        """``Client.attention``."""
+        if not asked.allow_missing:
+            await self.final(ref, wait_s)
+        answer = await self._send(http.attention_request(ref, asked))
+        return whole_attention(http.read_attention(answer), asked)
 
     async def _json(self, request: http.Request) -> dict[str, Any]:
         return http.read_object(await self._send(request))

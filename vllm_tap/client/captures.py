@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas import limits
+from schemas.attended import Attention, AttentionAsked
 from schemas.errors import ArgumentError, NotFoundError
 from schemas.manifest import Manifest, Missing
 from schemas.sites import BY_MODEL, PROBE, ask_site, names_of, site_meant
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     import xarray
 
+    from schemas.attention import AttentionRule
     from vllm_tap.client.zarr_store import CaptureStore
 
 __all__ = ["Capture", "CaptureSource", "Rows"]
@@ -84,6 +86,8 @@ class CaptureSource(Protocol):
              wait_s: float | None, rejected: bool = False) -> Rows: ...
 
     def zarr_value(self, ref: str, key: str, span: slice) -> bytes | None: ...
+
+    def attention(self, ref: str, asked: AttentionAsked, wait_s: float) -> Attention: ...
 
 
 class Capture:
@@ -150,6 +154,31 @@ class Capture:
         """
         site, layers = self._place(site, layer)
         return self._source.rows(self.id, site, layers, start, stop, self.wait_s, rejected=True)
+
+    def attention(self, layer: int, rule: AttentionRule | None = None, top: int = 8, start: int = 0,
+                  stop: int | None = None, allow_missing: bool = False, check: bool = False,
+                  heads: Sequence[int] | None = None) -> Attention:
+        """The ``top`` keys of every head and query of a layer, with their weights, and the entropy in nats, for queries
+        at positions ``[start, stop)`` and of ``heads`` (default: all); from the capture's ``q_rot`` and ``k_rot``,
+        causally. Over HTTP the service computes them, and they alone travel.
+
+        ``rule`` says how the layer weighs keys: it may be left out where the engine told, as engines do on one device
+        and on several. Waits until the capture is final. With ``allow_missing`` it does not wait, and leaves out
+        queries that lack a row: ``unattended`` names them. ``check`` reads the layer's ``v`` and ``z`` too: ``z_error``
+        then says how far the rule is from what the kernel did.
+
+        Raises:
+            MissingRows: a query, or a key that one of them sees, is not there; it names their ranges and reasons.
+            NotComplete: the capture is not final after ``wait_s`` seconds.
+            NotFoundError: ``q_rot`` or ``k_rot`` of the layer (to check, ``v`` or ``z``) was not captured.
+            ArgumentError: no ``rule`` where the engine told none, one that is not the layer's, or a layer that no rule
+                fits (attention sinks, ALiBi); rows that are no columns of heads. Over HTTP BadRequest.
+            LimitError: more than ``schemas.limits`` allows. Over HTTP BadRequest.
+        """
+        check_range(start, stop)
+        return self._source.attention(self.id, AttentionAsked(
+            layer=layer, rule=rule, top=top, spans=[(start, stop)], heads=heads, allow_missing=allow_missing,
+            check=check), self.wait_s)
 
     # ── as other libraries have it ──────────────────────────────────────────────────────────────────────────────
 

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import httpx
 
+from schemas.attended import Attention, AttentionAsked
 from schemas.manifest import Manifest
 from schemas.read.reader import CaptureRow
 from vllm_tap.client import http
@@ -79,12 +80,13 @@ class Client:
 
     ``api_key`` (default: the environment's ``VLLM_TAP_API_KEY``) goes along as a bearer token. What is refused for now
     (429, 503) or does not connect is tried ``retries`` more times, after as long as the answer's ``Retry-After`` asks
-    for; a generation that may have begun is never sent twice. Safe to use from several threads.
+    for; a generation that may have begun is never sent twice. Where the service has several engines, ``engine`` names
+    the one that all requests go to. Safe to use from several threads.
     """
 
     def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0, *,
-                 api_key: str | None = None, retries: int = 4) -> None:
-        self._client = _BlockingClient(base_url, timeout_s, wait_s, api_key=api_key, retries=retries)
+                 api_key: str | None = None, retries: int = 4, engine: str | None = None) -> None:
+        self._client = _BlockingClient(base_url, timeout_s, wait_s, api_key=api_key, retries=retries, engine=engine)
         self.base_url, self.wait_s = self._client.base_url, wait_s
 
     def __enter__(self) -> Client:
@@ -245,3 +247,7 @@ class Client:
     def zarr_value(self, ref: str, key: str, span: slice) -> bytes | None:
         """Some bytes of what lies under a key of a capture's Zarr view; None where nothing does."""
         return _run(self._client.zarr_value(ref, key, span))
+
+    def attention(self, ref: str, asked: AttentionAsked, wait_s: float) -> Attention:
+        """``Capture.attention``; raises NotComplete if the capture is not final after ``wait_s`` s."""
+        return _run(self._client.attention(ref, asked, wait_s))

@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["data_array", "dataset_of_sites", "hugging_face", "need", "tensor", "tensors"]
 
 
-def need(module: str, what: str) -> Any:
-    """A module that not everybody has; TapError saying how to get it."""
+def need(module: str, what: str, extra: str | None = None) -> Any:
+    """A module that not everybody has; TapError saying how to get it: by an ``extra`` of this package, or by its name.
+    """
     import importlib
 
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise TapError(f"{what} needs {module}: pip install {module} ({error})") from None
+        install = module if extra is None else f"'vllm-tap[{extra}]'"
+        raise TapError(f"{what} needs {module}: pip install {install} ({error})") from None
 
 
 def tensor(values: F32) -> torch.Tensor:

@@ -22,8 +22,10 @@ import numpy as np
 from safetensors.numpy import load
 
 from schemas import limits
+from schemas.attended import Attention, AttentionAsked, Unattended
+from schemas.attention import AttentionRule
 from schemas.catalog.aliases import no_capture
-from schemas.checks import is_name
+from schemas.checks import Setting, is_name
 from schemas.errors import ArgumentError, TapError
 from schemas.manifest import Manifest
 from schemas.read.reader import CaptureRow
@@ -37,10 +39,15 @@ __all__ = ["API_KEY", "Attempts", "Request"]
 logger = logging.getLogger("vllm_tap")
 
 API_KEY: Final = "VLLM_TAP_API_KEY"
+SETTINGS: Final[dict[str, Setting]] = {
+    "VLLM_TAP_API_KEY": Setting("", "key", "The key that `Client` and `AsyncClient` send, if `api_key` is not given."),
+}
+ENGINE: Final = "X-VLLM-Tap-Engine"
 AnyPrompt = str | Sequence[Any]  # text, token ids, a list of either, or chat messages
 Spec = Mapping[str, Any] | CaptureSpec
 Edits = Sequence[Mapping[str, Any]]  # as schemas.edits.spec has them, vectors also as arrays
 _BUSY: Final = (429, 503)
+RULE_FIELDS: Final = ("head_size", "scale", "window", "soft_cap")
 _PAUSE_S: Final = 0.25  # before the first attempt that is made again; twice as long before each further one
 _PAUSE_S_MAX: Final = 30.0
 
@@ -92,18 +99,20 @@ def check_all(prompts: object, at_once: int) -> None:
         raise ArgumentError("at_once", at_once, "at least 1")
 
 
-def settings(base_url: str, timeout_s: float, api_key: str | None) -> dict[str, Any]:
+def settings(base_url: str, timeout_s: float, api_key: str | None, engine: str | None = None) -> dict[str, Any]:
     """Arguments of httpx's clients; the key is that of the environment where none is given."""
     key = os.environ.get(API_KEY) if api_key is None else api_key
     if key and not (key.isascii() and key.isprintable()):
         raise ValueError(f"api_key = {key[:4]!r}…: a key is made of printable ASCII characters")
     # A proxy of the environment is for other machines; it would not find the service on this one.
+    if engine is not None and not is_name(engine):
+        raise ValueError(f"engine = {engine!r}: valid: a name such as those in capabilities()['engines']")
     url = urlsplit(base_url)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ValueError(f"base_url = {base_url!r}: valid: a URL such as http://127.0.0.1:8100")
     here = url.hostname in ("localhost", "127.0.0.1", "::1")
     return {"base_url": base_url, "timeout": httpx.Timeout(timeout_s, connect=10.0), "trust_env": not here,
-            "headers": {"Authorization": f"Bearer {key}"} if key else {}}
+            "headers": {**({"Authorization": f"Bearer {key}"} if key else {}), **({ENGINE: engine} if engine else {})}}
 
 
 # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -138,7 +147,7 @@ def vector_path(name: str) -> str:
     """The path of a stored vector; ArgumentError for a name that could not reach it."""
     if not is_name(name):
         raise ArgumentError("name", name, f"a vector's name is 1 to {limits.probe_name_chars_max} of A-Z a-z 0-9 _ -, "
-                            "and begins with none of the last two")
+                            "and does not begin with _ or -")
     return f"/v1/vectors/{name}"
 
 
@@ -210,6 +219,27 @@ def rows_request(ref: str, site: str, layers: Sequence[int], start: int, stop: i
     return Request("GET", f"{path(ref)}/activations", params)
 
 
+def attention_request(ref: str, asked: AttentionAsked) -> Request:
+    """Attention of a layer, queries that lack rows left out; ArgumentError for what no request can say."""
+    if isinstance(asked.layer, bool) or not isinstance(asked.layer, int | np.integer) or asked.layer < 0:
+        raise ArgumentError("layer", asked.layer, "valid: one layer's number, counted from 0")
+    params: dict[str, Any] = {"layer": int(asked.layer), "top": asked.top, "missing": "leave_out",
+                              "format": "safetensors"}
+    if asked.rule is not None:
+        if not isinstance(asked.rule, AttentionRule):
+            raise ArgumentError("rule", asked.rule, "valid: an AttentionRule, or None for what the engine told")
+        params |= {name: "none" if (value := getattr(asked.rule, name)) is None else value for name in RULE_FIELDS}
+    if asked.heads is not None:
+        params["heads"] = ",".join(map(str, asked.heads))
+    if asked.check:
+        params["check"] = "true"
+    (start, stop), *others = asked.spans
+    if others:
+        raise ArgumentError("spans", asked.spans, "valid over HTTP: one range of positions")
+    params |= {"start": start} if stop is None else {"start": start, "stop": stop}
+    return Request("GET", f"{path(ref)}/attention", params)
+
+
 def zarr_request(ref: str, key: str, span: slice) -> Request:
     """A value of a capture's Zarr view, or some bytes of it; of none at all the first."""
     first, last = span.start or 0, "" if span.stop is None else max(span.stop - 1, span.start or 0)
@@ -270,6 +300,19 @@ def read_rows(site: str, layers: Sequence[int], answer: httpx.Response) -> Rows:
     values = np.stack([arrays[f"{site}.{layer}"] for layer in layers])
     return Rows(headers["X-Tap-Capture"], site, list(layers), int(headers["X-Tap-Start"]), int(headers["X-Tap-Stop"]),
                 arrays["positions"], arrays["token_ids"], values, missing, headers["X-Tap-Clipped"] == "true")
+
+
+def read_attention(answer: httpx.Response) -> Attention:
+    """The summaries of an answer."""
+    content = answer.content
+    arrays = load(content)
+    told = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    about = json.loads(told["attention"])
+    return Attention(
+        told["capture"], about["layer"], AttentionRule(**about["rule"]), tuple(about["codecs"].values()),
+        arrays["positions"], arrays["token_ids"], arrays["keys"], arrays["weights"], arrays["entropy"],
+        msgspec.convert(about["unattended"], list[Unattended]), about["z_error"], about["heads"],
+        about["cache"])
 
 
 def error_of(answer: httpx.Response) -> TapError:

@@ -11,7 +11,7 @@ from schemas import limits
 from schemas.catalog.filters import CaptureFilter, milliseconds, moment
 from schemas.errors import ArgumentError
 from schemas.manifest import STATUSES
-from schemas.read.reader import CaptureRow, StoreReader
+from schemas.read.captures import CaptureRow, CatalogReader
 from schemas.sites import ask_site
 
 __all__ = ["Filters", "Where", "filtered", "wanted"]
@@ -61,7 +61,7 @@ class Filters:
                  "since": _ms("since", self.since), "until": _ms("until", self.until), "text": self.text}
         return {name: value for name, value in asked.items() if value is not None}
 
-    def of(self, reader: StoreReader, limit: int | None = None, before: str | None = None) -> Iterator[CaptureRow]:
+    def of(self, reader: CatalogReader, limit: int | None = None, before: str | None = None) -> Iterator[CaptureRow]:
         """What is wanted of a store, newest first, page by page as it is taken."""
         return filtered(reader, self.status, self.capture_filter(), limit, before)
 
@@ -90,7 +90,7 @@ class Filters:
                 return
 
 
-def filtered(reader: StoreReader, status: str | None, chosen: CaptureFilter, limit: int | None, before: str | None
+def filtered(reader: CatalogReader, status: str | None, chosen: CaptureFilter, limit: int | None, before: str | None
            ) -> Iterator[CaptureRow]:
     """What of a store passes, newest first, page by page as it is taken."""
     return Filters.pages(lambda count, after: reader.page(None, status, count, after, chosen), limit, before)

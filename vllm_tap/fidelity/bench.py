@@ -7,12 +7,13 @@ prompts in the same order, and only the numbers that were set differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from engine_side.seams.kept.keys_values import Change, rewritten
 from engine_side.seams.kept.logits import logits_of
 from schemas import limits
 from schemas.errors import StartError, TapError
@@ -31,6 +32,7 @@ I64 = npt.NDArray[np.int64]
 
 NORM: Final = ("final_norm", 0)
 _WAIT_S: Final = 120.0
+_ULID: Final = 26  # characters
 
 
 class Unpublished(TapError):
@@ -55,6 +57,7 @@ class Bench:
     engine: LLMEngine
     source: CaptureSource
     continued: int = 16
+    _numbers: dict[str, int] = field(default_factory=dict)  # of the prompts that run, by request
 
     @property
     def arms(self) -> Arms:
@@ -81,6 +84,15 @@ class Bench:
         """
         return self._run(prompts, [patched(place, each) for each in rows], None, "raw")
 
+    def rewritten(self, prompts: I64, change: Change) -> list[Answer]:
+        """The prompts with keys and values of the cache changed as they are written."""
+        with rewritten(self.engine, change):
+            return self.unedited(prompts)
+
+    def number_of(self, request: str) -> int:
+        """The number of the prompt that is running as a request; vLLM adds to names that it is given."""
+        return self._numbers[request[:_ULID]]
+
     def logits(self, norm: F32) -> F32:
         """Logits [positions, vocabulary] of rows of the last norm."""
         return logits_of(self.engine, norm)
@@ -90,6 +102,7 @@ class Bench:
         from vllm import SamplingParams
 
         names = [new_ulid() for _ in prompts]
+        self._numbers = {name: number for number, name in enumerate(names)}
         wanted = [NORM[0]] if place is None else [place[0], NORM[0]]
         codecs = {NORM[0]: "raw"} if place is None else {place[0]: codec, NORM[0]: "raw"}
         for name, tokens, edit in zip(names, prompts.tolist(), edits, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,11 +31,12 @@ from vllm_tap.fidelity.study import PlaceStudy, Unpublished, engine_floor, study
 from vllm_tap.fidelity.texts import Corpus, Prompts, prompts_of, read_text, standard_library
 from vllm_tap.offline.engine import started
 from vllm_tap.offline.recording import recording
-from vllm_tap.progress import ProgressReport, reporting
-from vllm_tap.serve.model_config import check_arguments
+from vllm_tap.progress import ProgressReport, counting
+from vllm_tap.serve.model_config import check_arguments, without_tokenizer
 from vllm_tap.sites.description import SiteEntry, describe, load_config
 
-__all__ = ["SIZES", "FidelityJob", "Made", "run", "study"]
+__all__ = ["SIZES", "FidelityJob", "Made", "few_prompts", "floors", "laboratory", "model_of", "prepared", "publish",
+           "refuse", "run", "study"]
 
 SIZES: Final = {"quick": (16, 128, 16), "standard": (200, 512, 64), "full": (400, 2048, 64)}  # prompts, tokens, answer
 _SITES: Final = ("resid_post", "mlp_post")
@@ -82,9 +83,18 @@ class FidelityJob:
         for name in self.codecs:
             coding.codecs_for("resid_post", (name,), 64)
         check_arguments(self.model, self.engine_args)
-        for word in self.engine_args:
-            if word.partition("=")[0] in _REFUSED:
-                raise ArgumentError(word.partition("=")[0], word, "after --: is set by this command; leave it out")
+        refuse(self.engine_args, _REFUSED, "is set by this command")
+
+
+def refuse(engine_args: Sequence[str], names: Sequence[str], why: str) -> None:
+    """ArgumentError where one of vLLM's arguments is among ``names``, with underscores, cut short, or with a key after
+    a dot too, as vLLM takes them.
+    """
+    for word in engine_args:
+        flag = word.partition("=")[0]
+        plain = flag.partition(".")[0].replace("_", "-")
+        if plain.startswith("-") and plain.strip("-") and any(name.startswith(plain) for name in names):
+            raise ArgumentError(flag, word, f"after --: {why}; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +118,7 @@ def run(job: FidelityJob, progress: ProgressReport = False) -> Report:
     """Measure, and write ``report.json`` and ``report.html`` into ``job.out``; a run that was ended goes on where it
     was. Unpublished where a control does not behave, and then nothing is written as a report.
     """
-    made = _prepared(job)
+    made = prepared(job)
     job.out.mkdir(parents=True, exist_ok=True)
     with _engine(job, made) as (bench, info):
         report = study(job, made, bench, info, progress)
@@ -123,7 +133,8 @@ def publish(out: Path, report: Report) -> None:
     (out / "progress.jsonl").unlink(missing_ok=True)
 
 
-def _prepared(job: FidelityJob) -> Made:
+def prepared(job: FidelityJob) -> Made:
+    """What is measured, held against the model before any engine; ArgumentError."""
     from transformers import AutoTokenizer
 
     listed = describe(job.model, load_config(job.model))
@@ -160,19 +171,29 @@ def _coders(job: FidelityJob, sites: dict[str, SiteEntry]) -> dict[str, Autoenco
 
 @contextmanager
 def _engine(job: FidelityJob, made: Made) -> Iterator[tuple[Bench, Any]]:
-    continued, batch = SIZES[job.size][2], made.batch
-    rows = min(limits.edit_rows_max, 4 * batch * made.tokens)
+    sites, batch = ",".join(made.sites), made.batch
+    os.environ["VLLM_TAP_EDIT_ROWS"] = str(min(limits.edit_rows_max, 4 * batch * made.tokens))
+    words = ("--max-num-seqs", str(max(2, batch)))
+    with laboratory(job, made.tokens, words, f"{sites},final_norm", sites) as found:
+        yield found
+
+
+@contextmanager
+def laboratory(job: FidelityJob, tokens: int, words: tuple[str, ...], arm: str, edit: str = ""
+               ) -> Iterator[tuple[Bench, Any]]:
+    """An engine in this process for prompts of so many tokens, and what it told of itself; ``words``: vLLM's arguments
+    beside those that were asked for.
+    """
+    continued = SIZES[job.size][2]
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-                   "VLLM_TAP_EDIT_ROWS": str(rows), "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+                   "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     if "PYTHONWARNINGS" not in os.environ:
         warnings.simplefilter("ignore")
-    words = ("--skip-tokenizer-init", "--max-num-seqs", str(max(2, batch)), "--max-model-len",
-             str(made.tokens + continued + 1), *job.engine_args)
-    sites = ",".join(made.sites)
+    words = (*without_tokenizer(job.model), "--max-model-len", str(tokens + continued + 1), *words, *job.engine_args)
     with tempfile.TemporaryDirectory(prefix="vllm-tap-") as folder, recording(
-            Path(folder) / "captures", arm=f"{sites},final_norm", edit=sites, durability="os") as tape:
+            Path(folder) / "captures", arm=arm, edit=edit, durability="os") as tape:
         engine = started(job.model, words)
         try:
             with StoreReader(tape.path) as reader:
@@ -211,18 +232,11 @@ def study(job: FidelityJob, made: Made, bench: Bench, info: Any, progress: Progr
     batches = -(-len(made.judged.tokens) // batch)
     steps = sum(batches * (2 + len(codecs[site]) * (2 if (site, layer) in thorough else 1)
                            + (2 if (site, layer) in thorough else 0)) for site, layer in places)
-    report = Report(_model(bench, job), _settings(job, made, batch, bench.dtype), {"name": made.corpus.name, "digest":
+    report = Report(model_of(bench, job), _settings(job, made, batch, bench.dtype), {"name": made.corpus.name, "digest":
                     made.corpus.digest, "documents": len(made.corpus.held)}, {})
     kept = Kept(job.out / "progress.jsonl", report)
-    done = 0
-    with reporting(progress, "measuring") as tell:
-
-        def step() -> None:
-            nonlocal done
-            done += 1
-            tell(min(done, steps), steps)
-
-        report.floors = kept.floors(lambda: _floors(job, made, bench, batch, report.settings))
+    with counting(progress, "measuring", steps) as step:
+        report.floors = kept.floors(lambda: floors(job, made, bench, batch, report.settings))
         science = Science(bench, made.judged, made.fitted, batch, made.coders)
         for place in places:
             found = kept.place(place, lambda place=place: _place(  # type: ignore[misc]
@@ -244,7 +258,8 @@ def _place(bench: Bench, science: Science, made: Made, place: tuple[str, int], c
     return found
 
 
-def _floors(job: FidelityJob, made: Made, bench: Bench, batch: int, settings: dict[str, Any]) -> dict[str, list[float]]:
+def floors(job: FidelityJob, made: Made, bench: Bench, batch: int, settings: dict[str, Any]) -> dict[str, list[float]]:
+    """Both floors, KL by prompt; ``settings`` is told how the arithmetic's was measured."""
     found = {"engine": engine_floor(bench, made.judged.tokens, batch)}
     arithmetic, why = arithmetic_floor(job.model, made.judged.tokens)
     settings["arithmetic"] = why
@@ -275,7 +290,8 @@ def _check_controls(report: Report) -> None:
         place.told["one late"] = f"{controls['one late']:.3g} nats"
 
 
-def _model(bench: Bench, job: FidelityJob) -> dict[str, Any]:
+def model_of(bench: Bench, job: FidelityJob) -> dict[str, Any]:
+    """What a report says of its model."""
     import torch
     import vllm
 
@@ -288,9 +304,13 @@ def _model(bench: Bench, job: FidelityJob) -> dict[str, Any]:
 
 def _settings(job: FidelityJob, made: Made, batch: int, dtype: str) -> dict[str, Any]:
     asked = {name: value for name, value in asdict(job).items() if name in ("size", "bar", "codecs", "engine_args")}
-    few = {} if len(made.judged.tokens) >= _PROMPTS_FEW else {
-        "intervals": f"of fewer than {_PROMPTS_FEW} prompts they are too narrow: take more before much hangs on them"}
     return {**asked, "sites": list(made.sites), "layers": list(job.layers), "dtype": dtype,
             "prompts": len(made.judged.tokens), "tokens": made.tokens, "batch": batch,
             "sae": {place: digest_of(folder) for place, folder in job.sae.items()}, "continued": SIZES[job.size][2],
-            **few}
+            **few_prompts(len(made.judged.tokens))}
+
+
+def few_prompts(count: int) -> dict[str, str]:
+    """What a report says where its intervals are too narrow."""
+    return {} if count >= _PROMPTS_FEW else {
+        "intervals": f"of fewer than {_PROMPTS_FEW} prompts they are too narrow: take more before much hangs on them"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -13,7 +13,8 @@ from vllm_tap.fidelity.bench import Answer, Bench, Unpublished
 from vllm_tap.fidelity.distributions import F64, I64, Compared, compare, first_divergence, log_softmax
 from vllm_tap.verify.laboratory import F32, Place
 
-__all__ = ["Patched", "PlaceStudy", "Unpublished", "engine_floor", "study_place", "tally"]
+__all__ = ["Patched", "PlaceStudy", "Reference", "Unpublished", "Variant", "add", "engine_floor", "first_unlike",
+           "judge", "name_of", "study_place", "tally", "unlike"]
 
 _FIRST_SCORED: Final = 1  # position 0 stands apart: it holds most of the energy of many models
 _TAIL_MIN: Final = 20_000  # positions from which on a p99.9 is not a handful of them
@@ -37,9 +38,10 @@ class Patched:
 
 @dataclass(slots=True)
 class PlaceStudy:
-    """A place with all that was done there; ``harness``: KL of the control, which edits nothing, to the unedited run,
-    by prompt; ``told``: what each control was seen by, and what is wrong with a codec; ``broken``: by codec whose
-    numbers mean nothing here, why, and its KL by prompt (``kl``; null where it is no number).
+    """A place with all that was done there; ``layer``: −1 for all of them at once; ``harness``: KL of the control, that
+    edits nothing, to the unedited run, by prompt; ``told``: what each control was seen by, and what is wrong with a
+    codec; ``broken``: by codec whose numbers mean nothing here, why, its KL by prompt (``kl``; null where it is no
+    number) and its bytes (``row_bytes``).
     """
 
     site: str
@@ -51,8 +53,18 @@ class PlaceStudy:
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # by codec, what needs no model
     broken: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """``site.layer``, or the site alone."""
+        return name_of(self.site, self.layer)
 
-class _Reference:
+
+def name_of(site: str, layer: int) -> str:
+    """A place by its name; that of all layers at once is the site's."""
+    return site if layer < 0 else f"{site}.{layer}"
+
+
+class Reference:
     """Log-probabilities of a batch's control run by pieces of positions, kept where they are few."""
 
     def __init__(self, bench: Bench, answers: Sequence[Answer], tokens: I64) -> None:
@@ -86,7 +98,7 @@ class _Reference:
 
 
 @dataclass(slots=True)
-class _Variant:
+class Variant:
     """A codec, noise or control, over all batches. ``wrong``: why its numbers mean nothing; "": they do."""
 
     kind: str
@@ -105,7 +117,7 @@ def study_place(bench: Bench, tokens: I64, place: Place, codecs: Sequence[str], 
 
     Unpublished where a control does not behave.
     """
-    variants: dict[tuple[str, str], _Variant] = {}
+    variants: dict[tuple[str, str], Variant] = {}
     told: dict[str, str] = {}
     harness: list[float] = []
     kept: list[F32] = []
@@ -115,11 +127,11 @@ def study_place(bench: Bench, tokens: I64, place: Place, codecs: Sequence[str], 
         rows = [_rows(answer) for answer in control]
         if not all(np.isfinite(each).all() for each in rows):
             raise Unpublished(f"{_named(place)}: the model's own rows are no numbers, without any codec")
-        reference = _Reference(bench, control, chunk)
+        reference = Reference(bench, control, chunk)
         harness += [float(one.kl[_FIRST_SCORED:].mean()) for one in reference.against(bench.unedited(chunk))]
         if not np.isfinite(harness).all():
             raise Unpublished(f"{_named(place)}: KL of the control to the unedited run is no number")
-        if wrong := _unlike(control, bench.patched(chunk, place, rows)):
+        if wrong := unlike(control, bench.patched(chunk, place, rows)):
             raise Unpublished(f"identity at {_named(place)}: rows put back as they were change {wrong}; vllm-tap "
                               "verify tells more")
         tell()
@@ -127,14 +139,14 @@ def study_place(bench: Bench, tokens: I64, place: Place, codecs: Sequence[str], 
         told = {"identity": "the same bits", "one wrong row": found, **told} if start == 0 else told
         tell()
         for kind, name, made in _variants(codecs, rows, place, len(kept), bench.dtype, thorough):
-            _patch(bench, chunk, place, variants.setdefault((kind, name), _Variant(kind, name)), made,
+            _patch(bench, chunk, place, variants.setdefault((kind, name), Variant(kind, name)), made,
                    (control, rows, reference))
             tell()
         if start == 0 and thorough:
             told["engine's codes"] = _engines_codes(bench, chunk, place, codecs, rows)
         kept += rows
     study = PlaceStudy(*place, kept[0].shape[-1], harness, told=told)
-    _add(study, list(variants.values()), bench.dtype)
+    add(study, list(variants.values()), {name: coding.row_bytes(name, study.width, bench.dtype) for name in codecs})
     return study, np.stack(kept)
 
 
@@ -142,8 +154,8 @@ def _named(place: Place) -> str:
     return f"{place[0]}.{place[1]}"
 
 
-def _patch(bench: Bench, chunk: I64, place: Place, variant: _Variant, made: list[F32],
-           known: tuple[Sequence[Answer], list[F32], _Reference]) -> None:
+def _patch(bench: Bench, chunk: I64, place: Place, variant: Variant, made: list[F32],
+           known: tuple[Sequence[Answer], list[F32], Reference]) -> None:
     """Run a batch with rows out of a codec or a control. What is no number is of this codec at this place alone: its
     prompts are then None.
     """
@@ -156,16 +168,21 @@ def _patch(bench: Bench, chunk: I64, place: Place, variant: _Variant, made: list
     for at, (one, other) in enumerate(zip(control, answers, strict=True)):
         differs = (_bits(coding.in_dtype(made[at], bench.dtype)) != _bits(coding.in_dtype(rows[at], bench.dtype))
                    ).any(-1)
-        seen = bool(_unlike([one], [other]))
+        seen = bool(unlike([one], [other]))
         variant.differs, variant.seen = variant.differs + int(differs.sum()), variant.seen or seen
         if differs.mean() >= _HALF and not seen:
             raise Unpublished(f"{variant.name} at {_named(place)}: {int(differs.sum())} rows of prompt {at} were set "
                               "to others and not a bit of the last norm differs: the edit was not made")
+    judge(variant, control, answers, reference)
+
+
+def judge(variant: Variant, control: Sequence[Answer], answers: Sequence[Answer], reference: Reference) -> None:
+    """Hold a batch's answers against those of the control, ``reference``; what makes KL no number is told."""
     try:
         compared = reference.against(answers)
     except ArithmeticError as error:
         variant.wrong = variant.wrong or str(error)
-        variant.compared += [None] * len(chunk)
+        variant.compared += [None] * len(answers)
         return
     if not all(np.isfinite(each).all() for one in compared for each in (one.kl, one.nll_other)):
         variant.wrong = variant.wrong or "KL of the model with its rows is no number"
@@ -174,15 +191,18 @@ def _patch(bench: Bench, chunk: I64, place: Place, variant: _Variant, made: list
                         for one, other in zip(control, answers, strict=True)]
 
 
-def _add(study: PlaceStudy, variants: Sequence[_Variant], dtype: str) -> None:
-    """Put what was measured into a study, codecs whose numbers mean nothing apart."""
-    where = f"{study.site}.{study.layer}"
+def add(study: PlaceStudy, variants: Sequence[Variant], sizes: Mapping[str, int], first: int = _FIRST_SCORED) -> None:
+    """Put what was measured into a study, of positions from ``first`` on, codecs whose numbers mean nothing apart;
+    ``sizes``: bytes by codec.
+    """
+    where = study.name
     for one in variants:
         if one.kind == "control" and one.wrong:
             raise Unpublished(f"{one.name} at {where}: {one.wrong}")
         if one.kind == "codec" and one.wrong:
             study.broken[one.name] = {"why": one.wrong, "kl": [
-                None if each is None else float(each.kl[_FIRST_SCORED:].mean()) for each in one.compared]}
+                None if each is None else float(each.kl[first:].mean()) for each in one.compared],
+                                      "row_bytes": sizes[one.name]}
             study.told[one.name] = f"broken here: {one.wrong}"
         if one.kind == "noise" and one.wrong and one.name not in study.broken:
             study.told[f"noise like {one.name}'s"] = f"not measured: {one.wrong}"
@@ -191,8 +211,8 @@ def _add(study: PlaceStudy, variants: Sequence[_Variant], dtype: str) -> None:
                               "prompts: the edits were not made")
         compared = [each for each in one.compared if each is not None]
         if not one.wrong and one.name not in study.broken:
-            size = coding.row_bytes(one.name, study.width, dtype) if one.kind == "codec" else 0
-            study.patched.append(tally(one.name, one.kind, size, compared, one.lengths))
+            size = sizes[one.name] if one.kind == "codec" else 0
+            study.patched.append(tally(one.name, one.kind, size, compared, one.lengths, first))
 
 
 def _variants(codecs: Sequence[str], rows: list[F32], place: Place, first: int, dtype: str, thorough: bool
@@ -214,9 +234,10 @@ def _variants(codecs: Sequence[str], rows: list[F32], place: Place, first: int, 
     return found
 
 
-def tally(name: str, kind: str, row_bytes: int, compared: Sequence[Compared], lengths: list[float]) -> Patched:
-    """Numbers by prompt of what was compared."""
-    scored = slice(_FIRST_SCORED, None)
+def tally(name: str, kind: str, row_bytes: int, compared: Sequence[Compared], lengths: list[float],
+          first: int = _FIRST_SCORED) -> Patched:
+    """Numbers by prompt of what was compared, of positions from ``first`` on."""
+    scored = slice(first, None)
     every = np.concatenate([one.kl[scored] for one in compared])
     prompts = {
         "kl": [float(one.kl[scored].mean()) for one in compared],
@@ -238,7 +259,7 @@ def engine_floor(bench: Bench, tokens: I64, batch: int) -> list[float]:
     chunk = tokens[:batch]
     together = bench.unedited(chunk)
     alone = [bench.unedited(chunk[at:at + 1])[0] for at in range(len(chunk))]
-    return [float(one.kl[_FIRST_SCORED:].mean()) for one in _Reference(bench, together, chunk).against(alone)]
+    return [float(one.kl[_FIRST_SCORED:].mean()) for one in Reference(bench, together, chunk).against(alone)]
 
 
 def _rows(answer: Answer) -> F32:
@@ -250,7 +271,7 @@ def _bits(rows: F32) -> Any:
     return np.ascontiguousarray(rows).view(np.uint32)
 
 
-def _unlike(one: Sequence[Answer], other: Sequence[Answer]) -> str:
+def unlike(one: Sequence[Answer], other: Sequence[Answer]) -> str:
     """What is not the same, bit for bit; empty where nothing is."""
     for at, (a, b) in enumerate(zip(one, other, strict=True)):
         if a.tokens != b.tokens:
@@ -258,6 +279,18 @@ def _unlike(one: Sequence[Answer], other: Sequence[Answer]) -> str:
         if not np.array_equal(_bits(a.norm), _bits(b.norm)):
             return f"the last norm of prompt {at}"
     return ""
+
+
+def first_unlike(one: Sequence[Answer], other: Sequence[Answer]) -> dict[int, int]:
+    """By prompt the first position whose row of the last norm is not the same, bit for bit; without those that have
+    none.
+    """
+    firsts = {}
+    for number, (a, b) in enumerate(zip(one, other, strict=True)):
+        differs = (_bits(a.norm) != _bits(b.norm)).any(axis=-1)
+        if differs.any():
+            firsts[number] = int(differs.argmax())
+    return firsts
 
 
 def _one_wrong(bench: Bench, chunk: I64, place: Place, control: Sequence[Answer], rows: list[F32]) -> str:
@@ -270,11 +303,7 @@ def _one_wrong(bench: Bench, chunk: I64, place: Place, control: Sequence[Answer]
     at = int(unlike[np.abs(unlike - middle).argmin()])
     wrong = [coding.one_wrong(each, at) if number == prompt else each for number, each in enumerate(rows)]
     answers = bench.patched(chunk, place, wrong)
-    firsts = {}
-    for number, (one, other) in enumerate(zip(control, answers, strict=True)):
-        differs = (_bits(one.norm) != _bits(other.norm)).any(axis=-1)
-        if differs.any():
-            firsts[number] = int(differs.argmax())
+    firsts = first_unlike(control, answers)
     if firsts != {prompt: at}:
         raise Unpublished(f"one wrong row at {_named(place)}: set at position {at} of prompt {prompt}, and "
                           f"{'nothing differs' if not firsts else f'what differs first is, by prompt, {firsts}'}")

@@ -22,15 +22,16 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from schemas.errors import ArgumentError, CorruptError, StoreError
+from schemas.errors import ArgumentError
 from vllm_tap.client.captures import Layers
 from vllm_tap.client.listing import Where
+from vllm_tap.loader.bucket_rows import BucketRows
 from vllm_tap.loader.epoch_plan import WINDOW_ROWS, EpochPlan, block_sizes, rows_between
 from vllm_tap.loader.row_files import RowFiles
-from vllm_tap.loader.row_index import BLOCK_ROWS, RowIndex, build_index, keys_of, relocated
+from vllm_tap.loader.row_index import BLOCK_ROWS, InBucket, RowIndex, build_index, keys_of
 from vllm_tap.loader.row_window import Batch, Window, WindowMemory
 from vllm_tap.progress import ProgressReport
-from vllm_tap.store import Store
+from vllm_tap.store import Store, folder_of
 
 __all__ = ["Activations", "RowDataset", "activations", "rows"]
 
@@ -41,27 +42,36 @@ I64 = npt.NDArray[np.int64]
 def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = None, *,
          where: Where = None, codec: str | None = None, batch: int = 4096, dtype: torch.dtype = torch.float32,
          seed: int = 0, shuffle: bool = True, window: int = WINDOW_ROWS, rank: int | None = None,
-         world: int | None = None, verify: bool = False, progress: ProgressReport = False) -> RowDataset:
+         world: int | None = None, verify: bool = False, allow_missing: bool = True, progress: ProgressReport = False
+         ) -> RowDataset:
     """The rows of a site and layer over all captures that ended, as batches of one epoch.
 
     Several sites or layers (``["resid_mid.3", "mlp_out.3"]``, or one site and a list of layers) come aligned: row i of
     each is of the same token. ``where``: tags that a capture must have, or a function of its ``CaptureRow``; ``codec``
     chooses among captures that are stored in different ways. ``rank`` and ``world`` are those of torch.distributed
     where it is running. ``verify`` holds every row against its checksum (in a segment that is not sealed yet:
-    every frame, which reads all its layers); without it only heads of frames are.
+    every frame, which reads all its layers); without it only heads of frames are. With ``allow_missing=False`` a
+    chosen capture that lacks rows raises MissingRows; else the rows that are there are taken.
 
     A batch is a dict: ``site.layer`` [batch, width] of ``dtype`` for each, ``position``, ``token_id`` and ``capture``
     (a number in ``captures``), int64 [batch]. The last batch of a shard may be smaller. Iterating raises NotFoundError
     where a capture was deleted since: its rows are never handed out as the zeros that replace them.
     """
-    path = store.path if isinstance(store, Store) else Path(store)
+    path = _in_bucket(store) or folder_of(store)
     if dtype not in _DTYPES:
         raise ArgumentError("dtype", dtype, f"valid: {', '.join(map(str, _DTYPES))}")
     if where is not None and not callable(where) and not (
             isinstance(where, Mapping) and all(isinstance(value, str) for value in where.values())):
         raise ArgumentError("where", where, "valid: tags and their values, both strings, or a function of a CaptureRow")
     plan = EpochPlan(seed, shuffle, batch, window, *_process(rank, world))
-    return RowDataset(build_index(path, keys_of(site, layer), where, codec, progress), plan, dtype, verify)
+    return RowDataset(build_index(path, keys_of(site, layer), where, codec, progress, allow_missing), plan, dtype,
+                      verify)
+
+
+def _in_bucket(store: str | Path | Store) -> InBucket | None:
+    """The store in a bucket, None of one in a folder."""
+    url, cache, cache_bytes = store.opened if isinstance(store, Store) else (store, None, None)
+    return InBucket(url, cache, cache_bytes) if isinstance(url, str) and "://" in url else None
 
 
 def _process(rank: int | None, world: int | None) -> tuple[int, int]:
@@ -184,13 +194,15 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         blocks = self.plan.blocks(self.rows, self.epoch, worker, workers)
         ends = np.cumsum(block_sizes(self.rows, blocks))  # of the blocks, in this order
         total = int(ends[-1]) if len(ends) else 0
-        files = RowFiles(self.index, self.verify)
+        bucket = self.index.bucket
+        files = RowFiles(self.index, self.verify) if bucket is None else BucketRows(self.index, bucket)
         try:
             for number in range(skip * self.batch // self.window, -(-total // self.window)):
                 begin, end = number * self.window, min((number + 1) * self.window, total)
                 chosen = rows_between(blocks, ends, begin, end)
                 slots = self.plan.slots(len(chosen), self.epoch, worker, workers, number)
-                filled = self._filled(files, chosen, slots, min(self.window, total))
+                filled = Window(files, chosen, slots, self._memory, min(self.window, total), self.dtype)
+                self.index = files.index
                 try:
                     for at in range(max(0, skip * self.batch - begin), len(chosen), self.batch):
                         self._done += 1
@@ -202,18 +214,6 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
                     filled.close()
         finally:
             files.close()
-
-    def _filled(self, files: RowFiles, chosen: I64, slots: I64, most: int) -> Window:
-        try:
-            return Window(files, chosen, slots, self._memory, most, self.dtype)
-        except CorruptError:
-            raise
-        except StoreError:
-            moved = relocated(self.index)
-            if np.array_equal(moved.frames, self.index.frames):
-                raise
-            self.index = files.index = moved
-            return Window(files, chosen, slots, self._memory, most, self.dtype)
 
 
 def _worker() -> tuple[int, int]:

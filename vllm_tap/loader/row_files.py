@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.catalog.records import Segment
-from schemas.errors import CorruptError, NotFoundError
+from schemas.errors import CorruptError, NotFoundError, StoreError
 from schemas.lru import Lru
 from schemas.read.segment_maps import SegmentMaps, View, opened
 from schemas.store.row_checksums import piece_digests
 from schemas.store.segment import FrameView, head_digest, read_frame, verify_payload
 from schemas.wire.row_table import FLAG_ERASED
-from vllm_tap.loader.row_index import RowIndex
+from vllm_tap.loader.row_index import RowIndex, relocated
 
 __all__ = ["RowFiles", "Stored"]
 
@@ -46,6 +46,54 @@ class RowFiles:
         # The segment that was read last, where it lies, and it itself: a file closes itself, also when the interpreter
         # ends and nothing is left of what this module has imported.
         self._file: tuple[int, Path, FileIO] | None = None
+
+    def fill(self, chosen: I64, slots: I64, stored: Sequence[Stored]) -> I64:
+        """Copy rows ``chosen`` of the index to ``slots``, a permutation of 0 … n - 1, of every key's arrays; their
+        token ids by slot, int64 [n]. A key whose entry of ``stored`` has no arrays is left out.
+
+        Rows that were moved since (by compaction) are looked up anew: ``index`` then is another, of the same rows. What
+        ``copy`` raises.
+        """
+        try:
+            return self._filled(chosen, slots, stored)
+        except CorruptError:
+            raise
+        except StoreError:
+            moved = relocated(self.index)
+            if np.array_equal(moved.frames, self.index.frames):
+                raise
+            self.index = moved
+            return self._filled(chosen, slots, stored)
+
+    def _filled(self, chosen: I64, slots: I64, stored: Sequence[Stored]) -> I64:
+        token_id = np.empty(len(chosen), np.int64)
+        for keys in self._alike(stored):
+            frame, row = self.index.frame[keys[0]][chosen], self.index.row[keys[0]][chosen]
+            order = np.lexsort((row, frame))
+            numbers, places = chosen[order], slots[order]
+            bounds = np.flatnonzero(np.diff(frame[order], prepend=-1, append=-1))
+            for begin, end in pairwise(bounds.tolist()):
+                where = places[begin:end]
+                found = self.copy(keys, numbers[begin:end], stored, where)
+                if keys[0] == 0:
+                    token_id[where] = found
+        return token_id
+
+    def _alike(self, stored: Sequence[Stored]) -> list[list[int]]:
+        """Keys whose rows lie in the same rows of the same frames, which are looked up once for all of them; those
+        alone that are wanted, and the first, whose frames tell the tokens.
+        """
+        groups: list[list[int]] = []
+        for key in range(len(self.index.keys)):
+            if key and not stored[key]:
+                continue
+            for group in groups:
+                if self.index.frame[group[0]] is self.index.frame[key]:
+                    group.append(key)
+                    break
+            else:
+                groups.append([key])
+        return groups
 
     def copy(self, keys: Sequence[int], numbers: I64, stored: Sequence[Stored], slots: I64) -> npt.NDArray[np.uint32]:
         """Copy rows ``numbers``, all of one frame and ascending, to ``slots`` of the keys' arrays, and give their token
@@ -100,7 +148,7 @@ class RowFiles:
 
     def _frame(self, segment: Segment, offset: int) -> FrameView:
         """A frame of a file that rows may be erased from: its head, unless only the frame as a whole has checksums."""
-        key, whole = (segment.number, offset), self._verify and self._maps.checksums(segment) is None
+        key, whole = (segment.number, offset), self._verify and self._maps.block(segment) is None
         view = None if whole else self._heads.get(key)
         if view is None:
             path, fd = self._open(segment)
@@ -128,11 +176,11 @@ class RowFiles:
     def _match(self, segment: Segment, offset: int, layers: list[int], rows: I64, copied: Sequence[Stored], slots: I64
                ) -> bool:
         """Whether every row that was copied has its checksum; True where frames are held against theirs as a whole."""
-        checksums = self._maps.checksums(segment)
-        return checksums is None or all(
-            bool((piece_digests(main, sides, slots) == expected).all())
-            for expected, (main, *sides) in zip(checksums.of(offset, layers, rows),
-                                                (arrays.values() for arrays in copied), strict=True))
+        block = self._maps.block(segment)
+        return block is None or all(
+            bool((piece_digests(next(iter(arrays.values())), list(arrays.values())[1:], slots) == expected).all())
+            for expected, arrays in zip(block.checksums_of(block.start(offset) + rows, layers), copied, strict=True)
+            if arrays)
 
     def _stale(self, segment: Segment, offset: int, view: View) -> bool:
         if isinstance(view, FrameView):

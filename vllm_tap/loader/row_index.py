@@ -7,6 +7,7 @@ Rows are numbered in the order in which they lie on the disk (segment, frame, ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,16 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from schemas.bucket.reader import BucketReader
 from schemas.catalog.records import Segment
 from schemas.errors import ArgumentError, NotFoundError
-from schemas.read.reader import CaptureRow, Places, StoreReader, read_store_uuid
+from schemas.read.reader import CaptureRow, Places, StoreReader
 from schemas.read.slices import RowFormat
 from schemas.sites import parse_site, site_named
 from vllm_tap.client.captures import Layers, layers_of
 from vllm_tap.client.listing import Filters, Where, wanted
+from vllm_tap.errors import MissingRows
 from vllm_tap.progress import ProgressReport, reporting
 
-__all__ = ["BLOCK_ROWS", "RowIndex", "build_index", "name_of", "relocated"]
+__all__ = ["BLOCK_ROWS", "InBucket", "RowIndex", "build_index", "keys_of", "name_of", "only", "relocated"]
 
 BLOCK_ROWS: Final = 128
 I32 = npt.NDArray[np.int32]
@@ -35,11 +38,29 @@ Found = tuple[str, dict[str, list[Places]]]  # a capture, and by site the places
 
 
 @dataclass(frozen=True, slots=True)
+class InBucket:
+    """A store in a bucket, which every process opens for itself; ``push``: the head that an index was made of."""
+
+    url: str
+    cache: str | Path | None = None
+    cache_bytes: int | None = None
+    push: str = ""
+
+    def __str__(self) -> str:
+        return self.url
+
+    def open(self) -> BucketReader:
+        """A reader, of the head that there is now."""
+        return BucketReader(self.url, self.cache, self.cache_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class RowIndex:
     """``rows`` rows, every one of which has all ``keys``; one whose columns ranks share out is there once for each of
     them, from the left to the right: ``share`` counts them.
 
-    ``order`` is a digest of which row has which number: of ids, ``capture`` and ``position``.
+    ``store`` is the folder; of a store in a ``bucket``, the folder of its cache. ``order`` is a digest of which row has
+    which number: of ids, ``capture`` and ``position``.
 
     ``frames`` int64 ``[frames, 2]``: segment and byte offset. By key, int32 ``[rows]``: ``frame`` (a row of ``frames``)
     and ``row`` (of that frame). ``capture`` int32 ``[rows]`` counts in ``captures``; ``position`` uint32 ``[rows]``.
@@ -58,6 +79,7 @@ class RowIndex:
     capture: I32
     position: npt.NDArray[np.uint32]
     order: str
+    bucket: InBucket | None = None
 
     @property
     def rows(self) -> int:
@@ -90,31 +112,31 @@ def keys_of(site: str | Sequence[str], layer: Layers) -> tuple[Key, ...]:
             fixed = 0
         if fixed is None and not layers:
             raise ArgumentError("layer", layer,
-                                f"name a layer of {name}: rows(store, {name!r}, 12), or blocks.12.hook_…")
+                                f"name a layer of {name}: 12, or blocks.12.hook_… as its name")
         keys += [(parsed, number) for number in ([fixed] if fixed is not None else layers or ())]
     if not keys or len(set(keys)) != len(keys):
         raise ArgumentError("site", site, "name at least one site and layer, each once")
     return tuple(keys)
 
 
-def build_index(store: str | Path, keys: tuple[Key, ...], where: Where = None, codec: str | None = None,
-                progress: ProgressReport = False) -> RowIndex:
+def build_index(store: str | Path | InBucket, keys: tuple[Key, ...], where: Where = None, codec: str | None = None,
+                progress: ProgressReport = False, allow_missing: bool = True) -> RowIndex:
     """The rows of all captures that have ended, that ``where`` chooses and that have every key.
 
     ``codec`` leaves out captures whose rows are stored otherwise. NotFoundError where nothing is left, SpecError where
-    what is left is stored in more than one way.
+    what is left is stored in more than one way; MissingRows where one lacks rows of a key and not ``allow_missing``.
     """
     by_site: dict[str, list[int]] = {}
     for site, layer in keys:
         by_site.setdefault(site, []).append(layer)
-    with StoreReader(store) as reader:
+    with store.open() if isinstance(store, InBucket) else StoreReader(store) as reader:
         listed = [row for row in Filters().of(reader)
                   if row.status in ("complete", "incomplete") and set(by_site) <= set(row.sites) and wanted(where, row)]
         listed.sort(key=lambda row: (row.created_ms, row.id))
         found: list[Found] = []
         with reporting(progress, "indexing") as tell:
             for done, row in enumerate(listed, 1):
-                if (places := _places(reader, row, by_site, codec)) is not None:
+                if (places := _places(reader, row, by_site, codec, allow_missing)) is not None:
                     found.append((row.id, places))
                 tell(done, len(listed))
         if not found:
@@ -126,11 +148,25 @@ def build_index(store: str | Path, keys: tuple[Key, ...], where: Where = None, c
         kinds = {site: _kinds(found, site) for site in by_site}
         segments = sorted({int(number) for _, places in found for parts in places.values() for part in parts
                            for number in np.unique(part.segment)})
-        return _joined(Path(store), keys, kinds, found, {number: reader.segment(number) for number in segments})
+        made = _joined(reader, keys, kinds, found, {number: reader.segment(number) for number in segments})
+        if isinstance(reader, BucketReader) and isinstance(store, InBucket):
+            return replace(made, bucket=replace(store, push=reader.head.push))
+        return made
 
 
-def _places(reader: StoreReader, row: CaptureRow, by_site: dict[str, list[int]], codec: str | None
-            ) -> dict[str, list[Places]] | None:
+def _check_whole(reader: StoreReader | BucketReader, row: CaptureRow, by_site: dict[str, list[int]]) -> None:
+    """MissingRows where a capture lacks rows that it was asked for."""
+    try:
+        layers = reader.manifest(row.id).rows
+    except NotFoundError:
+        return  # deleted meanwhile
+    for each in layers:
+        if each.missing and each.layer in by_site.get(each.site, ()):
+            raise MissingRows(row.id, f"{each.site}, layer {each.layer}", each.missing)
+
+
+def _places(reader: StoreReader | BucketReader, row: CaptureRow, by_site: dict[str, list[int]], codec: str | None,
+            allow_missing: bool) -> dict[str, list[Places]] | None:
     """By site, the places of the positions that all sites have; None where there are none."""
     try:
         places = {site: reader.places(row.id, site, layers) for site, layers in by_site.items()}
@@ -138,6 +174,8 @@ def _places(reader: StoreReader, row: CaptureRow, by_site: dict[str, list[int]],
         return None  # deleted meanwhile, or captured in other layers
     if codec is not None and any(part.codec != codec for part, *_ in places.values()):
         return None
+    if not allow_missing and row.status == "incomplete":
+        _check_whole(reader, row, by_site)
     common = next(iter(places.values()))[0].positions
     for part, *_ in places.values():
         common = np.intersect1d(common, part.positions, assume_unique=True)
@@ -165,8 +203,8 @@ def _kinds(found: list[Found], site: str) -> tuple[RowFormat, ...]:
     return kinds.pop()
 
 
-def _joined(store: Path, asked: tuple[Key, ...], kinds: dict[str, tuple[RowFormat, ...]], found: list[Found],
-            segments: dict[int, Segment]) -> RowIndex:
+def _joined(reader: StoreReader | BucketReader, asked: tuple[Key, ...], kinds: dict[str, tuple[RowFormat, ...]],
+            found: list[Found], segments: dict[int, Segment]) -> RowIndex:
     """Everything in one, in the order of the disk."""
     sites = [site for site, _ in asked]
     member = [sites[:number].count(site) for number, site in enumerate(sites)]  # which of its site's layers a key is
@@ -182,7 +220,7 @@ def _joined(store: Path, asked: tuple[Key, ...], kinds: dict[str, tuple[RowForma
     names, capture, position = [name for name, _ in found], capture[order], position[order]
     keys, share = tuple(key for key, _, _ in stored), tuple(number for _, _, number in stored)
     formats = tuple(kinds[site][number] for (site, _), _, number in stored)
-    return RowIndex(store, read_store_uuid(store), keys, formats, share, names, segments, frames, frame, row, capture,
+    return RowIndex(reader.path, reader.uuid, keys, formats, share, names, segments, frames, frame, row, capture,
                     position, _digest(names, capture, position))
 
 
@@ -206,23 +244,39 @@ def _by_frame(where: list[I64]) -> tuple[I64, tuple[I32, ...], tuple[I32, ...]]:
     return frames, tuple(frame), tuple(row)
 
 
-def relocated(index: RowIndex) -> RowIndex:
+def only(index: RowIndex, rows: I64) -> RowIndex:
+    """An index of some rows of another, in the order given, with what they need of it and nothing else."""
+    used, numbered = np.unique(index.capture[rows], return_inverse=True)
+    names, capture = [index.captures[number] for number in used], numbered.astype(np.int32)
+    position = index.position[rows]
+    frame = {id(part): part[rows] for part in index.frame}  # keys that lie alike have the same arrays
+    row = {id(part): part[rows] for part in index.row}
+    numbers = np.unique(np.concatenate(list(frame.values())))
+    moved = {part: np.searchsorted(numbers, old).astype(np.int32) for part, old in frame.items()}
+    frames = index.frames[numbers]
+    return replace(index, captures=names, frames=frames, capture=capture, position=position,
+                   segments={number: index.segments[number] for number in np.unique(frames[:, 0]).tolist()},
+                   frame=tuple(moved[id(part)] for part in index.frame), row=tuple(row[id(part)] for part in index.row),
+                   order=_digest(names, capture, position))
+
+
+def relocated(index: RowIndex, reader: BucketReader | None = None) -> RowIndex:
     """The same rows, in the same order, where they lie by now: compaction moves them, and erasing beside them may.
 
-    NotFoundError where one is not there any more, since its capture was deleted.
+    ``reader`` is that of a bucket. NotFoundError where one is not there any more, since its capture was deleted.
     """
     layers: dict[str, list[int]] = {}
     for site, layer in dict.fromkeys(index.keys):
         layers.setdefault(site, []).append(layer)
     where = [np.empty((index.rows, 3), np.int64) for _ in index.keys]
     order = np.argsort(index.capture, kind="stable")
-    with StoreReader(index.store) as reader:
+    with StoreReader(index.store) if reader is None else nullcontext(reader) as now:
         for begin, end in pairwise(np.searchsorted(index.capture[order], np.arange(len(index.captures) + 1)).tolist()):
             rows = order[begin:end]
             if not len(rows):
                 continue
             capture = index.captures[int(index.capture[rows[0]])]
-            places = {site: reader.places(capture, site, members) for site, members in layers.items()}
+            places = {site: now.places(capture, site, members) for site, members in layers.items()}
             for number, (site, layer) in enumerate(index.keys):
                 part, wanted = places[site][index.share[number]], index.position[rows]
                 at = np.searchsorted(part.positions, wanted)
@@ -230,7 +284,7 @@ def relocated(index: RowIndex) -> RowIndex:
                 if last < 0 or not np.array_equal(part.positions[np.minimum(at, last)], wanted):
                     raise NotFoundError(f"rows of {name_of((site, layer))} of capture {capture} are not there any more")
                 where[number][rows] = _address(part, layers[site].index(layer))[at]
-        segments = {int(number): reader.segment(int(number)) for part in where for number in np.unique(part[:, 0])}
+        segments = {int(number): now.segment(int(number)) for part in where for number in np.unique(part[:, 0])}
     frames, frame, row = _by_frame(where)
     return replace(index, segments=segments, frames=frames, frame=frame, row=row)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_tap.loader.bucket_rows import BucketRows
 from vllm_tap.loader.row_decode import decode, fresh, is_as_stored
 from vllm_tap.loader.row_files import RowFiles, Stored
 from vllm_tap.loader.row_index import RowIndex, name_of
@@ -61,40 +61,15 @@ class WindowMemory:
 class Window:
     """The stored bytes of some rows, each at its slot; decoded a batch at a time."""
 
-    def __init__(self, files: RowFiles, chosen: I64, slots: I64, memory: WindowMemory, most: int, dtype: torch.dtype
-                 ) -> None:
+    def __init__(self, files: RowFiles | BucketRows, chosen: I64, slots: I64, memory: WindowMemory, most: int,
+                 dtype: torch.dtype) -> None:
         """``most`` rows are in the largest window that ``memory`` is for."""
         self._index, self._memory, self._dtype = files.index, memory, dtype
         self._stored = memory.take(files.index, most)
         self._lent: list[weakref.ref[Bytes]] = []  # the arrays that batches are views of
-        self._token_id = np.empty(len(chosen), np.int64)
         self._row = np.empty(len(chosen), np.int64)
         self._row[slots] = chosen
-        for keys in self._alike():
-            self._fill(keys, files, chosen, slots)
-
-    def _alike(self) -> list[list[int]]:
-        """Keys whose rows lie in the same rows of the same frames, which are looked up once for all of them."""
-        groups: list[list[int]] = []
-        for key in range(len(self._index.keys)):
-            for group in groups:
-                if self._index.frame[group[0]] is self._index.frame[key]:
-                    group.append(key)
-                    break
-            else:
-                groups.append([key])
-        return groups
-
-    def _fill(self, keys: list[int], files: RowFiles, chosen: I64, slots: I64) -> None:
-        frame, row = self._index.frame[keys[0]][chosen], self._index.row[keys[0]][chosen]
-        order = np.lexsort((row, frame))
-        chosen, slots = chosen[order], slots[order]
-        bounds = np.flatnonzero(np.diff(frame[order], prepend=-1, append=-1))
-        for begin, end in pairwise(bounds.tolist()):
-            where = slots[begin:end]
-            token_id = files.copy(keys, chosen[begin:end], self._stored, where)
-            if keys[0] == 0:
-                self._token_id[where] = token_id
+        self._token_id = files.fill(chosen, slots, self._stored)
 
     def batch(self, begin: int, end: int, copied: bool) -> Batch:
         """Rows at the slots ``[begin, end)``; what is stored as wanted is a view of the window unless ``copied``."""

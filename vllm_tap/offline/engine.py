@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from schemas.errors import ConflictError, EditError, SpecError, StartError, TapError
 from schemas.probes import probes_text
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Tally", "engine_args", "generate", "load_tokenizer", "start_engine", "started", "token_ids"]
 
+T = TypeVar("T")
+
 _IN_FLIGHT_MAX: Final = 1024  # requests handed to the engine and not finished: bounds memory, keeps batches full
 _BATCH: Final = 64  # prompts announced to the writer in one commit
 _ANNOUNCE_S: Final = 60.0
@@ -41,6 +43,21 @@ class Tally:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     rows: int = 0
+    began_s: float = 0.0  # when generation did, by the monotonic clock; 0.0: not yet
+    ended_s: float = 0.0  # and when it ended
+
+    @property
+    def generated_s(self) -> float:
+        """Seconds since generation began, or that it took."""
+        return (self.ended_s or time.monotonic()) - self.began_s
+
+    def timed(self, lines: Iterator[T]) -> Iterator[T]:
+        """The same, with the times noted between which they are made, however that ends."""
+        self.began_s = time.monotonic()
+        try:
+            yield from lines
+        finally:
+            self.ended_s = time.monotonic()
 
     def rates(self, seconds: float) -> str:
         """Rows and tokens made per second of ``seconds``."""

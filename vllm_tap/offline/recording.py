@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import shutil
@@ -29,6 +30,7 @@ from schemas.read.reader import StoreReader
 from schemas.spec import parse_spec
 from vllm_tap.client.captures import Capture
 from vllm_tap.client.listing import Filters
+from vllm_tap.offline.limit import recording_limit_lines
 from vllm_tap.serve.services import check_store, make_socket_dir
 from vllm_tap.serve.writer_process import WriterProcess
 from vllm_tap.store import Store, open_store
@@ -38,6 +40,7 @@ __all__ = ["Recording", "capture_args", "manifest", "recording"]
 _ENDPOINT: Final = "VLLM_TAP_ENDPOINT"
 _MANIFEST: Final = "activation_manifest"  # where the engine's front end leaves the ids of an output's captures
 _WAIT_S: Final = 30.0
+logger = logging.getLogger("vllm_tap")
 _lock = threading.Lock()
 _newest: Recording | None = None
 
@@ -65,7 +68,8 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
               vectors: Mapping[str, str | Path] | None = None) -> Iterator[Recording]:
     """Start a writer beside this process and arm every ``LLM`` that is created in the block.
 
-    On exit, wait for open captures. Afterwards such an engine refuses captures and serves other requests.
+    On exit, wait for open captures, and log which stage held generation up, if any did. Afterwards such an engine
+    refuses captures and serves other requests.
 
     Args:
         store: the folder of captures.
@@ -105,7 +109,9 @@ def recording(store: str | Path = "captures", arm: str | Sequence[str] = "resid_
         sockets = make_socket_dir()
         stack.callback(shutil.rmtree, sockets, ignore_errors=True)
         endpoint = f"ipc://{sockets / 'writer.sock'}"
-        writer = stack.enter_context(WriterProcess(path, endpoint, durability))
+        writer = WriterProcess(path, endpoint, durability)
+        stack.callback(_say_limit, writer, durability)
+        stack.enter_context(writer)
         with StoreReader(path) as reader:
             strangers = _open_captures(reader)  # of engines that were killed before they began or ended them
         settings = {_ENDPOINT: endpoint, "VLLM_TAP_ARM": armed, "VLLM_TAP_ON_FULL": on_full, "VLLM_ACT_CAPTURE": "0",
@@ -167,6 +173,13 @@ def _ids(output: Any) -> list[str]:
             return list(reference["captures"])
     raise NotFoundError(f"request {getattr(output, 'request_id', '?')} was generated without a capture; give its "
                         "SamplingParams extra_args=capture_args(…)")
+
+
+def _say_limit(writer: WriterProcess, durability: str) -> None:
+    """Log for what generation waited, however the block ended; nothing where the writer never began."""
+    if writer.began:
+        for said in recording_limit_lines(writer.times, durability):
+            logger.warning("vllm-tap: %s", said)
 
 
 def _restore(before: dict[str, str | None]) -> None:

@@ -31,6 +31,7 @@ from schemas.wire.messages import Delete
 from vllm_tap.exit import Ending
 from vllm_tap.offline.engine import Tally, generate, load_tokenizer, start_engine
 from vllm_tap.offline.job import CaptureJob
+from vllm_tap.offline.limit import limit_lines
 from vllm_tap.offline.resume import Resume, is_whole, read_resume
 from vllm_tap.serve.services import make_socket_dir
 from vllm_tap.serve.writer_process import WriterProcess
@@ -60,19 +61,22 @@ def run(job: CaptureJob) -> int:
     def failed() -> str | None:
         return next((writer.failed for writer in writers if writer.failed is not None), None)
 
+    tally = Tally()
     with Ending(_PATIENCE_S, lambda: failed() is not None) as ending:
         try:
-            return _run(job, total, ending, writers, console)
+            return _run(job, total, ending, writers, tally, console)
         except SystemExit:
             if (why := failed()) is not None:
                 raise TapError(f"the writer failed: {why}") from None
             if ending.at_once:
                 console.print("interrupted")
+                _print_limit(console, writers, tally, job)
             raise
 
 
-def _run(job: CaptureJob, total: int, ending: Ending, writers: list[WriterProcess], console: Console) -> int:
-    tally, began = Tally(), time.monotonic()
+def _run(job: CaptureJob, total: int, ending: Ending, writers: list[WriterProcess], tally: Tally, console: Console
+         ) -> int:
+    began = time.monotonic()
     with ExitStack() as stack:
         socket_dir = make_socket_dir()
         stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
@@ -99,22 +103,23 @@ def _run(job: CaptureJob, total: int, ending: Ending, writers: list[WriterProces
         stack.callback(engine.engine_core.shutdown, timeout=_SHUTDOWN_S)
         output = None if job.output is None else stack.enter_context(_opened(job.output))
         _write(output, _lines_of(job, resume, engine.get_tokenizer()) if output is not None else ())
-        started = time.monotonic()
         ending.patient = True
         with _bar(console) as bar:
             task = bar.add_task("", total=left, rate="")
-            for line in generate(engine, job, resume, tally, channel, lambda: ending.number != 0):
-                bar.update(task, advance=1, rate=tally.rates(time.monotonic() - started))
+            for line in tally.timed(generate(engine, job, resume, tally, channel, lambda: ending.number != 0)):
+                bar.update(task, advance=1, rate=tally.rates(tally.generated_s))
                 _write(output, [line] if line is not None else ())
-        generated = time.monotonic() - started
         statuses = _await_ends(job.store, tally, _ABORTS_S if ending.number else _FINISHES_S)
         ending.patient = False
     if ending.number:
         whole = len(resume.done) + statuses["complete"] + statuses["empty"]
         console.print(f"interrupted: {whole} of {total} prompts are captured; the same command goes on from there",
                       soft_wrap=True)
+        _print_limit(console, writers, tally, job)
         return 128 + ending.number
-    _print_summary(console, job, tally, statuses, time.monotonic() - began, generated)
+    _print_summary(console, job, tally, statuses, time.monotonic() - began)
+    _print_limit(console, writers, tally, job)
+    _print_refused(console, tally)
     return 0 if not tally.refused and set(statuses) <= {"complete", "empty"} else 1
 
 
@@ -211,16 +216,21 @@ def _await_ends(store: Path, tally: Tally, timeout_s: float) -> Counter[str]:
     return statuses
 
 
-def _print_summary(console: Console, job: CaptureJob, tally: Tally, statuses: Counter[str], seconds: float,
-                   generated: float) -> None:
+def _print_limit(console: Console, writers: list[WriterProcess], tally: Tally, job: CaptureJob) -> None:
+    """For what generation waited, however it ended; nothing where it never began."""
+    if writers and tally.began_s:
+        for said in limit_lines(writers[0].times, tally.generated_s, job):
+            console.print(said, markup=False, soft_wrap=True)
+
+
+def _print_summary(console: Console, job: CaptureJob, tally: Tally, statuses: Counter[str], seconds: float) -> None:
     nbytes = sum(path.stat().st_size for path in job.store.rglob("*") if path.is_file())
     tokens = tally.prompt_tokens + tally.generated_tokens
     counts = ", ".join(f"{count} {status}" for status, count in statuses.most_common()) or "none"
     console.print(f"captures: {counts}; {tally.prompt_tokens} prompt and {tally.generated_tokens} generated tokens "
-                  f"({tokens / max(generated, 1e-9):.0f} tokens/s), {seconds:.0f} s in all", soft_wrap=True)
+                  f"({tokens / max(tally.generated_s, 1e-9):.0f} tokens/s), {seconds:.0f} s in all", soft_wrap=True)
     console.print(f"store {job.store}: {nbytes / 1e6:.1f} MB; look at it with: vllm-tap ls --store {job.store}",
                   soft_wrap=True)
-    _print_refused(console, tally)
 
 
 def _print_refused(console: Console, tally: Tally) -> None:

@@ -14,11 +14,14 @@ from api.config import keys_file
 from schemas.codecs import parse_codec
 from schemas.legacy import SITE, error_text
 from schemas.read.reader import StoreReader
+from schemas.wire.ask_store import ask_store
 from vllm_tap.serve.services import ServeConfig, make_socket_dir, services
 from vllm_tap.serve.supervisor import Supervisor
+from vllm_tap.sizes import size_text
 
 __all__ = ["serve"]
 
+_ASK_S: Final = 1.0  # that a writer may take to say what its store takes
 _COLOURS: Final = {"serve": "1;36", "writer": "35", "engine": "2", "api": "32"}
 
 
@@ -33,7 +36,9 @@ def serve(config: ServeConfig) -> int:
         supervisor = Supervisor(
             chosen, socket_dir, output,
             running=lambda: open_captures(config.store),
-            ready=lambda: output.block(_ready_text(config, time.monotonic() - began)),
+            ready=lambda: output.block(_ready_text(
+                config, time.monotonic() - began,
+                ask_store(f"ipc://{socket_dir / 'writer.sock'}", None, _ASK_S).bytes_s)),
         )
         return asyncio.run(supervisor.run())
     finally:
@@ -69,7 +74,8 @@ class _Output:
             self._open = False
 
 
-def _ready_text(config: ServeConfig, seconds: float) -> str:
+def _ready_text(config: ServeConfig, seconds: float, store_bytes_s: float = 0.0) -> str:
+    takes = f"      (takes {size_text(round(store_bytes_s))} of rows a second)" if store_bytes_s else ""
     name = config.served_name or config.model
     keys = keys_file(config.store, config.keys)
     needed, key = (f"\n    keys     {keys}: every request needs one", " -H 'Authorization: Bearer KEY'"
@@ -88,7 +94,7 @@ def _ready_text(config: ServeConfig, seconds: float) -> str:
 
     API      {config.url}/v1      (OpenAI-compatible; add "capture" to a request)
     page     {config.url}/       (captures in a browser)
-    store    {config.store.absolute()}
+    store    {config.store.absolute()}{takes}
     armed    {config.arm}{probes}{edits}{vectors}{every}{needed}
 
     try      curl {config.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d \\

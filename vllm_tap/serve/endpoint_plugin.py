@@ -12,20 +12,27 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
 
 from api.config import Config
 from api.embedded import Embedded, embeddable
 from schemas import legacy
+from schemas.checks import Setting
 from schemas.errors import StartError
 from vllm_tap.serve.writer_process import READY_S, WriterProcess
 from writer_service.recover.store_lock import is_free, listens
 
-__all__ = ["CaptureRoutes"]
+__all__ = ["SETTINGS", "CaptureRoutes"]
 
 logger = logging.getLogger("vllm.tap")
+
+# Beside those of the engine, which are read here too.
+SETTINGS: Final[dict[str, Setting]] = {
+    "VLLM_TAP_STORE": Setting(
+        "", "folder", "The store behind the routes on vLLM's own port. Needs `VLLM_PLUGINS=vllm_tap,vllm_tap_http`."),
+}
 
 
 class CaptureRoutes:
@@ -63,10 +70,10 @@ def config_of(environment: Mapping[str, str]) -> Config:
     if not store:
         raise StartError("VLLM_TAP_STORE is not set: it names the folder of captures")
     endpoint = environment["VLLM_TAP_ENDPOINT"]
-    if endpoint.startswith("tcp://"):
-        raise StartError(f"VLLM_TAP_ENDPOINT={endpoint!r}: that store is on another host; run a gateway there "
-                         "(python -m api), in front of this server")
-    return Config(store=Path(store).absolute(), endpoint=endpoint, upstream="http://vllm",
+    if "tcp://" in endpoint:
+        raise StartError(f"VLLM_TAP_ENDPOINT={endpoint!r}: a store that may be on another host; run a "
+                         "gateway there (python -m api), in front of this server, or give ipc://PATH alone")
+    return Config(store=Path(store).absolute(), endpoint=endpoint, upstream=("http://vllm",),
                   capture_all=legacy.capture_all(environment) or "")
 
 

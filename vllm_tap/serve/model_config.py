@@ -17,7 +17,8 @@ from schemas.probes import Registered, load_probe
 from schemas.sites import SITES, has_heads, layers_by_site
 from schemas.spec import CaptureSpec, armed_at, resolve
 
-__all__ = ["ModelConfig", "check_arguments", "config_of", "fetched", "read_config", "takes_more_than_text"]
+__all__ = ["ModelConfig", "check_arguments", "config_of", "fetched", "read_config", "takes_more_than_text",
+           "without_tokenizer"]
 
 # Architectures whose heads, in vLLM's code, share the hidden size where head_dim is not said; and those whose keys have
 # as many heads as their queries where nothing else is said, or whatever is said.
@@ -25,6 +26,7 @@ _EVEN: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCau
                           "MixtralForCausalLM", "OPTForCausalLM", "GPTNeoXForCausalLM"})
 _KEYS_LIKE_QUERIES: Final = frozenset({"LlamaForCausalLM", "Phi3ForCausalLM"})
 _ALWAYS: Final = frozenset({"OPTForCausalLM", "GPTNeoXForCausalLM"})
+_TAKE_IMAGES: Final = frozenset({"HCXVisionV2ForCausalLM", "MuseGlimmerForCausalLM"})  # vLLM lists them under text
 _CHANGE_IT: Final = ("--config", "--hf", "--model")  # how the names of vLLM's arguments begin that do
 
 
@@ -42,6 +44,7 @@ class ModelConfig:
     heads: int
     kv_heads: int
     said: Mapping[str, Any] = field(default_factory=dict)  # all that it says of the language model
+    encoder_decoder: bool = False
 
     def check_sites(self, flag: str, sites: Sequence[str]) -> None:
         """StartError where the model has none of a site, or is of an architecture or a configuration without taps.
@@ -52,8 +55,7 @@ class ModelConfig:
 
         if not is_known(self.architectures):
             if takes_more_than_text(self.architectures):
-                raise StartError(f"{flag}: {', '.join(self.architectures)} takes images or sound: no tap is known for "
-                                 "it, and its sites are not looked for by structure")
+                self._check_media(flag, sites)
             return
         family = family_of(self.architectures, self.said)
         offered = [site for site in (*family.block, *family.model) if self.layers_of(site) != []]
@@ -63,6 +65,16 @@ class ModelConfig:
             if site not in offered:
                 raise StartError(f"{flag} = {site!r}: the architecture {', '.join(self.architectures)} has no such "
                                  f"site; valid: {', '.join(offered)}")
+
+    def _check_media(self, flag: str, sites: Sequence[str]) -> None:
+        """StartError for what has not been shown to be right of a model that takes images or sound."""
+        from engine_side.front.media import DECODER_READS, NOT_EDITED
+
+        names = ", ".join(self.architectures)
+        if self.encoder_decoder:
+            raise StartError(f"{flag}: {names}: {DECODER_READS}")
+        if flag == "--edit" and sites:
+            raise StartError(f"{flag} = {sites[0]!r}: {names}: {NOT_EDITED}")
 
     def layers_of(self, site: str) -> list[int] | None:
         """The layers in which a model of the table has a site that its family has; None where it is not known."""
@@ -169,17 +181,26 @@ def config_of(whole: Mapping[str, Any]) -> ModelConfig:
         head = hidden // heads
     if _ALWAYS & set(names) or (_KEYS_LIKE_QUERIES & set(names) and "num_key_value_heads" not in text):
         kv_heads = heads
-    return ModelConfig(names, n_layers, hidden, head, heads, kv_heads, text)
+    return ModelConfig(names, n_layers, hidden, head, heads, kv_heads, text, whole.get("is_encoder_decoder") is True)
 
 
 def takes_more_than_text(names: Sequence[str]) -> bool:
-    """Whether a model of these architectures takes images or sound, which have positions of their own: by their names,
-    and by the table of the vLLM beside this project, where there is one.
+    """Whether a model of these architectures takes images or sound: by their names, and by the table of the
+    vLLM beside this project, where there is one.
     """
     from engine_side.seams.patching import declared_keys
 
-    return any(name.endswith("ForConditionalGeneration") for name in names) or not declared_keys(
+    known = any(name.endswith("ForConditionalGeneration") or name in _TAKE_IMAGES for name in names)
+    return known or not declared_keys(
         "vllm.model_executor.models.registry", "_MULTIMODAL_MODELS").isdisjoint(names)
+
+
+def without_tokenizer(model: str) -> tuple[str, ...]:
+    """vLLM's arguments for an engine that is given token ids alone: of a model that takes images it needs a tokenizer
+    all the same.
+    """
+    known = read_config(model, ())
+    return () if known is not None and takes_more_than_text(known.architectures) else ("--skip-tokenizer-init",)
 
 
 def fetched(model: str, engine_args: Sequence[str]) -> Path | None:

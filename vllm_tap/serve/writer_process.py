@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Final
 
 from schemas.errors import StartError
+from schemas.wire.line_times import LineTimes, line_times_of
 from vllm_tap.serve.guard import RUN
 from vllm_tap.serve.services import writer_command
 
@@ -42,6 +43,7 @@ class WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self.failed: str | None = None
+        self.began = False  # whether it was ever ready
 
     def __enter__(self) -> WriterProcess:
         ready = threading.Event()
@@ -52,12 +54,22 @@ class WriterProcess:
             if self.failed is not None or time.monotonic() > deadline:
                 self._stop()
                 raise StartError(f"the writer did not start: {self.failed or f'not ready in {READY_S:.0f} s'}")
+        self.began = True
         return self
 
     @property
     def pid(self) -> int | None:
         """Process id of the writer that runs now."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def times(self) -> LineTimes | None:
+        """What it told at its end of waiting for room, nothing of it where nobody waited; None where it did not end in
+        order.
+        """
+        if not any(line.startswith("writer stopped") for line in self._lines):
+            return None
+        return next((found for line in self._lines if (found := line_times_of(line)) is not None), LineTimes())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from schemas.errors import StartError
 from vllm_tap.offline.engine import engine_args
+from vllm_tap.serve.model_config import without_tokenizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +36,7 @@ def proved(model: str, words: Sequence[str]) -> Outcome:
     from engine_side.seams.loader import when_loaded
     from engine_side.seams.recorded_step import search
 
-    arguments = engine_args(model, ("--skip-tokenizer-init", *words))
+    arguments = engine_args(model, (*without_tokenizer(model), *words))
     _check(arguments)
     found: list[Outcome] = []
 

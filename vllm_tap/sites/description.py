@@ -95,16 +95,18 @@ def _download(model: str) -> Path:
 
 def describe(model: str, config: ModelConfig) -> SiteList:
     """The sites of a model with this configuration; StartError where no tap can be in it."""
+    from engine_side.front.media import DECODER_READS, EMBEDDED_OUTSIDE, EXPERTS_APART
     from engine_side.tap.architectures import BY_STRUCTURE, family_of, is_known
 
     names = config.architectures
     if not is_known(names):
-        if takes_more_than_text(names):
-            raise StartError(f"MODEL = {model!r}: architectures = {', '.join(names)} takes images or sound: no tap is "
-                             "known for it, and its sites are not looked for by structure; take the text model alone, "
-                             "where it is published")
-        entries = [_entry(config, site, SITES[site].meaning, {}, "structure") for site in BY_STRUCTURE]
-        return SiteList(model, names, False, config.n_layers or None, tuple(entries), {})
+        media = takes_more_than_text(names)
+        if media and config.encoder_decoder:
+            raise StartError(f"MODEL = {model!r}: architectures = {', '.join(names)}: {DECODER_READS}")
+        absent = {"embed": EMBEDDED_OUTSIDE, "router_logits": EXPERTS_APART, "experts": EXPERTS_APART} if media else {}
+        entries = [_entry(config, site, SITES[site].meaning, {}, "structure") for site in BY_STRUCTURE
+                   if site not in absent]
+        return SiteList(model, names, False, config.n_layers or None, tuple(entries), absent)
     family = family_of(names, config.said)
     places = {**family.block, **family.model}
     meanings = {site: place.meaning if place.hidden is None else f"{place.meaning}; or {place.hidden.meaning}"

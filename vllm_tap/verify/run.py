@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ from schemas.read.reader import StoreReader
 from vllm_tap.offline.engine import started
 from vllm_tap.offline.recording import recording
 from vllm_tap.progress import ProgressReport, reporting
-from vllm_tap.serve.model_config import check_arguments
+from vllm_tap.serve.model_config import check_arguments, without_tokenizer
 from vllm_tap.sites.description import SiteList, as_found, describe, load_config
 from vllm_tap.sites.prove import prove
 from vllm_tap.verify.checks import Outcome, verify
@@ -45,7 +46,7 @@ class VerifyJob:
     def __post_init__(self) -> None:
         EditArms(self.edit).check("--edit", "", "")
         check_arguments(self.model, self.engine_args)
-        for word, following in zip(self.engine_args, (*self.engine_args[1:], ""), strict=True):
+        for word, following in pairwise((*self.engine_args, "")):
             flag, given, value = word.partition("=")
             if flag in _REFUSED:
                 raise ArgumentError(flag, value if given else following, "after --: one engine without drafts is "
@@ -63,7 +64,7 @@ def run(job: VerifyJob, progress: ProgressReport = False) -> Outcome:
     _set_environment(job)
     with tempfile.TemporaryDirectory(prefix="vllm-tap-") as folder, \
             recording(Path(folder) / "captures", arm=watched, edit=places, durability="os") as tape:
-        engine = started(job.model, ("--skip-tokenizer-init", *job.engine_args))
+        engine = started(job.model, (*without_tokenizer(job.model), *job.engine_args))
         try:
             with StoreReader(tape.path) as reader:
                 info = reader.engine()
@@ -92,5 +93,6 @@ def _set_environment(job: VerifyJob) -> None:
     os.environ |= {**job.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
                    "VLLM_TAP_EDIT_ROWS": str(_ROWS), "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default vLLM wants nearly all of a machine's memory
     if "PYTHONWARNINGS" not in os.environ:
         warnings.simplefilter("ignore")

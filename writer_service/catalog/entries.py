@@ -31,7 +31,7 @@ from schemas.wire.messages import (
     Own,
     PartFinish,
 )
-from writer_service.control_log import CapturesLost, LogEntry, PartsLost, RowsOverQuota, content_of
+from writer_service.control_log import CapturesLost, LogEntry, PartsLost, RanksLost, RowsOverQuota, content_of
 
 after_all_seqs: Final = 2**62  # a drop of this number supersedes every row
 _GROUP: Final = 'SELECT "group" FROM engines WHERE stream = ?'
@@ -85,6 +85,11 @@ def apply_entry(db: sqlite3.Connection, entry: LogEntry) -> set[str]:
             db.executemany("INSERT OR IGNORE INTO parts SELECT id, ?, '', 0, 0, NULL, 1 FROM captures WHERE id = ? "
                            "AND deleted = 0", [(part, message.capture) for part in message.parts])
             return {message.capture}
+        case RanksLost():
+            db.execute('DELETE FROM lost_ranks WHERE "group" = ?', (message.group,))
+            db.executemany("INSERT OR IGNORE INTO lost_ranks VALUES (?, ?)",
+                           [(message.group, rank) for rank in message.ranks])
+            return set()
     return set()
 
 

@@ -36,7 +36,10 @@ class Batch:
     number: int
     changes: list[Change] = field(default_factory=list)
     nbytes: int = 0
+    payload_bytes: int = 0  # of rows
+    full: bool = False  # due because of its size
     started: float = 0.0  # when its first change came, 0 while it is empty
+    wrote: float = 0.0  # when the first of its frames began to be written, 0 where none was
     urgent: bool = False
     covered: dict[str, tuple[int, str, int]] = field(default_factory=dict)  # stream → epoch, role, number
     log_position: tuple[int, int] = (0, 0)
@@ -50,6 +53,7 @@ class SyncResult:
     tail: int
     error: OSError | None
     seconds: float
+    over: float  # time.perf_counter() of its end
 
 
 class Waker:
@@ -80,10 +84,13 @@ class Syncer:
         self._pool = ThreadPoolExecutor(sync_threads, thread_name_prefix="sync")
         self._running: list[Future[SyncResult]] = []
         self.batch: Batch | None = None
+        self._began = 0.0  # of the commit that was started last, time.perf_counter()
+        self.seconds = 0.0  # in which a commit was synced, of those that ended
 
     def start(self, batch: Batch, files: list[OpenSegment | ControlLog]) -> None:
         """Begin to sync; ``finished`` tells when it is over."""
         self.batch = batch
+        self._began = time.perf_counter()
         self._running = [self._pool.submit(_sync, file, file.tail) for file in files]
         for future in self._running:
             future.add_done_callback(lambda _: self._waker.wake())
@@ -95,7 +102,9 @@ class Syncer:
         if self.batch is None or not all(future.done() for future in self._running):
             return None
         batch, self.batch = self.batch, None
-        return batch, [future.result() for future in self._running]
+        results = [future.result() for future in self._running]
+        self.seconds += max((result.over for result in results), default=self._began) - self._began
+        return batch, results
 
     def close(self) -> None:
         """End the threads."""
@@ -104,11 +113,13 @@ class Syncer:
 
 def _sync(file: OpenSegment | ControlLog, tail: int) -> SyncResult:
     began = time.perf_counter()
+    failed = None
     try:
         fs.datasync(file.fd)
     except OSError as error:
-        return SyncResult(file, tail, error, time.perf_counter() - began)
-    return SyncResult(file, tail, None, time.perf_counter() - began)
+        failed = error
+    over = time.perf_counter()
+    return SyncResult(file, tail, failed, over - began, over)
 
 
 class CatalogThread:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from prometheus_client import Histogram
 
 from schemas.errors import ProtocolError
 from schemas.store.paths import journal_folder
@@ -31,10 +30,10 @@ from writer_service.journal.checksum_cache import ChecksumCache
 from writer_service.journal.group_commit import Batch, CatalogThread, Syncer, SyncResult, Waker
 from writer_service.journal.open_segments import OpenSegment, SegmentSet
 from writer_service.journal.parallel_append import ParallelAppend, PendingAppend, ReceivedFrame
-from writer_service.metrics import Counters
+from writer_service.journal.store_rate import StoreRate
+from writer_service.metrics import Counters, sync_seconds
 from writer_service.sender_state import SenderState
 
-SYNC_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 log_bytes_max: Final = 64 * 1024 * 1024
 
 
@@ -52,8 +51,8 @@ class Journal:
         self._appends: list[PendingAppend] = []  # that were started
         self.checksums = ChecksumCache()
         self._syncer = Syncer(waker)
-        self.sync_seconds = Histogram("vllm_tap_writer_sync_seconds", "Time of one file's sync.", registry=None,
-                                      buckets=SYNC_BUCKETS_S)
+        self.sync_seconds = sync_seconds()
+        self.rate = StoreRate()
         self.catalog = CatalogThread(config.store / "catalog.sqlite", waker)
         self._batch = Batch(1, [LogBegun(self._log.number)])
 
@@ -117,6 +116,9 @@ class Journal:
         """
         appends, self._appends = self._appends, []
         self._appender.finish()
+        self.counters.appending_seconds = self._appender.seconds
+        if appends:
+            self._batch.wrote = self._batch.wrote or self._appender.began
         for item in appends:
             if item.fault is None:
                 self._index(item)
@@ -131,6 +133,7 @@ class Journal:
             kept = self.checksums.put(item.segment.number, item.offset, received.frame, item.checksums)
             self.counters.frames_checksummed += kept
         self._batch.nbytes += item.nbytes
+        self._batch.payload_bytes += received.nbytes
         self.counters.frames += 1
         self.counters.rows += len(received.table.position)
         self.counters.payload_bytes += received.nbytes
@@ -214,6 +217,7 @@ class Journal:
         if not self._batch.started or self._syncer.batch is not None:
             return
         batch = self._batch
+        batch.full = batch.nbytes >= self._config.commit_bytes
         batch.log_position = (self._log.number, self._log.tail)
         files: list[OpenSegment | ControlLog] = [
             segment for segment in self.segments.all() if segment.tail > segment.good and not segment.poisoned
@@ -221,6 +225,7 @@ class Journal:
         if self._log.tail > self._log.good:
             files.append(self._log)
         self._batch = Batch(batch.number + 1)
+        self.rate.start()
         self._syncer.start(batch, files)
 
     def end_commit(self) -> tuple[Batch, bool] | None:
@@ -229,6 +234,7 @@ class Journal:
         if finished is None:
             return None
         batch, results = finished
+        self.counters.syncing_seconds = self._syncer.seconds
         for result in results:
             self.sync_seconds.observe(result.seconds)
         if any(result.error for result in results):
@@ -237,6 +243,7 @@ class Journal:
         self.counters.commits += 1
         for result in results:
             result.file.good = max(result.file.good, result.tail)
+        self.rate.commit(batch.payload_bytes, batch.full, batch.wrote or batch.started, time.monotonic())
         self.catalog.put(batch)
         return batch, True
 

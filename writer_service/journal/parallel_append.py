@@ -69,6 +69,8 @@ class ParallelAppend:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lane")
         self._running: list[Future[OSError | None]] = []
         self._segments: list[OpenSegment] = []
+        self.began = self._over = 0.0  # of the lanes that were started last, time.monotonic()
+        self.seconds = 0.0  # in which any lane wrote, of what was finished
 
     @property
     def done(self) -> bool:
@@ -106,10 +108,13 @@ class ParallelAppend:
     def _begin(self, segments: Iterable[OpenSegment]) -> None:
         """From here on nobody else closes these: their descriptors may be another file's by the time they are used."""
         self._segments = list(segments)
+        self.began = time.monotonic()
         for segment in self._segments:
-            segment.writing, segment.last_append = True, time.monotonic()
+            segment.writing, segment.last_append = True, self.began
 
     def _settle(self, error: OSError | None) -> None:
+        if self._segments:
+            self.seconds += max(0.0, self._over - self.began)
         if error is not None:
             self._take_back()
             raise error
@@ -129,6 +134,8 @@ class ParallelAppend:
                 item.write(self._store)
         except OSError as error:
             return error
+        finally:
+            self._over = time.monotonic()  # the last lane's stays
         return None
 
     def close(self) -> None:

@@ -96,7 +96,7 @@ class Receiver:
         self._written_bytes = 0
         for _ in range(receive_at_once):
             if self._written_bytes >= self._commit_bytes:
-                break
+                return False  # without finishing what lanes write since: that is the next commit's
             arrived = self._sockets.receive()
             if arrived is None:
                 self._hand_over()
@@ -141,7 +141,7 @@ class Receiver:
         if isinstance(message, Ping) and state.must_greet:
             self._acks.start_over(address)  # the first may have been lost
         elif isinstance(message, Ping):
-            state.tap = message.tap
+            state.tap, state.asks = message.tap, message.asks
             self._acks.ack(state)
         elif state.must_greet:
             return  # it was told so; what it sends until its Hello comes again after it

@@ -37,6 +37,12 @@ def are_layers(layers: list[int]) -> bool:
             and all(a < b for a, b in pairwise(layers)))
 
 
+def _are_ranges(ranges: list[tuple[int, int]]) -> bool:
+    flat = [edge for pair in ranges for edge in pair]
+    return (len(ranges) <= limits.spec_intervals_max and flat == sorted(set(flat))
+            and all(0 <= edge <= limits.position_max for edge in flat))
+
+
 def check_open(opened: Open) -> None:
     """RefusedError where an Open is malformed."""
     resolved = opened.resolved
@@ -51,9 +57,8 @@ def check_open(opened: Open) -> None:
     if isinstance(positions, str):
         need(positions in NAMED_POSITIONS, "resolved.positions", "a known name or ranges")
     else:
-        flat = [edge for pair in positions for edge in pair]
-        need(len(positions) <= limits.spec_intervals_max and flat == sorted(set(flat)) and all(e >= 0 for e in flat),
-              "resolved.positions", "sorted, disjoint ranges")
+        need(_are_ranges(positions), "resolved.positions", "sorted, disjoint ranges")
+    need(_are_ranges(resolved.images), "resolved.images", "sorted, disjoint ranges")
     need(0 <= opened.prompt_len <= limits.position_max, "prompt_len", f"0 to {limits.position_max}")
     need(len(opened.prompt_token_ids) in (0, 4 * opened.prompt_len), "prompt_token_ids", "4 bytes a prompt token")
     need(0 <= opened.created_ms <= number_max, "created_ms", f"0 to {number_max}")

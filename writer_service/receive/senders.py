@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import msgspec
 
 from schemas import limits
 from schemas.catalog.records import engine_json, nonce_of
+from schemas.checks import is_name
 from schemas.errors import ProtocolError
 from schemas.ids import is_ulid
 from schemas.limits import PROTOCOL_VERSION
 from schemas.sites import PROBE
 from schemas.wire.identity import told_max
 from schemas.wire.layout import check_layout
-from schemas.wire.messages import Connect, EngineInfo, FromWriter, Hello, Refuse, encode
+from schemas.wire.messages import Connect, EngineInfo, FromWriter, Hello, Refuse, StoreState, encode
 from writer_service.control_log import CapturesLost
 from writer_service.journal.journal import Journal
 from writer_service.metrics import Counters
@@ -97,8 +98,10 @@ class Senders:
                 self._journal.disk_error("append", self._journal.folder, error)
                 return Refuse("disk", f"{error.strerror}; try again")
         state.role, state.rank, state.shard = hello.role, hello.rank, hello.shard
-        if engine is not None and engine.group:
-            state.group, state.layout = engine.group, engine.layout
+        if engine is not None:
+            state.name = engine.name if engine.name and is_name(engine.name) else ""
+            if engine.group:
+                state.group, state.layout = engine.group, engine.layout
         state.nonce = hello.nonces[-1] if hello.nonces else 0
         state.remote = is_remote(address)
         self._connect(state, address)
@@ -191,7 +194,8 @@ class Senders:
         told += [(state.rank, state.layout) for state in self._streams.values() if state.group == group]
         other = next((rank for rank, layout in told if layout != engine.layout), None)
         return "" if other is None else (
-            f"layout: rank {other} of group {group!r} named another one than rank {hello.rank}")
+            f"layout: rank {other} of group {group!r} named another one than rank {hello.rank}; give every start of an "
+            "engine another VLLM_TAP_GROUP, and all of its ranks the same")
 
     def _full(self, remote: bool) -> bool:
         far = sum(state.remote for state in self._streams.values())
@@ -258,12 +262,13 @@ def _journaled(hello: Connect, engine: EngineInfo | None) -> Hello:
 class Acks:
     """Answers to senders: at once, or an Ack at the end of the step, which covers everything before it too.
 
-    ``os_is_enough``: rows count as safe once the operating system has them.
+    ``os_is_enough``: rows count as safe once the operating system has them. ``store``: its state, for who asks.
     """
 
-    def __init__(self, sockets: Sockets, counters: Counters, os_is_enough: bool) -> None:
+    def __init__(self, sockets: Sockets, counters: Counters, os_is_enough: bool, store: Callable[[], StoreState]
+                 ) -> None:
         self.os_is_enough = os_is_enough
-        self._sockets, self._counters = sockets, counters
+        self._sockets, self._counters, self._store = sockets, counters, store
         self._want_ack: dict[str, SenderState] = {}
 
     def send(self, address: bytes, message: FromWriter) -> None:
@@ -282,6 +287,9 @@ class Acks:
         """Send the Acks that are due: a step ends."""
         for state in self._want_ack.values():
             if state.address is not None and not state.must_greet:
-                self.send(state.address, state.ack(self.os_is_enough))
+                answer = state.ack(self.os_is_enough)
+                if state.asks:
+                    answer.store, state.asks = self._store(), False
+                self.send(state.address, answer)
                 self._counters.acks += 1
         self._want_ack.clear()

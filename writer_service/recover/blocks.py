@@ -8,7 +8,7 @@ from pathlib import Path
 
 from schemas import codecs
 from schemas.errors import CorruptError, StoreError
-from schemas.store.cold_block import ColdBlock, cold_attributes
+from schemas.store.cold_block import cold_attributes, open_cold
 from schemas.store.map_file import map_file
 from schemas.store.paths import WRITER, block_name, main_chunk
 from schemas.store.segment import FrameView, verify_payload, walk
@@ -17,7 +17,7 @@ from writer_service.catalog import catalog
 from writer_service.catalog.changes import SegmentGone, SegmentSealed
 from writer_service.recover.sequences import Recovered, index_frames
 from writer_service.seal import sealing
-from writer_service.upkeep import block_removal, cold_blocks
+from writer_service.upkeep import block_removal, cold_blocks, evicted_blocks
 
 
 def finish_seals(store: Path) -> None:
@@ -39,12 +39,13 @@ def index_blocks(db: sqlite3.Connection, store: Path, state: Recovered) -> set[s
         if number in known:
             continue
         try:
-            if _is_cold(block):
-                change = cold_blocks.compacted(ColdBlock(block), number)
-                with catalog.transaction(db):
-                    touched |= catalog.apply(db, [change])
-                continue
-            views = block_frames(block, number, state.uuid)
+            with evicted_blocks.at_hand(store, number):  # one after the other: all together may not fit on the disk
+                if _is_cold(block):
+                    change = cold_blocks.compacted(open_cold(block), number)
+                    with catalog.transaction(db):
+                        touched |= catalog.apply(db, [change])
+                    continue
+                views = block_frames(block, number, state.uuid)
         except (StoreError, OSError) as error:  # it costs its own rows; the next start tries again
             log.warn("block_skipped", f"a block cannot be read and is left out: {error}", segment=number,
                       error=str(error))

@@ -24,6 +24,7 @@ from schemas import codecs, limits
 from schemas.catalog.records import connect_write
 from schemas.errors import StoreError
 from schemas.read.reader import read_store_uuid
+from schemas.store.block_files import is_stub
 from schemas.store.cold_block import cold_attributes
 from schemas.store.paths import block_name, main_chunk
 from writer_service import fs
@@ -112,6 +113,8 @@ def groups(store: Path, db: sqlite3.Connection, older_days: float | None, compre
         main = store / block_name(row["number"]) / main_chunk(row["main"])
         if youngest_ms is None or youngest_ms > before_ms or not block_removal.is_covered(db, row["number"]) \
                 or not main.exists():
+            continue
+        if is_stub(main):  # its rows are evicted
             continue
         nbytes = main.stat().st_size
         key = tuple(row[name] for name in ("site", "codec", "dtype", "width", "fingerprint"))

@@ -17,13 +17,14 @@ import numpy as np
 
 from schemas.catalog.records import Segment, connect_read, load_segment, unpack_layers
 from schemas.errors import StoreError
+from schemas.objects.evicted import read_away
 from schemas.read.reader import read_store_uuid
 from schemas.store.paths import block_name, building_name, journal_folder, open_name
 from schemas.wire.row_table import steps_of
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.recover.store_lock import is_free
 from writer_service.tools.findings import Finding, View, below, lost_extents
-from writer_service.tools.fsck_segments import check_block, check_cold, check_open
+from writer_service.tools.fsck_segments import check_block, check_cold, check_evicted, check_open
 from writer_service.upkeep.block_removal import COVERED, read_covered, removable
 from writer_service.upkeep.cold_blocks import need_library, numbers_on_disk
 from writer_service.upkeep.erasing import read_redo, redo_paths
@@ -165,6 +166,9 @@ def _check_segment(store: Path, uuid: bytes, db: sqlite3.Connection, number: int
     report.segments += 1
     good: dict[int, View] = {}
     try:
+        if (evicted := read_away(store, number)) is not None:
+            yield from check_evicted(evicted, segment, db)
+            return
         if segment.cold:
             yield from check_cold(store, place, segment, db, good)
         elif place.is_dir():

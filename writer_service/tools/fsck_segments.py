@@ -15,12 +15,14 @@ import numpy.typing as npt
 from google_crc32c import value as crc32c
 
 from schemas.catalog.records import Segment, load_frames
-from schemas.errors import CorruptError, StoreError
+from schemas.errors import CorruptError, StoreError, TapError
+from schemas.objects.evicted import Evicted, lacking
+from schemas.objects.objects import Objects
 from schemas.store.block import MISSING, ROW_COLUMNS, Block, open_block
-from schemas.store.cold_block import CHUNK_ROWS, ColdBlock
+from schemas.store.cold_block import CHUNK_ROWS, open_cold
 from schemas.store.frame_hashes import hash_frame
 from schemas.store.map_file import map_file
-from schemas.store.paths import main_chunk
+from schemas.store.paths import block_name, main_chunk
 from schemas.store.segment import FLAG_REDACTED, FrameView, check_streams, parse_frame, verify_payload
 from writer_service.seal.sealing import gather
 from writer_service.tools.findings import (
@@ -161,7 +163,7 @@ def check_cold(
     store: Path, folder: Path, segment: Segment, db: sqlite3.Connection, good: dict[int, View]
 ) -> Iterator[Finding]:
     """A cold block: its arrays by frame, its rows by their checksums, its shard indexes against each other."""
-    block = ColdBlock(folder)
+    block = open_cold(folder)
     for stream in block.declared:
         path = folder / main_chunk(stream.name)
         nbytes = CHUNK_ROWS * stream.nbytes
@@ -178,7 +180,7 @@ def check_cold(
             yield Finding("the shard index does not match its checksum or the main stream's", below(store, path), None,
                       segment.site)
     file = below(store, block.main)
-    for offset in block.first.tolist():
+    for offset in block.frames.tolist():
         try:
             view = block.frame(offset)
         except CorruptError as error:
@@ -193,3 +195,22 @@ def check_cold(
             yield from row_findings("the row does not match its checksum", file, view, wrong.T)
         else:
             good[offset] = view
+
+
+def check_evicted(record: Evicted, segment: Segment, db: sqlite3.Connection) -> Iterator[Finding]:
+    """A block whose rows lie in a bucket alone: its index by its hash, its objects by their sizes."""
+    try:
+        objects = Objects(record.url)
+        try:
+            _, lost = lacking(objects, record.key, record.index)
+        finally:
+            objects.close()
+    except TapError as error:
+        yield Finding(f"its rows were evicted to a bucket that cannot be asked: {error}", block_name(segment.number),
+                      None, segment.site)
+        return
+    for what in lost:
+        yield Finding(f"its rows were evicted, and {record.url} has lost them: {what}", block_name(segment.number),
+                      None, segment.site)
+    if lost:
+        yield from lost_extents(db, segment, block_name(segment.number))

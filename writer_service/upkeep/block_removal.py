@@ -16,6 +16,7 @@ import xxhash
 from schemas.errors import StoreError
 from schemas.store.paths import WRITER, block_name, journal_folder, redo_name
 from writer_service import fs
+from writer_service.upkeep import evicted_blocks
 
 COVERED: Final = "covered.json"
 
@@ -79,6 +80,7 @@ def remove_block(store: Path, number: int) -> None:
     if target.exists():
         fs.remove_tree(target)
         fs.sync_dir(target.parent)
+    evicted_blocks.forget(store, number)
 
 
 def removed_name(store: Path, number: int) -> Path:
@@ -90,3 +92,4 @@ def finish_removals(store: Path) -> None:
     """Remove what a crash left of removed blocks."""
     for folder in (store / "blocks").glob(f".removed-{WRITER}-*"):
         fs.remove_tree(folder)
+    evicted_blocks.forget_gone(store)

@@ -26,11 +26,10 @@ from schemas.catalog.records import Extent, Segment, load_drops, load_extents, l
 from schemas.codecs import Stream
 from schemas.errors import CorruptError, StoreError
 from schemas.read.segment_maps import SegmentMaps, View
-from schemas.store.block import MISSING
+from schemas.store.block import MISSING, Block
 from schemas.store.cold_block import CHUNK_ROWS, FORMAT, ColdFrame, frame_digest
 from schemas.store.compressed import CompressedChunks, compressor, pack
 from schemas.store.paths import array_metadata, block_name, group_metadata
-from schemas.store.row_checksums import BlockChecksums
 from schemas.store.segment import FrameHeader
 from schemas.wire.messages import Frame
 from schemas.wire.row_table import NO_STEP, RowTable, joined_steps, steps_of
@@ -55,7 +54,7 @@ class RowSource:
 
     view: View
     rows: I64
-    checksums: BlockChecksums
+    block: Block
     start: int = 0
 
     @property
@@ -112,7 +111,8 @@ class ColdBlockWriter:
             at, layers = slice(source.start, source.stop), source.view.frame.layers
             columns = np.searchsorted(self.layers, layers)
             self.present[at, columns] = True
-            self.checksum[at, columns] = source.checksums.of(source.view.offset, layers, source.rows).T
+            self.checksum[at, columns] = source.block.checksums_of(
+                source.block.start(source.view.offset) + source.rows, layers).T
         padded = np.zeros((chunks * CHUNK_ROWS, len(self.layers)), bool)
         padded[:rows] = self.present
         self.needed: npt.NDArray[np.bool_] = np.asarray(padded.reshape(chunks, CHUNK_ROWS, -1).any(1)).T  # [L, chunks]
@@ -157,8 +157,8 @@ class ColdBlockWriter:
         place = f"{block_name(segment.number)} at {extent.offset}"
         rows = extent.rows[:, 1].astype(np.int64)
         try:
-            view, checksums = maps.frame(segment, extent.offset), maps.checksums(segment)
-            if checksums is None:
+            view, block = maps.frame(segment, extent.offset), maps.block(segment)
+            if block is None:
                 raise CorruptError("compact", place, "the block is of an early version, without checksums by frame")
             table = view.table
             told = np.stack([table.position[rows], extent.rows[:, 1], table.token_id[rows], table.flags[rows]], 1)
@@ -171,7 +171,7 @@ class ColdBlockWriter:
                 raise
             return None
         self.damaged |= not strict and isinstance(view, ColdFrame) and bool(view.wrong().any())
-        return RowSource(view, rows, checksums)
+        return RowSource(view, rows, block)
 
     def write(self, folder: Path, uuid: bytes, number: int) -> None:
         """Write all files of the block below ``folder``."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from schemas.catalog.records import load_segment
 from schemas.errors import CorruptError, StoreError
 from schemas.read.segment_maps import SegmentMaps
-from schemas.store.cold_block import ColdBlock, cold_attributes
+from schemas.store.cold_block import ColdBlock, cold_attributes, open_cold
 from schemas.store.compressed import library
 from schemas.store.paths import WRITER, block_name, compacting_name, journal_folder
 from writer_service import fs
@@ -60,8 +60,8 @@ def build(store: Path, uuid: bytes, db: sqlite3.Connection, number: int, replace
         writer = ColdBlockWriter(store, maps, db, segment, replaces, strict, compress)
         fs.make_dirs(folder)
         writer.write(folder, uuid, number)
-        block = ColdBlock(folder)
-        for offset in block.first.tolist():
+        block = open_cold(folder)
+        for offset in block.frames.tolist():
             if strict or not writer.damaged:
                 block.frame(offset).verify()
         change = compacted(block, number)
@@ -123,7 +123,7 @@ def compacted(block: ColdBlock, number: int) -> Compacted:
     """Change that tells the catalog of a cold block; frames that are not whole are left out."""
     made = block.attributes
     frames = []
-    for offset in block.first.tolist():
+    for offset in block.frames.tolist():
         with contextlib.suppress(CorruptError):
             view = block.frame(offset)
             header, frame = view.header, view.frame

@@ -17,7 +17,7 @@ from typing import Final
 
 from schemas.catalog.records import connect_read
 from schemas.errors import StoreError
-from schemas.store.cold_block import ColdBlock
+from schemas.store.cold_block import open_cold
 from schemas.store.paths import block_name, journal_folder
 from writer_service import log
 from writer_service.catalog.catalog import current_log
@@ -25,7 +25,7 @@ from writer_service.catalog.changes import Compacted, Erased, Scrubbed, SegmentG
 from writer_service.control_log import log_numbers
 from writer_service.journal.group_commit import Waker
 from writer_service.journal.journal import Journal
-from writer_service.upkeep import block_removal, cold_blocks, log_merging
+from writer_service.upkeep import block_removal, cold_blocks, evicted_blocks, log_merging
 from writer_service.upkeep.erasing import erase
 from writer_service.upkeep.scrubbing import scrub_log
 from writer_service.upkeep.usage import Usage, capture_bytes, disk_bytes, oldest
@@ -73,7 +73,7 @@ class Upkeep:
         self._seen: dict[int, float] = {}  # open segments with rows to erase, since when
         self._asked: set[str] = set()  # captures that were one too many, as of the last time that some were
         self._owed = 0  # about what deleting them should have given back and has not
-        self._in_vain = False
+        self._in_vain = self._told_evicting = False
         self._damaged_logs: set[int] = set()
         self.failures = 0
 
@@ -156,16 +156,18 @@ class Upkeep:
             block = self._store / block_name(number)
             before = disk_bytes(block)
             try:
-                if number in whole:
-                    block_removal.remove_block(self._store, number)
-                    done.changes.append(SegmentGone(number))
-                    done.removed_blocks += 1
-                elif sealed[number]:
-                    self._rewrite(db, number, done)
-                else:
-                    done.erased_rows += erase(self._store, self._uuid, number, captures)
-                    self._usage.forget(number)
-                    done.changes.append(Erased(number, captures))
+                with evicted_blocks.locked(self._store):
+                    if number in whole:
+                        block_removal.remove_block(self._store, number)
+                        done.changes.append(SegmentGone(number))
+                        done.removed_blocks += 1
+                    elif sealed[number]:
+                        self._rewrite(db, number, done)
+                    else:
+                        evicted_blocks.recall(self._store, number)
+                        done.erased_rows += erase(self._store, self._uuid, number, captures)
+                        self._usage.forget(number)
+                        done.changes.append(Erased(number, captures))
                 self._owed = max(self._owed - max(before - disk_bytes(block), 0), 0)
             except (OSError, StoreError, ValueError, KeyError) as error:
                 done.failures += 1
@@ -180,7 +182,9 @@ class Upkeep:
         if began < self._rest_until:
             done.put_off = True
             return
-        before = len(ColdBlock(self._store / block_name(number)).present)
+        if evicted_blocks.recall(self._store, number):
+            self._usage.forget(number)
+        before = len(open_cold(self._store / block_name(number)).present)
         change = cold_blocks.build(self._store, self._uuid, db, self._take_number(), [number], strict=False)
         done.erased_rows += before - sum(len(frame.table.position) for frame in change.frames)
         done.changes.append(change)
@@ -195,6 +199,12 @@ class Upkeep:
         if self._retain_days is not None:
             done.expired += islice(oldest(db, now_ms - int(self._retain_days * 86_400_000)), expired_at_once)
         if done.used_bytes is None or self._retain_bytes is None:
+            return
+        if evicted_blocks.was_evicting(self._store):  # deleted rows come back from the bucket first, which takes room
+            if not self._told_evicting:
+                self._told_evicting = True
+                log.warn("retention_is_off", "rows of this store were evicted to a bucket: --retain-bytes deletes "
+                         "nothing, vllm-tap push --local-bytes bounds what they take of the disk")
             return
         if done.expired or done.changes or done.retire or done.put_off:
             return  # what is being erased comes back first

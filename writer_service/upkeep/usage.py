@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from schemas.objects.evicted import EvictedWatch, evicted_numbers
 from schemas.store.paths import WRITER, journal_folder
 
 BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
@@ -27,7 +28,8 @@ def disk_bytes(path: Path | os.DirEntry[str]) -> int:
 
 
 class Usage:
-    """The bytes of a store's rows; a sealed block is measured once, until something is erased in it.
+    """The bytes of a store's rows on its disk; a sealed block is measured once, until something is erased in it or its
+    rows are evicted.
 
     Control logs do not count: they are kept, so that no deletion gives them back.
     """
@@ -35,6 +37,7 @@ class Usage:
     def __init__(self, store: Path) -> None:
         self._store = store
         self._blocks: dict[str, int] = {}
+        self._watch, self._evicted = EvictedWatch(store), set[int]()
 
     def forget(self, number: int) -> None:
         """A block has become smaller."""
@@ -43,6 +46,11 @@ class Usage:
     def measure(self) -> int:
         """Bytes of all blocks and of the open segments."""
         measured, unnamed = {}, 0
+        if self._watch.has_moved():
+            now = evicted_numbers(self._store)
+            for number in now | self._evicted:  # rows may have gone, or come back, since
+                self.forget(number)
+            self._evicted = now
         with contextlib.suppress(FileNotFoundError), os.scandir(self._store / "blocks") as entries:
             for entry in entries:
                 if entry.name.startswith("."):  # being sealed, or taken away

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
-from engine_side.config import GROUP
+from engine_side.config import DRAWN, GROUP
 from engine_side.seams.front_end import widths_of
 from engine_side.seams.ranks.agreement import of_shares, of_stages, the_same
 from engine_side.tap.architectures import SHARED_OUT, TapPoint, of_model
@@ -42,7 +42,11 @@ def group_of(vllm_config: Any) -> str:
         return ""
     if not (started := os.environ.get(GROUP, "")):
         raise StartError(f"vllm-tap: {GROUP} is not set in this process: give all ranks of an engine the same one")
-    return f"{started}-{vllm_config.instance_id}-{getattr(parallel, 'data_parallel_rank', 0)}"
+    # A model without mixtures runs as so many engines that know nothing of each other: each is number 0 of one then.
+    number = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
+    if not started.startswith(DRAWN):  # who named it did so on every host, each of which has an instance of its own
+        return f"{started}-{number}"
+    return f"{started.removeprefix(DRAWN)}-{vllm_config.instance_id.removesuffix(f'_dp{number}')}-{number}"
 
 
 def whole_width(point: TapPoint, model_config: Any) -> int:

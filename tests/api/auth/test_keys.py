@@ -26,6 +26,7 @@ from api.app import create_app
 from api.auth.guard import OPEN
 from api.auth.keys import KeyFile, make_key, read_keys, revoke_key, set_quota
 from api.config import Config
+from api.engines.upstreams import Upstreams
 from api.errors import ApiError
 from api.metrics import Metrics
 from api.service import ApiService
@@ -194,7 +195,8 @@ def test_no_key_takes_all_that_they_share(stack: Stack) -> None:
 
     async def check() -> None:
         config = Config(stack.store, stack.endpoint, slices_in_flight_bytes_max=1000)
-        service = ApiService(config, Metrics(), ControlChannel(config.endpoint, "api"), httpx.AsyncClient())
+        metrics = Metrics()
+        service = ApiService(config, metrics, ControlChannel(config.endpoint, "api"), Upstreams(config, metrics))
         with ExitStack() as streams:
             def follow(owner: str) -> object:
                 return streams.enter_context(service.feed.follow([new_ulid()], owner))

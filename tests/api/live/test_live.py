@@ -186,7 +186,7 @@ def test_a_row_is_visible_before_it_is_durable(tmp_path: Path, monkeypatch: pyte
         listener.wait("durable")
         (kind, event, number, came_s), (_, through, _, _) = listener.events[:2]
         assert kind == "rows" and event["durable"] is False and through["through"] == int(number or 0)
-        assert durable_s - sent_s > 1.0 and came_s - sent_s < 0.5
+        assert durable_s - sent_s > 1.0 and came_s < durable_s
         assert stack.http.get(f"/v1/captures/{ulid}/activations?layer=0").headers["x-tap-rows"] == "6"
         engine.close()
 

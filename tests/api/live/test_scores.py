@@ -232,7 +232,7 @@ def test_what_is_registered_can_be_seen(stack: Stack) -> None:
 @pytest.mark.parametrize(("capture", "param", "says"), [
     ({"probe": ["mood"]}, "capture.probe", "registered: tone"),
     ({"probe": ["tone"], "layers": [1]}, "capture.layers", "name the sites whose layers"),
-    ({"sites": ["probe.tone"]}, "capture.sites", "named under probe"),
+    ({"sites": ["probe.tone"]}, "capture.sites", "name a probe in the field probe"),
     ({"probe": ["tone"], "sites": ["resid_post"], "codec": {"probe.tone": "raw16"}}, "capture.codec", "not captured"),
 ])
 def test_probes_that_cannot_be_had(stack: Stack, capture: dict[str, Any], param: str, says: str) -> None:

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,55 +18,26 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.api.page.conftest import CHROMIUM, NO_CHROMIUM
 from tests.api.test_embedded import server
-from tests.support.api_stack import Process, Stack, running
+from tests.support.api_stack import Process, Stack, running, stack_in
 from tests.support.engines.engine_player import WIDTH, rows
 from vllm_tap.client.sweep_result import PatchSweep
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page was NOT tested: `make page-test` installs "
                                                                "playwright and says how to get a browser")
-CHROMIUM = os.environ.get("TAP_CHROMIUM") or next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page was NOT tested: no Chromium on the PATH; "
-                                                         "apt-get install chromium, or set TAP_CHROMIUM")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 expect = playwright.expect
 
 PROMPT = "The fox is here."
 P, G = len(PROMPT), 8
-ARGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-        "--disable-component-update", "--disable-sync"]
+
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with running(tmp_path_factory.mktemp("page")) as stack:
         yield stack
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(stack: Stack, browser: Any) -> Iterator[Any]:
-    """A fresh tab; whatever it complained of, or asked of others, fails the test."""
-    page = browser.new_page(viewport={"width": 1300, "height": 900})
-    page.set_default_timeout(10_000)
-    wrong: list[str] = []
-    # The page shows the reason of a refusal itself; the pixels are read back by these tests alone.
-    expected = ("the server responded with a status of 4", "willReadFrequently")
-    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning")
-            and not any(text in message.text for text in expected) else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda request: wrong.append(request.url)
-            if not request.url.startswith("http://127.0.0.1:") else None)
-    yield page
-    page.close()
-    assert wrong == []
 
 
 @pytest.fixture(scope="module")
@@ -755,6 +725,30 @@ def test_accessible(page: Any, stack: Stack, capture: str, holed: str, probed: s
         assert [(each["id"], [node["html"][:150] for node in each["nodes"]][:3]) for each in found] == []
     finally:
         context.close()
+
+
+def test_of_several_engines_it_tells_which_are_up(browser: Any, tmp_path: Path) -> None:
+    with stack_in(tmp_path) as stack:
+        stack.start_writer()
+        stack.processes["writer"].wait_ready()
+        for name in "ab":
+            stack.start_engine(name)
+        stack.start_gateway()
+        while not all(each["upstream"] == "ok" for each in stack.http.get("/readyz").json()["engines"].values()):
+            time.sleep(0.1)
+        stack.http.headers["x-vllm-tap-engine"] = "b"
+        made(stack, PROMPT, capture={"sites": ["resid_post"], "tags": {"animal": "fox"}})
+        stack.processes["a"].kill()
+        while stack.http.get("/readyz").json()["engines"]["a"]["upstream"] == "ok":
+            time.sleep(0.1)
+        tab = browser.new_page()
+        tab.goto(stack.url)
+        engines = tab.get_by_role("list", name="engines").get_by_role("listitem")
+        expect(engines).to_have_text(["a (away)", "b"])
+        assert "no answer" in engines.first.get_attribute("title")
+        tab.locator(".captures li").first.click()
+        expect(tab.locator(".head dl")).to_contain_text("engineb")
+        tab.close()
 
 
 def test_nothing_moves_for_who_wants_it_still_and_a_narrow_window_does_not_scroll_sideways(

@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -45,11 +46,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
+def ended(body: dict[str, Any], status: str) -> str:
+    """The id of an answer's capture, which ended so."""
+    assert body.get("capture", {}).get("status") == status, body
+    return str(body["capture"]["id"])
+
+
 @pytest.fixture(scope="module")
 def capture(stack: Stack) -> str:
     body = stack.complete(PROMPT, max_tokens=G, capture=SPEC).json()
-    assert body["capture"]["status"] == "complete", body
-    return str(body["capture"]["id"])
+    return ended(body, "complete")
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +63,7 @@ def holed(stack: Stack) -> str:
     """A capture with rows that were dropped and rows that came from the prefix cache."""
     body = stack.complete(PROMPT, max_tokens=G, play={"drop": ["resid_post", [1, 2], 8, 11], "cached": 4},
                           capture={"sites": ["resid_post"], "codec": "raw", "prefix_cache": "allow"}).json()
-    assert body["capture"]["status"] == "incomplete", body
-    return str(body["capture"]["id"])
+    return ended(body, "incomplete")
 
 
 def get(stack: Stack, capture: str, query: str, **headers: str) -> httpx.Response:
@@ -70,8 +75,7 @@ def reduced(stack: Stack) -> str:
     """A capture of a projection and of the largest entries alone."""
     body = stack.complete(PROMPT, max_tokens=G, capture={**SPEC, "codec": {
         "resid_post": "rp8:k=16", "attn_out": "topk:k=12"}}).json()
-    assert body["capture"]["status"] == "complete", body
-    return str(body["capture"]["id"])
+    return ended(body, "complete")
 
 
 @pytest.mark.parametrize("format_", ["safetensors", "npy", "npz", "arrow", "json"])
@@ -376,7 +380,7 @@ def test_a_caller_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
     """One who went to sleep would hold the memory of all slices for ever."""
     with running(tmp_path) as stack:
         stack.processes["api"].stop()
-        stack.start_api(None, "--slice-stall-s", "1")
+        stack.start_api(None, "--slice-stall-s", "3")
         stack.wait_ready()
         ulid = stack.complete("x" * 4000, max_tokens=1, capture={"codec": "raw"}).json()["capture"]["id"]
         whole = f"/v1/captures/{ulid}/activations"
@@ -386,7 +390,7 @@ def test_a_caller_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
             assert got.status_code == 200
             held = "vllm_tap_api_slices_in_flight_bytes 0.0"
             assert held not in stack.http.get("/metrics").text
-            end_s = time.monotonic() + 10
+            end_s = time.monotonic() + 60
             while held not in stack.http.get("/metrics").text:
                 assert time.monotonic() < end_s
                 time.sleep(0.1)
@@ -401,9 +405,9 @@ def test_a_caller_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
             taken, began_s = b"", time.monotonic()
             while some := slow.recv(1 << 17):
                 taken += some
-                time.sleep(0.02)
+                time.sleep(0.05)
             head, _, body = taken.partition(b"\r\n\r\n")
-            assert f"content-length: {len(body)}\r\n".encode() in head.lower() and time.monotonic() > began_s + 1.5
+            assert f"content-length: {len(body)}\r\n".encode() in head.lower() and time.monotonic() > began_s + 3.5
         assert "Traceback" not in (stack.store.parent / "api.log").read_text()
 
 

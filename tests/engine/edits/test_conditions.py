@@ -202,10 +202,10 @@ def stop(**fields: Any) -> list[dict[str, Any]]:
     (stop(score=None), r"when.score: missing; the probe has the scores glad, sad"),
     (stop(above=None), r"edit\[0\].when.above = None: valid: a number"),
     (stop(above=float("nan")), r"when.above = nan: valid: a finite number"),
-    (stop(below=0.5), r"when.below = 0.5: what has ended does not go on"),
+    (stop(below=0.5), r"when.below = 0.5: stop ends the request"),
     (stop(until=3), r"edit\[0\].when.until = 3: unknown field; valid: probe, score, above, below"),
     ([{**EDIT, "when": {"probe": "tone", "score": 0, "above": 1, "below": 2}}], r"when.below = 2: is beyond above = 1"),
-    ([{**EDIT, "when": {"probe": "tone", "score": 0, "above": 1}, "positions": "prompt"}], r"nothing of a prompt"),
+    ([{**EDIT, "when": {"probe": "tone", "score": 0, "above": 1}, "positions": "prompt"}], r"never edits a prompt"),
     ([{**EDIT, "when": {"probe": "tone", "score": 0, "above": 1}}, *stop()], r"\[1\].when = '…': a request has one"),
 ])
 def test_what_cannot_be_a_condition_is_refused(engine: Engine, edit: Any, said: str) -> None:

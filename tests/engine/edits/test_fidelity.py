@@ -203,7 +203,8 @@ def test_a_codec_that_decodes_to_no_number_is_told_and_the_others_are_measured(
     found = studied(bench)
     whole = next(one for one in measured[1].places if (one.site, one.layer) == PLACE)
     assert found.patched == [one for one in whole.patched if one.name != "fp8row"]
-    assert found.broken == {"fp8row": {"why": "it decodes to what is no number", "kl": [None] * PROMPTS}}
+    assert found.broken == {"fp8row": {"why": "it decodes to what is no number", "kl": [None] * PROMPTS,
+                                       "row_bytes": 130}}
     assert found.told["fp8row"] == "broken here: it decodes to what is no number"
 
 

@@ -19,6 +19,7 @@ from tests.support.engines.engines import ON_GPU, Captured, Engine, start
 from tests.support.models.features import GREEDY, tokens
 from tests.support.models.reference import Reference
 from tests.support.processes import descendants
+from tests.support.store_helpers import until
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.soak,
               pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="one GPU cannot hold two ranks")]
@@ -98,6 +99,7 @@ def test_a_rank_whose_sender_is_killed(engine: Engine) -> None:
             assert all((site, layer) in missing for site in ("q", "z", "mlp_post") for layer in range(LAYERS))
     parts = {part.rank: part.state for part in engine.reader.manifest(found[0].id).parts}
     assert parts[0] == "finished" and parts[1] in ("lost", "awaited")
+    assert until(lambda: (info := engine.reader.engine()) and engine.reader.lost_ranks(info.group) == [1], 60)
 
 
 @pytest.mark.parametrize("engine", [8 << 20], indirect=True)

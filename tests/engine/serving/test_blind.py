@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,15 @@ from tests.engine.conftest import ENVIRONMENT
 from vllm_tap.tiny_model import cache_dir
 
 pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    """The process that starts them: it imports vLLM once."""
+    with subprocess.Popen([sys.executable, "-m", "tests.support.engines.blind"], stdin=subprocess.PIPE, text=True,
+                          stdout=subprocess.PIPE, cwd=Path(__file__).parents[3], env={
+                              **os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(cache_dir() / "vllm")}) as process:
+        yield process
 
 
 @pytest.mark.parametrize(
@@ -43,13 +54,13 @@ pytestmark = pytest.mark.timeout(300)
     ],
 )
 def test_an_engine_that_would_be_blind_does_not_start(
-    case: str, settings: dict[str, str], says: list[str], tmp_path: Path
+    case: str, settings: dict[str, str], says: list[str], tmp_path: Path, forks: subprocess.Popen[str]
 ) -> None:
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_TAP_ENDPOINT": f"ipc://{tmp_path}/w.sock"[:95],
-                   "VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), **settings}
-    run = subprocess.run([sys.executable, "-m", "tests.support.engines.blind", case], env=environment, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
-                         cwd=Path(__file__).parents[3])
-    assert run.returncode != 0 and "STARTED" not in run.stdout, run.stdout[-3000:]
+    assert forks.stdin and forks.stdout
+    settings = {"VLLM_TAP_ENDPOINT": f"ipc://{tmp_path}/w.sock"[:95], **settings}
+    forks.stdin.write(json.dumps({"case": case, "settings": settings, "said": str(tmp_path / "said")}) + "\n")
+    forks.stdin.flush()
+    status, said = forks.stdout.readline(), (tmp_path / "said").read_text()
+    assert int(status) != 0 and "STARTED" not in said, said[-3000:]
     for words in says:
-        assert words in run.stdout, run.stdout[-3000:]
+        assert words in said, said[-3000:]

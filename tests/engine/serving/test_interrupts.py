@@ -21,21 +21,23 @@ from schemas.errors import TapError
 from schemas.read.reader import StoreReader
 from tests.support.processes import minds_signals
 
-PROMPTS = 24
+PROMPTS = 200  # a minute of work for the fastest machine: the interrupt comes in its first seconds
 pytestmark = pytest.mark.timeout(300)
 
 
 @contextmanager
-def capturing(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def capturing(folder: Path, program: str = "vllm_tap", words: int = 1, at_once: int = 2, tokens: int = 400,
+              **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """The command in a group of its own, as a shell starts it; what it says goes to ``folder/said``."""
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"story {n}"}) + "\n" for n in range(PROMPTS)))
+    prompts.write_text("".join(json.dumps({"prompt": "story " * words + str(n)}) + "\n" for n in range(PROMPTS)))
     with open(folder / "said", "wb") as said:
         command = subprocess.Popen(
-            [sys.executable, "-m", "vllm_tap", "capture", str(prompts), "--tiny", "--store", str(folder / "store"),
-             "--max-tokens", "200", "--codec", "raw", "--", "--max-model-len", "512", "--max-num-seqs", "8"],
+            [sys.executable, "-m", program, "capture", str(prompts), "--tiny", "--store", str(folder / "store"),
+             "--max-tokens", str(tokens), "--codec", "raw", "--", "--max-model-len", "512",
+             "--max-num-seqs", str(at_once)],
             stdout=said, stderr=said, start_new_session=True, preexec_fn=minds_signals,
-            env={**os.environ, "VLLM_CPU_CI_ENV": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+            env={**os.environ, "VLLM_CPU_CI_ENV": "1", "VLLM_LOGGING_LEVEL": "ERROR", **environment})
     try:
         yield command
     finally:
@@ -81,6 +83,21 @@ def test_an_interrupt_ends_what_is_in_flight_and_leaves_nothing_open(tmp_path: P
     assert len(rows) == PROMPTS and not {row.status for row in rows} & {"pending", "running"}
     assert 0 < reasons["length"] == int(told[1]) < PROMPTS
     assert reasons["abort"] == PROMPTS - reasons["length"]
+
+
+@pytest.mark.soak  # an engine of its own, and seconds for each sync
+def test_an_interrupted_run_tells_which_stage_held_generation_up(tmp_path: Path) -> None:
+    """On a disk that takes a ring of rows (4 MiB) every second; a step of 2,048 tokens of prompts makes two."""
+    with capturing(tmp_path, "tests.programs.slow_disk", words=100, at_once=64, tokens=20, SLOW_S="1",
+                   VLLM_TAP_RING_BYTES=str(4 << 20)) as command:
+        while not ended(tmp_path):
+            assert command.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.05)
+        os.killpg(command.pid, signal.SIGINT)
+        assert command.wait(120) == 128 + signal.SIGINT
+    said = (tmp_path / "said").read_text()
+    assert re.search(r"generation waited [0-9.]+ s of [0-9.]+ s \([0-9]+%\) for room for its rows", said), said
+    assert "what would lift it: another disk for --store" in said
 
 
 def test_a_start_can_be_interrupted(tmp_path: Path) -> None:

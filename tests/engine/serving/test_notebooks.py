@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.timeout(300)
 def test_the_notebooks_run_as_they_stand(tmp_path: Path) -> None:
     environment = {key: value for key, value in (os.environ | ENVIRONMENT).items() if not key.startswith("VLLM_TAP_")}
-    environment |= {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    environment |= {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "MPLBACKEND": "Agg"}
     run = subprocess.run([sys.executable, "-m", "tests.programs.notebooks", "logit_lens", "first_probe"], text=True,
                          cwd=tmp_path, env=environment, timeout=280, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = [line for line in run.stdout.splitlines() if line.startswith("LEFT ")]

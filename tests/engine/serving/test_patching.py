@@ -36,7 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PatchSweep]:
     words = [*command.split()[2:], "--port", str(port), "--engine-port", str(engine_port), "--store",
              str(folder / "captures"), "--", "--max-model-len", "256", "--max-num-seqs", "16"]
     space: dict[str, Any] = {}
-    with serving(words, environment | {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "PYTHONPATH": str(ROOT)}), \
+    with serving(words, environment | {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm")}), \
             pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         block, = blocks("python", "docs/howto/patching.md")

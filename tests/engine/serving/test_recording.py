@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +21,11 @@ from schemas.ids import new_ulid
 from schemas.wire.control_channel import ControlChannel
 from schemas.wire.messages import Own
 from tests.engine.conftest import ENVIRONMENT
+from tests.engine_side.transport.test_sender import MIB, TOKENS, Tapped
+from tests.programs.slow_disk import slow_down
 from tests.support.models.reference import Reference
 from vllm_tap import open_store, recording
+from vllm_tap.serve import writer_process
 from vllm_tap.serve.services import make_socket_dir
 from vllm_tap.serve.writer_process import WriterProcess
 from vllm_tap.tiny_model import cache_dir
@@ -95,6 +100,38 @@ def test_what_a_recording_arms_for_edits(tmp_path: Path, monkeypatch: pytest.Mon
             recording(tmp_path / "other", **wrong).__enter__()  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_recording_tells_which_stage_held_generation_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, interrupted: bool
+) -> None:
+    """However it ends; the rows are those of a recorder and a sender without a model."""
+    monkeypatch.delenv("VLLM_TAP_ENDPOINT", raising=False)
+    monkeypatch.setenv("SLOW_S", "1")
+    monkeypatch.setattr(writer_process, "writer_command", writer_process.writer_command)
+    slow_down()
+    with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext(), recording(tmp_path / "store") as tape:
+        tapped = Tapped(os.environ["VLLM_TAP_ENDPOINT"], on_full="wait", ring_bytes=4 * MIB)
+        capture = tapped.whole(TOKENS)  # twice the ring
+        assert tape.store[capture].wait(60).status == "complete"
+        tapped.close(timeout_s=30.0)
+        if interrupted:
+            raise KeyboardInterrupt
+    limit, remedy = [record.message for record in caplog.records if record.name == "vllm_tap"]
+    assert re.fullmatch(r"vllm-tap: generation waited [0-9.]+ s for room for its rows \(8.39 MB\); the limit: the "
+                        r"disk, which the writer synced for [0-9.]+ s", limit)
+    assert remedy == ('vllm-tap: what would lift it: another disk for store, or durability="os", or a codec of fewer '
+                      "bytes, or fewer sites, layers or positions")
+
+
+def test_a_recording_without_rows_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("VLLM_TAP_ENDPOINT", raising=False)
+    with recording(tmp_path / "store"):
+        pass
+    assert not [record for record in caplog.records if record.name == "vllm_tap"]
+
+
 def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
     """A process that is spawned imports the script again, and would begin a recording of its own."""
     script = tmp_path / "script.py"
@@ -103,7 +140,6 @@ def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
                       "    child = multiprocessing.get_context('spawn').Process(target=print)\n"
                       "    child.start()\n    child.join()\n"
                       "else:\n    vllm_tap.recording('captures').__enter__()\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert 'put what the script does under `if __name__ == "__main__":`' in done.stderr
     assert not (tmp_path / "captures").exists()

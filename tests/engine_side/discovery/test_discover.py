@@ -317,6 +317,18 @@ def test_what_is_no_stream_is_refused_with_its_reason(kind: str, why: str) -> No
         find(Model(kind))
 
 
+@pytest.mark.parametrize(("kind", "missing", "attention"), [
+    ("pair", set(), "attn_out"), ("sandwich", set(), "attn_out_raw"), ("positions", set(), "attn_out"),
+    ("granite", {"attn.hook_out", "mlp.hook_out"}, None), ("scaled embeddings", {"hook_embed"}, "attn_out"),
+])
+def test_a_transformer_lens_name_of_what_no_site_is_has_no_meaning(kind: str, missing: set[str], attention: str | None
+                                                                   ) -> None:
+    """There modules' results are before a factor, and embeddings behind one (make lens has held it)."""
+    names = find(Model(kind)).names
+    assert {"attn.hook_out", "mlp.hook_out", "hook_embed"} - names.keys() == missing
+    assert names.get("attn.hook_out") == attention
+
+
 @pytest.mark.parametrize("scale", [0, 1e-5])
 def test_attention_that_adds_nothing_is_not_offered(scale: float) -> None:
     """A step that leaves zeros in its place would make the MLP all that a block adds, and the stream its own sum."""

@@ -242,6 +242,29 @@ def test_chosen_experts_are_refused_on_several_gpus(device: str, ranks: int, ref
                                               compilation_config=SimpleNamespace(pass_config=SimpleNamespace())))
 
 
+@pytest.mark.parametrize("site", ["router_logits", "experts"])
+@pytest.mark.parametrize(("more", "said"), [
+    ({"data_parallel_size": 2}, "data_parallel_size=2: .* sites than {site}, or run with data_parallel_size=1"),
+    ({"data_parallel_size": 4, "tensor_parallel_size": 2, "use_sequence_parallel_moe": True}, "data_parallel_size=4: "),
+    ({"tensor_parallel_size": 2, "use_sequence_parallel_moe": True}, "enable_expert_parallel .* sites than {site}, or"),
+    ({"tensor_parallel_size": 2, "enable_expert_parallel": True, "use_sequence_parallel_moe": False}, ""),
+    ({"tensor_parallel_size": 2}, ""),
+])
+def test_what_a_router_says_is_refused_where_it_sees_other_rows(site: str, more: dict[str, Any], said: str) -> None:
+    def start(*touched: str) -> None:
+        plan: Any = SimpleNamespace(touched=touched, asked={}, probes={}, family=object(),
+                                    config=SimpleNamespace(edit=()))
+        parallel = SimpleNamespace(**{"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1,
+                                      "use_ubatching": False, **more})
+        _check_parallel(plan, SimpleNamespace(cache_config=None, parallel_config=parallel, speculative_config=None,
+                                              device_config=SimpleNamespace(device_type="cpu"),
+                                              compilation_config=SimpleNamespace(pass_config=SimpleNamespace())))
+
+    start("resid_post", "mlp_out")
+    with pytest.raises(StartError, match=said.format(site=site)) if said else nullcontext():
+        start("resid_post", site)
+
+
 @pytest.mark.parametrize(("more", "said"), [
     ({"speculative_config": SimpleNamespace(method="ngram")}, "rows of drafts .* leave speculative_config out"),
     ({"lora_config": object()}, "adapters .* leave enable_lora out"),

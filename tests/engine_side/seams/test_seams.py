@@ -106,6 +106,7 @@ SEAMS = [
     "vllm.v1.core.sched.scheduler:Scheduler.schedule",
     "vllm.v1.request:Request.get_skip_reading_prefix_cache",
     "vllm.v1.engine.core:EngineCoreProc.run_busy_loop",
+    "vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop",
     "vllm.v1.engine.core:EngineCoreProc.has_work",
     "vllm.v1.engine.core_client:InprocClient.get_output",
     "vllm.v1.engine.core_client:InprocClient.abort_requests",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from engine_side.step.selection import Step
 from engine_side.tap.shares import layout_of
 from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost
-from engine_side.transport.events import Entry, Run
+from engine_side.transport.events import Counted, Entry, Run
 from engine_side.transport.ring import Ring
 from engine_side.transport.sender import Sender
 from engine_side.transport.shared_memory import Outbox
@@ -33,7 +34,8 @@ from schemas.ids import new_ulid
 from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
 from schemas.spec import Armed, parse_spec, resolve
-from schemas.wire.messages import EngineInfo
+from schemas.wire.line_times import line_times_of
+from schemas.wire.messages import EngineInfo, TapCounters
 from tests.support.store_helpers import PROGRAMS, SITE, WriterProcess, engine_info, until
 
 LAYERS, WIDTH, TOKENS = 4, 64, 8192
@@ -46,7 +48,7 @@ class Tapped:
     """What a worker holds, driven by hand: one request a capture, the whole prompt in steps of ``TOKENS`` rows."""
 
     def __init__(self, endpoint: str, on_full: str = "drop", ring_bytes: int = 16 * MIB, width: int = WIDTH,
-                 curve: Path | None = None, group: tuple[EngineInfo, int] | None = None) -> None:
+                 curve: Path | None = None, group: tuple[EngineInfo, int] | None = None, begun: bool = True) -> None:
         info, rank = group or (engine_info(width=width, n_layers=LAYERS), 0)
         self.info: EngineInfo = info
         self.staging = Staging({SITE: torch.randn(LAYERS, TOKENS, width)}, ARMED.sites)
@@ -57,7 +59,8 @@ class Tapped:
         self.sender = Sender(endpoint, self.info, self.ring.shared, os.getpid(), curve, rank)
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self.sender.run, args=(self.ending.is_set,), daemon=True)
-        self.thread.start()
+        if begun:
+            self.thread.start()
         self._tickets: dict[str, Ticket] = {}
 
     def close(self, timeout_s: float = 7.0) -> None:
@@ -217,6 +220,40 @@ def test_an_event_that_cannot_be_taken_does_not_block_the_ring(writer: WriterPro
     manifest = manifest_of(writer.store, tapped.whole(TOKENS))
     tapped.close()
     assert (manifest.status, manifest.captured) == ("complete", manifest.expected)
+
+
+def test_waiting_is_counted_by_who_has_to_make_room(writer: WriterProcess) -> None:
+    """First the sender, which has not begun; then the writer, which stands still. At its end the writer tells both."""
+    tapped = Tapped(writer.endpoint, on_full="wait", ring_bytes=4 * MIB, begun=False)
+    counters = tapped.recorder.counters
+    os.kill(writer.process.pid, signal.SIGSTOP)
+    step = threading.Thread(target=tapped.whole, args=(TOKENS,), daemon=True)
+    step.start()
+    assert until(lambda: counters.waited_sender_seconds > 0, 30.0)
+    assert not counters.waited_writer_seconds
+    tapped.thread.start()
+    assert until(lambda: tapped.sender._recorder_counters.waited_writer_seconds > 0, 30.0), "told only at its end"
+    assert step.is_alive()
+    os.kill(writer.process.pid, signal.SIGCONT)
+    step.join(60.0)
+    tapped.close(timeout_s=60.0)
+    assert counters.waits > 0 and counters.waited_copies_seconds == 0
+    (told,) = (found for line in writer.stop().splitlines() if (found := line_times_of(line)) is not None)
+    assert (told.sender, told.writer) == (counters.waited_sender_seconds, counters.waited_writer_seconds)
+    assert told.payload_bytes == TOKENS * LAYERS * WIDTH * 4 and told.appending > 0 and told.syncing > 0
+
+
+def test_copies_that_are_under_way_are_waited_for_first() -> None:
+    ring = Ring(4 * MIB, pinned=False)
+    outbox, shared = Outbox(ring.shared), ring.shared
+    assert shared.behind() == "writer"
+    outbox.append(Counted(TapCounters()))
+    assert shared.behind() == "sender"
+    shared.made = 1
+    assert shared.behind() == "copies"
+    ring.copied.fill_(1)  # as the device does
+    assert shared.behind() == "sender"
+    ring.close()
 
 
 def test_waiting_ends_when_the_sender_ends(tmp_path: Path) -> None:

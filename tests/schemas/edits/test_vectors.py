@@ -105,7 +105,7 @@ def test_text_that_is_no_json_is_shown() -> None:
 
 
 def test_what_raises_the_depth_is_named_as_flag_and_variable() -> None:
-    with pytest.raises(SpecError, match=re.escape("(--edit-depth, or VLLM_TAP_EDIT_DEPTH, raises that)")):
+    with pytest.raises(SpecError, match=re.escape("(--edit-depth, VLLM_TAP_EDIT_DEPTH)")):
         resolve_edits(parse_edits([{**ADD, "vector": "tone"}] * 3), ARMS)
 
 
@@ -128,7 +128,7 @@ def test_what_raises_the_depth_is_named_as_flag_and_variable() -> None:
     ({**SET, "from": {"capture": "x", "positions": [[1, 3]]}, "positions": [1]}, "from.positions = '2 of them'"),
     ({**SET, "from": {"capture": "x", "positions": [[3, 1]]}, "positions": [1]}, "edit[0].from.positions = [3, 1]"),
     ({**SET, "from": {"capture": "x", "decoded": 1}, "positions": [1]}, "edit[0].from.decoded = 1"),
-    ({**SET, "from": {"capture": "x"}, "vector": [1], "positions": [1]}, "edit[0].rows = '…': set has vector"),
+    ({**SET, "from": {"capture": "x"}, "vector": [1], "positions": [1]}, "edit[0].rows = '…': set takes vector"),
     ({"op": "stop", "vector": [1]}, "edit[0].vector = [1]: stop has when, and no vector"),
     ({**SET, "op": "swap"}, "edit[0].op = 'swap': valid: add, scale, ablate, cap, set or stop"),
     ({**SET, "from": {"capture": "x"}, "positions": [1]}, "edit[0].from = 'x': rows of a capture are looked up by the"),

@@ -1,4 +1,8 @@
-"""Starts an engine that must refuse to start: ``python -m tests.support.engines.blind CASE`` (see test_blind.py)."""
+"""Starts engines that must refuse to start (see test_blind.py), each in a fork of a process that imports vLLM once.
+
+``python -m tests.support.engines.blind`` reads a line of JSON for each: its ``case``, the ``settings`` of its
+environment and the file ``said`` for what it says. It answers with the exit status.
+"""
 
 from __future__ import annotations
 
@@ -106,13 +110,31 @@ CASES = {"sharded": _sharded, "bypassed": _bypassed_attention, "changed": _chang
          "stale": _scaled_mlp_in_stale_memory,
          "unknown": _unknown_architecture, "tiny": _tiny}
 
-if __name__ == "__main__":
+
+
+def start(named: str) -> None:
+    """The engine of a case, to its refusal."""
     from vllm import LLM
 
-    case, _, unproved = sys.argv[1].partition(", ")
+    case, _, unproved = named.partition(", ")
     if unproved:  # as a model of whose weights the search can tell nothing: what is compiled is looked at all the same
         from engine_side.seams import loader
 
         loader.look_into = lambda _model, _config, plan: plan
     LLM(**{"max_model_len": 512, "dtype": "float32", **CASES[case]()})
     print("STARTED")
+
+
+if __name__ == "__main__":
+    import vllm.entrypoints.llm  # noqa: F401 (what all of them need)
+
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if not (child := os.fork()):
+            os.environ.update(asked["settings"])
+            said = os.open(asked["said"], os.O_WRONLY | os.O_CREAT)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            start(asked["case"])
+            break
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -12,12 +12,25 @@ from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 
 from schemas import codecs
 from schemas.probes import Probe
 from schemas.sites import SITES, is_probe
 from schemas.spec import Armed, CaptureSpec, Resolved, intervals, resolve
-from schemas.wire.messages import Dropped, Editable, EngineInfo, Finish, Frame, Open, Ping, Record, encode
+from schemas.wire.messages import (
+    Dropped,
+    Editable,
+    EngineInfo,
+    Finish,
+    Frame,
+    Open,
+    Ping,
+    Record,
+    Ring,
+    TapState,
+    encode,
+)
 from schemas.wire.row_table import FLAG_DRAFT, RowTable
 from tests.support.store_helpers import Sender, frame_of
 
@@ -31,12 +44,13 @@ ARMED = Armed(sites={"resid_post": [0, 1, 2, 3], "attn_out": [0, 1, 2, 3]}, n_la
 EDITS = Editable(layers={"resid_post": [0, 1, 2, 3], "attn_out": [2]}, depth=2, vectors=["tone"], rows=256)
 
 
-def engine_info(dtype: str, armed: Armed = ARMED) -> EngineInfo:
+def engine_info(dtype: str, armed: Armed = ARMED, name: str = "", model: str = "played") -> EngineInfo:
     """What the played engine says of itself."""
-    return EngineInfo(model="played", model_dtype=dtype, fingerprint="f1", revision="", tokenizer="bytes",
-                      n_layers=LAYERS, armed=armed, max_model_len=4096, vllm_version="0.32.0", tap_version="0",
-                      widths={**dict.fromkeys({**ARMED.sites, **armed.sites}, WIDTH), "probe.tone": 2},
-                      runner="played", edits=EDITS)
+    return EngineInfo(model=model, name=name or UNSET, model_dtype=dtype, fingerprint="f1", revision="",
+                      tokenizer="bytes", n_layers=LAYERS, armed=armed, max_model_len=4096, vllm_version="0.32.0",
+                      tap_version="0", widths={**dict.fromkeys({**ARMED.sites, **armed.sites}, WIDTH), "probe.tone": 2},
+                      runner="played", ring=Ring(1 << 20, "played", "drop"),
+                      edits=EDITS if "resid_post" in armed.sites else None)
 
 
 def rows(sample: int, site: str, layer: int, positions: list[int], dtype: str) -> F32:
@@ -93,20 +107,27 @@ def decoded(codec: str, sample: int, site: str, layer: int, positions: list[int]
 class EnginePlayer:
     """One engine stream; every method returns when the writer holds what was sent durably."""
 
-    def __init__(self, endpoint: str, dtype: str = "bfloat16", ping: bool = True, armed: Armed = ARMED) -> None:
-        self._info = engine_info(dtype, armed)
+    def __init__(self, endpoint: str, dtype: str = "bfloat16", ping: bool = True, armed: Armed = ARMED,
+                 name: str = "", model: str = "played") -> None:
+        self._info = engine_info(dtype, armed, name, model)
         self._sender = Sender(endpoint, engine=self._info)
         self._sender.hello()
+        self.tap: TapState | None = None  # what it says of itself
         self._lock = threading.Lock()
         self._closed = threading.Event()
         if ping:
             threading.Thread(target=self._ping, daemon=True).start()
 
+    @property
+    def armed(self) -> Armed:
+        """What it says that it can capture."""
+        return self._info.armed
+
     def _ping(self) -> None:
         while not self._closed.wait(0.5):
             with self._lock:
                 if not self._closed.is_set():
-                    self._sender.socket.send(encode(Ping()))
+                    self._sender.socket.send(encode(Ping(self.tap)))
                     while self._sender.receive(0) is not None:
                         pass
 

@@ -76,7 +76,7 @@ class Engine:
         tokens = (*output.prompt_token_ids, *output.outputs[sample].token_ids)
         return Captured(id_, tokens, len(output.prompt_token_ids), output, manifest)
 
-    def final(self, id_: str, timeout_s: float = 20) -> Manifest:
+    def final(self, id_: str, timeout_s: float = 60) -> Manifest:
         """The manifest once its status is final."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -171,8 +171,8 @@ def in_this_process(yes: bool = True) -> Iterator[None]:
     # Speculative decoding imports it; the next start of vLLM looks at what all modules have, and fails at this one.
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)
     if yes:
-        # vLLM collects garbage several times while it starts: of all that is here already, half a second each.
-        gc.collect()
+        # vLLM collects garbage several times while it starts: of all that is here already, half a second each. What an
+        # engine left was collected at its end.
         gc.freeze()
     try:
         yield
@@ -204,7 +204,15 @@ def start(reader: StoreReader, reference: Reference, family: str, *, here: bool 
     options = {"max_model_len": 512, "max_num_seqs": 16, "block_size": 32, "dtype": DTYPE, "seed": 0,
                **SHARED, **options}
     with in_this_process(here and not ON_GPU):
-        return Engine(LLM(str(model(family)), **options), reader, reference, options)
+        llm: Any = LLM(str(model(family)), **options)
+    assert hasattr(llm.llm_engine.input_processor, "vllm_tap"), (
+        f"nothing is captured: the settings of this process are {tap_settings()}")
+    return Engine(llm, reader, reference, options)
+
+
+def tap_settings() -> dict[str, str]:
+    """What this process tells the plugin."""
+    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_TAP_")}
 
 
 def prompt(length: int, seed: int) -> list[int]:

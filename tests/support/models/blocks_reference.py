@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.models.reference import Edit
 from tests.support.models.unlisted import Unlisted
@@ -28,13 +28,15 @@ class BlocksReference:
 
     def __init__(self, model: Path, family: Unlisted) -> None:
         self.family = family
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager",
-                                                          **family.reads)
+        kind = AutoModelForImageTextToText if family.images else AutoModelForCausalLM
+        self.model = kind.from_pretrained(model, dtype=torch.float32, attn_implementation="eager", **family.reads)
         if family.reads.get("tie_word_embeddings"):  # Hugging Face takes both where a file has both
             self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
         self.model.eval()
         self._rows: dict[tuple[str, int], torch.Tensor] = {}
         self.base = base = getattr(self.model, "model", self.model.base_model)  # Llama 4 names another part
+        if family.images:
+            self.base = base = base.language_model
         (self.blocks,) = [module for name, module in base.named_children() if isinstance(module, nn.ModuleList)
                           and len(module) == self.model.config.get_text_config().num_hidden_layers]
         for layer, block in enumerate(self.blocks):
@@ -102,7 +104,12 @@ class BlocksReference:
         ids = torch.tensor(tokens)
         with torch.inference_mode():
             self._keep("final_norm", 0, self.base(ids[None]).last_hidden_state)
-            self._keep("embed", 0, self.family.scale * self.model.get_input_embeddings().weight[ids])
+            if not self.family.images:
+                self._keep("embed", 0, self.family.scale * self.model.get_input_embeddings().weight[ids])
+        return self._read()
+
+    def _read(self) -> dict[tuple[str, int], F32]:
+        """What the last forward has left, with what follows from it."""
         if self.family.between:
             for layer in range(len(self.blocks)):
                 self._keep("resid_mid", layer, self._rows["resid_pre", layer] + self._rows["attn_out", layer])

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.models.common import COMMON, HEADS, TIED
+from tests.support.models.imaged import IMAGED, save
 from tests.support.models.unlisted import SEVERAL_STREAMS, UNLISTED
 from vllm_tap.tiny_model import cache_dir
 
@@ -82,7 +83,8 @@ def family_model(name: str, dtype: str) -> Path:
     unlisted = UNLISTED.get(family)
     said = {**(unlisted.says if unlisted else FAMILIES.get(family) or SEVERAL_STREAMS[family]), **more}
     written, zero = (unlisted.written, unlisted.zero) if unlisted else ({}, "")
-    text = json.dumps([RECIPE, said, transformers.__version__, *(part for part in (written, zero) if part)],
+    taken = [*IMAGED[family].special.items(), IMAGED[family].published] if family in IMAGED else []
+    text = json.dumps([RECIPE, said, transformers.__version__, *(part for part in (written, zero, taken) if part)],
                       sort_keys=True)
     folder = cache_dir() / "families" / f"{family}-{dtype}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not folder.is_dir():
@@ -90,7 +92,8 @@ def family_model(name: str, dtype: str) -> Path:
         with tempfile.TemporaryDirectory(prefix=".building-", dir=folder.parent) as building:
             torch.manual_seed(7)
             config = AutoConfig.for_model(family, **said)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            kind = AutoModelForImageTextToText if family in IMAGED else AutoModelForCausalLM
+            model = kind.from_config(config, dtype=torch.float32)
             with torch.no_grad():
                 for path, parameter in model.named_parameters():
                     if zero and path.endswith(zero):
@@ -100,6 +103,8 @@ def family_model(name: str, dtype: str) -> Path:
                     elif not parameter.isfinite().all() or not parameter.any():  # left as memory was, or as zeros
                         parameter.copy_(0.1 * torch.randn_like(parameter))
             model.to(getattr(torch, dtype)).save_pretrained(Path(building) / "model")
+            if family in IMAGED:
+                save(family, Path(building) / "model")
             described = Path(building) / "model" / "config.json"
             described.write_text(json.dumps({**json.loads(described.read_text()), **written}, indent=2))
             with contextlib.suppress(OSError):  # another process was faster: its files are the same

@@ -172,3 +172,10 @@ class Reference:
             self._calls = None
             self._keep("embed", 0, self._embedding.weight[self._tokens])
         return {key: value.numpy().copy() for key, value in self._rows.items()}
+
+    def attentions(self, tokens: tuple[int, ...]) -> list[F32]:
+        """The weights of every layer, as its eager attention returns them: ``[heads, queries, keys]`` each."""
+        self._tokens = torch.tensor(tokens)
+        with torch.inference_mode():
+            answer = self.model(self._tokens[None], output_attentions=True)
+        return [weights[0].numpy().copy() for weights in answer.attentions]

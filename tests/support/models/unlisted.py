@@ -19,6 +19,8 @@ MLP: Final = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
 class Unlisted:
     """A family by its configuration.
 
+    ``images``: whether it takes images too; then ``says`` is of the whole and tests/support/models/imaged.py has more.
+
     ``says``: what Hugging Face's class is given. ``written``: what vLLM reads besides, put into the model's
     config.json. ``reads``: what the reference is told otherwise (that the head is the
     embedding, where vLLM takes no other). ``attention`` and ``mlp``: the module of Hugging
@@ -54,11 +56,13 @@ class Unlisted:
     not_run: dict[str, str] = field(default_factory=dict)
     tolerance: float = 1e-4
     why: str = ""
+    images: bool = False
 
     @property
     def sites(self) -> tuple[str, ...]:
         """What is armed."""
-        return (*STREAM, *(("resid_mid",) if self.between else ()), *(("attn_out",) if self.attention else ()),
+        stream = (site for site in STREAM if not (self.images and site == "embed"))
+        return (*stream, *(("resid_mid",) if self.between else ()), *(("attn_out",) if self.attention else ()),
                 *(("mlp_out",) if self.mlp else ()), *(("attn_out_raw",) if self.raw[0] else ()),
                 *(("mlp_out_raw",) if self.raw[1] else ()), *self.more)
 
@@ -90,6 +94,13 @@ _STATE: dict[str, Any] = {"not_run": {"speculative decoding": _NO_DRAFTS}}
 _MLA = {"num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512, "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 64, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "first_k_dense_replace": 1, "moe_intermediate_size": 96, "n_shared_experts": 1}
+# Of models that take images: the tower, the tokens that stand for an image, positions in three dimensions.
+_TOWER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "initializer_range": 0.1}
+_PATCHES = {"patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_QWEN_TOWER = {"hidden_size": 64, "out_hidden_size": 128, "num_heads": 4, "intermediate_size": 96, **_PATCHES}
+_VISION_IDS = {"vision_start_token_id": 4, "vision_end_token_id": 5, "image_token_id": 6, "video_token_id": 7}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 
 
 def _without(*names: str) -> dict[str, Any]:
@@ -150,6 +161,25 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                                   "mamba_expand": 2, "position_embedding_type": "rope"}, factor=0.22, mlp=(),
                                  lacks="shared experts are added beside the routed ones", routed=True, **_STATE),
     "helium": Unlisted({**COMMON, **HEADS}, **_APART),
+    "gemma3": Unlisted({"text_config": {**COMMON, **HEADS, **TIED, "query_pre_attn_scalar": 32, "sliding_window": 64,
+                                        "layer_types": _THREE}, **TIED, "mm_tokens_per_image": 4, "boi_token_index": 4,
+                        "eoi_token_index": 5, "image_token_index": 6,
+                        "vision_config": {**_TOWER, "image_size": 32, "patch_size": 8}}, images=True, more=_PROJECTIONS,
+                       blocks=40, **_NORMED),
+    "mistral3": Unlisted({"text_config": {**COMMON, **HEADS, "model_type": "mistral"}, "image_token_index": 6,
+                          "spatial_merge_size": 2, "vision_feature_layer": -1,
+                          "vision_config": {**_TOWER, "model_type": "pixtral", "image_size": 64, "patch_size": 8,
+                                            "head_dim": 16}}, images=True, more=_PROJECTIONS),
+    "qwen2_vl": Unlisted({"text_config": {**COMMON, "rope_parameters": _MROPE}, **_VISION_IDS, "vision_config": {
+                             "depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 4, "mlp_ratio": 2,
+                             **_PATCHES}}, images=True, more=_PROJECTIONS),
+    "qwen2_5_vl": Unlisted({"text_config": {**COMMON, "rope_parameters": _MROPE}, **_VISION_IDS, "vision_config": {
+                               **_QWEN_TOWER, "depth": 2, "window_size": 32, "fullatt_block_indexes": [1]}},
+                           images=True, more=_PROJECTIONS),
+    "qwen3_vl": Unlisted({"text_config": {**COMMON, **HEADS, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+                          **_VISION_IDS, "vision_config": {
+                              **_QWEN_TOWER, "depth": 3, "num_position_embeddings": 64,
+                              "deepstack_visual_indexes": [0, 1]}}, images=True, more=_PROJECTIONS),
     "hunyuan_v1_dense": Unlisted({**COMMON, **HEADS}, **_APART),
     "lfm2": Unlisted({**COMMON, "layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 192,
                       "block_auto_adjust_ff_dim": False}, {"conv_dim": 128, "block_dim": 128}, reads=TIED,

@@ -217,7 +217,18 @@ def _lens(run: dict[str, Any]) -> list[str]:
     rows = [(f"`{name}`", [errors[family].get(name) for family in families], site)
             for name, site in named if any(name in errors[family] for family in families)]
     return [LENS.format(versions=run["versions"]), *_table("name", families, rows, "site"), "",
-            "`–`: the architecture has no such site, or TransformerLens no such name.", ""]
+            "`–`: the architecture has no such site, or TransformerLens no such name.", "", *_by_structure(errors)]
+
+
+def _by_structure(errors: dict[str, dict[str, float]]) -> list[str]:
+    """Of models in no table, how many names were held and the worst of them."""
+    others = {family: {name: off for name, off in errors[family].items() if off is not None}
+              for family in UNLISTED if family in errors}
+    if not others:
+        return []
+    lines = [f"| {family} | {len(offs)} | {max(offs.values()):.1e} |" for family, offs in others.items() if offs]
+    return ["Models in no table, whose sites are found by structure: names that TransformerLens has too, and the worst "
+            "row of any.", "", "| model | names | worst row |", "|---|---|---|", *lines, ""]
 
 
 def _worst(errors: Errors, feature: str) -> str:

@@ -60,7 +60,7 @@ ROOT = Path(__file__).parents[3]
 def tap(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs ``vllm-tap`` to its end."""
     return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, arguments)], capture_output=True, text=True,
-                          cwd=cwd, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+                          cwd=cwd, timeout=300, env={**os.environ, **environment})
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -215,12 +215,11 @@ def test_every_format_holds_the_same_numbers(stored: Stored, tmp_path: Path) -> 
 
 def test_an_export_as_a_hugging_face_dataset(stored: Stored, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     for arguments in ([stored.holed, "--sites", "attn_out", "--out", "one"],
                       ["--layers", "1", "--tag", "run=a", "--out", "all"],
                       [stored.holed, "--sites", "blocks.2.hook_attn_out,blocks.3.hook_resid_post", "--context", "2",
                        "--out", "contexts"]):
-        done = tap("export", *arguments, "--format", "hf", "--store", stored.path, cwd=tmp_path, PYTHONPATH=path)
+        done = tap("export", *arguments, "--format", "hf", "--store", stored.path, cwd=tmp_path)
         assert done.returncode == 0 and done.stdout.strip() == arguments[-1], done.stderr
     one = datasets.load_from_disk(str(tmp_path / "one")).with_format("numpy")
     assert one["position"][:].tolist() == [0, 1, 2, 5, 6] and set(one["capture"][:]) == {stored.holed}
@@ -235,15 +234,15 @@ def test_an_export_as_a_hugging_face_dataset(stored: Stored, tmp_path: Path) -> 
     assert contexts["token_ids"][:].tolist() == [[(PROMPT + OUTPUT)[p] for p in pair] for pair in kept]
     for row, pair in zip(contexts["blocks.3.hook_resid_post"][:], kept, strict=True):
         assert np.array_equal(row, decoded("raw", 1, "resid_post", 3, pair, "float32"))
-    assert_refused(tap("export", "--format", "hf", "--tag", "run=b", "--store", stored.path, cwd=tmp_path,
-                       PYTHONPATH=path), "no complete captures", "run")
+    assert_refused(tap("export", "--format", "hf", "--tag", "run=b", "--store", stored.path, cwd=tmp_path),
+                   "no complete captures", "run")
     refused = tap("export", "--format", "hf", "--context", "8", "--store", stored.path, "--out", "none", "--sites",
-                  "resid_post", cwd=tmp_path, PYTHONPATH=path)
+                  "resid_post", cwd=tmp_path)
     assert refused.returncode == 2 and "--context = 8" in refused.stderr and "run is of 7" in refused.stderr
     assert not (tmp_path / "none").exists()
     assert_refused(tap("export", "--store", stored.path, cwd=tmp_path), "name a capture")
-    assert_refused(tap("export", stored.whole, "--format", "hf", "--out", "one", "--store", stored.path, cwd=tmp_path,
-                       PYTHONPATH=path), "exists already")
+    assert_refused(tap("export", stored.whole, "--format", "hf", "--out", "one", "--store", stored.path, cwd=tmp_path),
+                   "exists already")
 
     # What is not a dataset stays, whatever --force says: a folder of somebody's, a store, a file.
     (tmp_path / "mine" / "deep").mkdir(parents=True)
@@ -251,10 +250,10 @@ def test_an_export_as_a_hugging_face_dataset(stored: Stored, tmp_path: Path) -> 
         (tmp_path / name).write_text("precious")
     for name in ("mine", "one", "file", str(stored.path)):
         assert_refused(tap("export", stored.whole, "--format", "hf", "--out", name, "--force", "--store", stored.path,
-                           cwd=tmp_path, PYTHONPATH=path), "--out", name, "even with --force")
+                           cwd=tmp_path), "--out", name, "even with --force")
     assert [(tmp_path / name).read_text() for name in ("mine/deep/file", "one/notes.txt", "file")] == ["precious"] * 3
     done = tap("export", stored.whole, "--format", "hf", "--out", "all", "--force", "--store", stored.path, "--layers",
-               "0", cwd=tmp_path, PYTHONPATH=path)
+               "0", cwd=tmp_path)
     assert done.returncode == 0 and "resid_post.0" in datasets.load_from_disk(str(tmp_path / "all")).column_names
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
 
@@ -334,7 +333,7 @@ def test_layers_that_cannot_be_chosen_are_refused(text: str) -> None:
     (["serve", "--tiny", "--on-full", "burst"], ["--on-full", "drop", "wait"]),
     (["serve", "--tiny", "--", "--port", "1"], ["--port", "--engine-port"]),
     (["serve", "--tiny", "--activation-capture", "--act-mode", "rp8", "--rp-k", "0"], ["--rp-k", "'0'", "from 1 to"]),
-    (["serve", "--tiny", "--act-mode", "rp8"], ["--act-mode", "add that flag"]),
+    (["serve", "--tiny", "--act-mode", "rp8"], ["--act-mode", "add --activation-capture"]),
     (["capture", "/nowhere.jsonl", "--tiny", "--codec", "raw", "--act-mode", "rp8"], ["--codec", "not both"]),
     (["ls", "--", "x"], ["--"]),
     (["fetch"], ["fetch"]),
@@ -398,7 +397,7 @@ def test_a_moment_that_no_calendar_has() -> None:
 def test_output_that_cannot_be_written_is_one_line_or_none(
         command: str, output: str, ends: tuple[int, str], stored: Stored) -> None:
     name, *flags = command.split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
     asked = [sys.executable, "-m", "vllm_tap", name, *([stored.whole] if name == "show" else []), *flags,
              *(["--store", str(stored.path)] if name != "version" else [])]
     done = subprocess.run(["bash", "-c", f'"$@" {output}; exit ${{PIPESTATUS[0]}}', "-", *asked], env=environment,
@@ -583,7 +582,10 @@ def test_a_configuration_that_may_become_another_is_left_to_the_engine(tmp_path:
 
 
 @pytest.mark.parametrize("wrong, more, says", [
-    ({"architectures": ["Gemma3ForConditionalGeneration"]}, [], "Gemma3ForConditionalGeneration takes images or"),
+    ({"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}, [],
+     "WhisperForConditionalGeneration: its decoder reads what an encoder"),
+    ({"architectures": ["Gemma3ForConditionalGeneration"]}, ["--edit", "resid_post"],
+     "--edit = 'resid_post': Gemma3ForConditionalGeneration: edits of models that take images"),
     ({"num_hidden_layers": 2}, [], "layers 0 to 1"),
     ({}, ["--", "--max-num-seqs", "4", "--model_impl=transformers"], "own code of Qwen3ForCausalLM; leave it out"),
     ({}, ["--", "--model-impl", "transformers"], "--model-impl = 'transformers' after --"),
@@ -606,7 +608,7 @@ def test_what_a_configuration_says_is_told_before_anything_is_loaded(
                     ["capture", "x.jsonl", "--model", "one/model", "--sites", "resid_post.3"]):
         done = subprocess.run([sys.executable, "-c", script, *map(str, command), *more], capture_output=True, text=True,
                               timeout=60, cwd=tmp_path, check=False, env={
-                                  **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path / "hub")})
+                                  **os.environ, "HF_HUB_CACHE": str(tmp_path / "hub")})
         assert_refused(done, says)
 
 
@@ -623,7 +625,7 @@ def test_what_a_configuration_does_not_say_is_not_guessed(tmp_path: Path) -> Non
 
     assert not {"q", "k"} & set(config().widths) and "k" not in config(head_dim=16).widths
     config().check_spec(parse_spec(spec), sites, ())
-    for known, wrong, says in ((config(), {"codec": {"q": "kv8"}}, "no heads that it could"),
+    for known, wrong, says in ((config(), {"codec": {"q": "kv8"}}, "no heads for it to"),
                                (config(), {"layers": [2]}, "0 to 1"), (config(head_dim=16), spec, "16 columns")):
         with pytest.raises(ArgumentError, match=says):
             known.check_spec(parse_spec(wrong), sites, ())
@@ -701,6 +703,8 @@ def test_a_length_that_no_model_has_is_refused(command: list[str], tmp_path: Pat
 def test_what_serve_says_to_try_has_a_key_where_one_is_needed(tmp_path: Path) -> None:
     config = ServeConfig(model="m", store=tmp_path)
     assert "Authorization" not in _ready_text(config, 1)
+    assert f"{config.store.absolute()}\n" in _ready_text(config, 1)
+    assert f"{config.store.absolute()}      (takes 1.23 GB of rows a second)\n" in _ready_text(config, 1, 1.2345e9)
     make_key(tmp_path / KEYS_FILE, "alice")
     assert "completions -H 'Authorization: Bearer KEY' -H" in _ready_text(config, 1)
     assert f"{tmp_path / KEYS_FILE}: every request needs one" in _ready_text(config, 1)
@@ -741,7 +745,7 @@ def test_a_capture_that_is_terminated_leaves_nothing_behind(tmp_path: Path, sock
     pytest.importorskip("vllm")
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "The sea"}\n')
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_CI_ENV": "1", "TMPDIR": str(sockets)}
+    environment = {**os.environ, "VLLM_CPU_CI_ENV": "1", "TMPDIR": str(sockets)}
     command = [sys.executable, "-m", "vllm_tap", "capture", str(file), "--tiny", "--store", str(tmp_path / "store")]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -769,7 +773,7 @@ def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path)
         '{"messages": [{"role": "assistant", "content": null}]}\n'
         + "".join(f'{{"prompt": "story {n}: "}}\n' for n in range(6, count + 1)))
     # An engine in the process of the command: one kill ends all of it, and it starts sooner.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_CI_ENV": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {**os.environ, "VLLM_CPU_CI_ENV": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [sys.executable, "-m", "vllm_tap", "capture", str(file), "--tiny", "--store", str(store), "--sites",
                "resid_post,blocks.1.hook_mlp_out", "--codec", "raw", "--max-tokens", "40", "--output", str(out), "--",
                "--max-num-seqs", "3"]
@@ -852,8 +856,7 @@ def test_a_dataset_that_cannot_be_sent_is_refused(options: list[str], words: lis
     datasets = pytest.importorskip("datasets")
     made = datasets.Dataset.from_dict({"n": [1], "text": ["a"]})
     datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "dataset"))
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    assert_refused(tap("capture", tmp_path / "dataset", "--tiny", *options, cwd=tmp_path, PYTHONPATH=path), *words)
+    assert_refused(tap("capture", tmp_path / "dataset", "--tiny", *options, cwd=tmp_path), *words)
 
 
 def test_every_kind_of_dataset_is_read(tmp_path: Path) -> None:

@@ -50,6 +50,18 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
     (["fidelity", "MODEL", "--prompts", "9000"], "are needed"),
     (["fidelity", "MODEL", "--", "--max-model-len", "9"], "is set by this command"),
     (["fidelity", "--pilot", "--sae", "a@resid_post.1"], "the pilots take none"),
+    (["fidelity", "kv"], "name one model"), (["fidelity", "kv", "m", "--pilot"], "name one model"),
+    (["fidelity", "kv", "MODEL", "--sites", "k_rot"], "--sites = 'k_rot': does not go with kv"),
+    (["fidelity", "kv", "MODEL", "--sae", "a@k.1"], "--sae = 'a@k.1': does not go with kv"),
+    (["fidelity", "MODEL", "--modes", "snapshot"], "--modes = 'snapshot': goes with kv"),
+    (["fidelity", "MODEL", "--codec", "mine=a:B"], "--codec = 'mine=a:B': goes with kv"),
+    (["fidelity", "kv", "MODEL", "--modes", "turning"], "--modes = 'turning'"),
+    (["fidelity", "kv", "MODEL", "--parts", "q"], "--parts = 'q'"),
+    (["fidelity", "kv", "MODEL", "--codecs", "zip"], "--codecs = 'zip': valid: kv8"),
+    (["fidelity", "kv", "MODEL", "--codec", "mine=none.such:C"], "--codec = 'mine=none.such:C': cannot be had"),
+    (["fidelity", "kv", "MODEL", "--prompts", "9000"], "are needed"),
+    (["fidelity", "kv", "MODEL", "--layers", "9"], "has 4 layers"),
+    (["fidelity", "kv", "MODEL", "--", "--kv-cache-dtype", "fp8"], "leave it out"),
     (["recommend", "no.json"], "REPORT = 'no.json': cannot be read")])
 def test_bad_input_is_one_line_that_says_what_would_do(words: list[str], match: str, tmp_path: Path,
                                                        capsys: pytest.CaptureFixture[str],
@@ -60,6 +72,16 @@ def test_bad_input_is_one_line_that_says_what_would_do(words: list[str], match: 
     last = err.strip().splitlines()[-1]
     assert code == 2 and match in last and out == "" and last.startswith("vllm-tap: ")
     assert not list(tmp_path.iterdir())  # nothing was begun
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_working_directory_is_looked_in_for_a_codec_of_ones_own_alone(
+        given: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    said(capsys, monkeypatch, "fidelity", "kv", str(tiny_model()), "--layers", "9",
+         *(["--codec", "mine=none_such:C"] if given else []))
+    assert (str(tmp_path) in sys.path) == given
 
 
 def test_recommend_takes_all_reports_into_account(reports: dict[str, str], capsys: pytest.CaptureFixture[str],

@@ -21,7 +21,7 @@ from vllm_tap.fidelity.job import FidelityJob, publish
 from vllm_tap.fidelity.kept import Kept, config_digest, weights_digest
 from vllm_tap.fidelity.reports.page import page_of
 from vllm_tap.fidelity.reports.report import Report, load_report
-from vllm_tap.fidelity.study import Patched, PlaceStudy, Unpublished, _add, _Variant
+from vllm_tap.fidelity.study import Patched, PlaceStudy, Unpublished, Variant, add
 from vllm_tap.tiny_model import tiny_model
 
 
@@ -63,11 +63,11 @@ def compared(kl: float) -> Compared:
 
 def test_a_codec_whose_kl_is_no_number_is_broken_at_its_place_alone(tmp_path: Path) -> None:
     place = PlaceStudy("mlp_post", 1, 64, [0.0] * PROMPTS)
-    good = _Variant("codec", "raw16", [compared(1e-6)] * PROMPTS, [16.0] * PROMPTS, "", 9, True)
-    wrong = _Variant("codec", "fp8row", [compared(float("nan")), *[compared(1e-6)] * (PROMPTS - 1)],
+    good = Variant("codec", "raw16", [compared(1e-6)] * PROMPTS, [16.0] * PROMPTS, "", 9, True)
+    wrong = Variant("codec", "fp8row", [compared(float("nan")), *[compared(1e-6)] * (PROMPTS - 1)],
                      [16.0] * PROMPTS, "KL of the model with its rows is no number", 9, True)
-    noise = _Variant("noise", "fp8row", [compared(1e-6)] * PROMPTS, [16.0] * PROMPTS, "", 9, True)
-    _add(place, [good, wrong, noise], "float32")
+    noise = Variant("noise", "fp8row", [compared(1e-6)] * PROMPTS, [16.0] * PROMPTS, "", 9, True)
+    add(place, [good, wrong, noise], {"raw16": 128, "fp8row": 66})
     assert [one.name for one in place.patched] == ["raw16"]
     assert place.told == {"fp8row": "broken here: KL of the model with its rows is no number"}
     report = load_copy(PLAIN)
@@ -81,9 +81,9 @@ def test_a_codec_whose_kl_is_no_number_is_broken_at_its_place_alone(tmp_path: Pa
 def test_a_control_whose_kl_is_no_number_publishes_nothing_and_rows_that_change_nothing_neither() -> None:
     place = PlaceStudy("mlp_post", 1, 64, [0.0])
     with pytest.raises(Unpublished, match=r"shuffled at mlp_post.1: KL is no number"):
-        _add(place, [_Variant("control", "shuffled", [None], [], "KL is no number")], "float32")
+        add(place, [Variant("control", "shuffled", [None], [], "KL is no number")], {})
     with pytest.raises(Unpublished, match=r"raw16 at mlp_post.1: 3 rows were set to others and KL is 0 for all"):
-        _add(place, [_Variant("codec", "raw16", [compared(0.0)], [16.0], "", 3, False)], "float32")
+        add(place, [Variant("codec", "raw16", [compared(0.0)], [16.0], "", 3, False)], {"raw16": 128})
 
 
 # ── which model, which autoencoder ──────────────────────────────────────────────────────────────────────────────

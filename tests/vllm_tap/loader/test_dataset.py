@@ -31,6 +31,7 @@ from schemas.read.slices import RowFormat  # noqa: E402
 from schemas.store.segment import parse_frame  # noqa: E402
 from tests.support.store_helpers import ROOT, Sender, WriterProcess, engine_info, expected_pieces, until  # noqa: E402
 from vllm_tap import open_store  # noqa: E402
+from vllm_tap.errors import MissingRows  # noqa: E402
 from vllm_tap.loader import row_files  # noqa: E402
 from vllm_tap.loader.dataset import RowDataset, activations, rows  # noqa: E402
 from vllm_tap.loader.row_decode import decode  # noqa: E402
@@ -492,3 +493,33 @@ def test_an_iterator_that_is_left_ends_with_the_interpreter_without_a_word(made:
     done = subprocess.run([sys.executable, "-c", ABANDONED, str(made.path)], capture_output=True, text=True,
                           timeout=120, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture(scope="module")
+def holed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A store of two captures: all rows are there of the first, two lack of the second's layer 3."""
+    path, ids = tmp_path_factory.mktemp("holed") / "store", [new_ulid(), new_ulid()]
+    with WriterProcess(path) as writer, Sender(writer.endpoint, engine=engine_info()) as sender:
+        for number, capture in enumerate(ids):
+            sender.own(capture, tags={"number": str(number)})
+            sender.open(capture, 8)
+            if number:
+                sender.frame([(capture, number, range(8))], layers=[0, 1, 2])
+                sender.frame([(capture, number, [0, 1, 4, 5, 6, 7])], layers=[3])
+                sender.dropped(capture, 2, 4, layers=[3])
+            else:
+                sender.frame([(capture, number, range(8))])
+            sender.finish(capture, 8, output=1)
+        sender.wait()
+        with StoreReader(path) as reader:
+            until(lambda: {reader.capture(capture).status for capture in ids} == {"complete", "incomplete"})
+    return path, ids
+
+
+def test_missing_rows_are_told_where_they_are_not_allowed(holed: tuple[Path, list[str]]) -> None:
+    path, ids = holed
+    assert rows(path, "resid_post", 3).rows == 14
+    with pytest.raises(MissingRows, match=rf"resid_post, layer 3 of capture {ids[1]} lacks positions \[2, 4\) dropped"):
+        rows(path, "resid_post", [1, 3], allow_missing=False)
+    assert rows(path, "resid_post", [1, 2], allow_missing=False).rows == 16
+    assert rows(path, "resid_post", 3, where={"number": "0"}, allow_missing=False).rows == 8

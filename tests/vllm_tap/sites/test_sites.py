@@ -108,11 +108,16 @@ def test_a_config_that_is_none_is_named(text: str | None, says: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Phi3VForCausalLM"])
-def test_a_model_of_more_than_text_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_model_of_more_than_text_is_known_as_one(name: str, tmp_path: Path) -> None:
     """By its name, and where that does not tell by the table of the vLLM that is installed."""
     pytest.importorskip("vllm")
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
-    with pytest.raises(StartError, match=f"architectures = {name} takes images or sound"):
+    described = tmp_path / "config.json"
+    described.write_text(json.dumps({"architectures": [name], "text_config": {"num_hidden_layers": 3}}))
+    found = describe("it", load_config(str(tmp_path)))
+    assert found.n_layers == 3 and "resid_post" in {entry.site for entry in found.sites}
+    assert "embed" not in {entry.site for entry in found.sites} and "resid_pre of layer 0" in found.refused["embed"]
+    described.write_text(json.dumps({"architectures": [name], "is_encoder_decoder": True}))
+    with pytest.raises(StartError, match=f"architectures = {name}: its decoder reads what an encoder"):
         describe("it", load_config(str(tmp_path)))
 
 
@@ -121,7 +126,7 @@ def tap(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
     script = ("import sys\nfrom vllm_tap.cli.main import main\ntry:\n    main()\nfinally:\n"
               "    assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)\n")
     return subprocess.run([sys.executable, "-c", script, "sites", *map(str, arguments)], capture_output=True, text=True,
-                          timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+                          timeout=60, check=False, env={**os.environ, **environment})
 
 
 def test_the_command_prints_a_table_of_a_hundred_columns(tmp_path: Path) -> None:
@@ -150,4 +155,4 @@ def test_a_wrong_model_is_one_line(tmp_path: Path) -> None:
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
         assert f"MODEL = '{model}'" in done.stderr and says in done.stderr
     listed(tmp_path, "llama")
-    assert "--prove alone starts" in tap(tmp_path, "--", "--dtype", "float32").stderr
+    assert "only --prove starts" in tap(tmp_path, "--", "--dtype", "float32").stderr

@@ -88,3 +88,9 @@ def test_what_cannot_be_verified_is_refused_before_anything_starts(
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     with pytest.raises(error, match=says):
         VerifyJob(str(tmp_path), edit, words)
+
+
+@pytest.mark.parametrize("words", [(), ("--enforce-eager",), ("--max-model-len", "64")])
+def test_a_model_is_verified_with_any_number_of_arguments(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert VerifyJob(str(tmp_path), engine_args=words).engine_args == words

@@ -265,7 +265,7 @@ def test_a_hello_that_never_went_out_is_told_to_nobody(tmp_path: Path) -> None:
             return draw(self)
 
     tapped.sender.window.nonces = Counting()
-    assert until(lambda: turns[0] >= 5)
+    assert until(lambda: turns[0] >= 5, 60)
     tapped.close()
     channel.close(0.1)
     assert len(tapped.sender.window.nonces.draw()) == len(channel.window.nonces.draw()) == 1

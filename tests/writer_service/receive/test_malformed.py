@@ -147,6 +147,8 @@ def test_records_that_lie_are_refused(writer: WriterProcess, engine: Sender) -> 
         msgspec.structs.replace(good, resolved=msgspec.structs.replace(resolved, codec={SITE: "rp8"})),
         msgspec.structs.replace(good, resolved=msgspec.structs.replace(resolved, positions=[(5, 1)])),
         msgspec.structs.replace(good, resolved=msgspec.structs.replace(resolved, positions="some")),
+        msgspec.structs.replace(good, resolved=msgspec.structs.replace(resolved, images=[(3, 5), (4, 6)])),
+        msgspec.structs.replace(good, resolved=msgspec.structs.replace(resolved, images=[(-1, 5)])),
         Own(0, "short", 1, "", [], {}, 1),
         Own(0, new_ulid(), 0, "", [], {}, 1),
         Own(0, new_ulid(), 10**9, "", [], {}, 1),

@@ -9,12 +9,14 @@ import resource
 import shutil
 import signal
 import sqlite3
+import struct
 import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 
 from schemas.catalog.records import connect_read
 from schemas.errors import NotFoundError, StartError, StoreError
@@ -25,6 +27,7 @@ from tests.support.consistency import dump
 from tests.support.store_helpers import PROGRAMS, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
 from writer_service import fs
 from writer_service.catalog import catalog_file
+from writer_service.control_log import read_log
 from writer_service.recover import recovery, store_lock
 from writer_service.recover.logs import replay_logs
 from writer_service.recover.sequences import Recovered
@@ -726,6 +729,21 @@ def test_what_a_newer_version_wrote_is_not_cut_off(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="newer version"):
         recovery.recover(store)
     assert segment.read_bytes() == data
+
+
+def test_a_record_of_a_newer_version_is_not_cut_off(tmp_path: Path) -> None:
+    """Nor taken for a torn one: what stands behind it would go with it."""
+    store, _, engine, _ = running_store(tmp_path)
+    engine.close()
+    *_, log = sorted((store / "writers" / "w0" / "journal").glob("control-*"))
+    body = b"\x82\xa4type\xa9some_newer\xa3seq\x01"
+    head = struct.pack("<II", len(body), 0)
+    *_, (end, _) = read_log(log, read_store_uuid(store))
+    data = log.read_bytes()[:end] + head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head + body)) + body
+    log.write_bytes(data)
+    with pytest.raises(StoreError, match=r"a record that this version does not know .*a newer version wrote it"):
+        recovery.recover(store)
+    assert log.read_bytes() == data
 
 
 def test_a_full_disk_leaves_no_descriptors_and_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from schemas.errors import CorruptError, NotFoundError, SpecError, StartError, S
 from schemas.ids import new_ulid
 from schemas.read import row_reader as reader_module
 from schemas.read.reader import LiveRows, StoreReader, read_store_uuid
-from schemas.store.cold_block import CHUNK_ROWS, ColdBlock
+from schemas.store.cold_block import CHUNK_ROWS, ColdBlock, open_cold
 from tests.support.consistency import assert_consistent, dump
 from tests.support.store_helpers import PROGRAMS, ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.support.writers.power import Certain
@@ -142,7 +142,7 @@ def answers(store: Path, captures: dict[str, str]) -> Answers:
 
 
 def cold_blocks_of(store: Path) -> list[ColdBlock]:
-    return [ColdBlock(path) for path in sorted((store / "blocks").glob("w0-*.zarr"))]
+    return [open_cold(path) for path in sorted((store / "blocks").glob("w0-*.zarr"))]
 
 
 def test_the_same_answers_from_fewer_blocks(sample: Sample, store: Path) -> None:

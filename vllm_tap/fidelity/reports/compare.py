@@ -11,6 +11,7 @@ from schemas.errors import ArgumentError
 from vllm_tap.fidelity.distributions import F64
 from vllm_tap.fidelity.reports.report import Report, codecs_of, numbers_of
 from vllm_tap.fidelity.statistics import CONFIDENCE, Interval, interval
+from vllm_tap.fidelity.study import name_of
 
 __all__ = ["DIFFER", "Change", "compared", "line_of"]
 
@@ -38,7 +39,8 @@ def compared(old: Report, new: Report) -> list[Change]:
     """Each codec at each place, prompt by prompt, and those that one of the two lacks; ArgumentError where they are not
     of the same model, dtype and prompts or have nothing in common.
     """
-    for what, one, other in (("text", old.text["digest"], new.text["digest"]),
+    for what, one, other in (("kind", *(each.settings.get("lab", "codecs") for each in (old, new))),
+                             ("text", old.text["digest"], new.text["digest"]),
                              *((name, old.settings[name], new.settings[name]) for name in _MUST_EQUAL),
                              ("model", old.model["config"], new.model["config"]),
                              ("dtype", old.model["dtype"], new.model["dtype"])):
@@ -77,7 +79,7 @@ def _change(key: tuple[str, int, str], was: F64, now: F64, confidence: float) ->
 
 def line_of(one: Change) -> str:
     """What is said to people."""
-    named = f"{one.word:<7} {one.site}.{one.layer} {one.codec}: "
+    named = f"{one.word:<7} {name_of(one.site, one.layer)} {one.codec}: "
     if one.word == "missing":
         return f"{named}KL {_nats(one.before)} in OLD, not in NEW"
     if one.word == "added":

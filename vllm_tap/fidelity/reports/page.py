@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from vllm_tap.fidelity.kv.terms import terms_of
 from vllm_tap.fidelity.reports.report import Line, Report, lines_of
 
-__all__ = ["page_of"]
+__all__ = ["page_of", "ratios_of"]
 
 
 def page_of(report: Report) -> str:
@@ -21,10 +22,18 @@ def page_of(report: Report) -> str:
     codecs = [one for one in lines if one.kind == "codec"]
     plots = [("What a byte buys", _bytes_and_cost(report, codecs))]
     plots += [(f"{site}: KL by layer and codec", _by_layer([one for one in codecs if one.site == site]))
-              for site in dict.fromkeys(one.site for one in codecs)]
+              for site in dict.fromkeys(one.site for one in codecs if one.layer >= 0)]
     template = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
-    text: str = template.render(report=report, lines=lines, plots=plots, number=_number, mean=_mean)
+    text: str = template.render(report=report, lines=lines, plots=plots, number=_number, mean=_mean,
+                                ratios=ratios_of(report), terms=list(terms_of(report)))
     return text
+
+
+def ratios_of(report: Report) -> dict[str, float]:
+    """Of a report of keys and values, by place and codec: how many times a cache of 16 bits a number is larger."""
+    widths = {place.name: place.width for place in report.places}
+    return {f"{one.place} {one.name}": 2 * widths[one.place] / one.row_bytes for one in lines_of(report)
+            if one.kind == "codec" and report.settings.get("lab") == "kv"}
 
 
 def _number(form: str, value: float | None, times: float = 1) -> str:

@@ -155,6 +155,9 @@ def recommend(reports: Sequence[Report], use: str, budget: int | None = None, si
         raise ArgumentError("--use", use, f"valid: {', '.join(USES)}")
     if budget is not None and budget < 1:
         raise ArgumentError("--bytes-per-token", budget, "at least 1")
+    if any(report.settings.get("lab") == "kv" for report in reports):
+        raise ArgumentError("REPORT", next(one.model["name"] for one in reports if one.settings.get("lab") == "kv"),
+                            "is of codecs of keys and values, which no capture takes: what they cost stands in it")
     found = [_judge(report, place, use) for report, place in _places(reports, sites, layers)]
     pairs = list(dict.fromkeys(one.pair for one in found))
     unjudged = [pair for pair in pairs if not all(one.far for one in found if one.pair == pair)]

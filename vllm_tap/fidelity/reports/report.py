@@ -14,7 +14,7 @@ from schemas.errors import ArgumentError, json_fault
 from vllm_tap.fidelity import coding
 from vllm_tap.fidelity.distributions import F64
 from vllm_tap.fidelity.statistics import CONFIDENCE, Interval, Verdict, interval, verdict
-from vllm_tap.fidelity.study import Patched, PlaceStudy
+from vllm_tap.fidelity.study import Patched, PlaceStudy, name_of
 
 __all__ = ["VERSION", "Line", "Report", "codecs_of", "lines_of", "load_report", "numbers_of"]
 
@@ -86,7 +86,8 @@ def codecs_of(report: Report, place: PlaceStudy) -> list[Patched]:
     dtype = report.model["dtype"]
     for name, wrong in place.broken.items():
         none = dict.fromkeys(_NUMBERS, [float("nan")] * len(wrong["kl"]))
-        found.append(Patched(name, "codec", coding.row_bytes(name, place.width, dtype), none,
+        size = wrong.get("row_bytes") or coding.row_bytes(name, place.width, dtype)
+        found.append(Patched(name, "codec", size, none,
                              dict.fromkeys(("median", "p99", "p99.9", "max"))))
     return found
 
@@ -111,6 +112,11 @@ class Line:
     same_tokens: float
     verdict: Verdict
     structure: float | None
+
+    @property
+    def place(self) -> str:
+        """The place by its name."""
+        return name_of(self.site, self.layer)
 
 
 def lines_of(report: Report, places: list[PlaceStudy] | None = None) -> Iterator[Line]:

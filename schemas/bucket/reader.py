@@ -1,0 +1,213 @@
+"""Read a store from a bucket: captures, manifests and slices, as StoreReader does from a disk.
+
+>>> reader = BucketReader("s3://bucket/prefix")                                  # doctest: +SKIP
+>>> reader.slice("01J...", "resid_post", [12], 0, 512).values().shape            # doctest: +SKIP
+(1, 512, 4096)
+"""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas import limits
+from schemas.bucket.segments import BucketSegments
+from schemas.bucket.snapshots import fetch_snapshot, knows_deleted, matches, read_blocks
+from schemas.catalog.records import Segment
+from schemas.codecs import Stream
+from schemas.errors import ArgumentError, BucketError, StoreError, TapError
+from schemas.objects.block_objects import BlockObjects
+from schemas.objects.chunk_cache import ChunkCache, default_cache, make_private
+from schemas.objects.layout import BLOCK_KEY, HEAD, PUSH, Head, Stored, read_head, retired_key
+from schemas.objects.objects import Objects
+from schemas.read.journal_tail import FrameAt
+from schemas.read.live_rows import LiveRows, PartsCursor
+from schemas.read.reader import StoreReader
+from schemas.read.row_copies import copy_rows
+from schemas.read.row_locations import RowLocations
+from schemas.read.row_reader import RowReader
+
+__all__ = ["AnyReader", "BucketReader"]
+
+Bytes = npt.NDArray[np.uint8]
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+_CUT_S: Final = 86_400  # a fetch that wrote nothing for so long was killed
+_SNAPSHOTS_KEPT: Final = 2  # of a store, in its cache: this reader's, and one that another may read
+
+
+class BucketReader(RowReader):
+    """A store in a bucket opened read-only, as of its head when it was opened or refreshed; safe for threads.
+
+    ``URL#PUSH`` opens a head that was taken over from, as it was. ``cache`` is a folder on a local disk, which has at
+    most ``cache_bytes`` (4 GiB) of rows and small arrays, and beside them the catalog. BucketError where there is no
+    store, or the bucket does not answer; TapError without obstore. ``answer_s``: seconds that a read waits at most.
+    """
+
+    def __init__(self, url: str, cache: str | Path | None = None, cache_bytes: int | None = None,
+                 answer_s: float | None = None) -> None:
+        cache = default_cache() if cache is None else Path(cache)
+        cache_bytes = limits.bucket_cache_bytes if cache_bytes is None else cache_bytes
+        if cache_bytes < limits.bucket_cache_bytes_min:
+            raise ArgumentError("cache_bytes", cache_bytes, f"at least {limits.bucket_cache_bytes_min:,}")
+        where, _, retired = url.partition("#")
+        if "#" in url and not PUSH.fullmatch(retired):
+            raise ArgumentError("URL", url, "behind '#' the 32 hex digits of a head that was taken over from")
+        self._objects, self._head_key = Objects(where, answer_s=answer_s), retired_key(retired) if retired else HEAD
+        try:
+            self.head = _head(self._objects, self._head_key)
+            self._place = cache / self.head.store
+            make_private(self._place)  # what is stored is what users said
+            self._chunks = ChunkCache(self._place / "chunks", cache_bytes)
+            catalog = _snapshot(self._objects, self.head, self._place)
+            _drop_deleted(catalog, self._chunks)
+            uuid = bytes.fromhex(self.head.store)
+            super().__init__(self._place, uuid=uuid, catalog=catalog,
+                             maps=BucketSegments(self._place, uuid, self._block))
+        except OSError as error:
+            raise TapError(f"cache = {str(cache)!r}: {error}") from None
+
+    @property
+    def url(self) -> str:
+        """The bucket and the prefix in it."""
+        return self._objects.url
+
+    @property
+    def requests(self) -> int:
+        """Requests to the bucket so far."""
+        return self._objects.requests
+
+    def refresh(self) -> bool:
+        """Look for a newer head, and see the store as that says from now on; whether there was one."""
+        head = _head(self._objects, self._head_key)
+        if head.push == self.head.push:
+            return False
+        if head.store != self.head.store:
+            raise BucketError("refresh", self.url, f"holds another store now, {head.store}", "open it anew")
+        catalog = _snapshot(self._objects, head, self._place)
+        with self._catalog.lock:
+            self.head = head
+            self._catalog.move_to(catalog)
+            if self._scanning is not None:
+                self._scanning.move_to(catalog)
+            self._maps.close()  # a block of the same number may lie elsewhere
+        _drop_deleted(catalog, self._chunks)
+        return True
+
+    def rows_of_frame(self, segment: Segment, offset: int, rows: I64) -> tuple[I64, U32, U32]:
+        """Of ``rows`` of a frame, their numbers in the block, token ids and flags, each ``[n]``."""
+        block = self._maps.block(segment)
+        assert block is not None
+        numbers = block.start(offset) + rows
+        return numbers, block.row["token_id"][numbers], block.row["flags"][numbers]
+
+    def pieces(self, segments: Mapping[int, Segment], located: RowLocations, declared: tuple[Stream, ...], layer: int
+               ) -> list[Bytes]:
+        """Pieces by stream of rows of a layer that are located by their numbers in their blocks, uint8
+        ``[n, piece bytes]``; errors as of ``slice``.
+        """
+        return [found[0] for found in self._settled(
+            lambda: copy_rows(self._maps, segments, located, declared, [layer]))]
+
+    def close(self) -> None:
+        """Release files and connections; slices taken before stay valid."""
+        super().close()
+        self._objects.close()
+
+    def _block(self, number: int) -> BlockObjects:
+        with self._catalog.moment() as now:
+            found = now.db.execute("SELECT * FROM blocks WHERE segment = ?", (number,)).fetchone()
+        if found is None:
+            raise StoreError("open block", self.url, f"its catalog names no block of segment {number}")
+        if not BLOCK_KEY.fullmatch(found["key"]):
+            raise BucketError("open block", self.url, f"its catalog names {found['key']!r}, which is no block's folder")
+        return BlockObjects(self._objects, self._chunks, found["key"],
+                            Stored(found["index_bytes"], found["index_xxh3"]))
+
+    # ── what a bucket does not have ─────────────────────────────────────────────────────────────────────────────
+
+    def appended(self) -> set[str]:
+        """Refused: rows that come are not in a bucket."""
+        self._refuse("following captures that are being made")
+
+    def frames(self, capture: str, site: str, after: int) -> list[FrameAt]:
+        """Refused, as ``appended``."""
+        self._refuse("following captures that are being made")
+
+    def in_parts(self, capture: str) -> bool:
+        """Refused, as ``appended``."""
+        self._refuse("following captures that are being made")
+
+    def live_rows(self, frame: FrameAt, capture: str, layers: Sequence[int], first: int = 0) -> LiveRows | None:
+        """Refused, as ``appended``."""
+        self._refuse("following captures that are being made")
+
+    def part_rows(self, cursor: PartsCursor, capture: str, site: str, layers: Sequence[int]) -> LiveRows | None:
+        """Refused, as ``appended``."""
+        self._refuse("following captures that are being made")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TapError(f"{self.url}: {what} is not supported from a bucket; open the store's folder on its own host")
+
+
+AnyReader = StoreReader | BucketReader  # of a store in a folder, or in a bucket
+
+
+def _head(objects: Objects, key: str) -> Head:
+    try:
+        data, _ = objects.get(key, limits.bucket_head_bytes_max)
+    except FileNotFoundError:
+        raise BucketError("open store", objects.url, f"no {key} in it",
+                          "vllm-tap push STORE URL brings a store there" if key == HEAD else
+                          "was it removed? vllm-tap push --take-over says what it retires") from None
+    return read_head(data, objects.url)
+
+
+def _drop_deleted(catalog: Path, chunks: ChunkCache) -> None:
+    """Drop what the cache has of captures that ``catalog`` says are deleted: catalogs before it, and pages of blocks
+    that none of those left names.
+    """
+    left = [catalog]
+    for other in catalog.parent.glob("*.sqlite"):
+        if other == catalog:
+            continue
+        with suppress(OSError, sqlite3.DatabaseError):
+            if knows_deleted(other, catalog):
+                other.unlink()
+            else:
+                left.append(other)
+    folders: set[str] = set()
+    for one in left:
+        with suppress(sqlite3.DatabaseError):  # another reader has removed it
+            folders.update(key for key, _ in read_blocks(one).values())
+    chunks.keep(folders)
+
+
+def _snapshot(objects: Objects, head: Head, place: Path) -> Path:
+    """The catalog of a head on the local disk; it is fetched where it is not there whole."""
+    folder = place / "catalogs"
+    make_private(folder)
+    path = folder / f"{head.catalog.xxh3}.sqlite"
+    if not matches(path, head.catalog):
+        fresh = folder / f"{secrets.token_hex(8)}.new"
+        try:
+            fetch_snapshot(objects, head, fresh)
+            fresh.replace(path)
+        finally:
+            fresh.unlink(missing_ok=True)
+    path.touch()
+    with suppress(OSError):  # of another reader that does the same
+        for cut in folder.glob("*.new"):
+            if cut.stat().st_mtime < time.time() - _CUT_S:
+                cut.unlink()
+        for old in sorted(folder.glob("*.sqlite"), key=lambda one: one.stat().st_mtime_ns)[:-_SNAPSHOTS_KEPT]:
+            old.unlink()
+    return path

@@ -1,0 +1,53 @@
+"""Blocks of a bucket in the place of mapped segments (schemas.read.segment_maps)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from schemas.catalog.records import Segment
+from schemas.errors import CorruptError, StoreError
+from schemas.objects.block_objects import BlockObjects
+from schemas.read.evicted.blocks import object_mismatch, open_objects, sealed_rows
+from schemas.read.segment_maps import FrameRows, SegmentMaps, View
+from schemas.store.block import Block
+
+__all__ = ["BucketSegments"]
+
+
+class BucketSegments(SegmentMaps):
+    """Segments by their numbers; ``find`` gives the objects of a block."""
+
+    def __init__(self, place: Path, uuid: bytes, find: Callable[[int], BlockObjects]) -> None:
+        super().__init__(place, uuid)
+        self._find = find
+
+    def by_block(self, segment: Segment) -> bool:
+        """All are."""
+        return True
+
+    def rows_of(self, segment: Segment, offset: int) -> FrameRows:
+        """What is said of the rows of the frame at ``offset``; CorruptError where the block has none there."""
+        if segment.cold:
+            return self.frame(segment, offset)
+        block = self.block(segment)
+        assert block is not None
+        return sealed_rows(block, offset)
+
+    def mismatch(self, segment: Segment, offset: int) -> CorruptError:
+        """As of a mapped segment; what the cache has of the block is read from the bucket again."""
+        block = self.block(segment)
+        assert block is not None
+        return object_mismatch(block, offset)
+
+    def tidy(self) -> None:
+        """Blocks in a bucket stay."""
+
+    def _parse(self, segment: Segment, offset: int) -> View:
+        if not segment.cold:
+            raise StoreError("read frame", f"segment {segment.number}", "frames of sealed blocks cannot be had from a "
+                             "bucket", "ask for slices or rows")
+        return self.cold(segment).frame(offset)
+
+    def _open(self, segment: Segment) -> Block:
+        return open_objects(self._find(segment.number), segment.cold)

@@ -1,0 +1,44 @@
+"""What all processes of tests have in common, and what one test leaves behind for the next in its process: nothing that
+another would take for its own settings.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_side.config import GROUP
+
+ROOT = Path(__file__).parents[1]
+START = ROOT / "tests" / "support" / "start"  # a module of this name is read at the start of every Python below
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(START), str(ROOT), os.environ.get("PYTHONPATH"))))
+runpy.run_path(str(START / "sitecustomize.py"))  # this process has started already
+
+_OURS = ("VLLM_TAP_", "VLLM_ACT_", "VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "XDG_", "HF_HUB_CACHE", "TMPDIR")
+
+
+def _settings() -> dict[str, str]:
+    """Variables that decide whether and how an engine or a service of this process, or of its children, works."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_OURS) and name != GROUP}
+
+
+@pytest.fixture(autouse=True)
+def settings_stay(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves other settings or another working directory than it found, and put them back."""
+    before, folder = _settings(), Path.cwd()
+    yield
+    after, last = _settings(), Path.cwd()
+    for name in before.keys() | after.keys():
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    os.chdir(folder)
+    changed = {name: (before.get(name), after.get(name)) for name in before.keys() | after.keys()
+               if before.get(name) != after.get(name)}
+    assert not changed, f"{request.node.nodeid} changed settings, from and to: {changed}"
+    assert last == folder, f"{request.node.nodeid} left the working directory {last}"

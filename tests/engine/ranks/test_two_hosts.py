@@ -1,0 +1,159 @@
+"""One engine, or two, on two hosts with one writer: rows of every rank, by shared memory here and by TCP from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from schemas.read.reader import StoreReader
+from schemas.wire.curve import make_sender
+from tests.engine.conftest import ENVIRONMENT
+from tests.support.engines.engines import ON_GPU
+from tests.support.engines.hosts import SERVE, Host, connections, possible, two_hosts
+from tests.support.models.features import tokens
+from tests.support.models.reference import Reference
+from tests.support.store_helpers import until
+from vllm_tap.tiny_model import cache_dir, tiny_model
+
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.soak,
+              pytest.mark.skipif(ON_GPU or not possible(), reason="needs network namespaces, which root makes")]
+SITES = ["resid_post", "mlp_out", "q", "z"]
+PORT, WRITER = 8000, 5570
+ASK = """
+import json, sys
+from concurrent.futures import ThreadPoolExecutor
+import httpx
+bodies = json.loads(sys.argv[1])
+with ThreadPoolExecutor(len(bodies)) as pool:
+    url = "http://127.0.0.1:8001/v1/completions"
+    answers = list(pool.map(lambda body: httpx.post(url, json=body, timeout=300), bodies))
+print(json.dumps([[answer.status_code, answer.json()] for answer in answers]))
+"""
+
+
+@dataclass
+class Pair:
+    """The service of engines on two hosts."""
+
+    hosts: tuple[Host, Host]
+    store: Path
+    model: str
+
+    def ask(self, lengths: list[int], **capture: Any) -> list[tuple[int, Any]]:
+        """Status and body of generations with captures, at once, for prompts of these lengths."""
+        bodies = [{"model": self.model, "prompt": tokens(length, seed=length), "max_tokens": 12, "ignore_eos": True,
+                   "temperature": 0, "capture": {"codec": "raw", "sites": SITES, **capture}} for length in lengths]
+        return [(status, body) for status, body in json.loads(self.hosts[0].run(ASK, json.dumps(bodies)))]
+
+    def captures(self, lengths: list[int], **capture: Any) -> list[str]:
+        """Ids of captures that end in order."""
+        answers = self.ask(lengths, **capture)
+        assert all(status == 200 for status, _ in answers), answers
+        ids = [str(body["capture"]["id"]) for _, body in answers]
+        with StoreReader(self.store) as reader:
+            assert all(until(lambda one=one: reader.capture(one).status == "complete", 60) for one in ids)
+        return ids
+
+    def check(self, ids: list[str], reference: Reference, ranks: int) -> None:
+        """Every row against Hugging Face."""
+        with StoreReader(self.store) as reader:
+            for id_ in ids:
+                manifest = reader.manifest(id_)
+                assert {row.site for row in manifest.rows} == {*SITES} and len(manifest.parts) == ranks
+                text = (*manifest.prompt_token_ids, *manifest.output_token_ids)
+                want = reference.rows(text)
+                for row in manifest.rows:
+                    got, whole = reader.slice(id_, row.site, [row.layer]), want[row.site, row.layer][: len(text) - 1]
+                    assert got.positions.tolist() == list(range(len(text) - 1))
+                    assert np.abs(got.values()[0] - whole).max() <= 1e-4 * max(1, np.abs(whole).max())
+
+    def senders(self, host: Host) -> list[int]:
+        """The processes that send rows on a host."""
+        return [pid for pid in host.pids() if "sender_process" in " ".join(psutil.Process(pid).cmdline())]
+
+
+@contextmanager
+def pair(folder: Path, sockets: Path, first: list[str], second: list[str]) -> Iterator[Pair]:
+    """Engines with these flags of vLLM on either host; writer, store and API on the first."""
+    keys, store, model = make_sender(folder / "curve", "second"), folder / "store", str(tiny_model())
+    local = f"ipc://{sockets}/writer.sock"
+    plain = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
+    plain |= {key: value for key, value in ENVIRONMENT.items() if not key.startswith("VLLM_TAP_")}
+    plain |= {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    taps = {"VLLM_TAP_ENDPOINT": f"{local}|tcp://10.77.0.1:{WRITER}", "VLLM_TAP_CURVE": str(keys),
+            "VLLM_TAP_GROUP": "pair", "VLLM_TAP_ARM": ",".join(SITES), "VLLM_PLUGINS": "vllm_tap"}
+    (folder / "serve.py").write_text(SERVE)
+    serve = [sys.executable, str(folder / "serve.py"), model, "--dtype", "float32", "--max-model-len", "256",
+             "--block-size", "32", "--max-num-seqs", "8", "--max-num-batched-tokens", "48", "--enforce-eager",
+             "--no-enable-prefix-caching"]
+    with two_hosts(sockets) as hosts:
+        here, there = hosts
+        started = {
+            "writer": here.start([sys.executable, "-m", "writer_service", "--store", str(store), "--endpoint", local,
+                                  "--listen", f"tcp://10.77.0.1:{WRITER}", "--curve", str(folder / "curve")], plain,
+                                 folder / "writer.log")}
+        assert until(lambda: "writer listens" in (folder / "writer.log").read_text(), 120)
+        started["first"] = here.start([*serve, "--port", str(PORT), *first], plain | taps, folder / "first.log")
+        started["second"] = there.start([*serve, "--headless", *second], plain | taps, folder / "second.log")
+
+        def ready() -> bool:
+            for name, process in started.items():
+                assert process.poll() is None, f"{name}: {(folder / f'{name}.log').read_text()[-3000:]}"
+            return "Application startup complete" in (folder / "first.log").read_text()
+
+        assert until(ready, 900), (folder / "first.log").read_text()[-3000:]
+        here.start([sys.executable, "-m", "api", "--store", str(store), "--endpoint", local, "--upstream",
+                    f"http://127.0.0.1:{PORT}", "--port", "8001"], plain, folder / "api.log")
+        assert until(lambda: "api ready" in (folder / "api.log").read_text(), 120)
+        yield Pair(hosts, store, model)
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Path:
+    """The folder of the writer's socket, which the second host does not see."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    return tmp_path / "run"
+
+
+def test_a_server_of_an_engine_on_each_host(tmp_path: Path, sockets: Path,
+                                            reference_of: Callable[[str], Reference]) -> None:
+    flags = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-address", "10.77.0.1",
+             "--data-parallel-rpc-port", "13345"]
+    with pair(tmp_path, sockets, flags, [*flags, "--data-parallel-start-rank", "1"]) as service:
+        ids = service.captures([5, 90, 31, 12, 64, 7])
+        service.check(ids, reference_of("qwen3"), 0)
+        with sqlite3.connect(f"file:{service.store}/catalog.sqlite?mode=ro", uri=True) as db:
+            assert len({db.execute("SELECT stream FROM captures WHERE id = ?", (id_,)).fetchone() for id_ in ids}) == 2
+        assert connections(service.hosts[1].pids()[0], WRITER)
+
+
+def test_an_engine_whose_ranks_are_on_two_hosts(tmp_path: Path, sockets: Path,
+                                                reference_of: Callable[[str], Reference]) -> None:
+    """Then the sender on the other host is killed: what needs its rank is refused by name, generation goes on."""
+    flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", "10.77.0.1", "--master-port", "29511"]
+    with pair(tmp_path, sockets, [*flags, "--node-rank", "0"], [*flags, "--node-rank", "1"]) as service:
+        service.check(service.captures([5, 90, 31, 12]), reference_of("qwen3"), 2)
+        (one,), (other,) = map(service.senders, service.hosts)
+        assert one != other and connections(other, WRITER)
+        os.kill(other, signal.SIGKILL)
+
+        def refused() -> bool:
+            ((status, body),) = service.ask([9], sites=["q"])
+            error = body.get("error", {})
+            return (status, error.get("code")) == (503, "part_lost") and "rank 1" in error["message"]
+
+        assert until(refused, 120)
+        ((status, _),) = service.ask([9], sites=["resid_post"], layers=[0, 2])
+        assert status == 200

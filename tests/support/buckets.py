@@ -1,0 +1,137 @@
+"""A real S3 server for tests, in an environment of its own, and a proxy before it that fails as networks do.
+
+``make bucket-test`` installs the server; TAP_S3_SERVER names its program. Without it such tests are skipped, and say
+so.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from tests.support.processes import free_port
+
+SERVER = os.environ.get("TAP_S3_SERVER") or next(
+    (str(path) for path in [Path(__file__).resolve().parents[2] / ".s3" / "bin" / "moto_server"] if path.exists()),
+    shutil.which("moto_server"))
+NO_SERVER = "the bucket was NOT tested over S3: `make bucket-test` installs a server and runs it"
+# "503", "cut": half of the answer's body, "lost": no answer comes, "slow": none until ``let_go`` is set, "flip": a bit
+# of what is sent, "heedless": without the request's conditions.
+Fault = str | None
+
+
+@dataclass
+class FaultProxy:
+    """What a client asks of ``upstream``; ``fault`` says of each (method, path with its query) how it fails."""
+
+    upstream: int
+    fault: Callable[[str, str], Fault] = lambda method, path: None
+    seen: list[tuple[str, str]] = field(default_factory=list)
+    unsigned: list[str] = field(default_factory=list)  # paths of bodies that came without their SHA-256
+    port: int = 0
+    let_go: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which a client of S3 finds it."""
+        return {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_ALLOW_HTTP": "true",
+                "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+
+    def reads(self) -> int:
+        """How many requests of objects there were."""
+        return sum(method == "GET" and "list-type" not in path for method, path in self.seen)
+
+
+@contextmanager
+def proxy(upstream: int) -> Iterator[FaultProxy]:
+    """A running proxy."""
+    made = FaultProxy(upstream)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _forward(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            made.seen.append((self.command, self.path))
+            if self.command == "PUT" and not self.headers.get("x-amz-checksum-sha256"):
+                made.unsigned.append(self.path)
+            fault = made.fault(self.command, self.path)
+            if fault == "503":
+                self.send_response(503)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            if fault == "slow":
+                made.let_go.wait(60)
+            if fault == "flip":
+                body = body[:-1] + bytes([body[-1] ^ 1])
+            line = http.client.HTTPConnection("127.0.0.1", made.upstream, timeout=60)
+            line.request(self.command, self.path, body, {name: value for name, value in self.headers.items() if not (
+                fault == "heedless" and name.lower().startswith("if-"))})
+            answer = line.getresponse()
+            data = answer.read()
+            line.close()
+            if fault == "lost":
+                self.close_connection = True
+                return
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("connection", "content-length", "transfer-encoding", "server", "date"):
+                    self.send_header(name, value)
+            length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
+            self.send_header("Content-Length", length or "0")
+            self.end_headers()
+            self.wfile.write(data[:len(data) // 2] if fault == "cut" else data)
+            self.close_connection = fault == "cut"
+
+        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _forward
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    made.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield made
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def s3_server() -> Iterator[FaultProxy]:
+    """A server with an empty bucket named ``bucket``, by way of a proxy."""
+    assert SERVER is not None
+    port = free_port()
+    process = subprocess.Popen([SERVER, "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.1)
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
+        urllib.request.urlopen(request, timeout=60).close()
+        with proxy(port) as between:
+            yield between
+    finally:
+        process.kill()
+        process.wait()

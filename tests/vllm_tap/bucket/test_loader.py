@@ -1,0 +1,95 @@
+"""Rows for training from a bucket: those of the folder that was pushed, in its order, also when the head moves on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from schemas.errors import CorruptError, NotFoundError
+from tests.support.store_helpers import SITE
+from tests.vllm_tap.bucket.conftest import Sample, erase, grow
+from vllm_tap.bucket.push import push
+from vllm_tap.loader.dataset import RowDataset, rows
+from vllm_tap.store import open_store
+from writer_service.tools.compaction import compact
+
+
+def batches(data: RowDataset, **loader: Any) -> list[dict[str, torch.Tensor]]:
+    """All of an epoch, kept."""
+    return [{name: value.clone() for name, value in batch.items()}
+            for batch in (DataLoader(data, batch_size=None, **loader) if loader else data)]
+
+
+def assert_equal(got: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]) -> None:
+    assert len(got) == len(wanted) > 1
+    for one, other in zip(got, wanted, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def of(store: object, sample: Sample, **more: Any) -> RowDataset:
+    """Two layers of the captures that are stored alike."""
+    names = {sample.captures[name] for name in ("long", "other")}
+    return rows(store, SITE, [2, 0], where=lambda row: row.id in names, batch=40, **more)
+
+
+@pytest.mark.parametrize("how", ["sealed", "cold", "compressed"])
+def test_an_epoch_is_that_of_the_folder(sample: Sample, store: Path, url: str, tmp_path: Path, how: str) -> None:
+    if how != "sealed":
+        compact(store, compress=how == "compressed")
+    push(store, url)
+    local = of(store, sample, verify=True)
+    with open_store(url, tmp_path / "cache") as bucket:
+        remote = of(bucket, sample)
+    assert (remote.captures, remote.rows, remote.names) == (local.captures, local.rows, local.names)
+    assert_equal(batches(remote), batches(local))
+    state = local.state_after(2, 1)
+    for data in (local, remote):
+        data.set_epoch(1)
+        data.load_state_dict(state)
+    assert_equal(batches(remote), batches(local))
+
+
+def test_workers_open_the_bucket_for_themselves(sample: Sample, store: Path, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = (tmp_path / "bucket").as_uri()
+    push(store, url)
+    spawned = {"num_workers": 2, "multiprocessing_context": "spawn"}
+    chosen = {"layer": [2], "codec": "raw16", "batch": 30}
+    assert_equal(batches(rows(url, SITE, **chosen), **spawned), batches(rows(store, SITE, **chosen), **spawned))
+
+
+def test_a_head_that_moves_on_moves_no_row(sample: Sample, store: Path, tmp_path: Path) -> None:
+    """Blocks of other numbers, and others of the same ones: rows are looked up by capture and position."""
+    url = (tmp_path / "bucket").as_uri()
+    push(store, url)
+    data = of(url, sample)
+    wanted = batches(data)
+    epoch = iter(data)
+    first = {name: value.clone() for name, value in next(epoch).items()}
+    grow(store)
+    erase(store, sample.captures["few"])
+    compact(store)
+    push(store, url)
+    assert_equal([first, *({name: value.clone() for name, value in one.items()} for one in epoch)], wanted)
+    assert_equal(batches(data), wanted)  # of the head that there is now
+    erase(store, sample.captures["other"])
+    push(store, url)
+    with pytest.raises(NotFoundError, match=f"{sample.captures['other']}"):
+        batches(data)
+
+
+def test_damaged_rows_are_told(sample: Sample, store: Path, tmp_path: Path) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    compact(store)
+    push(store, url)
+    data = of(open_store(url, tmp_path / "cache"), sample)
+    for path in (tmp_path / "bucket").rglob("c/0/0/0"):
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    with pytest.raises(CorruptError, match="does not match its checksum"):
+        batches(data)

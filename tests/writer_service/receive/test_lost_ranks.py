@@ -1,0 +1,56 @@
+"""Ranks whose sender is gone while others of their group go on, as the writer tells readers of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from schemas.read.reader import StoreReader
+from tests.support.consistency import assert_consistent
+from tests.support.ranks import LivingRanks
+from tests.support.store_helpers import PROGRAMS, WriterProcess, until
+
+RANKS, LOST_S = 4, 3
+FLAGS = ("--engine-lost-s", str(LOST_S))
+
+
+def test_who_is_lost_is_told_again_after_a_commit_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ends to be where the rank is heard again. Another engine's are none of its business."""
+    store, broken, fired = tmp_path / "store", tmp_path / "broken", tmp_path / "fired"
+    monkeypatch.setenv("FAULT", "datasync:control-:1:1:EIO")
+    monkeypatch.setenv("FAULT_WHILE", str(broken))
+    monkeypatch.setenv("FAULT_FIRED", str(fired))
+    with WriterProcess(store, *FLAGS, script=PROGRAMS / "faulty_writer.py") as writer, StoreReader(store) as reader, \
+            LivingRanks(writer.endpoint, RANKS) as other, LivingRanks(writer.endpoint, RANKS) as ranks:
+        assert not until(lambda: reader.lost_ranks(ranks.info.group), 2 * LOST_S)
+        broken.touch()
+        ranks.kill(2)
+        assert until(fired.exists, 60) and reader.lost_ranks(ranks.info.group) == []
+        broken.unlink()
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [2], 60)
+        assert reader.lost_ranks(other.info.group) == [] == reader.lost_ranks("")
+        ranks.start(2)
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [], 60)
+        ranks.kill(1)
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [1], 60)
+    assert_consistent(store)
+
+
+def test_an_engine_that_has_ended_has_no_lost_ranks(tmp_path: Path) -> None:
+    """Nor has one that ended while no writer ran: they would be in the way of its siblings for ever."""
+    store = tmp_path / "store"
+    with WriterProcess(store, *FLAGS) as writer, StoreReader(store) as reader:
+        with LivingRanks(writer.endpoint, RANKS) as ranks:
+            ranks.kill(2)
+            assert until(lambda: reader.lost_ranks(ranks.info.group) == [2], 60)
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [], 60)
+    with WriterProcess(store, *FLAGS) as writer, LivingRanks(writer.endpoint, RANKS) as ranks, \
+            StoreReader(store) as reader:
+        ranks.kill(1)
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [1], 60)
+        writer.kill()
+    with WriterProcess(store, *FLAGS), StoreReader(store) as reader:
+        assert reader.lost_ranks(ranks.info.group) == [1]
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [], 60)
+    assert_consistent(store)

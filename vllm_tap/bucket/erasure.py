@@ -1,0 +1,64 @@
+"""What a push deletes: objects that no head names any more, where a capture was deleted since they went up.
+
+They are of epochs that are over, so nobody will ever name them again; a push that is cut off here leaves the rest to
+the next one, which sees by the head from where on to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from schemas.bucket.snapshots import fetch_snapshot, knows_deleted, read_blocks
+from schemas.errors import BucketError
+from schemas.objects.layout import RETIRED, Head, epoch_of, folder_of
+from schemas.objects.objects import Objects
+from vllm_tap.bucket.inventory import read_heads, retired_of
+
+__all__ = ["Erased", "erase"]
+
+
+@dataclass(slots=True)
+class Erased:
+    """What went; ``retired`` heads still have captures that were deleted, or cannot be read, so that nothing went."""
+
+    objects: int = 0
+    nbytes: int = 0
+    retired: list[str] = field(default_factory=list)
+
+
+def erase(objects: Objects, head: Head, snapshot: Path, there: Mapping[str, int], took_over: str | None) -> Erased:
+    """Delete of ``there``, a listing of the bucket, what neither ``head`` names, whose snapshot that is, nor a retired
+    head, of epochs before the last deletion.
+    """
+    done = Erased()
+    named = {key for key, _ in read_blocks(snapshot).values()} | {head.catalog_key}
+    gone = [key for key in there if (epoch := epoch_of(key)) is not None and epoch < head.erased_epoch
+            and folder_of(key) not in named]
+    pushes = sorted({push for key in there if key.startswith(f"{RETIRED}/") and (push := retired_of(key))}
+                    | ({took_over} if took_over else set()))
+    if not gone and not (pushes and head.erased_epoch == head.epoch):
+        return done
+    unknown = False
+    for push, found in read_heads(objects, pushes):
+        path = snapshot.with_name(f"retired-{push}.sqlite")
+        try:
+            if isinstance(found, BucketError):
+                raise found
+            fetch_snapshot(objects, found, path)
+        except BucketError as error:
+            if error.passing:
+                raise
+            done.retired.append(push)
+            unknown = True
+            continue
+        named |= {key for key, _ in read_blocks(path).values()} | {found.catalog_key}
+        if knows_deleted(path, snapshot):
+            done.retired.append(push)
+        path.unlink()
+    if not unknown:
+        gone = [key for key in gone if folder_of(key) not in named]
+        objects.delete(gone)
+        done.objects, done.nbytes = len(gone), sum(there[key] for key in gone)
+    return done

@@ -1,0 +1,119 @@
+"""Removing what no head of a bucket names, while others push.
+
+First the epoch ends, by a write of the head under its condition: a push that has begun fails in its own write of the
+head, and one that begins later gives names of the new epoch to what it sends. Then everything is listed, and what no
+head names of epochs that are over is deleted. Nobody will ever name that again, so a deletion does no harm however late
+it comes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from schemas import limits
+from schemas.bucket.snapshots import fetch_snapshot
+from schemas.errors import ArgumentError, BucketError, OutrunError
+from schemas.objects.layout import CATALOGS, CONDITIONS, HEAD, VERSION, Head, read_head, retired_key
+from schemas.objects.objects import Objects
+from vllm_tap.bucket.check import BucketReport, Tell, current_head, examine
+from vllm_tap.bucket.inventory import Inventory, read_heads, retired_of
+
+__all__ = ["forget", "remove_orphans"]
+
+
+def remove_orphans(url: str, older_than_s: float, deep: bool = False,
+                   tell: Tell = lambda done, total: None) -> BucketReport:
+    """Check a bucket, and delete what no head names and nobody wrote to for so long, by the service's clock.
+
+    OutrunError where a push was first, BucketError where a head cannot be read, so that nobody knows what it names.
+    """
+    objects = Objects(url)
+    try:
+        head = _end_epoch(objects)
+        with tempfile.TemporaryDirectory(prefix="vllm-tap-fsck-") as work, closing(
+                Inventory(objects, Path(work) / "objects.sqlite")) as inventory:
+            report = examine(objects, head, inventory, Path(work), deep, tell)
+            report.is_versioned = current_head(objects)[1]
+            for bad in report.bad:
+                if retired_of(bad.key) or bad.key.startswith(f"{CATALOGS}/"):
+                    raise BucketError("remove orphans from", objects.url, f"{bad.key}: {bad.what}",
+                                      "push again, which sends it anew; fsck --forget PUSH gives up a retired head")
+            before_ms = objects.modified_ms(HEAD) - int(older_than_s * 1000)
+            for part in inventory.removable(head.epoch, before_ms):
+                objects.delete([key for key, _ in part])
+                report.removed += len(part)
+                report.removed_bytes += sum(nbytes for _, nbytes in part)
+        return report
+    finally:
+        objects.close()
+
+
+def _end_epoch(objects: Objects) -> Head:
+    """Write the head anew, as it is but for its epoch."""
+    try:
+        data, seen = objects.get(HEAD, limits.bucket_head_bytes_max)
+    except FileNotFoundError:
+        current_head(objects)  # says so
+        raise
+    head = read_head(data, objects.url)
+    objects.check_conditions(CONDITIONS)
+    made = msgspec.structs.replace(head, version=VERSION, epoch=head.epoch + 1, fence=secrets.token_hex(16))
+    try:
+        objects.swap(HEAD, msgspec.json.encode(made), seen)
+    except BucketError as error:
+        now = current_head(objects)[0]
+        if now == made:  # the answer was lost
+            return made
+        if now == head:
+            raise
+        raise OutrunError("remove orphans from", objects.url, "a push was first", "try again") from error
+    return made
+
+
+def forget(url: str, push: str) -> int:
+    """Give up a retired head, whose objects no head may name from then on; how many captures were in it alone.
+
+    ArgumentError where there is none, or it has captures on hold that the current head has not.
+    """
+    objects = Objects(url)
+    try:
+        if retired_of(retired_key(push)) is None:
+            raise ArgumentError("--forget", push, "the 32 hex digits of a retired head, as fsck lists them")
+        head, _ = current_head(objects)
+        found = dict(read_heads(objects, [push])).get(push)
+        if found is None:
+            raise ArgumentError("--forget", push, f"{objects.url} has no such retired head")
+        if push == head.push:
+            raise ArgumentError("--forget", push, "it is the current head as well: a take-over may be on its way")
+        alone = _alone(objects, head, found) if isinstance(found, Head) else 0
+        objects.delete([retired_key(push)])
+        return alone
+    finally:
+        objects.close()
+
+
+def _alone(objects: Objects, head: Head, retired: Head) -> int:
+    """How many captures a retired head has that the current one never had; ArgumentError where one is on hold."""
+    with tempfile.TemporaryDirectory(prefix="vllm-tap-fsck-") as work:
+        now, then = Path(work) / "now.sqlite", Path(work) / "then.sqlite"
+        fetch_snapshot(objects, head, now)
+        try:
+            fetch_snapshot(objects, retired, then)
+        except BucketError as error:
+            if error.passing:
+                raise
+            return 0  # nobody can read it
+        with closing(sqlite3.connect(then)) as db:
+            db.execute("ATTACH ? AS now", (str(now),))
+            alone = "FROM captures WHERE deleted = 0 AND id NOT IN (SELECT id FROM now.captures)"
+            held = db.execute(f"SELECT MIN(id), COUNT(*) {alone} AND hold <> 0").fetchone()
+            if held[1]:
+                raise ArgumentError("--forget", retired.push, f"{held[1]:,} captures on hold are in it alone, "
+                                    f"{held[0]} first: they are kept")
+            return int(db.execute(f"SELECT COUNT(*) {alone}").fetchone()[0])

@@ -1,0 +1,251 @@
+"""Where a codec stands between keys and values and their cache, and what is wrong there on purpose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+
+from engine_side.seams.kept.keys_values import Rows
+from schemas.errors import ArgumentError, StartError
+from vllm_tap.fidelity.kv.codecs import Coder
+
+__all__ = ["MODES", "PARTS", "ROLLING", "Coding", "Exact", "Kept", "Make", "Window", "Written", "coded_by", "one_wrong",
+           "shuffled", "window_of"]
+
+MODES: Final = ("snapshot", "direct", "in-forward")  # that are measured where none is named
+ROLLING: Final = "rolling"
+_FIRST, _WINDOW_MAX = 4, 128
+_STEP_MIN = 4  # rows that leave a window together: two alone, shuffled, are the same pairs in another order
+PARTS: Final = ("kv", "k", "v")
+
+# By layer and number of a prompt the keys and values [positions, heads, head] of a run without any change.
+Exact = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+Written = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys, values, slots
+# Of the number of a prompt, rows of it [rows, heads, head], their positions int64 [rows] and "k" or "v": what takes
+# their place.
+Make = Callable[[int, torch.Tensor, torch.Tensor, str], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What stays exact in ``rolling``: the ``first`` positions, the ``exact`` ones before those of a step, and those of
+    the step itself, which has ``step`` of a prompt at most.
+    """
+
+    exact: int
+    first: int
+    step: int
+
+    def coded_at(self, position: int) -> int:
+        """Where the step begins in which a row of a prompt is changed."""
+        return ((position + self.exact) // self.step + 1) * self.step
+
+    def stop(self, tokens: int) -> int:
+        """The first position that a prompt of so many tokens does not change any more."""
+        return (tokens - 1) // self.step * self.step - self.exact
+
+
+def window_of(tokens: int, context: int, exact: int | None = None) -> Window:
+    """The window of prompts of so many tokens, whose context is a number of whole steps; ArgumentError where hardly
+    anything would leave it.
+    """
+    exact = min(context // 2, _WINDOW_MAX) if exact is None else exact
+    steps = [step for step in range(_STEP_MIN, context + 1) if context % step == 0]
+    step = max((step for step in steps if step <= max(exact // 4, _STEP_MIN)), default=steps[0])
+    window = Window(exact, _FIRST, step)
+    if window.stop(tokens) < _FIRST + 3 or window.coded_at(_FIRST + 1) >= tokens:
+        most = (tokens - 1) // step * step - _FIRST - 3
+        raise ArgumentError("--window", exact, f"in prompts of {tokens} tokens hardly a row leaves it: valid: at most "
+                            f"{max(most, 0)}, or take more --tokens")
+    return window
+
+
+@dataclass(slots=True)
+class Coding:
+    """What is written in place of a run's keys and values.
+
+    ``make`` is asked for the rows of one prompt at one layer; ``number_of`` tells its number of a request's id;
+    ``part``: "kv", "k" or "v"; ``layers``: of which.
+    ``mode`` in-forward: every token's are changed as they are computed, so that later layers compute with what came
+    of it. Direct: the same, but every layer's rows are those that a run without any change had (``exact``), so that
+    nothing is changed twice. Snapshot: rows of positions before ``context`` are written as they are and stay so until
+    the request goes on behind them; then they are changed, all layers' as the exact run had them. Rolling: each row is
+    written as it is computed, and changed once a step begins that is further behind it than the ``window``.
+
+    ``asked``: rows of keys, and rows of values, that ``make`` was given, by position; ``changed``: how many are others
+    now. ``wrong``: what went wrong in ``make``, the first time; the rows then stay as they are.
+    """
+
+    mode: str
+    part: str
+    layers: frozenset[int]
+    context: int
+    make: Make
+    number_of: Callable[[str], int]
+    exact: Exact = field(default_factory=dict)
+    window: Window | None = None
+    wrong: Exception | None = None
+    asked: Counter[int] = field(default_factory=Counter)
+    changed: int = 0
+    _kept: dict[tuple[int, str], list[tuple[torch.Tensor, Written]]] = field(default_factory=dict)
+
+    def __call__(self, layer: int, rows: Rows) -> Iterator[Written]:
+        """What is written for a layer's rows of a step."""
+        if layer not in self.layers and self.mode != "direct":
+            yield rows.keys, rows.values, rows.slots
+        elif self.mode == "snapshot":
+            yield from self._changed_later(layer, rows)
+            yield rows.keys, rows.values, rows.slots
+        elif self.window is not None:
+            yield from self._left(layer, rows, self.window)
+            yield rows.keys, rows.values, rows.slots
+        else:
+            yield self._of_requests(layer, rows)
+
+    def _of_requests(self, layer: int, rows: Rows) -> Written:
+        keys, values = rows.keys.clone(), rows.values.clone()
+        for number, request in enumerate(rows.requests):
+            mine = (rows.owners == number).nonzero()[:, 0]
+            if len(mine):
+                there, positions = mine.to(keys.device), rows.positions[mine]
+                given = self._exactly(layer, request, (rows.keys[there], rows.values[there]), positions)
+                keys[there], values[there] = (self._made(request, *given, positions) if layer in self.layers
+                                              else given)
+        return keys, values, rows.slots
+
+    def _exactly(self, layer: int, request: str, rows: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows as the exact run had them, where that has these positions: its own answer may go on otherwise."""
+        kept = self.exact.get((layer, self.number_of(request)))
+        if self.mode != "direct" or kept is None:
+            return rows
+        there = positions < len(kept[0])
+        keys, values = (one.clone() for one in rows)
+        on = there.to(keys.device)
+        keys[on], values[on] = (one[positions[there]].to(keys.device) for one in kept)
+        return keys, values
+
+    def _changed_later(self, layer: int, rows: Rows) -> Iterator[Written]:
+        """Keep what is before the context; what was kept of requests that go on behind it is written changed."""
+        for number, request in enumerate(rows.requests):
+            mine = (rows.owners == number).nonzero()[:, 0]
+            before = rows.positions[mine] < self.context
+            if before.all() and len(mine):
+                there = mine.to(rows.keys.device)
+                # Slots lie in a buffer that the next step writes again.
+                self._kept.setdefault((layer, request), []).append((rows.positions[mine], (
+                    rows.keys[there].clone(), rows.values[there].clone(), rows.slots[there].clone())))
+            elif before.any():
+                raise StartError(f"a step has positions on both sides of {self.context}: leave out vLLM's arguments "
+                                 "that cut prompts otherwise")
+            elif kept := self._kept.pop((layer, request), None):
+                positions = torch.cat([at for at, _ in kept])
+                keys, values, slots = (torch.cat(parts) for parts in zip(*(one for _, one in kept), strict=True))
+                yield *self._made(request, keys, values, positions), slots
+
+    def _left(self, layer: int, rows: Rows, window: Window) -> Iterator[Written]:
+        """What has left the window is written changed; what is within it, and comes now, is kept."""
+        for number, request in enumerate(rows.requests):
+            mine = (rows.owners == number).nonzero()[:, 0]
+            if not len(mine):
+                continue
+            if len(mine) > window.step:
+                raise StartError(f"a step has {len(mine)} positions of one prompt, and {window.step} are exact beside "
+                                 "the window: leave out vLLM's arguments that cut prompts otherwise")
+            there = mine.to(rows.keys.device)
+            # Slots lie in a buffer that the next step writes again.
+            come = (rows.positions[mine], (rows.keys[there].clone(), rows.values[there].clone(),
+                                           rows.slots[there].clone()))
+            kept = self._kept.get((layer, request), [])
+            start, stay = int(come[0].min()) - window.exact, [come]
+            if kept:
+                positions = torch.cat([at for at, _ in kept])
+                parts = [torch.cat(each) for each in zip(*(one for _, one in kept), strict=True)]
+                gone, on = positions < start, (positions >= start).to(there.device)
+                changed = gone & (positions >= window.first)
+                if changed.any():
+                    keys, values, slots = (each[changed.to(there.device)] for each in parts)
+                    yield *self._made(request, keys, values, positions[changed]), slots
+                keys, values, slots = (each[on] for each in parts)
+                stay = [(positions[~gone], (keys, values, slots)), come]
+            self._kept[layer, request] = stay
+
+    def _made(self, request: str, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
+              ) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self._one(request, keys, positions, "k") if "k" in self.part else keys,
+                self._one(request, values, positions, "v") if "v" in self.part else values)
+
+    def _one(self, request: str, rows: torch.Tensor, positions: torch.Tensor, what: str) -> torch.Tensor:
+        """The rows changed; as they are where that fails or makes what is no number, for an engine's step cannot."""
+        try:
+            made = self.make(self.number_of(request), rows, positions, what)
+            if made.shape != rows.shape:
+                raise ValueError(f"it decodes to {list(made.shape)}, not to {list(rows.shape)}")
+            if not made.isfinite().all():
+                raise ArithmeticError("it decodes to what is no number")
+        except Exception as error:  # whatever somebody else's codec raises; told behind the run
+            self.wrong = self.wrong or error
+            return rows
+        self.asked.update(positions.tolist())
+        self.changed += int((made != rows).flatten(1).any(-1).sum())
+        return made
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a run has written, prompts' rows alone, of the first ``positions`` positions; it changes nothing."""
+
+    positions: int
+    number_of: Callable[[str], int]
+    _rows: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+
+    def __call__(self, layer: int, rows: Rows) -> Iterator[Written]:
+        for number, request in enumerate(rows.requests):
+            mine = ((rows.owners == number) & (rows.positions < self.positions)).nonzero()[:, 0]
+            if len(mine):
+                there = mine.to(rows.keys.device)
+                self._rows.setdefault((layer, self.number_of(request)), []).append(
+                    (rows.keys[there].cpu(), rows.values[there].cpu()))
+        yield rows.keys, rows.values, rows.slots
+
+    @property
+    def exact(self) -> Exact:
+        """By layer and prompt."""
+        return {key: (torch.cat([one for one, _ in parts]), torch.cat([one for _, one in parts]))
+                for key, parts in self._rows.items()}
+
+
+def coded_by(coder: Coder) -> Make:
+    """Rows through a codec."""
+    return lambda number, rows, positions, what: coder.round_trip(rows, what)
+
+
+def shuffled(seed: int = 0) -> Make:
+    """Each position's row is another's of its prompt. Values are moved otherwise than keys: attention does not see in
+    which order pairs of them lie in the cache.
+    """
+    def make(number: int, rows: torch.Tensor, positions: torch.Tensor, what: str) -> torch.Tensor:
+        order = np.random.default_rng((seed, number, int(positions[0]), ord(what))).permutation(len(rows))
+        moved = torch.empty_like(rows)
+        moved[torch.from_numpy(order)] = rows[torch.from_numpy(np.roll(order, 1))]
+        return moved
+
+    return make
+
+
+def one_wrong(prompt: int, at: int) -> Make:
+    """One position's row of one prompt is that of the position before."""
+    def make(number: int, rows: torch.Tensor, positions: torch.Tensor, what: str) -> torch.Tensor:
+        where = (positions == at).nonzero()[:, 0]
+        if number != prompt or not len(where):
+            return rows
+        wrong = rows.clone()
+        wrong[where] = rows[where - 1]
+        return wrong
+
+    return make
