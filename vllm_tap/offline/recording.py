@@ -40,7 +40,8 @@ __all__ = ["Recording", "capture_args", "manifest", "recording"]
 _ENDPOINT: Final = "VLLM_TAP_ENDPOINT"
 _MANIFEST: Final = "activation_manifest"  # where the engine's front end leaves the ids of an output's captures
 _WAIT_S: Final = 30.0
-logger = logging.getLogger("vllm_tap")
+logger = logging.getLogger("vllm_tap.recording")
+logger.setLevel(logging.WARNING)  # vLLM's API server has a library set the root logger to ERROR
 _lock = threading.Lock()
 _newest: Recording | None = None
 
