@@ -74,6 +74,7 @@ class SenderState:
     shard: int = 0
     group: str = ""  # of ranks that send rows of the same captures, "" for a sender that is alone
     layout: list[Part] = field(default_factory=list)  # of the group
+    instance: str = ""  # of an engine, what it is called among those of its server
     address: bytes | None = None  # of its connection
     nonce: int = 0  # of its last Hello; 0: not told
     remote: bool = False  # on another host

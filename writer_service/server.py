@@ -24,6 +24,7 @@ from writer_service.receive.lost_ranks import LostRanks
 from writer_service.receive.receiver import Receiver
 from writer_service.receive.senders import Acks, Senders
 from writer_service.receive.sockets import Sockets, check_sockets
+from writer_service.receive.unopened import Unopened
 from writer_service.recover.recovery import recover
 from writer_service.seal.sealer import Sealer, backlog_max
 from writer_service.sender_state import SenderState
@@ -60,6 +61,7 @@ class Writer:
         self._senders = Senders(self._db, self._journal, config.engine_lost_s)
         self._absent_parts = AbsentParts(self._db, self._journal, config.engine_lost_s)
         self._lost_ranks = LostRanks(self._db, self._journal, self._senders, config.engine_lost_s)
+        self._unopened = Unopened(self._db, self._journal, self._rules, self._senders, config.engine_lost_s)
         self._senders.restore(state.streams, self._rules.open_captures())
         self._upkeep = Upkeep(config.store, state.uuid, self._waker, config.keep_s, config.retain_days,
                               config.retain_bytes, self._journal.segments.take_number)
@@ -130,9 +132,7 @@ class Writer:
                 self._waker.drain()
                 now = time.monotonic()
                 if now - last > 1.0:  # this process stood still: the senders are not to blame for their silence
-                    self._senders.forgive(now - last)
-                    self._absent_parts.forgive(now - last)
-                    self._lost_ranks.forgive(now - last)
+                    self._forgive(now - last)
                 last = now
                 if behind:
                     self.counters.held_seconds += now - began
@@ -167,9 +167,7 @@ class Writer:
     def _step(self, now: float, quiet: bool) -> None:
         """Do everything that is due between two receptions."""
         if (silent := self._sockets.look(now)) > 0:  # the socket was away: nobody could be heard
-            self._senders.forgive(silent)
-            self._absent_parts.forgive(silent)
-            self._lost_ranks.forgive(silent)
+            self._forgive(silent)
         self.counters.connections_refused = self._sockets.refused
         self._end_commit()
         self._take_catalog()
@@ -183,6 +181,7 @@ class Writer:
             self._senders.find_lost(now)
             self._absent_parts.find(now)
             self._lost_ranks.find(now)
+            self._unopened.find(now)
         self._sealer.submit(self._journal.take_sealable(now, self.config.seal_idle_s))
         self._journal.commit_if_due(now)
         self._rules.batch = self._journal.batch_number
@@ -193,6 +192,11 @@ class Writer:
         if self._journal.catalog.failed is not None:
             raise StoreError("write catalog", self.config.store / "catalog.sqlite", self._journal.catalog.failed,
                              "start again: a damaged catalog is rebuilt")
+
+    def _forgive(self, seconds: float) -> None:
+        """Add a time in which nobody could be heard to all deadlines."""
+        for waiting in (self._senders, self._absent_parts, self._lost_ranks, self._unopened):
+            waiting.forgive(seconds)
 
     def _take_upkeep(self, now: float) -> None:
         """Let quota and captures follow what upkeep found."""

@@ -6,8 +6,9 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -176,8 +177,9 @@ def capture_request(body: dict[str, Any], protocol: Protocol, request_id: str | 
     return CaptureRequest(spec, count, protocol, request_id, body, edits)
 
 
-def plan(asked: CaptureRequest, engine: EngineInfo, edits: str = "", lost: Collection[int] = ()) -> Plan:
-    """Words for the writer and upstream, ``edits`` being JSON, ``lost`` the ranks of the engine that have no sender;
+def plan(asked: CaptureRequest, engine: EngineInfo, edits: str = "",
+         lost: Mapping[str, Collection[int]] = MappingProxyType({})) -> Plan:
+    """Words for the writer and upstream, ``edits`` being JSON, ``lost`` the ranks without a sender by their engine;
     SpecError, NotArmedError or ApiError where the engine cannot do it.
     """
     if _is_before(engine, asked.protocol.captured_from):

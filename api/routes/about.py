@@ -85,14 +85,15 @@ async def _described(service: ApiService, upstream: Upstream) -> tuple[EngineInf
     """What the engine there says of itself, None as long as that is not known, and its ranks without a sender."""
 
     try:
-        return await service.read(lambda reader: _engine_and_lost(reader, upstream.name))
+        engine, lost = await service.read(lambda reader: _engine_and_lost(reader, upstream.name))
+        return engine, sorted({rank for ranks in lost.values() for rank in ranks})
     except TapError:
         return None, []
 
 
-def _engine_and_lost(reader: AnyReader, name: str) -> tuple[EngineInfo | None, list[int]]:
+def _engine_and_lost(reader: AnyReader, name: str) -> tuple[EngineInfo | None, dict[str, list[int]]]:
     engine = reader.engine(name)
-    return engine, [] if engine is None else reader.lost_ranks(engine.group)
+    return engine, {} if engine is None else reader.lost_of_server(engine.called)
 
 
 def _can(engine: EngineInfo | None, lost_ranks: list[int]) -> dict[str, Any]:
@@ -180,7 +181,8 @@ async def _engine(service: ApiService, upstream: Upstream) -> str:
     if engine is None:
         none = f"none with VLLM_TAP_ENGINE={upstream.name}" if upstream.name else "none"
         return f"{none} has connected to the writer"
-    return f"rank {LEADER} has no sender any more: start it again" if LEADER in lost else "ok"
+    leads = next((name for name, ranks in lost.items() if LEADER in ranks), None)
+    return "ok" if leads is None else f"rank {LEADER} of {leads} has no sender any more: start it again"
 
 
 async def _capture_all(service: ApiService, upstream: Upstream) -> str:

@@ -180,7 +180,7 @@ async def _planned(service: ApiService, asked: CaptureRequest, owner: str, route
             if asked.edits and service.upstreams.named:  # the only engine refuses by itself
                 check_armed(asked.edits, engine)
             edits = edits_text(asked.edits, reader, owner, engine) if asked.edits else ""
-            return plan(asked, engine, edits, reader.lost_ranks(engine.group))
+            return plan(asked, engine, edits, reader.lost_of_server(engine.called))
 
         return first_that_can(route, reader, for_one)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -19,8 +20,6 @@ _TAKEN_APART: Final = {
     "z": ("attn_quant",),
     "q": ("qk_norm_rope",),
     "k": ("qk_norm_rope",),
-    "attn_out": ("allreduce_rms",),
-    "mlp_out": ("allreduce_rms",),
 }
 
 
@@ -32,8 +31,54 @@ def fuses(passes: Any, *parts: str) -> bool:
     return any(chosen and any(part in name for part in parts) for name, chosen in vars(passes).items())
 
 
-def computed_apart(points: Iterable[TapPoint], compilation: Any) -> list[str]:
-    """Sites whose taps end a fusion of this engine's: vLLM then runs other kernels, which may round otherwise.
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """Places whose rows are what an all-reduce made before a norm adds it to the stream: who reads or changes it there
+    ends the fusion of both. The norm's own sum (``resid_mid``) comes out of the fusion, and may be read.
+    """
+
+    read: frozenset[str] = frozenset()
+    changed: frozenset[str] = frozenset()
+
+    def ended_by(self, point: TapPoint, edited: bool) -> bool:
+        """Whether a place ends such a fusion. What a first block is given is fused with a norm that adds nothing, and
+        comes out of that too; so does a sum that the model writes out, which vLLM makes one with its norm before.
+        """
+        if point.site in ("embed", "resid_pre") and point.layer == 0:
+            return edited and bool(self.changed)
+        if edited:
+            return point.site in self.changed
+        summed = point.rule in ("stream_in", "stream_out") or " + " in point.rule
+        return point.site in self.read and (summed or not point.site.startswith("resid_"))
+
+
+def reduced(model: nn.Module, sites: Collection[str], ranks: int) -> Reduced:
+    """Such places of a model that has these ``sites`` on so many tensor-parallel ranks.
+
+    Where a model norms what a sublayer made before it is added, as Gemma does, that norm has its argument come out of
+    the fusion.
+    """
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    if ranks == 1 or not any(isinstance(module, RMSNorm | GemmaRMSNorm) for module in model.modules()):
+        return Reduced()
+    read, changed = set[str](), set[str]()
+    for made, summed, behind in (("attn_out", (), ("resid_mid",)), ("mlp_out", ("resid_pre", "resid_post"), ())):
+        if f"{made}_raw" in sites:
+            changed.add(f"{made}_raw")
+        else:
+            read |= {made, *summed}
+            changed |= {made, *summed, *behind}
+    return Reduced(frozenset(read), frozenset(changed))
+
+
+NOTHING: Final = Reduced()
+
+
+def computed_apart(points: Iterable[TapPoint], compilation: Any, reduced: Reduced = NOTHING,
+                   edited: Iterable[TapPoint] = ()) -> list[str]:
+    """Sites that end a fusion of this engine's where they are captured (``points``) or ``edited``: vLLM then runs other
+    kernels, which may round otherwise.
 
     ``compilation``: vLLM's ``compilation_config``. To be asked before the taps are installed.
     """
@@ -41,12 +86,15 @@ def computed_apart(points: Iterable[TapPoint], compilation: Any) -> list[str]:
 
     passes = compilation.pass_config if compilation.mode == CompilationMode.VLLM_COMPILE else SimpleNamespace()
 
-    def apart(point: TapPoint) -> bool:
+    def apart(point: TapPoint, edit: bool) -> bool:
         if point.site in ("mlp_post", "z") and multiplies(of_model(point.module)):
             return False  # there is nothing to quantize
-        return fuses(passes, *_TAKEN_APART.get(point.site, ())) or (point.site == "mlp_post" and _takes(point.module))
+        return (fuses(passes, *_TAKEN_APART.get(point.site, ()))
+                or (fuses(passes, "allreduce_rms") and reduced.ended_by(point, edit))
+                or (point.site == "mlp_post" and _takes(point.module)))
 
-    return list(dict.fromkeys(point.site for point in points if apart(point)))
+    ended = [point.site for edit, each in ((False, points), (True, edited)) for point in each if apart(point, edit)]
+    return list(dict.fromkeys(ended))
 
 
 def multiplies(projection: Any) -> bool:
@@ -61,8 +109,8 @@ def warn(sites: list[str]) -> None:
     """Name the sites that change how this engine computes."""
     if sites:
         logger.warning(
-            "vllm-tap: this engine fuses %s with what follows. Armed, it is computed apart: tokens may differ from an "
-            "engine without it. Leave it out of --arm to keep them", ", ".join(sites))
+            "vllm-tap: this engine fuses what makes %s with what follows. Armed, it is computed apart: tokens may "
+            "differ from an engine without it. Leave it out of --arm and --edit to keep them", ", ".join(sites))
 
 
 def _takes(projection: Any) -> bool:

@@ -144,7 +144,8 @@ def _tap(model: nn.Module, vllm_config: Any, plan: ArmingPlan, survey: Survey, s
     places, editor = _arm_edits(vllm_config, config, survey, device)
     classes, homes = unchanged.classes(model), unchanged.homes(model, points)
     compilation = vllm_config.compilation_config
-    fusions.warn(fusions.computed_apart(points, compilation))
+    reduced = fusions.reduced(model, {*family.block, *family.found}, vllm_config.parallel_config.tensor_parallel_size)
+    fusions.warn(fusions.computed_apart(points, compilation, reduced, places))
     changed = {id(place.module) for place in places}  # what is written into staging itself is not changed any more
     writers = {module: write for module, write in projections.find_writers(model, compilation.pass_config).items()
                if module not in changed}
@@ -381,6 +382,7 @@ def _info(model: nn.Module, vllm_config: Any, armed: Armed, plan: ArmingPlan, su
                  **{site: loaded.about.meaning for site, loaded in probes.items()}},
         sources={site: each.source for site, each in has.items()},
         group=tensor.group_of(vllm_config),
+        instance=tensor.instance_of(vllm_config) or UNSET,
         name=plan.config.name or UNSET,
         layout=layout_of(layers, {site: each.width for site, each in has.items()} | scores, whole,
                          parallel.tensor_parallel_size, stages if len(stages) > 1 else ()),

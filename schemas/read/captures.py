@@ -221,16 +221,27 @@ class CatalogReader:
         return None if row is None else msgspec.json.decode(row["info"], type=EngineInfo)
 
     def lost_ranks(self, group: str) -> list[int]:
-        """The ranks of an engine's group whose senders are gone while others go on; none of an engine of one.
+        """The ranks of an engine (``EngineInfo.called``) whose senders are gone while others go on; none of "".
 
         Of data-parallel engines those of each: a request may go to any of them.
         """
-        if not group:
-            return []
+        return sorted({rank for ranks in self.lost_of_server(group).values() for rank in ranks})
+
+    def lost_of_server(self, group: str) -> dict[str, list[int]]:
+        """Such ranks by the engine that they are of, as one calls it: "the engine", or "data-parallel engine 1"."""
+        server, found = siblings(group), dict[str, list[int]]()
+        lost = """SELECT "group", rank FROM lost_ranks WHERE "group" >= ? AND "group" < ? ORDER BY "group", rank"""
+        newest = f"""SELECT DISTINCT coalesce(nullif("group", ''), json_extract(info, '$.instance'), '') AS name
+                     FROM (SELECT * FROM engines ORDER BY rowid DESC LIMIT {limits.parts_max})"""
         with self._catalog.moment() as now:
-            rows = now.db.execute('SELECT "group", rank FROM lost_ranks WHERE "group" >= ? AND "group" < ?',
-                                  (siblings(group), siblings(group) + "\U0010ffff")).fetchall()
-        return sorted({int(row["rank"]) for row in rows if siblings(row["group"]) == siblings(group)})
+            rows = [row for row in now.db.execute(lost, (server, server + "\U0010ffff")) if group]
+            alike = {row["name"] for row in now.db.execute(newest) if siblings(row["name"]) == server} if rows else {}
+        alone = len(alike) < 2
+        for row in rows:
+            if siblings(row["group"]) == server:
+                name = "the engine" if alone else f"data-parallel engine {row['group'].removeprefix(server)}"
+                found.setdefault(name, []).append(int(row["rank"]))
+        return found
 
     def engine_name(self, ref: str, owner: str | None = None) -> str | None:
         """The name that the engine of a capture gave itself, "" for none; None while no engine has begun it."""

@@ -85,6 +85,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     attention: list[Attends] = []  # of the layers whose q_rot and k_rot are armed; one of none is not known
     name: str | msgspec.UnsetType = msgspec.UNSET  # by which a gateway in front of several engines knows it
     ring: Ring | msgspec.UnsetType = msgspec.UNSET  # of this rank
+    instance: str | msgspec.UnsetType = msgspec.UNSET  # the group; an engine of one rank, which is in none, has one too
+
+    @property
+    def called(self) -> str:
+        """What the engine is called among those of its server, "" where nobody knows."""
+        return self.group or self.instance or ""
 
     def dtype_of(self, site: str) -> str:
         """The dtype of a site's rows before their codec: the model's, and float32 of a probe's scores."""

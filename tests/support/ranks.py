@@ -17,7 +17,7 @@ import numpy as np
 from schemas import codecs
 from schemas.ids import new_ulid
 from schemas.wire.layout import Part, Share, places_of
-from schemas.wire.messages import Dropped, EngineInfo, Join, PartFinish, Ping, Refuse, encode
+from schemas.wire.messages import Dropped, EngineInfo, Join, PartFinish, Ping, Refuse, TapState, encode
 from schemas.wire.row_table import FLAG_DRAFT, FLAG_RECOMPUTED, RowTable
 from tests.support.store_helpers import Sender, engine_info, frame_of, key_of, pieces_of
 
@@ -43,7 +43,10 @@ def info_of(ranks: int, group: str = "", layout: list[Part] | None = None) -> En
     """What every rank says of the engine."""
     info = engine_info(COLUMNS, sites=SITES)
     widths = {"resid_post": COLUMNS, "q": ranks * COLUMNS, "k": (ranks + 1) // 2 * COLUMNS}
-    return msgspec.structs.replace(info, widths=widths, group=group or new_ulid(),
+    group = group or new_ulid()
+    if ranks == 1:
+        return msgspec.structs.replace(info, widths=widths, instance=group)
+    return msgspec.structs.replace(info, widths=widths, group=group, instance=group,
                                    layout=layout_of(ranks) if layout is None else layout)
 
 
@@ -66,22 +69,26 @@ class Rank(Sender):
 
     def rows(self, capture: str, number: int, site: str, positions: Sequence[int], step: int, codec: str = "int8b64",
              version: int = 0, layers: Sequence[int] | None = None, drafts: Sequence[int] = (), again: bool = False,
-             steps: list[int] | None = None, width: int = COLUMNS) -> int:
-        """This rank's share of rows that one step computed."""
+             steps: list[int] | None = None, width: int = COLUMNS, token: int = 5000) -> int:
+        """This rank's share of rows that one step computed, of tokens from ``token`` on."""
         layers = self.share(site) if layers is None else layers
         count = len(positions)
         keys = key_of(number, np.asarray(positions)[None, :], np.asarray(layers)[:, None], version) + 7919 * self.rank
         pieces = {name: piece.tobytes() for name, piece in pieces_of(codec, width, "float32", keys).items()}
         table = RowTable(np.zeros(count, np.uint32), np.asarray(positions, np.uint32),
-                         np.asarray(positions, np.uint32) + 5000,
+                         np.asarray(positions, np.uint32) + token,
                          np.asarray([FLAG_DRAFT * (p in drafts) | FLAG_RECOMPUTED * again for p in positions],
                                     np.uint32))
         frame, parts = frame_of(self.next(), site, codec, "float32", width, layers, [capture], [count], table, pieces)
-        return self.send(msgspec.structs.replace(frame, rank=self.rank, steps=steps or [step]), *parts)
+        assert self.engine is not None
+        number = (steps or [step]) if self.engine.layout else msgspec.UNSET
+        return self.send(msgspec.structs.replace(frame, rank=self.rank, steps=number), *parts)
 
     def share(self, site: str) -> list[int]:
         """The layers that it has something of."""
         assert self.engine is not None
+        if not self.engine.layout:
+            return LAYERS
         return sorted(layer for share in self.engine.layout[self.rank].shares.get(site, ()) for layer in share.layers)
 
 
@@ -142,13 +149,14 @@ class LivingRanks(Ranks):
     def __init__(self, endpoint: str, count: int, group: str = "", name: str = "") -> None:
         super().__init__(endpoint, count, group, name)
         self.lock, self.over, self.dead = threading.Lock(), threading.Event(), set[Rank]()
+        self.tap: TapState | None = None  # what all say of themselves
         self.heart = threading.Thread(target=self.beat)
 
     def beat(self) -> None:
         while not self.over.wait(0.3):
             with self.lock:
                 for rank in [rank for rank in self.all if rank not in self.dead]:
-                    rank.socket.send(encode(Ping()))
+                    rank.socket.send(encode(Ping(self.tap)))
                     while (answer := rank.receive(0)) is not None:
                         if isinstance(answer, Refuse):
                             rank.hello()

@@ -1,11 +1,12 @@
-"""Ranks of a group whose own sender is gone while the others go on: captures that need them lack rows."""
+"""Ranks whose own sender is gone while others of their engine or server go on: captures that need them lack rows."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
+from schemas.wire.layout import siblings
 from writer_service import log
 from writer_service.control_log import RanksLost
 from writer_service.journal.journal import Journal
@@ -17,11 +18,12 @@ _LOOK_S: Final = 0.5
 
 
 class LostRanks:
-    """Ranks that are lost, by group, as the journal was last told.
+    """Ranks that are lost, by their group or the engine that is in none, as the journal was last told.
 
-    A rank is lost where it was last heard so many seconds before the last of its group, and is not where it is heard
-    again. An engine that ended, or that nobody hears, has none that are lost; one that comes back from standing still
-    as a whole is heard rank by rank, and gets the time for that.
+    A rank is lost where it was last heard so many seconds before the last of its server, and is not where it is heard
+    again. A server that ended, or that nobody
+    hears, has none that are lost, nor has an engine that ended; a server that comes back from standing still as a whole
+    is heard rank by rank, and gets the time for that.
     """
 
     def __init__(self, db: sqlite3.Connection, journal: Journal, senders: Iterable[SenderState], lost_after_s: float
@@ -29,7 +31,7 @@ class LostRanks:
         self._db, self._journal, self._senders, self._lost_after_s = db, journal, senders, lost_after_s
         self._told: dict[str, list[int]] = {}
         self._since: dict[str, float] = {}  # from when on a group's ranks are waited for (monotonic)
-        self._newest: dict[str, float] = {}  # when the last of a group was heard, as of the look before
+        self._newest: dict[str, float] = {}  # when the last of a server was heard, as of the look before
         self._began: float | None = None  # the first look (monotonic)
         self._cleared = False  # whether groups that nobody greeted as since then are no longer told of
         self._look_s = float("-inf")
@@ -38,7 +40,7 @@ class LostRanks:
     def forgive(self, seconds: float) -> None:
         """Add a standstill of this process to all deadlines."""
         self._since = {group: since + seconds for group, since in self._since.items()}
-        self._newest = {group: heard + seconds for group, heard in self._newest.items()}
+        self._newest = {server: heard + seconds for server, heard in self._newest.items()}
 
     def forget(self) -> None:
         """Drop what was told, after a commit that failed: the catalog has what counts."""
@@ -49,19 +51,25 @@ class LostRanks:
         if now < self._look_s + _LOOK_S:
             return
         self._look_s = now
-        groups: dict[str, list[SenderState]] = {}
+        groups, newest = dict[str, dict[int, SenderState]](), dict[str, float]()
         for state in self._senders:
-            if state.group:
-                groups.setdefault(state.group, []).append(state)
-        newest = {group: max(state.last_seen for state in states) for group, states in groups.items()}
-        self._since = {group: self._since[group] if newest[group] - self._newest.get(group, float("-inf"))
-                       <= self._lost_after_s else now for group in groups}
+            if state.instance:
+                ranks = groups.setdefault(state.instance, {})
+                if state.rank not in ranks or ranks[state.rank].last_seen < state.last_seen:
+                    ranks[state.rank] = state  # of streams that followed each other
+                server = siblings(state.instance)
+                newest[server] = max(newest.get(server, float("-inf")), state.last_seen)
+        stood = {server for server, heard in newest.items()
+                 if heard - self._newest.get(server, float("-inf")) > self._lost_after_s}
+        self._since = {group: now if group not in self._since or siblings(group) in stood else self._since[group]
+                       for group in groups}
         self._newest = newest
         self._told = {group: self._told[group] if group in self._told else self._known(group) for group in groups}
         count = 0
-        for group, states in groups.items():
-            goes_on = now - newest[group] <= self._lost_after_s and not all(state.ended for state in states)
-            lost = self._lost(group, states, now) if goes_on else []
+        for group, ranks in groups.items():
+            heard = newest[siblings(group)]
+            goes_on = now - heard <= self._lost_after_s and not all(state.ended for state in ranks.values())
+            lost = self._lost(group, ranks, min(now, heard)) if goes_on else []
             count += len(lost)
             if lost != self._told[group]:
                 self._tell(group, lost)
@@ -90,14 +98,13 @@ class LostRanks:
         query = 'SELECT rank FROM lost_ranks WHERE "group" = ? ORDER BY rank'
         return [row["rank"] for row in self._db.execute(query, (group,))]
 
-    def _lost(self, group: str, states: list[SenderState], now: float) -> list[int]:
-        """Those of a group. Who was forgiven a silence of ours counts as heard just now, like who was not silent; who
-        was lost before it began to be waited for is lost until it is heard.
+    def _lost(self, group: str, ranks: Mapping[int, SenderState], newest: float) -> list[int]:
+        """Those of a group, the last of whose server was heard at ``newest``. Who was forgiven a silence of ours counts
+        as heard just now, like who was not silent; who was lost before it began to be waited for is lost until it is
+        heard.
         """
         since = self._since[group]
-        heard = dict.fromkeys(range(len(states[0].layout)), float("-inf"))
-        for rank in {state.rank for state in states}:
-            heard[rank] = min(now, max(state.last_seen for state in states if state.rank == rank))
-        newest = max(heard.values())
+        count = max(1, *(len(state.layout) for state in ranks.values()))
+        heard = {rank: min(newest, ranks[rank].last_seen) if rank in ranks else float("-inf") for rank in range(count)}
         return [rank for rank, heard_s in heard.items() if newest - max(heard_s, since) > self._lost_after_s
                 or (heard_s <= since and rank in self._told[group])]

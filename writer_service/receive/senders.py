@@ -100,6 +100,7 @@ class Senders:
         state.role, state.rank, state.shard = hello.role, hello.rank, hello.shard
         if engine is not None:
             state.name = engine.name if engine.name and is_name(engine.name) else ""
+            state.instance = engine.called
             if engine.group:
                 state.group, state.layout = engine.group, engine.layout
         state.nonce = hello.nonces[-1] if hello.nonces else 0
@@ -176,10 +177,10 @@ class Senders:
         group = "" if engine is None else engine.group
         if was not in (None, (hello.rank, group)):
             return f"this stream was rank {was[0]} of group {was[1]!r}, and stays it"
+        if engine is not None and len(engine.called) > limits.alias_chars_max:
+            return f"group, instance: at most {limits.alias_chars_max} characters"
         if engine is None or not group:
             return "" if engine is None or not engine.layout else "layout: group must be named"
-        if len(group) > limits.alias_chars_max:
-            return f"group: at most {limits.alias_chars_max} characters"
         if not 0 <= hello.rank < len(engine.layout):
             return f"rank {hello.rank} is not in the layout, which has {len(engine.layout)} parts"
         armed = [(site, layer) for site, layers in engine.armed.sites.items() for layer in layers]

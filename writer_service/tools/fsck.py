@@ -24,6 +24,7 @@ from schemas.wire.row_table import steps_of
 from writer_service.control_log import log_end, log_numbers, log_path, read_log
 from writer_service.recover.store_lock import is_free
 from writer_service.tools.findings import Finding, View, below, lost_extents
+from writer_service.tools.fsck_ranks import check_tokens
 from writer_service.tools.fsck_segments import check_block, check_cold, check_evicted, check_open
 from writer_service.upkeep.block_removal import COVERED, read_covered, removable
 from writer_service.upkeep.cold_blocks import need_library, numbers_on_disk
@@ -77,6 +78,7 @@ def fsck(store: Path, progress: Progress = lambda done, total: None) -> Report:
             report.bad += bad
             done += size
             report.nbytes += size
+        report.bad += check_tokens(db, lambda number: below(store, _place(store, number) or store / block_name(number)))
         progress(total, total)
     finally:
         db.close()

@@ -18,7 +18,7 @@ from engine_side.tap.architectures import SHARED_OUT, TapPoint, of_model
 from engine_side.worker import Seat
 from schemas.errors import StartError
 
-__all__ = ["fingerprint", "group_of", "seat_of", "whole_width"]
+__all__ = ["fingerprint", "group_of", "instance_of", "seat_of", "whole_width"]
 
 
 def seat_of(parallel: Any) -> Seat:
@@ -40,9 +40,18 @@ def group_of(vllm_config: Any) -> str:
     parallel = vllm_config.parallel_config
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
         return ""
-    if not (started := os.environ.get(GROUP, "")):
+    if not (name := instance_of(vllm_config)):
         raise StartError(f"vllm-tap: {GROUP} is not set in this process: give all ranks of an engine the same one")
+    return name
+
+
+def instance_of(vllm_config: Any) -> str:
+    """So of an engine of one rank too, which does not know whether its server has others; "" where it was given none.
+    """
+    if not (started := os.environ.get(GROUP, "")):
+        return ""
     # A model without mixtures runs as so many engines that know nothing of each other: each is number 0 of one then.
+    parallel = vllm_config.parallel_config
     number = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     if not started.startswith(DRAWN):  # who named it did so on every host, each of which has an instance of its own
         return f"{started}-{number}"

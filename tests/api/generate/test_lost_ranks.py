@@ -14,6 +14,7 @@ import pytest
 
 from api.errors import PartLost
 from api.generate.rank_checks import check_ranks
+from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.spec import parse_spec, resolve
 from tests.support.api_stack import Stack, stack_in
@@ -170,6 +171,29 @@ def test_a_request_may_go_to_any_engine_of_a_data_parallel_group(tmp_path: Path)
 
 
 @pytest.mark.timeout(600)
+def test_a_data_parallel_engine_of_one_rank_is_named(tmp_path: Path) -> None:
+    """Its capture under way ends with the reason, and none is begun until its sender is back."""
+    with playing(tmp_path) as case, LivingRanks(case.stack.endpoint, 1, "01S-abc-0") as one, \
+            LivingRanks(case.stack.endpoint, 1, "01S-abc-1"):
+        assert case.comes([])
+        capture = new_ulid()
+        with one.lock:
+            one.leader.open(capture, PROMPT, {"q": [0]})
+            one.leader.rows(capture, 1, "q", range(PROMPT), 1, layers=[0])
+            one.leader.wait()
+        one.kill(0)
+        assert case.comes([0])
+        for spec in (Q, WHOLE, {"sites": []}):
+            assert "rank 0 of data-parallel engine 0 has no sender any more" in case.refused(spec)
+        assert "rank 0 of data-parallel engine 0" in case.stack.http.get("/readyz").text
+        assert case.stack.complete("hello").status_code == 200
+        with StoreReader(tmp_path / "store") as reader:
+            assert until(lambda: reader.capture(capture).status == "incomplete", 60)
+        one.start(0)
+        assert case.comes([])
+
+
+@pytest.mark.timeout(600)
 def test_of_several_engines_another_takes_what_needs_the_dead_rank(tmp_path: Path) -> None:
     """And none does where it has lost one too, or where the request names the first."""
     with stack_in(tmp_path) as stack:
@@ -216,8 +240,15 @@ def test_which_ranks_a_capture_needs(spec: dict[str, Any], lost: list[int], word
     engine = info_of(RANKS)
     resolved = resolve(parse_spec(spec), engine.armed, engine.widths)
     if words is None:
-        check_ranks(resolved, engine, lost)
+        check_ranks(resolved, engine, {"the engine": lost})
     else:
         with pytest.raises(PartLost, match=words) as refused:
-            check_ranks(resolved, engine, lost)
+            check_ranks(resolved, engine, {"the engine": lost})
         assert (refused.value.status, refused.value.code) == (503, "part_lost")
+
+
+def test_ranks_of_several_engines_are_named_by_engine() -> None:
+    engine = info_of(RANKS)
+    resolved = resolve(parse_spec({"sites": ["q"]}), engine.armed, engine.widths)
+    with pytest.raises(PartLost, match="rank 1 of data-parallel engine 0 and ranks 2, 3 of data-parallel engine 2 ha"):
+        check_ranks(resolved, engine, {"data-parallel engine 0": [1], "data-parallel engine 2": [2, 3]})

@@ -6,7 +6,6 @@ The scheduler's features under a pipeline: TAP_LAYOUT="pipeline parallel" of tes
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safetensors.numpy import save_file
 
 from schemas.read.reader import StoreReader
 from tests.engine.conftest import Store
+from tests.engine.ranks.collectives import by_step, count, counted
 from tests.engine.ranks.test_tensor_parallel import held_against, rings
 from tests.engine.test_architectures import SITES as SITES_OF
 from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Captured, Engine, in_this_process
@@ -161,46 +161,7 @@ def test_no_collective_is_added_to_a_step(reader: StoreReader, store: Store, mon
             engine.llm.collective_rpc(count)
             engine.run([tokens(20, seed=seed) for seed in range(4)], [{"max_tokens": 20, **GREEDY}] * 4,
                        [{"codec": "raw"} if tapped else None] * 4)
-            said.append(engine.llm.collective_rpc(counted))
+            said.append(by_step(engine.llm.collective_rpc(counted)))
         finally:
             engine.close()
-    for own, other in zip(*said, strict=True):
-        steps, plain = own.pop("steps"), other.pop("steps")
-        assert steps > 30 and plain > 30 and own
-        assert {name: number / steps for name, number in own.items()} == {
-            name: number / plain for name, number in other.items()}
-
-
-SAID: Counter[str] = Counter()  # of a worker
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "reduce",
-               "broadcast_object_list", "gather", "gather_object", "scatter", "reduce_scatter", "reduce_scatter_tensor",
-               "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv", "barrier",
-               "monitored_barrier", "send_object_list", "recv_object_list", "broadcast_object", "send_object",
-               "recv_object", "broadcast_tensor_dict", "send_tensor_dict", "recv_tensor_dict", "isend_tensor_dict",
-               "irecv_tensor_dict")
-
-
-def count(wrapper: Any) -> None:
-    """Count in a rank's worker what it says to others, and its steps with tokens."""
-    worker = getattr(wrapper, "worker", wrapper)
-    worker.model_runner._dummy_run(2)  # without a warm-up vLLM's CPU runner has no room for what a stage is handed on
-
-    def counting(name: str, call: Any, counts: Any = lambda *_: True) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            SAID[name] += bool(counts(*args))
-            return call(*args, **kwargs)
-        return called
-
-    from vllm.distributed.parallel_state import GroupCoordinator
-
-    for where in (torch.distributed, GroupCoordinator):  # whose device may have ways of its own
-        for name in COLLECTIVES:
-            if (call := getattr(where, name, None)) is not None:
-                setattr(where, name, counting(f"{where.__name__}.{name}", call))
-    worker.execute_model = counting("steps", worker.execute_model,
-                                    lambda output, *_: output.total_num_scheduled_tokens)
-
-
-def counted(_: Any) -> dict[str, int]:
-    """What was counted in a rank's worker."""
-    return {name: number for name, number in SAID.items() if number}
+    assert said[0] == said[1]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from engine_side.transport.ring_files import PREFIX, directory
 from engine_side.transport.shared_memory import EXTRA
 from schemas.read.reader import StoreReader
 from tests.engine.conftest import Store
+from tests.engine.ranks.collectives import by_step, count, counted
 from tests.engine.test_architectures import SITES as SITES_OF
 from tests.support.engines.engines import (
     ALL_ROWS,
@@ -105,23 +108,26 @@ def test_every_site_of_two_ranks_is_that_of_one(
     family: str, reader: StoreReader, store: Store, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions go to the workers
     monkeypatch.setenv("VLLM_TAP_ARM", ",".join(SITES_OF["qwen3"]))
     had = rings(store)
     engine = of_ranks(family, 1, reader)
     try:
+        (single,) = sent_in_a_step(engine, store)
         alone, (ring,) = run(engine), [size for path, size in rings(store).items() if path not in had]
     finally:
         engine.close()
     had = rings(store)
     engine = of_ranks(family, 2, reader)
     try:
+        pair = sent_in_a_step(engine, store)
         found, own = run(engine), [size for path, size in rings(store).items() if path not in had]
         for codec, site in (("topk:k=8", "q"), ("topk:k=8", "z")):
             with pytest.raises(ValueError, match=f"ranks share out the columns of {site}"):
                 engine.run([tokens(5, seed=1)], [{"max_tokens": 1, **GREEDY}], [{"codec": codec, "sites": [site]}])
     finally:
         engine.close()
-    assert len(own) == 2 and (ON_GPU or sum(own) == ring)  # on a GPU a ring has room for two steps of what is armed
+    assert len(own) == 2 and (ON_GPU or own == [ring // 2] * 2)  # on a GPU: room for two steps of what is armed
     for one, two in zip(alone, found, strict=True):
         assert two.manifest.status == "complete" and (ON_GPU or one.tokens == two.tokens)
         assert [(row.site, row.layer, row.captured) for row in one.manifest.rows] == [
@@ -133,6 +139,8 @@ def test_every_site_of_two_ranks_is_that_of_one(
     if not ON_GPU:  # whose products of matrices of another size are others
         same_bits(reader, alone[1], found[1])
     held_in_halves(store, found[0], alone[0])
+    if family == "qwen3, two K/V heads":  # of one head each layer's keys and values are of one rank
+        assert pair == [Sent(single.frames, single.rows // 2, single.payload // 2)] * 2
 
 
 def held_against(engine: Engine, captured: Captured) -> None:
@@ -163,3 +171,60 @@ def held_in_halves(store: Store, two: Captured, one: Captured) -> None:
                 for each in (one, two)}
     (_, nbytes), = sums[one.id]
     assert sums[two.id] == [(0, nbytes // 2), (1, nbytes // 2)]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a rank has sent of a step: frames, rows of a layer in them, and their encoded bytes."""
+
+    frames: int
+    rows: int
+    payload: int
+
+
+def sent_in_a_step(engine: Engine, store: Store) -> list[Sent]:
+    """By rank, of the sites that every layer has, with a prompt of one step: a frame a site. In its ring are those
+    bytes, and beside each site's a token id and a position for every token.
+    """
+    sites, count = [site for site in SITES_OF["qwen3"] if site not in ("embed", "final_norm")], 48
+    before = engine.llm.collective_rpc(taken)
+    (one,) = engine.run([tokens(count, seed=9)], [{"max_tokens": 1, **GREEDY}], [{"codec": "raw", "sites": sites}])
+    more = [[now - then for now, then in zip(*each, strict=True)]
+            for each in zip(engine.llm.collective_rpc(taken), before, strict=True)]
+    with sqlite3.connect(f"file:{store.path}/catalog.sqlite?mode=ro", uri=True) as db:
+        frames = dict(db.execute("SELECT part, count(DISTINCT seq) FROM extents WHERE capture = ? GROUP BY part",
+                                 (one.id,)).fetchall())
+    assert [ring for *_, ring in more] == [payload + len(sites) * count * 12 for _, payload, _ in more]
+    return [Sent(frames[rank], rows, payload) for rank, (rows, payload, _) in enumerate(more)]
+
+
+def taken(_: Any) -> tuple[int, int, int]:
+    """Of a rank's worker: rows that it encoded, their bytes, and those of its ring that were ever in use."""
+    from engine_side import worker
+
+    assert worker.CURRENT is not None
+    recorder = worker.CURRENT.recorder
+    return recorder.counters.rows, recorder.counters.bytes, recorder.to_host.ring.head
+
+
+def test_no_collective_is_added_to_a_step(reader: StoreReader, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks tell each other in a step is counted with every row captured, and without a tap."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions go to the workers
+    monkeypatch.setenv("VLLM_TAP_ARM", ",".join(SITES_OF["qwen3"]))
+    said = []
+    for tapped in (True, False):
+        if not tapped:
+            monkeypatch.delenv("VLLM_TAP_ENDPOINT")
+        engine = of_ranks("qwen3, two K/V heads", 2, reader)
+        try:
+            engine.llm.collective_rpc(count)
+            engine.run([tokens(20, seed=seed) for seed in range(4)], [{"max_tokens": 40, **GREEDY}] * 4,
+                       [{"codec": "raw"} if tapped else None] * 4)
+            said.append(by_step(engine.llm.collective_rpc(counted)))
+        finally:
+            engine.close()
+    assert said[0] == said[1]
+    sums = 1 + 2 * 4  # of the embedding, and two a layer
+    assert all(sums in {number for name, number in each.items() if "all" in name and "reduce" in name}
+               for each in said[0]), said[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,17 +10,17 @@ import pytest
 
 from engine_side.config import DRAWN, GROUP
 from engine_side.seams.ranks.data import check_exchange
-from engine_side.seams.ranks.tensor import group_of
+from engine_side.seams.ranks.tensor import group_of, instance_of
 from schemas.errors import StartError
 from schemas.wire.layout import siblings
 
 
-def named(instance: str = "ab1", **parallel: int) -> str:
-    """The group of a rank whose vLLM has this configuration."""
+def named(instance: str = "ab1", of: Callable[[Any], str] = group_of, **parallel: int) -> str:
+    """The group of a rank whose vLLM has this configuration, or what its engine is called."""
     config: Any = SimpleNamespace(instance_id=instance, parallel_config=SimpleNamespace(**{
         "tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 1, "data_parallel_rank": 0,
         **parallel}))
-    return group_of(config)
+    return of(config)
 
 
 def test_data_parallel_engines_have_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,8 +46,13 @@ def test_ranks_of_several_hosts_are_one_engine_where_they_were_given_its_name(mo
 
 def test_an_engine_of_one_rank_has_no_group_and_ranks_that_nobody_named_are_refused(monkeypatch: pytest.MonkeyPatch
                                                                                      ) -> None:
-    monkeypatch.delenv(GROUP, raising=False)
+    """It is called something among those of its server, if anybody named it."""
+    monkeypatch.setenv(GROUP, f"{DRAWN}01A")
     assert named(tensor_parallel_size=1, data_parallel_index=1) == ""
+    assert named(of=instance_of, tensor_parallel_size=1, data_parallel_index=1) == "01A-ab1-1"
+    assert named(of=instance_of) == named() == "01A-ab1-0"
+    monkeypatch.delenv(GROUP, raising=False)
+    assert named(of=instance_of, tensor_parallel_size=1) == ""
     with pytest.raises(StartError, match=f"{GROUP} is not set .*: give all ranks of an engine the same one"):
         named()
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch._inductor.ir
 from torch import nn
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from engine_side.seams import fusions, projections, residuals
 from engine_side.tap import taps
-from engine_side.tap.architectures import TapPoint, family_of, find_carried
+from engine_side.tap.architectures import ARCHITECTURES, TapPoint, family_of, find_carried
 from engine_side.tap.staging import Staging, allocate
 from engine_side.tap.taps import install
 from tests.engine_side.seams.test_projections import Method
@@ -402,7 +403,7 @@ def test_an_operand_may_be_given_by_name_and_have_more_dimensions() -> None:
     ({"fuse_act_quant": True}, ("resid_post", "mlp_post", "z"), ["mlp_post"]),
     ({"fuse_attn_quant": True, "fuse_norm_quant": True}, ("resid_mid", "z", "k"), ["z"]),
     ({"enable_qk_norm_rope_fusion": True}, ("q", "k", "v"), ["q", "k"]),
-    ({"fuse_allreduce_rms": True}, ("attn_out", "resid_post"), ["attn_out"]),
+    ({"fuse_allreduce_rms": True}, ("attn_out", "resid_post"), []),  # on one rank
 ])
 def test_the_start_names_a_site_that_is_computed_apart(passes: dict[str, bool], sites: tuple[str, ...],
                                                        apart: list[str]) -> None:
@@ -414,6 +415,57 @@ def test_the_start_names_a_site_that_is_computed_apart(passes: dict[str, bool], 
     module.quant_method = UnquantizedLinearMethod()
     assert fusions.computed_apart(points, SimpleNamespace(mode=3, pass_config=SimpleNamespace(**passes))) == [
         site for site in apart if site not in ("mlp_post", "z")]
+
+
+TWO_NORMS, FOUR_NORMS = ARCHITECTURES["LlamaForCausalLM"], ARCHITECTURES["Gemma2ForCausalLM"]
+RULES = {"resid_pre": "stream_in", "resid_mid": "second", "resid_post": "stream_out", "attn_out": "result"}
+
+
+@pytest.mark.parametrize(("sites", "read", "edited"), [
+    (("embed", "resid_mid", "final_norm", "q", "v", "z", "mlp_post"), [], ["embed", "resid_mid"]),
+    (("resid_post",), ["resid_post"], ["resid_post"]),
+    (("resid_mid", "attn_out", "mlp_out"), ["attn_out", "mlp_out"], ["resid_mid", "attn_out", "mlp_out"]),
+])
+def test_what_an_all_reduce_made_before_a_norm_adds_it_is_named(sites: tuple[str, ...], read: list[str],
+                                                                edited: list[str]) -> None:
+    """vLLM fuses both, and gives the sum alone."""
+    model = nn.ModuleList([RMSNorm.__new__(RMSNorm)])
+    points = [TapPoint(site, layer, Projection(HIDDEN, HIDDEN), RULES.get(site, "result"), HIDDEN, "")
+              for site in sites for layer in (0, 1)]
+
+    def apart(which: str, ranks: int = 2, model: nn.Module = model, **passes: bool) -> list[str]:
+        places = fusions.reduced(model, TWO_NORMS.block, ranks)
+        compilation = SimpleNamespace(mode=3, pass_config=SimpleNamespace(**(passes or {"fuse_allreduce_rms": True})))
+        return fusions.computed_apart(points if which == "read" else (), compilation, places,
+                                      points if which == "edited" else ())
+
+    assert (apart("read"), apart("edited")) == (read, edited)
+    for other in ({"ranks": 1}, {"fuse_allreduce_rms": False}, {"model": nn.ModuleList([nn.LayerNorm(HIDDEN)])}):
+        assert apart("read", **other) == apart("edited", **other) == []  # type: ignore[arg-type]
+
+
+def test_the_stream_that_a_block_is_given_is_named_where_another_block_made_it() -> None:
+    """What the first is given is the embedding's, which comes out of its fusion."""
+    places = fusions.reduced(nn.ModuleList([RMSNorm.__new__(RMSNorm)]), TWO_NORMS.block, 2)
+    compilation = SimpleNamespace(mode=3, pass_config=SimpleNamespace(fuse_allreduce_rms=True))
+    first, second = (TapPoint("resid_pre", layer, nn.Module(), "stream_in", HIDDEN, "") for layer in (0, 1))
+    assert fusions.computed_apart([first], compilation, places) == []
+    assert fusions.computed_apart([second], compilation, places) == ["resid_pre"]
+    assert fusions.computed_apart([], compilation, places, [first]) == ["resid_pre"]
+    for rule, named in (("results 0 + 1", ["resid_post"]), ("result", [])):  # the block's own sum, or what makes it
+        point = TapPoint("resid_post", 1, nn.Module(), rule, HIDDEN, "")
+        assert fusions.computed_apart([point], compilation, places) == named
+
+
+def test_what_a_norm_makes_of_an_all_reduce_before_it_is_added_may_be_read() -> None:
+    """As in Gemma: the norm gives both, and who adds its rows is not in the fusion. What it is given is not to change.
+    """
+    places = fusions.reduced(nn.ModuleList([RMSNorm.__new__(RMSNorm)]), FOUR_NORMS.block, 2)
+    compilation = SimpleNamespace(mode=3, pass_config=SimpleNamespace(fuse_allreduce_rms=True))
+    points = [TapPoint(site, 1, nn.Module(), RULES.get(site, "result"), HIDDEN, "") for site in (
+        "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "attn_out_raw", "mlp_out_raw")]
+    assert fusions.computed_apart(points, compilation, places) == []
+    assert fusions.computed_apart([], compilation, places, points) == ["attn_out_raw", "mlp_out_raw"]
 
 
 def test_a_projection_that_takes_codes_from_the_activation_before_it_is_computed_apart() -> None:

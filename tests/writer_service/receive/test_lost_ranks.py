@@ -54,3 +54,35 @@ def test_an_engine_that_has_ended_has_no_lost_ranks(tmp_path: Path) -> None:
         assert reader.lost_ranks(ranks.info.group) == [1]
         assert until(lambda: reader.lost_ranks(ranks.info.group) == [], 60)
     assert_consistent(store)
+
+
+def test_an_engine_of_one_rank_is_lost_where_others_of_its_server_go_on(tmp_path: Path) -> None:
+    """Not where it is alone: then nobody tells whether it ended. Nor where it said that it ends."""
+    with WriterProcess(tmp_path / "store", *FLAGS) as writer, StoreReader(tmp_path / "store") as reader, \
+            LivingRanks(writer.endpoint, 1, "01S-abc-0") as first, \
+            LivingRanks(writer.endpoint, 1, "01S-abc-1") as other, \
+            LivingRanks(writer.endpoint, 1, "01T-abc-0") as alone:
+        first.kill(0)
+        alone.kill(0)
+        assert until(lambda: reader.lost_of_server("01S-abc-1") == {"data-parallel engine 0": [0]}, 60)
+        assert reader.lost_of_server("01S-abc-0") == reader.lost_of_server("01S-abc-1")
+        assert reader.lost_ranks("01S-abc-1") == [0] and reader.lost_ranks("01T-abc-0") == []
+        first.start(0)
+        assert until(lambda: reader.lost_ranks("01S-abc-1") == [], 60)
+        with first.lock:
+            first.all[0].bye()
+        first.kill(0)
+        assert not until(lambda: reader.lost_ranks("01S-abc-1"), 3 * LOST_S)
+        other.kill(0)
+    assert_consistent(tmp_path / "store")
+
+
+def test_an_engine_of_several_ranks_is_lost_whole_where_others_of_its_server_go_on(tmp_path: Path) -> None:
+    with WriterProcess(tmp_path / "store", *FLAGS) as writer, StoreReader(tmp_path / "store") as reader, \
+            LivingRanks(writer.endpoint, 2, "01S-abc-0") as first, LivingRanks(writer.endpoint, 2, "01S-abc-1"):
+        for rank in (0, 1):
+            first.kill(rank)
+        assert until(lambda: reader.lost_of_server("01S-abc-1") == {"data-parallel engine 0": [0, 1]}, 60)
+        first.start(1)
+        assert until(lambda: reader.lost_ranks("01S-abc-1") == [0], 60)
+    assert_consistent(tmp_path / "store")

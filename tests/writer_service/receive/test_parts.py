@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from schemas.errors import CorruptError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.wire.layout import Part, Share
@@ -291,6 +292,24 @@ def test_parts_come_in_any_order(case: Case) -> None:
         case.wait()
         assert final(reader, case.capture) == "complete"
         assert_whole(reader, case)
+
+
+def test_ranks_that_name_different_tokens_are_named(case: Case) -> None:
+    """At one step, whether a rank has columns of the row or a layer of its own; of another step it may."""
+    case.begin()
+    case.step(range(PROMPT), 1, sites=("resid_post", "k"))
+    case.step(range(PROMPT), 1, who=[rank for rank in case.ranks if rank.rank != 2], sites=("q",))
+    case.ranks[2].rows(case.capture, 1, "q", range(PROMPT), 1, token=5001)
+    case.ranks[3].rows(case.capture, 1, "resid_post", [5], 2, token=5002)
+    case.step([5, 6], 3, sites=("q", "k"))
+    case.step([6], 2, sites=("k",), token=7000)
+    case.wait()
+    case.writer.stop()
+    found = [(one.what, one.site, one.capture, one.layers, one.positions) for one in fsck(case.store).bad]
+    assert found == [("rank 2 names other tokens than rank 0 in the same steps", "q", case.capture, tuple(LAYERS),
+                      tuple(range(PROMPT)))]
+    with StoreReader(case.store) as reader, pytest.raises(CorruptError, match="ranks name other tokens"):
+        reader.slice(case.capture, "q", LAYERS).values()
 
 
 def test_when_the_leader_is_lost_the_capture_is(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Captures that ranks joined and their leader never opened: they fail, with the reason, once nothing can open them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from schemas.ids import new_ulid
+from schemas.read.reader import StoreReader
+from schemas.wire.messages import TapCounters, TapState
+from tests.support.consistency import assert_consistent
+from tests.support.ranks import LAYERS, LivingRanks
+from tests.support.store_helpers import WriterProcess, until
+
+RANKS, LOST_S = 2, 1
+FLAGS = ("--engine-lost-s", str(LOST_S))
+
+
+def tell(ranks: LivingRanks, waiting: int) -> None:
+    """So many messages of each rank are on their way, as its heartbeat says."""
+    ranks.tap = TapState(TapCounters(), 1 << 20, 0, waiting)
+
+
+@pytest.mark.parametrize("how", ["it did not take it", "it ended", "it is silent"])
+def test_a_capture_that_its_leader_never_opened_fails(tmp_path: Path, how: str) -> None:
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store, *FLAGS) as writer, StoreReader(store) as reader, \
+            LivingRanks(writer.endpoint, RANKS) as ranks:
+        with ranks.lock:
+            ranks.all[1].join(capture)
+            ranks.all[1].rows(capture, 1, "q", range(3), 1)
+            ranks.all[1].part_finish(capture)
+            ranks.all[1].wait()
+            if how == "it ended":
+                ranks.leader.bye()
+                ranks.dead.add(ranks.leader)
+        if how == "it did not take it":
+            tell(ranks, 0)
+        elif how == "it is silent":
+            ranks.kill(0)
+        assert until(lambda: reader.capture(capture).status in ("pending", "failed"))
+        assert until(lambda: reader.capture(capture).status == "failed", 60)
+        words = {"it did not take it": "did not take it: too much waited for the writer", "it ended": "ended",
+                 "it is silent": "has no sender any more"}
+        assert reader.manifest(capture).failed == f"other ranks joined it, but rank 0 of its engine {words[how]}"
+    assert_consistent(store)
+
+
+def test_what_waits_at_the_leader_may_still_open_it(tmp_path: Path) -> None:
+    """However long that takes: its Open is among what it has not sent yet."""
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store, *FLAGS) as writer, StoreReader(store) as reader, \
+            LivingRanks(writer.endpoint, RANKS) as ranks:
+        with ranks.lock:
+            ranks.all[1].join(capture)
+            ranks.all[1].rows(capture, 1, "q", range(3), 1)
+            ranks.all[1].part_finish(capture)
+            ranks.all[1].wait()
+        tell(ranks, 4)
+        assert not until(lambda: reader.capture(capture).status == "failed", 5 * LOST_S)
+        with ranks.lock:
+            ranks.leader.open(capture, 3, {"q": LAYERS})
+            ranks.leader.rows(capture, 1, "q", range(3), 1)
+            ranks.leader.finish(capture, 3, 1)
+            ranks.leader.wait()
+        assert until(lambda: reader.capture(capture).status == "complete", 60)
+    assert_consistent(store)
