@@ -178,7 +178,7 @@ class Senders:
         if was not in (None, (hello.rank, group)):
             return f"this stream was rank {was[0]} of group {was[1]!r}, and stays it"
         if engine is not None and len(engine.called) > limits.alias_chars_max:
-            return f"group, instance: at most {limits.alias_chars_max} characters"
+            return f"group: at most {limits.alias_chars_max} characters"
         if engine is None or not group:
             return "" if engine is None or not engine.layout else "layout: group must be named"
         if not 0 <= hello.rank < len(engine.layout):

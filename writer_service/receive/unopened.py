@@ -66,12 +66,12 @@ class Unopened:
         """Why the leader of a group opens no such capture any more; "" where it may."""
         leaders = [state for state in self._senders if state.group == group and state.rank == LEADER]
         leader = max(leaders, key=lambda state: state.last_seen, default=None)
+        if leader is not None and leader.ended:
+            return f"rank {LEADER} of its engine ended"
         if leader is None or now - leader.last_seen > self._lost_after_s:
             since = max(wait.since_s, float("-inf") if leader is None else leader.last_seen)
             gone = now - since > _SILENT * self._lost_after_s
             return f"rank {LEADER} of its engine has no sender any more" if gone else ""
-        if leader.ended:
-            return f"rank {LEADER} of its engine ended"
         if leader.tap is None:
             return ""
         below = leader.received + leader.tap.waiting

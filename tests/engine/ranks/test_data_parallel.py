@@ -130,7 +130,9 @@ def check(service: Service, reference: Reference, captures: Sequence[str], ranks
 
 
 def test_each_engine_of_two_serves_its_requests(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
-    """Of a model without experts they know nothing of each other; edits are made by whichever serves the request."""
+    """Of a model without experts they know nothing of each other; edits are made by whichever serves the request. Then
+    the sender of one is killed: no capture is begun, since a request may go to it, and generation goes on.
+    """
     save_file({"vector": STEER}, tmp_path / "steer.safetensors")
     model, sites = tiny_model(), SITES_OF["qwen3"]
     edits = ["--edit", "resid_post.1", "--vector", f"steer={tmp_path / 'steer.safetensors'}"]
@@ -151,6 +153,14 @@ def test_each_engine_of_two_serves_its_requests(tmp_path: Path, reference_of: Ca
                 (told,) = reader.manifest(after).edits
                 assert [(row["applied"], row["expected"]) for row in told["rows"]] and all(
                     row["applied"] == row["expected"] for row in told["rows"])
+        os.kill(sender_of(service.pid, 1), signal.SIGKILL)
+        assert until(lambda: httpx.get(f"{service.url}/v1/capabilities").json()["lost_ranks"] == [0], 120)
+        ask = {"model": service.model, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+        refused = httpx.post(f"{service.url}/v1/completions", json={**ask, "capture": one}, timeout=300)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "part_lost"), refused.text
+        assert "rank 0 of data-parallel engine 1 has no sender" in refused.json()["error"]["message"]
+        assert all(httpx.post(f"{service.url}/v1/completions", json=ask, timeout=300).status_code == 200
+                   for _ in range(4))
 
 
 def test_engines_of_experts_step_together_and_dummy_steps_are_nobodys(tmp_path: Path) -> None:
@@ -165,12 +175,13 @@ def test_engines_of_experts_step_together_and_dummy_steps_are_nobodys(tmp_path: 
         assert len(set(service.streams(together))) == 2, "one engine served all"
 
 
-def sender_of(pid: int, engine: int, rank: int) -> int:
-    """The process that sends for a rank of an engine of the server ``pid``."""
+def sender_of(pid: int, engine: int, rank: int | None = None) -> int:
+    """The process that sends for a rank of an engine of the server ``pid``, or for the engine that is one process."""
     found = [psutil.Process(each) for each in descendants(pid)]
+    above = [f"EngineCore_DP{engine}", *([] if rank is None else [f"Worker_TP{rank}"])]
     senders = [one.pid for one in found if "engine_side.transport.sender_process" in " ".join(one.cmdline())
-               and f"Worker_TP{rank}" in " ".join(one.parent().cmdline())
-               and f"EngineCore_DP{engine}" in " ".join(one.parent().parent().cmdline())]
+               and all(name in " ".join(process.cmdline()) for name, process in zip(
+                   reversed(above), one.parents(), strict=False))]
     assert len(senders) == 1, senders
     return senders[0]
 

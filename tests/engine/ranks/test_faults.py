@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import psutil
 import pytest
@@ -20,6 +23,7 @@ from tests.support.models.features import GREEDY, tokens
 from tests.support.models.reference import Reference
 from tests.support.processes import descendants
 from tests.support.store_helpers import until
+from writer_service.tools.fsck import fsck
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.soak,
               pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="one GPU cannot hold two ranks")]
@@ -29,15 +33,17 @@ WHOLE = ("resid_pre", "resid_post", "attn_out")  # of which each rank sends ever
 REASONS = {"part_lost", "dropped"}
 
 
-@pytest.fixture
-def engine(reader: StoreReader, reference_of: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch,
-           request: pytest.FixtureRequest) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def engine(reader: StoreReader, reference_of: Callable[[str], Reference], request: pytest.FixtureRequest
+           ) -> Iterator[Engine]:
     """On two ranks; its parameter is the size of their rings together."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_TAP_ARM", ",".join(SITES_OF["qwen3"]))
-    monkeypatch.setenv("VLLM_TAP_ON_FULL", "drop")
-    monkeypatch.setenv("VLLM_TAP_RING_BYTES", str(request.param))
-    engine = start(reader, reference_of("qwen3"), "qwen3", here=False, tensor_parallel_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("VLLM_TAP_ARM", ",".join(SITES_OF["qwen3"]))
+        patch.setenv("VLLM_TAP_ON_FULL", "drop")
+        patch.setenv("VLLM_TAP_RING_BYTES", str(request.param))
+        engine = start(reader, reference_of("qwen3"), "qwen3", here=False, tensor_parallel_size=2)
+    engine.final = lambda id_, timeout_s=90.0: Engine.final(engine, id_, timeout_s)  # type: ignore[method-assign]
     yield engine
     engine.close()
 
@@ -73,10 +79,42 @@ def meanwhile(do: Callable[[], None], then: Callable[[], list[Captured]]) -> lis
         helper.join()
 
 
-@pytest.mark.parametrize("engine", [256 << 20], indirect=True)
+LARGE, SMALL = (pytest.mark.parametrize("engine", [nbytes], indirect=True) for nbytes in (256 << 20, 8 << 20))
+
+
+@LARGE
+def test_the_writer_is_killed_and_started_again(engine: Engine, store: Store) -> None:
+    """Both ranks keep what it had not on the disk, and send it again: nothing is missing."""
+    plain = [list(one.outputs[0].token_ids) for one in generate(engine, 150, captured=False)]
+
+    def again() -> None:
+        assert until(lambda: furthest(store) > 50, 60), "nothing was under way"
+        store.writer.kill()
+        store.writer.wait()
+        assert store.writer.stdout is not None
+        store.writer.stdout.close()
+        store.writer = subprocess.Popen(store.writer.args, stdout=subprocess.PIPE, text=True)
+        assert store.writer.stdout is not None and "writer ready" in store.writer.stdout.readline()
+
+    found = meanwhile(again, lambda: generate(engine, 150))
+    assert [list(one.tokens[one.prompt_len:]) for one in found] == plain
+    for one in found:
+        assert engine.check(one) == one.manifest.expected
+        assert one.manifest.status == "complete" and not gaps(one)
+        assert {part.state for part in one.manifest.parts} == {"finished"}
+    assert fsck(store.path).bad == []
+
+
+def furthest(store: Store) -> int:
+    """The last position of which the first rank's rows are in the catalog, of captures that have not ended; else -1."""
+    with closing(sqlite3.connect(f"file:{store.path}/catalog.sqlite?mode=ro", uri=True)) as db:
+        return int(db.execute("SELECT coalesce(max(pos_max), -1) FROM extents JOIN captures ON id = capture "
+                              "WHERE finish_seq IS NULL AND lost = 0 AND part = 0").fetchone()[0])
+
+
+@LARGE
 def test_a_rank_whose_sender_is_killed(engine: Engine) -> None:
     """The other's rows are all there and right, the dead one's are named, captures that begin later too."""
-    engine.final = lambda id_, timeout_s=90.0: Engine.final(engine, id_, timeout_s)  # type: ignore[method-assign]
     plain = [list(one.outputs[0].token_ids) for one in generate(engine, 150, captured=False)]
     whole = generate(engine, 3)
     assert not any(map(gaps, whole)), [gaps(one) for one in whole]
@@ -102,7 +140,7 @@ def test_a_rank_whose_sender_is_killed(engine: Engine) -> None:
     assert until(lambda: (info := engine.reader.engine()) and engine.reader.lost_ranks(info.group) == [1], 60)
 
 
-@pytest.mark.parametrize("engine", [8 << 20], indirect=True)
+@SMALL
 def test_the_writer_stands_still_while_both_rings_fill(engine: Engine, store: Store) -> None:
     """Rows are dropped by each rank for itself; what adds up, adds up; then all is as before."""
     plain = [list(one.outputs[0].token_ids) for one in generate(engine, 300, captured=False)]
@@ -118,4 +156,27 @@ def test_the_writer_stands_still_while_both_rings_fill(engine: Engine, store: St
         engine.check(one)
         assert set().union(*gaps(one).values(), {"dropped"}) == {"dropped"}
     assert any(gaps(one) for one in found), "no ring was full"
+    assert all(one.manifest.status == "complete" and not gaps(one) for one in generate(engine, 3))
+
+
+@SMALL
+def test_the_ring_of_one_rank_alone_is_full(engine: Engine, store: Store) -> None:
+    """Its rows are dropped, and whole rows of which it has columns; the other's are all there."""
+    plain = [list(one.outputs[0].token_ids) for one in generate(engine, 300, captured=False)]
+    slow = sender_of(1)
+
+    def stand_still() -> None:
+        os.kill(slow, signal.SIGSTOP)
+        until(lambda: furthest(store) > 200, 12)  # not as long as a rank may be silent
+        os.kill(slow, signal.SIGCONT)
+
+    found = meanwhile(stand_still, lambda: generate(engine, 300))
+    assert [list(one.tokens[one.prompt_len:]) for one in found] == plain
+    assert any(gaps(one) for one in found), "the ring was not full"
+    for one in found:
+        engine.check(one)
+        missing = gaps(one)
+        assert set().union(*missing.values(), {"dropped"}) == {"dropped"}
+        assert {layer for site, layer in missing if site in WHOLE} <= {1, 3}
+        assert {part.rank: part.state for part in one.manifest.parts} == {0: "finished", 1: "finished"}
     assert all(one.manifest.status == "complete" and not gaps(one) for one in generate(engine, 3))

@@ -140,7 +140,7 @@ def test_every_site_of_two_ranks_is_that_of_one(
         same_bits(reader, alone[1], found[1])
     held_in_halves(store, found[0], alone[0])
     if family == "qwen3, two K/V heads":  # of one head each layer's keys and values are of one rank
-        assert pair == [Sent(single.frames, single.rows // 2, single.payload // 2)] * 2
+        assert pair == [Sent(single.frames, single.payload // 2)] * 2
 
 
 def held_against(engine: Engine, captured: Captured) -> None:
@@ -175,10 +175,9 @@ def held_in_halves(store: Store, two: Captured, one: Captured) -> None:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank has sent of a step: frames, rows of a layer in them, and their encoded bytes."""
+    """What a rank has sent of a step: frames, and the encoded bytes in them."""
 
     frames: int
-    rows: int
     payload: int
 
 
@@ -194,17 +193,17 @@ def sent_in_a_step(engine: Engine, store: Store) -> list[Sent]:
     with sqlite3.connect(f"file:{store.path}/catalog.sqlite?mode=ro", uri=True) as db:
         frames = dict(db.execute("SELECT part, count(DISTINCT seq) FROM extents WHERE capture = ? GROUP BY part",
                                  (one.id,)).fetchall())
-    assert [ring for *_, ring in more] == [payload + len(sites) * count * 12 for _, payload, _ in more]
-    return [Sent(frames[rank], rows, payload) for rank, (rows, payload, _) in enumerate(more)]
+    assert [ring for _, ring in more] == [payload + len(sites) * count * 12 for payload, _ in more]
+    return [Sent(frames[rank], payload) for rank, (payload, _) in enumerate(more)]
 
 
-def taken(_: Any) -> tuple[int, int, int]:
-    """Of a rank's worker: rows that it encoded, their bytes, and those of its ring that were ever in use."""
+def taken(_: Any) -> tuple[int, int]:
+    """Of a rank's worker: bytes of rows that it encoded, and of its ring that were ever in use."""
     from engine_side import worker
 
     assert worker.CURRENT is not None
     recorder = worker.CURRENT.recorder
-    return recorder.counters.rows, recorder.counters.bytes, recorder.to_host.ring.head
+    return recorder.counters.bytes, recorder.to_host.ring.head
 
 
 def test_no_collective_is_added_to_a_step(reader: StoreReader, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
