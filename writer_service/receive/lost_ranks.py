@@ -21,9 +21,8 @@ class LostRanks:
     """Ranks that are lost, by their group or the engine that is in none, as the journal was last told.
 
     A rank is lost where it was last heard so many seconds before the last of its server, and is not where it is heard
-    again. A server that ended, or that nobody
-    hears, has none that are lost, nor has an engine that ended; a server that comes back from standing still as a whole
-    is heard rank by rank, and gets the time for that.
+    again. A server that ended, or that nobody hears, has none that are lost, nor has an engine that ended; a server
+    that comes back from standing still as a whole is heard rank by rank, and gets the time for that.
     """
 
     def __init__(self, db: sqlite3.Connection, journal: Journal, senders: Iterable[SenderState], lost_after_s: float
@@ -33,7 +32,7 @@ class LostRanks:
         self._since: dict[str, float] = {}  # from when on a group's ranks are waited for (monotonic)
         self._newest: dict[str, float] = {}  # when the last of a server was heard, as of the look before
         self._began: float | None = None  # the first look (monotonic)
-        self._cleared = False  # whether groups that nobody greeted as since then are no longer told of
+        self._left: dict[str, list[int]] = {}  # told by a writer before, of groups that nobody greeted as since
         self._look_s = float("-inf")
         self.count = 0  # of groups that go on
 
@@ -73,8 +72,7 @@ class LostRanks:
             count += len(lost)
             if lost != self._told[group]:
                 self._tell(group, lost)
-        self.count = count
-        self._clear_unheard(now, groups)
+        self.count = count + self._absent(now, groups, newest)
 
     def _tell(self, group: str, lost: list[int]) -> bool:
         if not self._journal.try_append(SenderState("", 0, "writer"), RanksLost(group, lost)):
@@ -84,14 +82,20 @@ class LostRanks:
         self._told[group] = lost
         return True
 
-    def _clear_unheard(self, now: float, groups: Collection[str]) -> None:
-        """Once, when whoever is there has greeted: engines that ended while no writer ran have no lost ranks."""
+    def _absent(self, now: float, groups: Collection[str], newest: Mapping[str, float]) -> int:
+        """Ranks of engines none of whose ranks greeted this writer: lost as a writer before told, while others of their
+        server are heard. Engines that ended while no writer ran have none, once whoever is there has greeted.
+        """
         if self._began is None:
             self._began = now
-        if self._cleared or now - self._began <= self._lost_after_s:
-            return
-        told = [row[0] for row in self._db.execute('SELECT DISTINCT "group" FROM lost_ranks')]
-        self._cleared = all([self._tell(group, []) for group in told if group not in groups])
+            told = [row[0] for row in self._db.execute('SELECT DISTINCT "group" FROM lost_ranks')]
+            self._left = {group: self._known(group) for group in told}
+        over = now - self._began > self._lost_after_s
+        for group in list(self._left):
+            unheard = now - newest.get(siblings(group), float("-inf")) > self._lost_after_s
+            if group in groups or (over and unheard and self._tell(group, [])):
+                del self._left[group]
+        return sum(map(len, self._left.values()))
 
     def _known(self, group: str) -> list[int]:
         """What a writer before this one told."""

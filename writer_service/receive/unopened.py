@@ -78,7 +78,7 @@ class Unopened:
         if wait.below is not None and wait.below[0] == leader.stream:
             below = min(below, wait.below[1])
         wait.below = leader.stream, below
-        return f"rank {LEADER} of its engine did not take it: too much waited for the writer" if (
+        return f"rank {LEADER} of its engine did not open it: too much waited for the writer, or it was refused" if (
             leader.received >= below) else ""
 
     def _give_up(self, capture: str, why: str) -> None:

@@ -179,7 +179,7 @@ def test_a_data_parallel_engine_of_one_rank_is_named(tmp_path: Path) -> None:
         capture = new_ulid()
         with one.lock:
             one.leader.open(capture, PROMPT, {"q": [0]})
-            one.leader.rows(capture, 1, "q", range(PROMPT), 1, layers=[0])
+            one.leader.rows(capture, 1, "q", range(3), 1, layers=[0])
             one.leader.wait()
         one.kill(0)
         assert case.comes([0])
@@ -189,6 +189,8 @@ def test_a_data_parallel_engine_of_one_rank_is_named(tmp_path: Path) -> None:
         assert case.stack.complete("hello").status_code == 200
         with StoreReader(tmp_path / "store") as reader:
             assert until(lambda: reader.capture(capture).status == "incomplete", 60)
+            (entry,) = reader.manifest(capture).rows
+            assert [(gap.start, gap.stop, gap.reason) for gap in entry.missing] == [(3, PROMPT, "engine_lost")]
         one.start(0)
         assert case.comes([])
 

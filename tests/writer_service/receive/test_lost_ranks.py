@@ -67,6 +67,9 @@ def test_an_engine_of_one_rank_is_lost_where_others_of_its_server_go_on(tmp_path
         assert until(lambda: reader.lost_of_server("01S-abc-1") == {"data-parallel engine 0": [0]}, 60)
         assert reader.lost_of_server("01S-abc-0") == reader.lost_of_server("01S-abc-1")
         assert reader.lost_ranks("01S-abc-1") == [0] and reader.lost_ranks("01T-abc-0") == []
+        writer.kill()  # the next one never hears of it, but for what this one told
+        writer.start()
+        assert not until(lambda: reader.lost_ranks("01S-abc-1") != [0], 4 * LOST_S)
         first.start(0)
         assert until(lambda: reader.lost_ranks("01S-abc-1") == [], 60)
         with first.lock:
@@ -86,3 +89,17 @@ def test_an_engine_of_several_ranks_is_lost_whole_where_others_of_its_server_go_
         first.start(1)
         assert until(lambda: reader.lost_ranks("01S-abc-1") == [0], 60)
     assert_consistent(tmp_path / "store")
+
+
+def test_of_a_server_that_ended_while_no_writer_ran_nobody_is_lost(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with WriterProcess(store, *FLAGS) as writer, StoreReader(store) as reader, \
+            LivingRanks(writer.endpoint, 1, "01S-abc-0") as first, \
+            LivingRanks(writer.endpoint, 1, "01S-abc-1") as other:
+        first.kill(0)
+        assert until(lambda: reader.lost_ranks("01S-abc-1") == [0], 60)
+        writer.kill()
+        other.kill(0)
+        writer.start()
+        assert until(lambda: reader.lost_ranks("01S-abc-1") == [], 60)
+    assert_consistent(store)

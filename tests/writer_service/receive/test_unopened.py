@@ -41,8 +41,8 @@ def test_a_capture_that_its_leader_never_opened_fails(tmp_path: Path, how: str) 
             ranks.kill(0)
         assert until(lambda: reader.capture(capture).status in ("pending", "failed"))
         assert until(lambda: reader.capture(capture).status == "failed", 60)
-        words = {"it did not take it": "did not take it: too much waited for the writer", "it ended": "ended",
-                 "it is silent": "has no sender any more"}
+        words = {"it did not take it": "did not open it: too much waited for the writer, or it was refused",
+                 "it ended": "ended", "it is silent": "has no sender any more"}
         assert reader.manifest(capture).failed == f"other ranks joined it, but rank 0 of its engine {words[how]}"
     assert_consistent(store)
 
