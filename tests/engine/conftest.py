@@ -39,7 +39,7 @@ class Store:
     """A store and the real writer process that owns it."""
 
     path: Path
-    writer: subprocess.Popen[str]
+    writer: subprocess.Popen[str]  # a test that kills it starts another
     remote: dict[str, str]  # the settings of an engine that reaches it as from another host
 
 
@@ -58,15 +58,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         before = dict(os.environ)
         torch.set_num_threads(1)
         os.environ.update(ENVIRONMENT, VLLM_TAP_ENDPOINT=endpoint, VLLM_CACHE_ROOT=str(cache_dir() / "vllm"))
+        made = Store(path, writer, {"VLLM_TAP_ENDPOINT": listen, "VLLM_TAP_CURVE": str(keys)})
         try:
-            yield Store(path, writer, {"VLLM_TAP_ENDPOINT": listen, "VLLM_TAP_CURVE": str(keys)})
+            yield made
         finally:
             os.environ.clear()
             os.environ.update(before)
-            writer.send_signal(signal.SIGCONT)
-            writer.terminate()
-            assert writer.wait(15) == 0
-            writer.stdout.close()
+            made.writer.send_signal(signal.SIGCONT)
+            made.writer.terminate()
+            assert made.writer.wait(15) == 0
+            if made.writer.stdout is not None:
+                made.writer.stdout.close()
 
 
 @pytest.fixture(scope="session")

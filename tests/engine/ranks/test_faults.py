@@ -21,7 +21,7 @@ from tests.engine.test_architectures import SITES as SITES_OF
 from tests.support.engines.engines import ON_GPU, Captured, Engine, start
 from tests.support.models.features import GREEDY, tokens
 from tests.support.models.reference import Reference
-from tests.support.processes import descendants
+from tests.support.processes import descendants, runs
 from tests.support.store_helpers import until
 from writer_service.tools.fsck import fsck
 
@@ -50,7 +50,7 @@ def engine(reader: StoreReader, reference_of: Callable[[str], Reference], reques
 
 def sender_of(rank: int) -> int:
     """The process that sends for a rank of the one engine that runs."""
-    found = [psutil.Process(pid) for pid in descendants(os.getpid())]
+    found = [psutil.Process(pid) for pid in descendants(os.getpid()) if runs(pid)]
     senders = [one.pid for one in found if "engine_side.transport.sender_process" in " ".join(one.cmdline())
                and one.parent() is not None and f"Worker_TP{rank}" in " ".join(one.parent().cmdline())]
     assert len(senders) == 1, senders
