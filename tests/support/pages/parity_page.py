@@ -31,6 +31,7 @@ counted by vLLM's own metrics, cached tokens by its outputs.
 | what | compared with | where |
 |---|---|---|
 | eleven architectures, every site, ten features of the scheduler | Hugging Face, float32 | [CPU][features] |
+| the same on two ranks, a ragged batch; Qwen3 under all features | Hugging Face, float32 | CPU, below |
 | their other configurations | Hugging Face, float32 | [CPU](#other-configurations-the-worst-site-of-a-ragged-batch) |
 | families in no table | Hugging Face, float32 | [CPU][unlisted] |
 | Qwen3 and Mixtral, three layers, random weights, bfloat16 | Hugging Face, float32 | GPU, below |
