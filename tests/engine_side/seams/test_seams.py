@@ -75,7 +75,7 @@ def test_a_runner_that_inherits_a_wrapped_step_is_known() -> None:
 
     wrap(Runner, "execute_model", lambda original: lambda self: original(self))
     check_wrapped(Special)
-    with pytest.raises(StartError, match="is neither of the runners that vllm-tap knows"):
+    with pytest.raises(StartError, match="this engine uses the runner"):
         check_wrapped(type("Runner", (), {"execute_model": print}))
 
 

@@ -122,5 +122,5 @@ def test_an_engine_whose_model_nobody_tapped_does_not_start(monkeypatch: pytest.
     start = loader._warm_up(lambda self: "warm")
     assert start(worker("tensorizer")) == "warm"  # nothing is armed
     monkeypatch.setenv("VLLM_TAP_ENDPOINT", "ipc:///nowhere")
-    with pytest.raises(StartError, match="no tap is in it: load_format=tensorizer"):
+    with pytest.raises(StartError, match="load_format=tensorizer: the model was loaded without taps"):
         start(worker("tensorizer"))

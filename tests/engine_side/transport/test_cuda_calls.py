@@ -76,4 +76,4 @@ def test_what_the_driver_refuses_triton_launches(monkeypatch: pytest.MonkeyPatch
         kernel.compiled, kernel.loaded, launch._launched = None, SimpleNamespace(), Refused()  # type: ignore[assignment]
         launch(0)
         assert by_triton[-1][-3:] == (0, 64, 128) and launch._launched is None
-    assert [record.getMessage()[:32] for record in caplog.records] == ["vllm-tap: kernels are left to Tr"]
+    assert [record.getMessage()[:32] for record in caplog.records] == ["vllm-tap: launching a kernel dire"]
