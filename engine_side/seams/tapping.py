@@ -279,9 +279,8 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
         _check_stages(plan, vllm_config)
     ranks, ids = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, [s for s in tapped if SITES[s].ids]
     if ranks > 1 and ids and vllm_config.device_config.device_type != "cpu":
-        raise StartError(f"vllm-tap: {', '.join(ids)}: in a test on several GPUs, ids did not always "
-                         f"agree with the captured router_logits, for an unknown reason, and this engine has {ranks}; "
-                         "arm other sites, or run on one GPU")
+        raise StartError(f"vllm-tap: {', '.join(ids)}: on {ranks} GPUs ids did not always agree with the captured "
+                         "router_logits, for an unknown reason; arm other sites, or run on one GPU")
     if parallel.data_parallel_size > 1 and plan.config.edit:
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: an engine runs steps "
                          "without requests there, and edits are not tested in such steps; leave --edit "

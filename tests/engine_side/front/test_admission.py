@@ -43,7 +43,7 @@ def test_ends_beyond_what_may_wait_are_counted_and_said_once(tmp_path: Path, cap
         with StoreReader(tmp_path / "store") as reader:
             assert until(lambda: reader.capture(captures[-1]), 30)
         admission.report_finish(new_ulid(), "stop", None, [1])
-        assert len(said_of(caplog)) == 2 and "of 3 captures" in said_of(caplog)[-1].getMessage()
+        assert len(said_of(caplog)) == 2 and "how 3 captures ended" in said_of(caplog)[-1].getMessage()
         admission.retire(writer.endpoint)
 
 
@@ -150,7 +150,7 @@ def test_rows_that_never_fit_are_told_so_and_others_to_wait() -> None:
         pass
 
     rows, one = RowsInUse(256), Request()
-    with pytest.raises(EditError, match=r"^edit = '258 rows': room for 256, .*sample \(n\) of each prompt"):
+    with pytest.raises(EditError, match=r"^edit = '258 rows': .*room for 256, .*sample \(n\) of each prompt"):
         rows.check(258)
     with pytest.raises(EditError, match=r"^edit = '258 rows, 86 for each of n = 3': the engine has room for 256"):
         rows.check(86, 3)

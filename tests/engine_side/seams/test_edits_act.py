@@ -90,7 +90,7 @@ def test_edits_that_act_are_told_from_noise(chance: Callable[[Model], None]) -> 
 
 @pytest.mark.parametrize(("chance", "said"), [
     (lambda model: None, r"edits of resid_post.0 do not act.*; looked at it"),
-    (noisy, r"cannot prove that edits of resid_post.0 act: .* off by .* with edits of it, and by .* without; "),
+    (noisy, r"cannot prove that edits of resid_post.0 act: .* moved by .* with edits of it, and by .* without; "),
 ], ids=["none", "noisy"])
 def test_edits_that_do_nothing_are_not_taken_for_noise(chance: Callable[[Model], None], said: str,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +153,10 @@ def test_a_runner_with_ways_of_its_own_gets_no_edits() -> None:
             wrap(kind, name, lambda original: lambda self: original(self))
         for name in names:
             own = type("Special", (kind,), {name: lambda self: None})
-            with pytest.raises(StartError, match=f"Special, whose {name} is not that of vLLM's GPUModelRunner"):
+            with pytest.raises(StartError, match=f"Special: its {name} is not that of vLLM's GPUModelRunner"):
                 check_fills(own())
         check_fills(type("Special", (kind,), {"more": print})())
-    with pytest.raises(StartError, match="whose prepare_inputs is not"):
+    with pytest.raises(StartError, match="its prepare_inputs is not"):
         check_fills(type("Another", (), {"execute_model": Runner.execute_model, "lay_out": print})())
 
 

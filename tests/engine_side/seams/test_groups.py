@@ -47,7 +47,7 @@ def test_an_engine_of_one_rank_has_no_group_and_ranks_that_nobody_named_are_refu
                                                                                      ) -> None:
     monkeypatch.delenv(GROUP, raising=False)
     assert named(tensor_parallel_size=1, data_parallel_index=1) == ""
-    with pytest.raises(StartError, match=f"{GROUP} is not set .*: to the same text for all ranks of an engine"):
+    with pytest.raises(StartError, match=f"{GROUP} is not set .*; set it to the same text for all ranks of an engine"):
         named()
 
 

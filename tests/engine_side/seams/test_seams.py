@@ -60,7 +60,7 @@ def test_taps_in_another_model_than_the_one_that_runs_are_seen() -> None:
     target, drafter = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     check_model(target, target, "a runner")
     check_model(target, torch.nn.Sequential(target), "a runner that wraps its model")
-    with pytest.raises(StartError, match="a runner runs, a Sequential"):
+    with pytest.raises(StartError, match="a runner runs a Sequential"):
         check_model(drafter, torch.nn.Sequential(target), "a runner")
 
 
