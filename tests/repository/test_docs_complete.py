@@ -262,7 +262,7 @@ PLAIN: Final = ("README.md", "SECURITY.md", *(f"docs/{page}" for page in (
     "explain/what-it-does-not-do.md", "reference/bucket.md", "reference/codecs.md", "reference/errors.md",
     "reference/limits.md", "reference/metrics.md", "reference/operations.md", "reference/protocol.md",
     "reference/settings.md", "reference/sizes.md", "reference/spec.md", "reference/store.md", "evidence/faults.md",
-    "evidence/fidelity.md", "evidence/models.md", "evidence/performance.md",
+    "evidence/fidelity.md", "evidence/kv.md", "evidence/models.md", "evidence/performance.md",
     "evidence/production-checklist.md")), *HTTP)
 WORDS_MAX: Final = 30  # of a sentence; 25 is the aim
 _CLAUSE: Final = re.compile(r"\*?(What|Who|Whoever|Whatever|Where) ")
