@@ -368,7 +368,7 @@ def test_ranks_of_another_engine_and_roles_that_a_rank_does_not_have(case: Case)
         sender.wait()
     assert stranger.refused[foreign] == ("conflict", f"capture {case.capture} belongs to another engine")
     assert "Open: must be from rank 0 of a group, not from rank 1" in case.ranks[1].refused[opened][1]
-    assert "Join: must be of a rank of a group that does not lead it, not of rank 0" in case.leader.refused[led][1]
+    assert "Join: must be from a rank of a group other than 0, not from rank 0" in case.leader.refused[led][1]
     assert "rank 1 sends PartFinish" in case.ranks[1].refused[finished][1]
     assert "the rank that opened a capture sends Finish" in case.leader.refused[part][1]
     assert alone.refused[of_none][0] == "conflict"
