@@ -191,7 +191,7 @@ class Writer:
             self._journal.rate.begin(self._journal.folder)
         if self._journal.catalog.failed is not None:
             raise StoreError("write catalog", self.config.store / "catalog.sqlite", self._journal.catalog.failed,
-                             "start again: a damaged catalog is rebuilt")
+                             "restart the writer; it rebuilds a damaged catalog")
 
     def _forgive(self, seconds: float) -> None:
         """Add a time in which nobody could be heard to all deadlines."""

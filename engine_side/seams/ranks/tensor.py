@@ -41,7 +41,8 @@ def group_of(vllm_config: Any) -> str:
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
         return ""
     if not (name := instance_of(vllm_config)):
-        raise StartError(f"vllm-tap: {GROUP} is not set in this process: give all ranks of an engine the same one")
+        raise StartError(f"vllm-tap: {GROUP} is not set in this process; set it to the same text for all ranks of an "
+                         "engine")
     return name
 
 

@@ -53,7 +53,7 @@ def test_an_engine_of_one_rank_has_no_group_and_ranks_that_nobody_named_are_refu
     assert named(of=instance_of) == named() == "01A-ab1-0"
     monkeypatch.delenv(GROUP, raising=False)
     assert named(of=instance_of, tensor_parallel_size=1) == ""
-    with pytest.raises(StartError, match=f"{GROUP} is not set .*: give all ranks of an engine the same one"):
+    with pytest.raises(StartError, match=f"{GROUP} is not set .*; set it to the same text for all ranks of an engine"):
         named()
 
 
@@ -69,7 +69,7 @@ def test_engines_of_experts_that_cannot_exchange_tokens_are_refused(monkeypatch:
         check_exchange(config)
 
     monkeypatch.setattr(CpuCommunicator, "all_gatherv", DeviceCommunicatorBase.all_gatherv)
-    with pytest.raises(StartError, match=r"data_parallel_size=2: on a CPU .* run with data_parallel_size=1"):
+    with pytest.raises(StartError, match=r"data_parallel_size=2: on a CPU .* set data_parallel_size to 1"):
         start()
     start(engines=1)
     start(experts=False)
