@@ -17,8 +17,8 @@ from vllm_tap.fidelity.reports.compare import compared
 from vllm_tap.fidelity.reports.page import page_of
 from vllm_tap.fidelity.reports.recommend import recommend, shown
 from vllm_tap.fidelity.reports.report import Report, lines_of, load_report
-from vllm_tap.fidelity.rows import geometry, noise
 from vllm_tap.fidelity.study import Patched, PlaceStudy
+from vllm_tap.fidelity.unpatched.rows import geometry, noise
 
 DOCS = Path(__file__).parents[3] / "docs" / "evidence"
 PROMPTS = 16
