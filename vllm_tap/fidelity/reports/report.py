@@ -27,8 +27,9 @@ _FIELDS: Final = ("version", "model", "settings", "text", "floors", "places")
 @dataclass(slots=True)
 class Report:
     """A model's. ``floors``: by name KL by prompt, in nats: ``engine`` (a batch against alone) and ``arithmetic``
-    (bfloat16 against float32 in another implementation); empty: not measured, and ``settings`` says why. ``attention``
-    and ``drafter``: an ``Attended`` and a ``Drafted`` as they stand in JSON, or ``why`` there is none; None: not asked.
+    (bfloat16 against float32 in another implementation); empty: not measured, and ``settings`` says why. ``attention``,
+    ``drafter`` and ``retrieval``: an ``Attended``, a ``Drafted`` and a ``Retrieved`` as they stand in JSON, or ``why``
+    there is none; None: not of this kind of report.
     """
 
     model: dict[str, Any]
@@ -39,6 +40,7 @@ class Report:
     version: int = VERSION
     attention: dict[str, Any] | None = None
     drafter: dict[str, Any] | None = None
+    retrieval: dict[str, Any] | None = None
 
     @property
     def free(self) -> float:
@@ -170,7 +172,8 @@ def load_report(path: Path, field_name: str = "REPORT") -> Report:
     try:
         places = [place_of(each) for each in found["places"]]
         report = Report(found["model"], found["settings"], found["text"], found["floors"], places,
-                        attention=found.get("attention"), drafter=found.get("drafter"))
+                        attention=found.get("attention"), drafter=found.get("drafter"),
+                        retrieval=found.get("retrieval"))
         if not np.isfinite(report.bar):
             raise ValueError("a floor is no number: the model itself makes none")
         return report
