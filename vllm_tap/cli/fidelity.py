@@ -173,6 +173,9 @@ def _print(report: Report) -> None:
     for place in report.places:
         for name, found in place.broken.items():
             out.print(Text(f"{place.name} {name}: broken here, {found['why']}"))
+    for name in ("attention", "drafter", "retrieval"):
+        if (part := getattr(report, name)) and "why" in part:
+            out.print(Text(f"{name}: not shown, {part['why']}"))
     if report.settings.get("left_out"):
         out.print(Text(f"left out: {report.settings['left_out']}"))
     if report.settings.get("intervals"):
