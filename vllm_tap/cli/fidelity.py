@@ -199,7 +199,8 @@ def _compare(words: list[str]) -> None:
 def recommend(
     reports: Annotated[list[Path], typer.Argument(metavar="REPORT", help="report.json of one run or several: what is "
                                                                         "taken holds in all of them.")],
-    use: Annotated[str, typer.Option(help="audit, lens, probe, sae, neurons or geometry.")] = "lens",
+    use: Annotated[str, typer.Option(help="audit, lens, probe, sae, neurons, geometry, attention or "
+                                           "drafter.")] = "lens",
     bytes_per_token: Annotated[int | None, typer.Option(help="Bytes that a token may take, over all sites and layers.")]
         = None,
     sites: Annotated[str, typer.Option(help="Sites that are stored, comma-separated (default: all).")] = "",

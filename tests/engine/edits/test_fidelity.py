@@ -115,12 +115,13 @@ def test_a_drafters_rows_and_tokens_belong_together(bench: Bench) -> None:
     answers = bench.unedited(MADE.judged.tokens, generated=True)
     for one, prompt in zip(answers, MADE.judged.tokens, strict=True):
         assert len(one.norm) == len(prompt) + len(one.tokens) - 1
-        own = bench.logits(one.norm[len(one.norm) - len(one.tokens):]).argmax(-1)
+        made = one.norm[len(one.norm) - len(one.tokens):]
+        own = bench.logits(made).argmax(-1)
         assert own.tolist() == list(one.tokens)
         heads = np.repeat(np.eye(one.norm.shape[1] + 1, one.norm.shape[1])[None], 5, 0)
         starts = len(one.tokens) - 5
         expected = accepted(np.stack([own[:starts]] * 5, 1), one.tokens)
-        assert drafting._accepted(bench, heads, one.norm, one.tokens) == expected
+        assert drafting._accepted(bench, heads, made, one.tokens) == expected
 
 
 def test_a_run_that_was_ended_goes_on_where_it_was(measured: tuple[Path, Report], bench: Bench, reader: StoreReader,

@@ -177,6 +177,25 @@ def test_attention_and_the_drafter_stand_on_the_page_or_why_they_do_not() -> Non
     assert [line.values["share"].value for line in drafter_lines(drafter)] == [1.0, 0.75, 0.5]
 
 
+def test_attention_and_a_drafter_have_the_cheapest_codec_whose_bound_holds() -> None:
+    def masses(low: float) -> dict[str, list[float]]:
+        return {"mass": np.linspace(low, low + 0.01, PROMPTS).tolist()}
+
+    sizes = {"raw16": [512, 256], "full8": [258, 130], "nf4b64": [160, 80]}
+    attention = {"layer": 2, "sizes": sizes, "told": {}, "prompts": {
+        "raw16": masses(0.99), "full8": masses(0.99), "nf4b64": masses(0.984), "shuffled": masses(0.2)}}
+    found = recommend([replace(PLAIN, attention=attention)], "attention")
+    assert found.chosen is not None and (found.chosen.codec, found.chosen.bytes_per_token) == ("full8", 388)
+    assert found.specs == [{"sites": ["k_rot", "q_rot"], "layers": [2], "codec": "full8"}]
+    assert [(one.codec, one.holds) for one in found.offers] == [("nf4b64", False), ("full8", True), ("raw16", True)]
+    drafter = {"rows": 9, "starts": 3, "exact": [2.0] * PROMPTS, "told": {}, "sizes": {"full8": 516, "nf4b64": 320},
+               "lengths": {"full8": [1.99] * PROMPTS, "nf4b64": [1.9] * PROMPTS, "shuffled": [1.0] * PROMPTS}}
+    found = recommend([replace(PLAIN, drafter=drafter)], "drafter")
+    assert found.chosen is not None and found.specs == [{"sites": ["final_norm"], "layers": [0], "codec": "full8"}]
+    with pytest.raises(ArgumentError, match=r"--use = 'drafter': no report has it at what was asked for"):
+        recommend([replace(PLAIN, drafter={"why": "too short"})], "drafter")
+
+
 def test_the_page_is_one_file_and_names_are_text_in_it() -> None:
     text = page_of(report({"full8": (516, 2e-5), "<script>x": (520, 4e-5)}, "<b>bold</b>"))
     assert "<b>bold" not in text and "&lt;b&gt;bold" in text and "<script>" not in text

@@ -8,7 +8,7 @@ engine. What it accepts says how much of a drafter's training a codec spoils, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -50,7 +50,8 @@ def study_drafter(bench: Bench, fitted_on: I64, judged: I64, codecs: Sequence[st
     """
     wanted = fitted_on[: max(1, _ROWS_MAX // fitted_on.shape[1])]
     rows = [answer.norm for answer in _answers(bench, wanted, batch)]
-    live = [(answer.norm, answer.tokens) for answer in _answers(bench, judged, batch, generated=True)]
+    live = [(answer.norm[len(answer.norm) - len(answer.tokens):].copy(), answer.tokens)  # the prompt's are let go
+            for answer in _answers(bench, judged, batch, generated=True)]
     starts = len(live[0][1]) - DRAFTED
     if starts < 1:
         raise Unpublished(f"answers of {len(live[0][1])} tokens are too short for drafts of {DRAFTED}")
@@ -97,7 +98,8 @@ def fitted(prompts: Iterable[F32]) -> F64:
     assert squares is not None
     penalty = _PENALTY * np.trace(squares) / len(squares)
     regular = squares + penalty * np.diag(np.r_[np.ones(len(squares) - 1), 0.0])
-    return np.stack([np.linalg.solve(regular, each) for each in products])
+    found: F64 = np.linalg.solve(regular, np.concatenate(list(products), 1)).reshape(len(regular), DRAFTED, -1)
+    return found.transpose(1, 0, 2)
 
 
 def accepted(drafts: I64, tokens: Sequence[int]) -> float:
@@ -109,9 +111,8 @@ def accepted(drafts: I64, tokens: Sequence[int]) -> float:
 
 
 def _accepted(bench: Bench, heads: F64, norm: F32, tokens: Sequence[int]) -> float:
-    """Drafts behind each token of an answer; ``norm``: rows of its prompt and of its tokens but for the last one."""
-    starts = len(tokens) - DRAFTED
-    given = _ones(norm[len(norm) - len(tokens):][:starts])
+    """Drafts behind each token of an answer; ``norm``: the row that made each of its tokens."""
+    given = _ones(norm[: len(tokens) - DRAFTED])
     drafted = np.stack([bench.logits((given @ head).astype(np.float32)).argmax(-1) for head in heads], 1)
     return accepted(drafted, tokens)
 
@@ -120,6 +121,6 @@ def _ones(rows: F32) -> F64:
     return np.concatenate([rows.astype(np.float64), np.ones((len(rows), 1))], 1)
 
 
-def _answers(bench: Bench, tokens: I64, batch: int, generated: bool = False) -> list[Answer]:
-    return [answer for start in range(0, len(tokens), batch)
-            for answer in bench.unedited(tokens[start:start + batch], generated)]
+def _answers(bench: Bench, tokens: I64, batch: int, generated: bool = False) -> Iterator[Answer]:
+    for start in range(0, len(tokens), batch):
+        yield from bench.unedited(tokens[start:start + batch], generated)
