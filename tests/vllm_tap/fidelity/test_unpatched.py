@@ -11,8 +11,9 @@ import pytest
 from schemas.attended import Attention
 from schemas.attention import AttentionRule, summarize
 from vllm_tap.fidelity import coding
+from vllm_tap.fidelity.bench import Answer, Bench, Unpublished
 from vllm_tap.fidelity.unpatched.attention import FIRST, TOP, held_against
-from vllm_tap.fidelity.unpatched.drafting import DRAFTED, accepted, fitted, share
+from vllm_tap.fidelity.unpatched.drafting import DRAFTED, accepted, fitted, share, study_drafter
 
 RNG = np.random.default_rng(0)
 LENGTH, HEAD = 40, 16
@@ -85,3 +86,49 @@ def test_a_draft_counts_up_to_its_first_wrong_token() -> None:
 def test_the_share_is_of_means_and_paired() -> None:
     exact, coded = [2.0, 3.0, 4.0, 3.0], [1.0, 1.5, 2.0, 1.5]
     assert asdict(share(exact, coded)) == pytest.approx({"value": 0.5, "low": 0.5, "high": 0.5})
+
+
+class Turning(Bench):
+    """A model whose last norm turns by one step a token, from where its prompt put it; its answers are 12 tokens."""
+
+    read = np.random.default_rng(7).normal(size=(16, 50)).astype(np.float32)
+    turn: Any = np.linalg.qr(np.random.default_rng(8).normal(size=(16, 16)))[0]
+
+    def __init__(self) -> None: ...
+
+    @property
+    def dtype(self) -> str:
+        return "float32"
+
+    def logits(self, norm: Any) -> Any:
+        return norm @ self.read
+
+    def unedited(self, prompts: Any, generated: bool = False) -> list[Answer]:
+        found = []
+        for prompt in prompts:
+            rows = [np.random.default_rng(int(prompt[0])).standard_normal(16)]
+            for _ in range(len(prompt) + 10):
+                rows.append(self.turn @ rows[-1])
+            every = np.array(rows, np.float32)
+            tokens = tuple(self.logits(every[len(prompt) - 1:]).argmax(-1).tolist())
+            found.append(Answer(tokens, every if generated else every[: len(prompt)], None))
+        return found
+
+
+class Chance(Turning):
+    """Another turn each time."""
+
+    @property
+    def turn(self) -> Any:
+        return RNG.standard_normal((16, 16)) / 4
+
+
+def test_a_drafter_of_a_model_that_goes_by_a_rule_is_right_and_one_of_shuffled_rows_is_not() -> None:
+    prompts = np.arange(40)[:, None] * np.ones((1, 30), np.int64)
+    found = study_drafter(Turning(), prompts[:24], prompts[24:], ["raw16", "nf4b64", "topk8:density=0.04"], 5)
+    assert found.exact == [6.0] * 16 and found.rows == 24 * 30 and found.starts == 12 - DRAFTED
+    assert found.lengths["raw16"] == [6.0] * 16 and 2 < np.mean(found.lengths["nf4b64"]) < 6
+    assert np.mean(found.lengths["shuffled"]) < 1.5 and found.sizes["raw16"] == 32
+    assert found.told["shuffled"].endswith("fewer than with every codec") or "topk8" in found.told["shuffled"]
+    with pytest.raises(Unpublished, match=r"it has learnt nothing of this model"):
+        study_drafter(Chance(), prompts[:24], prompts[24:], [], 5)
