@@ -1,7 +1,7 @@
 """Keys and values in their principal components, layer by layer and head by head, keys before the rotary embedding.
 
 Means, components and which of them has how many bits are of other documents than those that are scored. They are kept
-once for a model, not by token: of a token there are the codes, and the length of what is coded in bfloat16.
+once for a model, not by token: of a token there are the codes, and in bfloat16 how long it is for a row of its kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_tap.fidelity.kv.modes import Exact
 __all__ = ["PRINCIPAL", "ByLayer", "Principal", "by_layer", "fit"]
 
 PRINCIPAL: Final = {"pca4": 4, "pca2": 2}  # bits a number, on average
-_BITS_MAX: Final = 6  # of a component
+_BITS_MAX: Final = 8  # of a component
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class Principal:
     def encode(self, rows: torch.Tensor, what: str) -> Pieces:
         one = self.fitted[what]
         turned = torch.einsum("nhi,hij->nhj", rows.float().cpu() - one.mean, one.turn) / one.size
-        length = (turned.square() * (one.bits > 0)).sum(-1).div((one.bits > 0).sum(-1)).sqrt()
+        # Of the energy: small components of a row that is like no other would make the large ones small.
+        length = ((turned * one.size).square().sum(-1) / one.size.square().sum(-1)).sqrt()
         shape = divided(turned, length.unsqueeze(-1))
         codes = torch.zeros(shape.shape, dtype=torch.int64)
         for bits in one.bits.unique().tolist():
