@@ -124,13 +124,3 @@ def test_codecs_that_are_fitted_stand_beside_the_others(names: tuple[str, ...], 
         KVJob(job.common, codecs=("pca4", "pca4"))
     with pytest.raises(ArgumentError, match="--codec = 'pca4': is the name of a codec that is shipped"):
         KVJob(job.common, own={"pca4": type("Mine", (), {})})
-
-
-def test_a_row_that_is_like_no_other_keeps_its_large_components() -> None:
-    """What it has in small ones is cut off, and costs no more than that."""
-    exact = {(layer, 0): (TURN.turned(drawn(layer, "k"), PLACES), drawn(layer, "v")) for layer in (0, 1)}
-    one = by_layer(("pca4",), exact, (0, 1), {0: TURN, 1: TURN})[0].at(0)
-    rows = drawn(0, "v", 60)
-    odd = rows + 0.02 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(9))  # in every direction
-    added = (odd - rows).norm() / odd.norm()
-    assert (one.round_trip(odd, "v") - odd).norm() / odd.norm() < 2 * added
