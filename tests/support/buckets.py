@@ -38,6 +38,7 @@ class FaultProxy:
     fault: Callable[[str, str], Fault] = lambda method, path: None
     seen: list[tuple[str, str]] = field(default_factory=list)
     unsigned: list[str] = field(default_factory=list)  # paths of bodies that came without their SHA-256
+    got: int = 0  # bytes of objects that were read
     port: int = 0
     let_go: threading.Event = field(default_factory=threading.Event)
 
@@ -81,6 +82,8 @@ def proxy(upstream: int) -> Iterator[FaultProxy]:
             answer = line.getresponse()
             data = answer.read()
             line.close()
+            if self.command == "GET" and "list-type" not in self.path:
+                made.got += len(data)
             if fault == "lost":
                 self.close_connection = True
                 return

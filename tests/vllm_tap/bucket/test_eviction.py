@@ -17,7 +17,7 @@ import pytest
 import zarr
 
 from schemas.bucket.snapshots import fetch_snapshot, read_blocks
-from schemas.errors import BucketError, NotFoundError, OutrunError, StoreError, TapError
+from schemas.errors import BucketError, NotFoundError, OutrunError, StoreError
 from schemas.objects.evicted import evicted_numbers, read_away
 from schemas.objects.layout import HEAD, read_head
 from schemas.objects.objects import Objects
@@ -33,7 +33,6 @@ from vllm_tap.bucket.check import check
 from vllm_tap.bucket.eviction import evict, recall_all
 from vllm_tap.bucket.push import Pushed, push
 from vllm_tap.bucket.snapshot import BlockAt
-from vllm_tap.loader.dataset import rows
 from writer_service import fs
 from writer_service.catalog.changes import Erased
 from writer_service.journal.group_commit import Waker
@@ -372,9 +371,6 @@ def test_other_tools_know_of_it(sample: Sample, store: Path, tmp_path: Path) -> 
     assert len(away(store)) == blocks_of(store) and answers(store) == before
     # Compaction leaves them alone.
     assert compact(store).blocks == 0 and answers(store) == before
-    # The loader reads files, and says where they are.
-    with pytest.raises(TapError, match="evicted to a bucket"):
-        next(iter(rows(store, SITE, 1, batch=8, codec="int8b64")))
     # A stranger's reader of the block fails; it is told no fill values.
     for number in away(store):
         block = zarr.open_group(store / block_name(number), mode="r")
