@@ -253,7 +253,7 @@ def test_activations_of_a_rank_without_rows_are_refused(made: Made) -> None:
     options: dict[str, Any] = {"codec": "int8b64", "batch": 100, "world": 101}
     blocks = -(-made.rows // 128)
     assert len(next(activations(made.path, "resid_post.1", rank=blocks - 1, **options))) == 100
-    with pytest.raises(SpecError, match=f"^rank = {blocks}: has no rows: {blocks} blocks of 128 are shared by"):
+    with pytest.raises(SpecError, match=f"^rank = {blocks}: has no rows: {blocks} units of at most 128 are shared by"):
         activations(made.path, "resid_post.1", rank=blocks, **options)
 
 
