@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,17 @@ def assert_equal(got: list[dict[str, torch.Tensor]], wanted: list[dict[str, torc
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def assert_units(data: RowDataset) -> None:
+    """Each is of one segment, and of the same 128 rows of a cold block, which are chunks of their own."""
+    index = data.index
+    segment, offset = index.frames[index.frame[0]].T
+    assert data.units[0] == 0 and data.units[-1] == data.rows
+    for begin, end in pairwise(data.units.tolist()):
+        assert 0 < end - begin <= 128 and len({*segment[begin:end].tolist()}) == 1
+        if index.segments[int(segment[begin])].cold:
+            assert len({*((offset + index.row[0])[begin:end] // 128).tolist()}) == 1
+
+
 def of(store: object, sample: Sample, **more: Any) -> RowDataset:
     """Two layers of the captures that are stored alike."""
     names = {sample.captures[name] for name in ("long", "other")}
@@ -52,6 +64,7 @@ def test_an_epoch_is_that_of_the_folder(sample: Sample, store: Path, url: str, t
         remote = of(bucket, sample)
     assert (remote.captures, remote.rows, remote.names) == (local.captures, local.rows, local.names)
     assert_equal(batches(remote), batches(local))
+    assert_units(local)
     state = local.state_after(2, 1)
     for data in (local, remote):
         data.set_epoch(1)
