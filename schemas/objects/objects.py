@@ -117,7 +117,7 @@ class Objects:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of every object whose key begins with the folder ``prefix``."""
-        return {one.key: one.nbytes for page in self.pages(prefix) for one in page}
+        return self._again("list", prefix, lambda: {one.key: one.nbytes for page in self.pages(prefix) for one in page})
 
     def pages(self, prefix: str = "") -> Iterator[list[Listed]]:
         """Every object whose key begins with the folder ``prefix``, about a thousand at a time."""

@@ -169,7 +169,8 @@ ROWS: dict[int, tuple[str, tuple[str, ...]]] = {
     38: ("a device that lies about a sync", ()),
     39: (
         "push killed in mid-upload",
-        ("tests/vllm_tap/bucket/test_eviction.py::test_killed_in_the_middle",
+        ("tests/faults/uploads/test_uploads.py::test_push_killed_in_mid_upload",
+         "tests/vllm_tap/bucket/test_eviction.py::test_killed_in_the_middle",
          "tests/vllm_tap/bucket/test_eviction.py::test_cut_at_every_change_of_the_disk"),
     ),
 }
