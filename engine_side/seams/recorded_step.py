@@ -42,8 +42,8 @@ def prove(model: nn.Module, vllm_config: Any, family: Family) -> None:
     What the search cannot tell (weights that are all but nothing, say) it does not hold against the table.
     """
     if (stage := stage_of(vllm_config)).count > 1:
-        logger.info("vllm-tap: sites of %s are its table's, not proved by structure: a stage has but some of its "
-                    "blocks", type(model).__name__)
+        logger.info("vllm-tap: sites of %s come from its table and are not proved by structure, because a stage has "
+                    "only some of its blocks", type(model).__name__)
         _nudge(model, vllm_config, family)
         return
     claims = list(every_point(model, family, vllm_config.model_config.get_hidden_size(), stage))
@@ -52,7 +52,8 @@ def prove(model: nn.Module, vllm_config: Any, family: Family) -> None:
     except Contradicted:
         raise
     except Exception as error:  # whatever a step outside of a running engine can meet
-        logger.info("vllm-tap: sites of %s are its table's, not proved by structure: %s", type(model).__name__, error)
+        logger.info("vllm-tap: sites of %s come from its table and are not proved by structure: %s",
+                    type(model).__name__, error)
     else:
         _nudge(model, vllm_config, family)
         held = sorted({point.site for point in claims} & found.found.keys())
@@ -90,8 +91,8 @@ def _nudge(model: nn.Module, vllm_config: Any, family: Family) -> None:
     with _a_step(model, vllm_config) as step, _noisy(model, draws), Nudge(points, ROWS, draws) as nudged:
         step(_ids(vllm_config, draws))
     if wrong := list(nudged.wrong(family.sums, ROUNDINGS[vllm_config.model_config.dtype])):
-        raise StartError(f"vllm-tap: {type(model).__name__} goes on with other tensors than those that taps would "
-                         f"take: {'; '.join(wrong[:3])}")
+        raise StartError(f"vllm-tap: {type(model).__name__} continues with other tensors than those that taps would "
+                         f"copy: {'; '.join(wrong[:3])}. Captured rows would be wrong; arm other sites, and report it")
 
 
 def _ids(vllm_config: Any, draws: torch.Generator) -> torch.Tensor:

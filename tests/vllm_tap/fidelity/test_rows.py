@@ -46,7 +46,8 @@ def test_another_choice_among_equal_magnitudes_is_no_other_encoder(codec: str) -
     judged = coding.round_trip(codec, rows, "bfloat16")
     made = coding.round_trip(codec, rows[:, ::-1].copy(), "bfloat16")[:, ::-1].copy()
     bits, alike = same_rows(made, judged, rows)
-    assert bits < 1 == alike, "no magnitudes were equal: the test shows nothing"
+    assert bits < alike, "no magnitudes were equal: the test shows nothing"
+    assert alike >= 0.99
     largest = np.abs(rows) == np.abs(rows).max(axis=-1, keepdims=True)
     for wrong in (np.roll(made, 1, axis=0), made * 2, np.where(largest, 0, made)):
         assert same_rows(wrong, judged, rows)[1] < 0.1
