@@ -109,8 +109,8 @@ def warn(sites: list[str]) -> None:
     """Name the sites that change how this engine computes."""
     if sites:
         logger.warning(
-            "vllm-tap: without taps this engine fuses what makes %s with the next operation, and with taps it does not, "
-            "so tokens may differ from an engine without taps; leave these sites out of --arm, --probe and --edit to "
+            "vllm-tap: without taps this engine fuses what makes %s with the next operation, and with taps it does "
+            "not, so tokens may differ from an engine without taps; leave these sites out of --arm, --probe and --edit to "
             "keep the same tokens", ", ".join(sites))
 
 
