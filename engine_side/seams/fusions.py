@@ -110,8 +110,8 @@ def warn(sites: list[str]) -> None:
     if sites:
         logger.warning(
             "vllm-tap: without taps this engine fuses what makes %s with the next operation, and with taps it does "
-            "not, so tokens may differ from an engine without taps; leave these sites out of --arm, --probe and --edit to "
-            "keep the same tokens", ", ".join(sites))
+            "not, so tokens may differ from an engine without taps; leave these sites out of --arm, --probe and --edit "
+            "to keep the same tokens", ", ".join(sites))
 
 
 def _takes(projection: Any) -> bool:

@@ -64,18 +64,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         finally:
             os.environ.clear()
             os.environ.update(before)
-<<<<<<< HEAD
             made.writer.send_signal(signal.SIGCONT)
             made.writer.terminate()
-            assert made.writer.wait(15) == 0
+            assert made.writer.wait(60) == 0
             if made.writer.stdout is not None:
                 made.writer.stdout.close()
-=======
-            writer.send_signal(signal.SIGCONT)
-            writer.terminate()
-            assert writer.wait(60) == 0
-            writer.stdout.close()
->>>>>>> main
 
 
 @pytest.fixture(scope="session")
