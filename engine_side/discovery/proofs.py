@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the command that prints proofs has no seconds for torch
 _INSIDE: Final = {
     "q": "columns of a projection that become q_rot", "k": "columns of a projection that become k_rot",
     "v": "columns of a projection that attention gets as values", "q_rot": "what attention gets as queries",
-    "k_rot": "what attention gets as keys", "kv_latent": "what attention gets as compressed keys and values",
+    "k_rot": "what attention gets as keys", "q_latent": "what the projection gets that makes q", "kv_latent": "what attention gets as compressed keys and values",
     "k_pe": "what attention gets as rotated keys", "z": "what the projection gets that makes attn_out",
     "mlp_post": "what the projection gets that makes mlp_out",
     "router_logits": "a projection's result with a number for every expert", "experts": "vLLM's own router",
