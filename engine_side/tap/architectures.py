@@ -42,7 +42,8 @@ class Family:
     model scales its embeddings or adds positions to them. ``names``: the sites of TransformerLens's names that are not
     the same everywhere (schemas.sites.BY_MODEL). ``refused``: why a model lacks sites. ``sums``: whether the stream
     after a block is what entered it, ``attn_out`` and ``mlp_out`` added. ``found``: by site and layer, the places of a
-    model that is not in the table, below the model; ``proofs`` are what shows them to be right.
+    model that is not in the table, below the model. ``proofs`` are what shows places to be right, and ``unproved`` why
+    nothing does.
     """
 
     layers: str
@@ -56,6 +57,7 @@ class Family:
     sums: bool = True
     found: Mapping[str, Mapping[int, ModulePath]] = field(default_factory=dict)
     proofs: tuple[Proof, ...] = ()
+    unproved: str = ""
 
 
 # Newer vLLM runs these by Transformers' classes, told to or not; of the others taps know vLLM's own code alone.

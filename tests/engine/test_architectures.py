@@ -227,12 +227,13 @@ def site_errors(engine: Engine, one: Captured, family: str) -> dict[str, float]:
 
 def after_a_choice(family: str, site: str, layer: int) -> bool:
     """Whether a row follows a router's choice: in bfloat16 a close call goes the other way, and all that follows."""
-    return "router_logits" in SITES[family] and (layer > 0 or site in ("experts", "mlp_out", "resid_post", "final_norm"))
+    return "router_logits" in SITES[family] and (
+        layer > 0 or site in ("experts", "mlp_out", "resid_post", "final_norm"))
 
 
 def assert_chosen(ids: npt.NDArray[np.float32], logits: npt.NDArray[np.float32], grouped: bool) -> None:
     """Chosen experts are different ones, by falling logit; none left out has a larger one, unless ``grouped``: then
-    some have, which shows that the largest would have been a wrong answer.
+    some have, and the largest would have been a wrong answer.
     """
     chosen = ids.astype(np.int64)
     assert np.array_equal(chosen, ids) and (np.diff(np.sort(chosen, axis=-1), axis=-1) > 0).all()

@@ -83,8 +83,8 @@ def test_the_choice_heaviest_first() -> None:
 
 def test_a_choice_that_the_kernel_keeps_to_itself_is_refused_and_never_made_here() -> None:
     model = model_of(True)
-    with pytest.raises(StartError, match=r"cannot arm experts on .* \(a kernel .* chooses inside itself .*\); this model "
-                                         r"offers: (?!.*\bexperts\b).*router_logits"):
+    with pytest.raises(StartError, match=r"cannot arm experts on .* \(a kernel .* chooses inside itself .*\); this "
+                                         r"model offers: (?!.*\bexperts\b).*router_logits"):
         list(find_points(model, FAMILY, NAMES, ("experts",), 1, 16))
     assert "experts" not in {point.site for point in every_point(model, FAMILY, 16)}
     assert [point.site for point in find_points(model, FAMILY, NAMES, ("router_logits",), 1, 16)] == ["router_logits"]

@@ -86,8 +86,8 @@ def family_model(name: str, dtype: str) -> Path:
     # Biases of a router that Hugging Face keeps as buffers, and begins as zeros.
     biased = [unlisted.grouped] if unlisted and unlisted.grouped else []
     taken = [*IMAGED[family].special.items(), IMAGED[family].published] if family in IMAGED else []
-    text = json.dumps([RECIPE, said, transformers.__version__, *(part for part in (written, zero, taken, biased) if part)],
-                      sort_keys=True)
+    more_said = [part for part in (written, zero, taken, biased) if part]
+    text = json.dumps([RECIPE, said, transformers.__version__, *more_said], sort_keys=True)
     folder = cache_dir() / "families" / f"{family}-{dtype}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
