@@ -159,6 +159,9 @@ class Discovery:
             self.streams = [stream for stream in self.streams if stream.into in into and stream.out in out
                             and close(into[stream.into], out[stream.out], self.tolerance / 10)]
         if not self.streams:
+            if several := _several(block, self._last, len(self.ids), self.width):
+                raise _refused(f"several streams: {self._last.path} returns {several} rows of {self.width} numbers a "
+                               f"token, and {block.path} is given as many; no definition says which is the stream")
             raise _refused(f"nothing that {self._last.path} returns, nor a sum of two of it, is given to {block.path}"
                            f"{_nearest(into, out, self.width)}")
         for stream in self.streams:
@@ -369,6 +372,13 @@ def _names(found: Mapping[str, Mapping[int, ModulePath]], entered: torch.Tensor 
 def _entered(given: Mapping[str, torch.Tensor], stream: Stream) -> torch.Tensor | None:
     """The stream that the first block is given: ``a`` of ``arguments a + b`` where there is no residual yet."""
     return given.get(stream.into, given.get("argument " + stream.into.partition(" ")[2].partition(" + ")[0]))
+
+
+def _several(given: Call, made: Call, tokens: int, width: int) -> int:
+    """How many rows of the stream's width a token has in what a block hands on to the next; 0 where it has one."""
+    takes, hands = ({shape.numel() // (tokens * width) for shape in shapes
+                     if tokens in shape and shape[-1] % width == 0} for shapes in (given.takes, made.hands))
+    return max((count for count in takes & hands if count > 1), default=0)
 
 
 def _nearest(given: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor], width: int) -> str:

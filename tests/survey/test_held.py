@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.survey.held import Key, Reference
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.families import family_model
 from tests.support.models.unlisted import UNLISTED
+from tests.survey.held import Key, Reference
 
 TOKENS = [(7 * token + 11) % 490 + 8 for token in range(21)]
 LAYERS = 3
