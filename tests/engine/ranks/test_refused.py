@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.engines.engines import DTYPE, ON_GPU
 from tests.support.models.families import family_model
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.soak,
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.soak,
               pytest.mark.skipif(ON_GPU, reason="vLLM loads no shares of a model on every kind of GPU")]
 
 START = """
@@ -31,7 +31,7 @@ print("started")
 def started(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """vLLM on two ranks, to its end."""
     return subprocess.run([sys.executable, "-c", START, *map(str, arguments)], capture_output=True, text=True,
-                          timeout=400, check=False, env={
+                          timeout=1000, check=False, env={
                               **{name: value for name, value in os.environ.items() if name != "VLLM_TAP_ENDPOINT"},
                               "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                               "VLLM_CPU_KVCACHE_SPACE": "1", **environment})
