@@ -19,7 +19,7 @@ import torch
 
 from engine_side.transport.cuda_calls import device_to_host
 from engine_side.transport.events import EditsCounted, Event, Freed, Run
-from engine_side.transport.ring import Ring, view
+from engine_side.transport.ring import ALIGN, Ring, view
 from engine_side.transport.shared_memory import COPIES, Outbox
 
 _AHEAD_BYTES: Final = 48 << 20  # of copies a step, beside what the step itself will make
@@ -31,7 +31,7 @@ class Scratch:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.capacity = nbytes
+        self.capacity = nbytes - nbytes % ALIGN
         self.head = 0
         self._tail = 0
         self._copies: deque[tuple[int, Any]] = deque()
@@ -39,11 +39,10 @@ class Scratch:
     def allocate(self, nbytes: int, stream: Any) -> int | None:
         """Offset of contiguous bytes, at most half of all; ``stream`` waits for the copy of what they held.
 
-        None where what they held is not even on its way.
+        None where what they held is not even on its way. The offset is a multiple of ``ALIGN``, as kernels take it to
+        be: one that is not would have them write before it.
         """
-        start = self.head % self.capacity
-        skip = self.capacity - start if start + nbytes > self.capacity else 0
-        last = None
+        skip, last = self._skip(nbytes), None
         while self._copies and (
             self.head + skip + nbytes - self._tail > self.capacity or len(self._copies) > _COPIES_MAX
         ):
@@ -53,13 +52,18 @@ class Scratch:
         if self.head + skip + nbytes - self._tail > self.capacity:
             return None
         self.head += skip + nbytes
-        return (start + skip) % self.capacity
+        return (self.head - nbytes) % self.capacity
 
     def fits(self, nbytes: int) -> bool:
         """Whether there is room for bytes, or will be once copies are over that are under way."""
-        start, tail = self.head % self.capacity, self._copies[-1][0] if self._copies else self._tail
-        skip = self.capacity - start if start + nbytes > self.capacity else 0
-        return self.head + skip + nbytes - tail <= self.capacity
+        tail = self._copies[-1][0] if self._copies else self._tail
+        return self.head + self._skip(nbytes) + nbytes - tail <= self.capacity
+
+    def _skip(self, nbytes: int) -> int:
+        """Bytes to leave out before ``nbytes``, so that they begin at a multiple of ``ALIGN`` and are contiguous."""
+        start = self.head % self.capacity
+        skip = -start % ALIGN
+        return skip if start + skip + nbytes <= self.capacity else self.capacity - start
 
     def add_copy(self, until: int, event: Any) -> None:
         """Note that ``event`` comes after the copy of everything that was allocated before ``head`` was ``until``."""

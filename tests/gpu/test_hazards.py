@@ -15,7 +15,7 @@ from engine_side.step.recorder import Recorder
 from engine_side.step.selection import Step
 from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost, Scratch
-from engine_side.transport.events import Run
+from engine_side.transport.events import EditsCounted, Run
 from engine_side.transport.ring import Ring, view
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve
@@ -201,3 +201,18 @@ def test_steps_of_decode_share_a_copy_and_every_row_is_its_own(recorder: Recorde
                 seen[run.entry.codec, p * 4 + i] = seen.get((run.entry.codec, p * 4 + i), 0) + 1
     assert set(seen.values()) == {1} and len(seen) == 59 * 3
     assert max(run.steps for run in runs(recorder)) > 4
+
+
+def test_rows_after_the_counts_of_an_edited_request_are_their_own(recorder: Recorder) -> None:
+    """Nine numbers are no whole vector: kernels wrote the next rows 28 bytes too early, positions among them."""
+    recorder.to_host.enqueue_numbers(EditsCounted("edited", [], [], []),
+                                     torch.arange(9, dtype=torch.int32, device="cuda"))
+    opened(recorder)
+    for number in (1, 2, 3):
+        step(recorder, number, rows=7)
+    recorder.before_step(0)
+    torch.cuda.synchronize()
+    found = [view(recorder.to_host.ring.memory, run.positions + k * run.stride, (7,), torch.int64).tolist()
+             for run in runs(recorder) for k in range(run.steps)]
+    assert found == [list(range(number * TOKENS, number * TOKENS + 7)) for number in (1, 2, 3)]
+    assert [values(recorder, run) for run in runs(recorder)] == [{1.0}, {2.0}, {3.0}]

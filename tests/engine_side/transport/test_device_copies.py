@@ -1,4 +1,4 @@
-"""Scratch: bytes are used again only behind the copy of what they held."""
+"""Scratch: bytes are used again only behind the copy of what they held, and lie where kernels may write them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_side.transport.device_copies import Scratch
+from engine_side.transport.ring import ALIGN
 
 CAPACITY = 1 << 12
 
@@ -45,6 +46,7 @@ def test_what_overlaps_waits_for_the_copy_before_it(sizes: list[tuple[int, bool,
                 at = scratch.allocate(size, stream)
         assert at is not None, "everything is on its way, and still there is no room"
         assert at >= 0 and at + size <= CAPACITY
+        assert at % ALIGN == 0, "kernels write at the multiple before it"
         overlapping = [number for number, (begin, end, _) in enumerate(written, 1) if begin < at + size and at < end]
         assert max(overlapping, default=0) <= min(stream.waited, copies)
         if fails:  # its encoder failed: nothing is copied, and nothing waits for it

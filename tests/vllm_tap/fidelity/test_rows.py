@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 from sklearn.metrics import roc_auc_score
 
@@ -18,6 +19,7 @@ from vllm_tap.fidelity.bench import Bench
 from vllm_tap.fidelity.features import Probing, _area, _wins, load_autoencoder, survival
 from vllm_tap.fidelity.rows import geometry, neurons, noise
 from vllm_tap.fidelity.science import Science
+from vllm_tap.fidelity.study import same_rows
 from vllm_tap.fidelity.texts import Prompts
 
 RNG = np.random.default_rng(0)
@@ -35,6 +37,20 @@ def test_noise_of_a_known_size_is_found_in_its_columns() -> None:
     assert found.rest is not None and found.rest == pytest.approx(10 * np.log10(63 / (7 * 0.01)), abs=0.2)
     assert found.all is not None and found.all > found.rest + 30  # the massive column hides it
     assert noise(rows, rows).all is None and noise(rows, rows).first is None
+
+
+@pytest.mark.parametrize("codec", ["int8b64", "nf4b64", "topk:density=0.25", "topk8:density=0.25"])
+def test_another_choice_among_equal_magnitudes_is_no_other_encoder(codec: str) -> None:
+    """As a GPU's kernels make it: here the columns in reverse. Codes that are wrong, or another's row, are told."""
+    rows = torch.from_numpy(RNG.standard_t(4, (200, 256)).astype(np.float32)).bfloat16().float().numpy()
+    judged = coding.round_trip(codec, rows, "bfloat16")
+    made = coding.round_trip(codec, rows[:, ::-1].copy(), "bfloat16")[:, ::-1].copy()
+    bits, alike = same_rows(made, judged, rows)
+    assert bits < alike, "no magnitudes were equal: the test shows nothing"
+    assert alike >= 0.99
+    largest = np.abs(rows) == np.abs(rows).max(axis=-1, keepdims=True)
+    for wrong in (np.roll(made, 1, axis=0), made * 2, np.where(largest, 0, made)):
+        assert same_rows(wrong, judged, rows)[1] < 0.1
 
 
 def test_full8_hides_the_columns_beside_a_massive_one_and_fp8row_does_not() -> None:
